@@ -135,7 +135,7 @@ def is_parting(tag: str) -> bool:
 
 
 def registered() -> Mapping[tuple[str, int], type[Contract]]:
-    """All contracts of this process by (id, version)."""
+    """Return all contracts of this process by (id, version)."""
     return MappingProxyType(_registry)
 
 
@@ -229,7 +229,7 @@ class ContractDecoder:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 
     def decode(self, body: bytes | memoryview | msgspec.Raw) -> Contract:
-        """The message in `body`.
+        """Return the message in `body`.
 
         Raises `UnknownContract` if no class has its id and version, `InvalidMessage` if its fields do not
         fit, `RemoteProtocolError` if it is no contract at all.
@@ -286,7 +286,7 @@ _TAG = msgspec.msgpack.Decoder(str)
 
 
 def _newer(contract_id: str, version: int) -> type[Contract] | None:
-    """The lowest newer version that says it decodes `version`."""
+    """Return the lowest newer version that says it decodes `version`."""
     fitting = [
         (identity.version, cls)
         for cls, identity in _identities.items()

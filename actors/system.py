@@ -126,6 +126,7 @@ class ActorSystem(CoreSystem):
 
     async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
         """Return the group of that name, once every process of the view has reported its members."""
+        self._unrecorded("system.group()")
         group = Group(self, self.open_directory(alone=True), names.checked(name))
         await group.settled(timeout=timeout)
         return group

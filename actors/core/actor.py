@@ -55,7 +55,7 @@ class Actor(ActorBase):
 
     @property
     def random(self) -> Random:
-        """A generator of this life's own, seeded with a number that is recorded. Not for secrets."""
+        """Return a generator of this life's own, seeded with a number that is recorded. Not for secrets."""
         cell = self._running_cell()
         if cell.random is None:
             life = cell.life

@@ -40,7 +40,7 @@ class PooledMark(Protocol):
     """Decorator that marks a plain function as the handler of a message."""
 
     def __call__(self, function: FunctionT, /) -> FunctionT:
-        """The function itself."""
+        """Return the function itself."""
         ...
 
 
@@ -129,7 +129,7 @@ class ActorBase:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its life is not over."""
+        """Return whether its life is not over."""
         alive: bool = self._cell.is_alive
         return alive
 
@@ -137,7 +137,7 @@ class ActorBase:
 
     @classmethod
     def code_change(cls, state: dict[str, Any], from_version: int) -> dict[str, Any]:
-        """The attributes of this version, made of those of `from_version`, for an actor that lives.
+        """Return the attributes of this version, made of those of `from_version`, for an actor that lives.
 
         Whoever overrides it says with `code_change_back` how to return.
         """
@@ -149,7 +149,7 @@ class ActorBase:
         return state
 
     def code_state(self) -> dict[str, Any]:
-        """A copy of its attributes, to which it returns if a new version crashes in the next message.
+        """Return a copy of its attributes, to which it returns if a new version crashes in the next message.
 
         Taken before each message while a new version is on probation. Override it if they cannot be copied
         deeply, or should not: the copy is not to change when the actor changes what it holds.
@@ -160,7 +160,7 @@ class ActorBase:
 
 
 def handler_table(cls: type[ActorBase]) -> Mapping[type, Handler]:
-    """The dispatch table of an actor class, made at its first spawn. Raises `ContractError`."""
+    """Return the dispatch table of an actor class, made at its first spawn. Raises `ContractError`."""
     if cls._table is None:
         table: dict[type, Handler] = {}
         for message, function in cls._handlers.items():
@@ -178,7 +178,7 @@ def handler_table(cls: type[ActorBase]) -> Mapping[type, Handler]:
 
 
 def _renewing(contract: type[Contract], handler: Handler) -> Handler:
-    """A handler of an older version of `contract`, which `contract` says that it stands for."""
+    """Return a handler of an older version of `contract`, which `contract` says that it stands for."""
 
     async def run(actor: Any, message: Contract) -> Any:
         return await handler.function(actor, renewed(message, contract))
@@ -231,7 +231,7 @@ _remote_classes: dict[str, type[ActorBase]] = {}
 
 
 def remote_class_id(cls: type[ActorBase] | str) -> str:
-    """The name under which other processes ask for the class; a name is its own."""
+    """Return the name under which other processes ask for the class; a name is its own."""
     return cls if isinstance(cls, str) else f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -243,7 +243,7 @@ def register_remote(cls: type[ActorBase]) -> None:
 
 
 def find_remote_class(class_id: str) -> type[ActorBase] | None:
-    """The class that other processes may spawn under that name, if it is here; nothing is imported."""
+    """Return the class that other processes may spawn under that name, if it is here; nothing is imported."""
     cls = _remote_classes.get(class_id)
     return _class_in_module(class_id) if cls is None and may_import_for_peers(class_id) else cls
 

@@ -83,7 +83,6 @@ class ActorCell(CellCore):
         "parent",
         "random",
         "ready",
-        "ref",
         "state",
     )
 
@@ -120,11 +119,11 @@ class ActorCell(CellCore):
 
     @property
     def is_alive(self) -> bool:
-        """Whether this life is not over."""
+        """Return whether this life is not over."""
         return self.state is not CellState.DEAD
 
     def is_served_by(self, task: asyncio.Task[object]) -> bool:
-        """Whether the task is the one that serves the mailbox."""
+        """Return whether the task is the one that serves the mailbox."""
         return self.task is task
 
     def words(self) -> str:
@@ -152,7 +151,7 @@ class ActorCell(CellCore):
             self.kill(Reason(ReasonKind.KILLED, f"{SIGNALS_MAX} signals wait for it; is a handler stuck?"))
 
     def exit_signal(self, source: Ref, reason: Reason) -> None:
-        """A linked actor ended."""
+        """Handle the end of a linked actor."""
         if source not in self.links:
             return
         del self.links[source]
@@ -194,7 +193,7 @@ class ActorCell(CellCore):
         return self._next_watch
 
     def unwatch(self, number: int) -> None:
-        """Do not call back."""
+        """Undo `watch`."""
         if self._watchers is not None:
             self._watchers.pop(number, None)
 
@@ -209,7 +208,7 @@ class ActorCell(CellCore):
     # What the actor does with its messages.
 
     def handling(self, what: str) -> Delivery:
-        """The message that is handled here and now. Raises `LocalProtocolError` if there is none."""
+        """Return the message that is handled here and now. Raises `LocalProtocolError` if there is none."""
         delivery = current_delivery.get()
         if delivery is None or delivery is not self.current or current_cell.get() is not self:
             raise LocalProtocolError(f"{what} outside of a running handler of {self.ref.address}")
@@ -217,20 +216,20 @@ class ActorCell(CellCore):
 
     @property
     def deferred(self) -> DeferredBook:
-        """The answers it owes."""
+        """Return the answers it owes."""
         if self._deferred is None:
             self._deferred = DeferredBook(self)
         return self._deferred
 
     @property
     def timers(self) -> TimerBook:
-        """Its timers."""
+        """Return its timers."""
         if self._timers is None:
             self._timers = TimerBook(self)
         return self._timers
 
     def stash(self) -> None:
-        """Put the current message aside. Raises `StashFull`."""
+        """Stash the current message. Raises `StashFull`."""
         delivery = self.handling("stash()")
         if not self.mailbox.stash(delivery):
             raise StashFull(f"{self.ref.address} has put {self.mailbox.stashed} messages aside")
@@ -239,7 +238,7 @@ class ActorCell(CellCore):
         self.current = None
 
     def unstash(self) -> None:
-        """Have all that is aside handled before what waits."""
+        """Unstash: handle all stashed messages before those that wait."""
         life = self.life
         if life is not None:
             life.unstashes()
@@ -251,7 +250,7 @@ class ActorCell(CellCore):
     # Askers that give up.
 
     def withdraw(self, reply_to: ReplyTo | None) -> None:
-        """The asker there has given up: its message is not handled, or its handler is cancelled."""
+        """Withdraw an ask that was given up: its message is not handled, or its handler is cancelled."""
         current = self.current
         if reply_to is None:
             return
@@ -269,7 +268,7 @@ class ActorCell(CellCore):
             self.task.cancel()
 
     def is_withdrawn(self) -> bool:
-        """Whether the current handler was cancelled because nobody wants its answer; if so, that is over."""
+        """Return whether the current handler was cancelled for want of an asker, and reset that."""
         withdrawn, self._withdrawn = self._withdrawn, None
         if withdrawn is None or self.state is CellState.DEAD:
             return False
@@ -380,7 +379,7 @@ class ActorCell(CellCore):
         return await handling
 
     def answers_later(self, delivery: Delivery, handler: Handler, reply: object) -> None:
-        """The handler returned none of its contracts: it answers later, or is wrong."""
+        """Check a reply that is none of the declared contracts: the handler defers it, or is wrong."""
         if not isinstance(reply, Later) or not handler.puts_off:
             raise TypeError(f"the handler of {contract_tag(delivery.message)} returned {reply!r:.200}")
         self.current = None
@@ -398,7 +397,7 @@ class ActorCell(CellCore):
         self.reject(delivery, NotUnderstood(f"{self.ref.address}, a {kind}, handles {known}, not {tag}"))
 
     def reject(self, delivery: Delivery, error: ActorError) -> None:
-        """Tell whoever sent it that the message is not handled, and why."""
+        """Report to the sender that its message is not handled, and why."""
         tag = contract_tag(delivery.message)
         if delivery.reply_to is not None:
             delivery.reply_to.fail(error)
@@ -434,7 +433,7 @@ class ActorCell(CellCore):
             _log.error(what, actor=self.ref.address, exception=_traceback(error), **more)
 
     def _finish(self, reason: Reason) -> None:
-        """The end of this life: everyone who waits for it, or is tied to it, learns of it."""
+        """End this life: notify all that wait for it or are linked with it."""
         if self.state is CellState.DEAD:
             return
         if self.life is not None:
@@ -464,5 +463,5 @@ class ActorCell(CellCore):
 
 
 def _traceback(error: BaseException) -> str:
-    """The plain text: what a console renderer makes of `exc_info` takes it a third of a second."""
+    """Return the traceback as plain text: a console renderer takes a third of a second for `exc_info`."""
     return "".join(traceback.format_exception(error))

@@ -28,7 +28,7 @@ LATER = Later()
 
 
 class Deferred(Later):
-    """An answer that is owed. Give it with `reply` or `fail`, once, from any task of the actor's loop.
+    """A reply that is owed. Give it with `reply` or `fail`, once, from any task of the actor's loop.
 
     If the last reference to it is dropped before, its asker gets `NoReply`; if the actor ends, `DeadActor`.
     """
@@ -83,11 +83,11 @@ class Deferred(Later):
             self._reply_to.fail(error)
 
     def is_owed_to(self, reply_to: ReplyTo) -> bool:
-        """Whether this is the answer that is awaited there."""
+        """Return whether this is the answer that is awaited there."""
         return self._reply_to is reply_to
 
     def void(self) -> bool:
-        """Owe nothing any more; False if it was given."""
+        """Drop the reply; return False if it was given."""
         return self._settle()
 
     def _settle(self) -> bool:
@@ -99,7 +99,7 @@ class Deferred(Later):
 
 
 class DeferredBook:
-    """The answers that one life of an actor owes."""
+    """The deferred replies of one life of an actor."""
 
     __slots__ = ("_cell", "_last", "open")
 
@@ -109,7 +109,7 @@ class DeferredBook:
         self.open: dict[int, weakref.ref[Deferred]] = {}
 
     def defer(self, delivery: Delivery) -> Deferred:
-        """Take the answer to the current message over from its handler."""
+        """Defer the reply to the current message."""
         cell = self._cell
         if len(self.open) >= DEFERRED_MAX:
             raise TooManyPending(f"{cell.ref.address} owes {DEFERRED_MAX} answers")
@@ -124,23 +124,23 @@ class DeferredBook:
         return deferred
 
     def replied(self, number: int, message: Contract | None) -> None:
-        """An answer is given: the life is told, if it is the actor who gives it."""
+        """Record a deferred reply that the actor itself gives."""
         if self._cell.life is not None and current_cell.get() is self._cell:
             self._cell.life.replies_later(number, message)
 
     def failed(self, number: int, error: ActorError) -> None:
-        """As `replied`, with an error."""
+        """Record an error that the actor itself gives as a deferred reply."""
         if self._cell.life is not None and current_cell.get() is self._cell:
             self._cell.life.fails_later(number, error)
 
     def dropped(self, reply_to: ReplyTo, what: str) -> None:
-        """An answer was dropped, by whichever thread collects garbage."""
+        """Fail the asker of a dropped reply. May run on any thread that collects garbage."""
         loop = self._cell.system.loop
         if not loop.is_closed():
             loop.call_soon_threadsafe(reply_to.fail, NoReply(f"the answer to {what} was put off and dropped"))
 
     def reclaim(self, reply_to: ReplyTo) -> bool:
-        """Owe an answer no longer, which is to be given as if it had never been put off; False if it was."""
+        """Take a deferred reply back, so that it can be given again; return False if it was given."""
         for found in list(self.open.values()):
             deferred = found()
             if deferred is not None and deferred.is_owed_to(reply_to):
@@ -148,7 +148,7 @@ class DeferredBook:
         return False
 
     def close(self, why: str) -> None:
-        """The actor has ended."""
+        """End with the actor."""
         for number in list(self.open):
             found = self.open.get(number)
             deferred = None if found is None else found()

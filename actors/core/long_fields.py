@@ -104,7 +104,7 @@ def filled(message: Contract, body: bytes) -> bool:
 
 @functools.lru_cache(CLASSES_MAX)
 def _takes_any(cls: type[Contract], name: str) -> bool:
-    """Whether nothing has looked at the token in its place: no bound of length, no `__post_init__`."""
+    """Return whether nothing has looked at the token in its place: no bound of length, no `__post_init__`."""
     info = schema.type_info(cls)
     assert isinstance(info, schema.StructType)
     field = next(field.type for field in info.fields if field.name == name)

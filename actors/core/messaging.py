@@ -51,12 +51,12 @@ class Messaging(Asker):
         """Further links to processes that there is one to already."""
 
     def serving(self, task: asyncio.Task[object]) -> ActorCell | None:
-        """The actor that this task serves, if it does; may be called by any thread."""
+        """Return the actor that this task serves, if it does; may be called by any thread."""
         cell = self._cells.get(task.get_name())
         return cell if cell is not None and cell.is_served_by(task) else None
 
     def find(self, actor: str, incarnation: int) -> ActorCell | None:
-        """The actor of that name, if it is that life of it (0: any); it may be about to stop."""
+        """Return the actor of that name, if it is that life of it (0: any); it may be about to stop."""
         cell = self._cells.get(actor)
         if cell is None or (incarnation and incarnation != cell.ref.incarnation):
             return None
@@ -68,7 +68,7 @@ class Messaging(Asker):
         return self.find(ref.actor, ref.incarnation)
 
     async def tell_at_length(self, ref: Ref, message: Contract) -> None:
-        """A tell to an actor of another process, or about which something else is out of the ordinary."""
+        """Send a message to another process, or one that cannot take the fast path."""
         trace_id, sender = self._envelope(message)
         if ref.process == self.name:
             cell = self._living(ref)
@@ -91,14 +91,14 @@ class Messaging(Asker):
                 await peer.send(payload, trace_id)
 
     async def _ask_from_afar(self, ref: Ref, message: Contract, timeout: float | None) -> Any:
-        """An ask of a process that there is no link to yet."""
+        """Ask an actor of a process to which there is no link yet."""
         deadline_ns, _ = self._deadline(timeout, ref)
         await self.reached(ref.process, ref.process_incarnation, deadline_ns)
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         return await self._ask_when_taken(ask(self, ref, message, left_s), ref, message)
 
     async def _ask_when_taken(self, asked: Asked, ref: Ref, message: Contract) -> Any:
-        """The answer to an ask that may have to wait for room."""
+        """Return the answer to an ask that may have to wait for room."""
         try:
             if asked.waits:
                 await self._until_taken(asked)
@@ -114,7 +114,7 @@ class Messaging(Asker):
     def _ask_failed(
         self, asked: Asked, ref: Ref, message: Contract, error: BaseException
     ) -> DeadlineExceeded | None:
-        """It is given up; what its asker is told, if that is not the error itself."""
+        """Give an ask up; return the error for its asker, if it is another one."""
         self._forget_ask(asked)
         if isinstance(error, asyncio.CancelledError):
             if asked.peer is not None:
@@ -128,7 +128,7 @@ class Messaging(Asker):
 
     @staticmethod
     def _forget_ask(asked: Asked) -> None:
-        """Nobody will await its future again: neither a result nor an error of it may surface later."""
+        """Drop the ask's future: neither a result nor an error of it may surface later."""
         asked.over()
         if not asked.future.done():
             asked.future.cancel()
@@ -148,6 +148,11 @@ class Messaging(Asker):
         It is encoded once, and a process gets it once for all its actors. Order is kept as by `tell`, with
         which it may be mixed. Waits while a local mailbox or a link is full, for the others first.
         """
+        if self.tracer is not None:
+            return await self.tracer.tell_all(refs, message, lambda: self._cast(refs, message))
+        return await self._cast(refs, message)
+
+    async def _cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
         trace_id, sender = self._envelope(message)
         failed: dict[Ref, ZbmdError] = {}
         full: list[tuple[Ref, ActorCell, Delivery]] = []
@@ -225,7 +230,7 @@ class Messaging(Asker):
     # Processes beyond our views.
 
     async def reached(self, process: str, incarnation: int, deadline_ns: int) -> Peer:
-        """The link to a process of no view of ours, made if need be. Raises as `RouteService.reach_by`."""
+        """Return the link to a process outside of our views, made if needed. Raises as `reach_by`."""
         routes = self.routes_to(process)
         if routes is not None:
             await routes.reach_by(process, incarnation, deadline_ns)
@@ -240,16 +245,16 @@ class Messaging(Asker):
         return Ref(self, process, data.process_incarnation, data.actor, data.incarnation)
 
     def _envelope(self, message: object) -> tuple[int, str]:
-        """Trace id and sender's name for a message sent here and now."""
+        """Return trace id and sender's name of a message sent here and now."""
         return envelope(self, message)
 
     def _deadline(self, timeout: float | None, whom: object) -> tuple[int, int]:
-        """(deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
+        """Return (deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
         running = current_delivery.get()
         return deadline(timeout, 0 if running is None else running.deadline_ns, whom)
 
     def _no_memory(self, nbytes: int) -> ActorError:
-        """The refusal of a message of that size."""
+        """Return the refusal of a message of that size."""
         cells = self._cells.values()
         biggest = max(cells, key=lambda cell: cell.mailbox.nbytes, default=None)
         most = "" if biggest is None else f"; {biggest.ref.address} holds {biggest.mailbox.nbytes:,} of them"

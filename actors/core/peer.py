@@ -106,7 +106,7 @@ class Peer(PeerCore):
             self.link.on_frame = self._on_frame
 
     def ref(self, actor: str, incarnation: int) -> Ref:
-        """A reference to one of the peer's actors."""
+        """Return a reference to one of the peer's actors."""
         return Ref(self._system, self.name, self.incarnation, actor, incarnation)
 
     def _bind(self, data: wire.RefData) -> Ref:

@@ -103,7 +103,7 @@ class Pools:
             done.exception()  # nobody else asks for it
 
     async def in_process(self, function_id: str, message: Contract) -> Any:
-        """The function of that name, called with the message in another process. Raises `PoolFailed`.
+        """Return the function of that name, called with the message in another process. Raises `PoolFailed`.
 
         Cancelled, its process is killed.
         """

@@ -92,5 +92,5 @@ class Ref:
         return f"<Ref {self.address}{life}>"
 
     def key(self) -> tuple[str, int, str, int]:
-        """(process, its incarnation, actor, its incarnation): what makes two references equal."""
+        """Return (process, its incarnation, actor, its incarnation): equal references have equal keys."""
         return (self.process, self.process_incarnation, self.actor, self.incarnation)

@@ -17,49 +17,49 @@ _NODE: Final = re.compile(r"node[1-9]\d{0,18}", re.ASCII)
 
 
 def scope_of_job(job: int) -> str:
-    """The scope of a job's ranks; empty for processes of none."""
+    """Return the scope of a job's ranks; empty for processes of none."""
     return f"{job:x}" if job else ""
 
 
 def is_global(process: str) -> bool:
-    """Whether a name means the same process everywhere in a cluster."""
+    """Return whether a name means the same process everywhere in a cluster."""
     return MARK in process or _NODE.fullmatch(process) is not None
 
 
 def owned_name(process: str, owner: str) -> str:
-    """What a process is called everywhere that is in the cluster by way of `owner`."""
+    """Return the global name of a process that joined the cluster by way of `owner`."""
     return f"{process}{MARK}{owner}"
 
 
 def owner_of(process: str) -> str:
-    """The process by way of which one is in the cluster; nothing for nodes and ranks."""
+    """Return the process by way of which a process joined; empty for nodes and ranks."""
     where = process.partition(MARK)[2]
     return where if where and is_global(where) else ""
 
 
 def scope_of(process: str) -> str:
-    """The scope that a name says, or nothing."""
+    """Return the scope in a name, or an empty string."""
     return "" if owner_of(process) else process.partition(MARK)[2]
 
 
 def abroad(process: str, scope: str) -> str:
-    """What those outside of `scope` call a process of it."""
+    """Return the name that processes outside of `scope` use for one of its processes."""
     return f"{process}{MARK}{scope}" if scope and not is_global(process) else process
 
 
 def at_home(process: str, scope: str) -> str:
-    """What those within `scope` call a process that others call so."""
+    """Return the name that processes within `scope` use for a process with this global name."""
     base, mark, where = process.partition(MARK)
     return base if mark and where == scope else process
 
 
 def guest_name(process: str, scope: str) -> str:
-    """How a process calls itself at the hello of a link that no view asks for: always with the mark."""
+    """Return the name in the hello of a link outside of views: always with the mark."""
     return f"{process}{MARK}{scope}"
 
 
 def of_guest(hello: str) -> str | None:
-    """The name behind such a hello; None if it is of another kind."""
+    """Return the name in such a hello; None if it is of another kind."""
     base, mark, scope = hello.rpartition(MARK)
     if not mark or not all(base.split(MARK)) or (not scope and not is_global(base)):
         return None

@@ -31,7 +31,7 @@ class Reason:
 
     @property
     def is_normal(self) -> bool:
-        """Whether a transient child is left down after it."""
+        """Return whether a transient child is left down after it."""
         return self.kind is ReasonKind.NORMAL or self.kind is ReasonKind.SHUTDOWN
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -67,8 +67,6 @@ class CoreSystem(Messaging):
     Call `stop()` at the end.
     """
 
-    _monitor_class = Monitor
-
     def __init__(
         self,
         name: str,
@@ -91,13 +89,13 @@ class CoreSystem(Messaging):
         self._last_trace = int.from_bytes(digest) << 32
 
     def add_service(self, service: Service) -> None:
-        """Call its hooks from now on. Raises `LocalProtocolError` if there is one of its class already."""
+        """Register a service and call its hooks from now on. Raises `LocalProtocolError`."""
         if type(service) in self._services:
             raise LocalProtocolError(f"{self.name} has a {type(service).__name__} already")
         self._services[type(service)] = service
 
     def service(self, kind: type[ServiceT]) -> ServiceT | None:
-        """The service of that class, if it was added."""
+        """Return the service of that class, if it was added."""
         return cast("ServiceT | None", self._services.get(kind))
 
     # Life of actors.
@@ -116,15 +114,22 @@ class CoreSystem(Messaging):
         name: unique in the process; None takes the class's name and a number. Raises `NameTaken`,
         `ActorStartFailed`, and whatever the constructor raises.
         """
-        cell = self._create(cls, args, kwargs, name, mailbox, None)
-        if link_to is not None:
-            self.link(cell.ref, link_to)
-        return await self.until_started(cell)
+
+        async def perform() -> Ref:
+            cell = self._create(cls, args, kwargs, name, mailbox, None)
+            if link_to is not None:
+                self.link(cell.ref, link_to)
+            return await self.until_started(cell)
+
+        if self.tracer is None:
+            return await perform()
+        return await self.tracer.spawn(self.name, cls, (args, kwargs), name, perform)
 
     def create_child(
         self, cls: type[ActorBase], args: Sequence[Any], *, name: str | None, parent: Ref | None
     ) -> ActorCell:
         """Begin to spawn, for a supervisor: if `parent` ends while the child lives, the child is killed."""
+        self._unrecorded("system.create_child()")
         cell = self._create(cls, args, {}, name, None, parent)
         if parent is not None and parent.process == self.name:
             parent_cell = self.find(parent.actor, parent.incarnation)
@@ -149,6 +154,23 @@ class CoreSystem(Messaging):
         `allow_remote_modules` names there. timeout: seconds, as in `Ref.ask`. Raises `UnknownActorClass`,
         `ActorStartFailed`, `PeerLost`, `DeadlineExceeded`.
         """
+
+        def perform() -> Coroutine[Any, Any, Ref]:
+            return self._spawn_on(process, cls, args, name, timeout, parent)
+
+        if self.tracer is None:
+            return await perform()
+        return await self.tracer.spawn(process, cls, (args, {}), name, perform)
+
+    async def _spawn_on(
+        self,
+        process: str,
+        cls: type[ActorBase] | str,
+        args: Sequence[wire.Plain],
+        name: str | None,
+        timeout: float | None,
+        parent: Ref | None,
+    ) -> Ref:
         process = at_home(process, self.scope)
         if process == self.name:
             if isinstance(cls, str):
@@ -186,6 +208,11 @@ class CoreSystem(Messaging):
 
     async def terminate(self, ref: Ref, *, timeout: float = STOP_S, text: str = "asked to stop") -> Down:
         """Stop an actor wherever it is, kill it after `timeout` seconds, and return its end."""
+        if self.tracer is None:
+            return await self._terminate(ref, timeout, text)
+        return await self.tracer.terminate(ref, timeout, text, lambda: self._terminate(ref, timeout, text))
+
+    async def _terminate(self, ref: Ref, timeout: float, text: str) -> Down:
         monitor = self.monitor(ref)
         try:
             self.exit(ref, Reason(ReasonKind.SHUTDOWN, text))
@@ -199,6 +226,12 @@ class CoreSystem(Messaging):
 
     def exit(self, ref: Ref, reason: Reason) -> None:
         """Ask an actor to end; with a reason of kind KILLED it is killed. No error if it is gone."""
+        if self.tracer is None:
+            self._exit(ref, reason)
+        else:
+            self.tracer.exit(ref, reason, lambda: self._exit(ref, reason))
+
+    def _exit(self, ref: Ref, reason: Reason) -> None:
         if ref.process == self.name:
             cell = self._find_ref(ref)
             if cell is not None:
@@ -213,6 +246,13 @@ class CoreSystem(Messaging):
 
         With a timeout of 0 all are killed at once.
         """
+        try:
+            await self._stop(timeout)
+        finally:
+            if self.tracer is not None:
+                self.tracer.stopped()
+
+    async def _stop(self, timeout: float) -> None:
         shutdown = Reason(ReasonKind.SHUTDOWN, "the system stops")
         try:
             async with asyncio.timeout(timeout):
@@ -239,8 +279,13 @@ class CoreSystem(Messaging):
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=timeout)
 
+    def _unrecorded(self, what: str) -> None:
+        if self.tracer is not None:
+            self.tracer.unrecorded(what)
+
     def describe(self) -> list[ActorInfo]:
-        """All actors of this process, in the order in which they were spawned."""
+        """Return all actors of this process, in the order in which they were spawned."""
+        self._unrecorded("system.describe()")
         return [
             ActorInfo(
                 name=c.name,
@@ -277,6 +322,8 @@ class CoreSystem(Messaging):
         if actor_name in self._cells:
             raise NameTaken(f"{self.name}/{actor_name} is alive")
         handler_table(cls)
+        # Before the constructor runs: it may change what it is given.
+        before = None if self.tracer is None else self.tracer.creating(cls, args, kwargs)
         actor = cls(*args, **kwargs)
         self._last_actor = incarnation
         ref = Ref(self, self.name, self.incarnation, actor_name, incarnation)
@@ -285,6 +332,8 @@ class CoreSystem(Messaging):
         self._cells[actor_name] = cell
         if cls is not wanted and self.class_book is not None:
             self.class_book.spawned(cell)
+        if self.tracer is not None:
+            self.tracer.created(cell, before)
         return cell
 
     async def until_started(self, cell: ActorCell) -> Ref:
@@ -307,7 +356,7 @@ class CoreSystem(Messaging):
     # References and links.
 
     def ref(self, address: str) -> Ref:
-        """A reference by name: `"rank1/counter"`, or `"counter"` in this process."""
+        """Return a reference by name: `"rank1/counter"`, or `"counter"` in this process."""
         process, slash, actor = address.rpartition("/")
         if not _NAME.fullmatch(actor) or (slash and not process):
             raise LocalProtocolError(f"{address!r} is not an address: write 'process/actor' or 'actor'")
@@ -319,6 +368,7 @@ class CoreSystem(Messaging):
         A newer incarnation of a process replaces an older one. Raises `ContractMismatch` (and closes the
         link) if the peer's contracts contradict ours, `LocalProtocolError` if it is linked already.
         """
+        self._unrecorded("system.attach()")
         name, incarnation = link.peer.name, link.peer.incarnation
         if self._stopped:
             raise SystemStopped(f"the actor system of {self.name} has been stopped")
@@ -364,31 +414,40 @@ class CoreSystem(Messaging):
         return carries
 
     def dismiss(self, process: str, incarnation: int, reason: str) -> None:
-        """Close all links to that life of a process of no view of ours."""
+        """Close all links to that incarnation of a process outside of our views."""
         for peer in [*self._peers.values(), *self._spare]:
             if peer.is_guest and (peer.name, peer.incarnation) == (process, incarnation):
                 peer.close(PeerLost(process, reason))
 
     def detach(self, process: str, reason: str = "detached") -> None:
         """Close the link to a process, if there is one; monitors and links see its actors as lost."""
+        self._unrecorded("system.detach()")
         peer = self._peers.get(process)
         if peer is not None:
             peer.close(PeerLost(process, reason))
 
     def peer(self, process: str) -> Peer | None:
-        """The other end of the link to a process, if there is one."""
+        """Return the other end of the link to a process, if there is one."""
         return self._peers.get(process)
 
     @property
     def peers(self) -> dict[str, int]:
         """Attached processes by name, with their incarnations, but for those of no view of ours."""
+        self._unrecorded("system.peers")
         return {name: peer.incarnation for name, peer in self._peers.items() if not peer.is_guest}
 
     # Monitors and links between actors.
 
     def monitor(self, ref: Ref, *, to: Ref | None = None) -> Monitor:
-        """Learn, once, of the end of `ref`: by `Monitor.down()`, and as a `Down` signal to the actor `to`."""
-        monitor = self._monitor_class(ref, self.loop)
+        """Report the end of `ref`, once: by `Monitor.down()`, and as a `Down` signal to the actor `to`."""
+        tracer = self.tracer
+        if tracer is None:
+            return self._monitor(Monitor(ref, self.loop), to)
+        return tracer.monitor(
+            ref, to is not None, lambda: self._monitor(tracer.new_monitor(ref, self.loop), to)
+        )
+
+    def _monitor(self, monitor: Monitor, to: Ref | None) -> Monitor:
 
         def deliver(down: Down) -> None:
             monitor.deliver(down)
@@ -396,11 +455,12 @@ class CoreSystem(Messaging):
             if cell is not None:
                 cell.post(down)
 
-        monitor.armed(self.watch(ref, deliver))
+        monitor.armed(self.watch(monitor.ref, deliver))
         return monitor
 
     def watch(self, ref: Ref, callback: Callable[[Down], None]) -> Callable[[], None]:
         """Call back once, never before this returns, when `ref` ends; returns what undoes it."""
+        self._unrecorded("system.watch()")
         if ref.process != self.name:
             peer = self._peer_or_none(ref)
             if peer is not None:
@@ -425,6 +485,12 @@ class CoreSystem(Messaging):
         If `other` does not live, `actor` gets the exit signal at once. `other` must name one life, as the
         references that `spawn` returns and messages carry do.
         """
+        if self.tracer is None:
+            self._link(actor, other)
+        else:
+            self.tracer.link(other, lambda: self._link(actor, other))
+
+    def _link(self, actor: Ref, other: Ref) -> None:
         cell = self._find_ref(actor)
         if cell is None:
             raise DeadActor(f"{actor!r} does not live here")
@@ -449,6 +515,12 @@ class CoreSystem(Messaging):
 
     def unlink(self, actor: Ref, other: Ref) -> None:
         """Undo `link`."""
+        if self.tracer is None:
+            self._unlink(actor, other)
+        else:
+            self.tracer.unlink(other, lambda: self._unlink(actor, other))
+
+    def _unlink(self, actor: Ref, other: Ref) -> None:
         cell = self._find_ref(actor)
         if cell is None or other not in cell.links:
             return
@@ -464,21 +536,21 @@ class CoreSystem(Messaging):
     # For cells and peers.
 
     def cells(self) -> list[ActorCell]:
-        """All that live. From any thread: the list is made in one go, under the GIL."""
+        """Return the cells that live. Thread-safe: the list is made in one step, under the GIL."""
         return list(self._cells.values())
 
     def forget(self, cell: ActorCell) -> None:
-        """The actor has ended: its name is free."""
+        """Forget an actor that has ended: its name is free."""
         if self._cells.get(cell.name) is cell:
             del self._cells[cell.name]
 
     def linger(self, task: asyncio.Task[None]) -> None:
-        """A killed actor's task may take a while to end; `stop()` waits for it."""
+        """Let `stop()` wait for the task of a killed actor."""
         self._lingering.add(task)
         task.add_done_callback(self._lingering.discard)
 
     def peer_closed(self, peer: Peer) -> None:
-        """The link is gone."""
+        """Forget a closed link."""
         self._spare.discard(peer)
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
@@ -487,14 +559,14 @@ class CoreSystem(Messaging):
                     service.link_down(peer.name, peer.incarnation)
 
     def exit_links_to(self, peer: Peer, reason: Reason) -> None:
-        """Exit signals from all actors of a process that was lost."""
+        """Send exit signals from all actors of a lost process."""
         for cell in list(self._cells.values()):
             for other in [r for r in cell.links if r.process == peer.name]:
                 if other.process_incarnation == peer.incarnation:
                     cell.exit_signal(other, reason)
 
     def send_exit(self, source: Ref, other: Ref, reason: Reason) -> None:
-        """Tell `other`, linked with `source`, that `source` ended."""
+        """Send `other`, linked with `source`, the end of `source`."""
         if other.process == self.name:
             cell = self._find_ref(other)
             if cell is not None:
@@ -504,7 +576,7 @@ class CoreSystem(Messaging):
             peer.post(wire.Exit(source.actor, source.incarnation, other.actor, other.incarnation, data))
 
     def bounced(self, ref: Ref, sender: str, contract: str, error: ActorError) -> None:
-        """A told message was rejected: tell its sender if that is an actor that listens, or the log."""
+        """Report a rejected message to its sender, if that has a handler for the signal, else to the log."""
         if is_parting(contract):
             return
         self.undelivered += 1

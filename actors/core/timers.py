@@ -63,7 +63,7 @@ DELAY_S_MAX = 30 * 24 * 3600.0
 
 
 class Timer:
-    """A message that an actor will get from itself. `missed`: times when the last one still waited."""
+    """A message that an actor sends itself later. `missed`: how often the last one still waited."""
 
     __slots__ = ("_book", "_delivery", "_due_s", "_handle", "_message", "_number", "_period_s", "missed")
 
@@ -82,12 +82,12 @@ class Timer:
         return self
 
     def cancel(self) -> None:
-        """Send it no more; what waits in the mailbox already is not handled."""
+        """Stop the timer; a message that already waits in the mailbox is not handled."""
         self._book.cancel(self._number, self)
 
     @property
     def is_armed(self) -> bool:
-        """Whether it will fire, or has and its message waits."""
+        """Return whether it will fire, or has and its message waits."""
         return self._handle is not None or (self._delivery is not None and self._delivery.waits)
 
     def arm(self, loop: asyncio.AbstractEventLoop, delay_s: float) -> None:
@@ -133,7 +133,7 @@ class TimerBook:
         """Messages for which the mailboxes of the process had no memory."""
 
     def set(self, message: Contract, delay_s: float, again: bool) -> Timer:
-        """A timer. Raises `LocalProtocolError`, and `TooManyPending` if the actor has too many."""
+        """Return a timer. Raises `LocalProtocolError`, and `TooManyPending` if the actor has too many."""
         shortest = PERIOD_S_MIN if again else 0.0
         if not shortest <= delay_s <= DELAY_S_MAX:
             raise LocalProtocolError(f"a timer of {delay_s} s: give {shortest:g} to {DELAY_S_MAX:g}")
@@ -173,7 +173,7 @@ class TimerBook:
         return delivery
 
     def close(self) -> None:
-        """The actor has ended."""
+        """End with the actor."""
         for timer in self._timers.values():
             timer.disarm()
         self._timers.clear()

@@ -224,17 +224,17 @@ _decode_envelope: Callable[[bytes | memoryview], Envelope] = msgspec.msgpack.Dec
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The payload of one frame."""
+    """Return the payload of one frame."""
     return _encode(envelope)
 
 
 def encode_tell(to: str, incarnation: int, sender: str, message: Any) -> Payload:
-    """A `Tell`, its message encoded in the same pass. Raises `InvalidMessage`."""
+    """Return a `Tell`, its message encoded in the same pass. Raises `InvalidMessage`."""
     return _with_body(Tell(to, incarnation, sender, message), message)
 
 
 def encode_body(message: Any) -> msgspec.Raw:
-    """A message by itself, for `encode_cast`. Raises `InvalidMessage`."""
+    """Return a message by itself, for `encode_cast`. Raises `InvalidMessage`."""
     try:
         return msgspec.Raw(_encode(message))
     except Exception as error:
@@ -242,17 +242,17 @@ def encode_body(message: Any) -> msgspec.Raw:
 
 
 def encode_cast(to: list[tuple[str, int]], sender: str, message: Any, body: msgspec.Raw) -> bytes:
-    """A `Cast` of `message`, whose bytes are `body`. Raises `InvalidMessage`."""
+    """Return a `Cast` of `message`, whose bytes are `body`. Raises `InvalidMessage`."""
     return _checked(encode(Cast(to, sender, body)), message)
 
 
 def encode_ask(call: int, to: str, incarnation: int, timeout_ns: int, sender: str, message: Any) -> Payload:
-    """An `Ask`, its message encoded in the same pass. Raises `InvalidMessage`."""
+    """Return an `Ask`, its message encoded in the same pass. Raises `InvalidMessage`."""
     return _with_body(Ask(call, to, incarnation, timeout_ns, sender, message), message)
 
 
 def encode_reply(call: int, message: Any) -> Payload:
-    """A `Reply`; message: a contract, None or a `Ref`. Raises `InvalidMessage`."""
+    """Return a `Reply`; message: a contract, None or a `Ref`. Raises `InvalidMessage`."""
     return _with_body(Reply(call, message), message)
 
 
@@ -300,7 +300,7 @@ class Codec:
         self.current = contracts.current
 
     def decode(self, payload: bytes | memoryview) -> Envelope:
-        """The envelope in a frame. Raises `RemoteProtocolError`."""
+        """Return the envelope in a frame. Raises `RemoteProtocolError`."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise RemoteProtocolError(f"an envelope of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES}")
         try:
@@ -328,13 +328,13 @@ class Codec:
         return msgspec.structs.replace(envelope, body=message)
 
     def decode_reply(self, body: msgspec.Raw) -> Contract | None:
-        """The contract in an answer. Raises as `ContractDecoder.decode` does."""
+        """Return the contract in an answer. Raises as `ContractDecoder.decode` does."""
         if memoryview(body).nbytes == 1 and bytes(body) == NIL:  # no contract is that short
             return None
         return self.decode_contract(body)
 
     def decode_ref(self, body: msgspec.Raw) -> Ref:
-        """The reference in an answer to `Spawn`. Raises `RemoteProtocolError`."""
+        """Return the reference in an answer to `Spawn`. Raises `RemoteProtocolError`."""
         try:
             return self._bind(msgspec.msgpack.decode(body, type=RefData))
         except Exception as error:

@@ -18,7 +18,7 @@ Refs = Annotated[list[Ref], msgspec.Meta(max_length=MEMBERS_MAX)]
 
 
 class RegisterName(Contract, id="zbmd.directory.register"):
-    """Give the name to an actor of this process; incarnation 0: to whichever life of it there is now."""
+    """Register an actor of this process under the name; incarnation 0: its current incarnation."""
 
     name: Name
     actor: ActorName
@@ -26,7 +26,7 @@ class RegisterName(Contract, id="zbmd.directory.register"):
 
 
 class UnregisterName(Contract, id="zbmd.directory.unregister"):
-    """Take the name from an actor of this process, if it has it."""
+    """Take the name from an actor of this process, if it holds it."""
 
     name: Name
     actor: ActorName
@@ -34,19 +34,19 @@ class UnregisterName(Contract, id="zbmd.directory.unregister"):
 
 
 class WhereIs(Contract, id="zbmd.directory.where_is"):
-    """Who has the name?"""
+    """Request the holder of a name."""
 
     name: Name
 
 
 class Found(Contract, id="zbmd.directory.found"):
-    """Whoever has it; None if nobody does."""
+    """The holder of a name, or None."""
 
     ref: Ref | None
 
 
 class JoinGroup(Contract, id="zbmd.directory.join"):
-    """Put an actor of this process into the group."""
+    """Add an actor of this process to the group."""
 
     group: Name
     actor: ActorName
@@ -54,7 +54,7 @@ class JoinGroup(Contract, id="zbmd.directory.join"):
 
 
 class LeaveGroup(Contract, id="zbmd.directory.leave"):
-    """Take it out."""
+    """Remove an actor from the group."""
 
     group: Name
     actor: ActorName
@@ -62,7 +62,7 @@ class LeaveGroup(Contract, id="zbmd.directory.leave"):
 
 
 class WatchGroup(Contract, id="zbmd.directory.watch"):
-    """Tell an actor of this process of every change of the group, first of all who is in it: `GroupNews`."""
+    """Send `GroupNews` to an actor of this process at every change of the group, first with all members."""
 
     group: Name
     actor: ActorName
@@ -70,7 +70,7 @@ class WatchGroup(Contract, id="zbmd.directory.watch"):
 
 
 class UnwatchGroup(Contract, id="zbmd.directory.unwatch"):
-    """Tell it no longer."""
+    """Stop sending changes to it."""
 
     group: Name
     actor: ActorName
@@ -78,19 +78,19 @@ class UnwatchGroup(Contract, id="zbmd.directory.unwatch"):
 
 
 class ListGroup(Contract, id="zbmd.directory.list"):
-    """Who is in the group? Answered once all members of the view have said."""
+    """Request the members of a group; answered once all processes of the view have reported theirs."""
 
     group: Name
 
 
 class InGroup(Contract, id="zbmd.directory.in_group"):
-    """Its members, by process, each process's in the order in which they joined."""
+    """The members of a group, by process, and by order of joining within a process."""
 
     members: Refs
 
 
 class GroupNews(Contract, id="zbmd.directory.news"):
-    """To an actor that watches a group: who has come, and who has gone."""
+    """News to an actor that watches a group: members joined and left."""
 
     group: Name
     joined: Refs

@@ -74,7 +74,7 @@ class GroupChange:
 
 @dataclass(slots=True)
 class _Call:
-    """A question about a name that somebody waits for."""
+    """A request for a name whose caller waits."""
 
     later: Deferred
     what: What
@@ -84,7 +84,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One that awaits the changes of a group."""
+    """A consumer of the changes of a group."""
 
     waiting: deque[GroupChange] = field(default_factory=deque[GroupChange])
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -99,7 +99,7 @@ class _Stream:
 
 
 def _merged(changes: Sequence[GroupChange]) -> GroupChange:
-    """One change that comes to the same."""
+    """Merge several changes into one."""
     joined, left = dict[Ref, None](), dict[Ref, None]()
     for change in changes:
         for gone in change.left:
@@ -112,7 +112,7 @@ def _merged(changes: Sequence[GroupChange]) -> GroupChange:
 
 
 class DirectoryActor(Actor):
-    """Hears what other directories say, and what is asked of this one."""
+    """Receives the messages of other directories, and requests to this one."""
 
     captured = False  # its machine is
     mailbox = MailboxSpec(capacity=MAILBOX_MESSAGES_MAX)
@@ -154,7 +154,7 @@ class DirectoryActor(Actor):
 
     @on(Undelivered)
     async def undelivered(self, signal: Undelivered) -> None:
-        """What was told did not get there: the link is no good, and is made again by whoever made it."""
+        """A message did not arrive: drop the link; the side that made it makes it again."""
         log.warning("a directory did not take a message", of=signal.ref.process, reason=str(signal.error))
         self.system.detach(signal.ref.process, "its directory did not take a message")
 
@@ -204,7 +204,7 @@ class DirectoryActor(Actor):
         return None if cell is None or not cell.accepts else cell.ref.key()
 
     def _do(self, act: Callable[[Key], None], m: JoinGroup | LeaveGroup | WatchGroup | UnwatchGroup) -> Later:
-        """Answer at once, with the refusal if it comes to that."""
+        """Reply at once, with the refusal if there is one."""
         later, key = self.defer(), self._living(m)
         if key is None:
             later.fail(DeadActor(f"{self.system.name}/{m.actor} (incarnation {m.incarnation}) does not live"))
@@ -219,7 +219,7 @@ class DirectoryActor(Actor):
 
 
 class Directory(Service):
-    """See the module. Made by `ActorSystem.open_directory`; used on the system's loop."""
+    """The driver of the directory machine. Made by `ActorSystem.open_directory`."""
 
     def __init__(self, system: CoreSystem, *, alone: bool) -> None:
         me = (system.name, system.incarnation)
@@ -248,38 +248,38 @@ class Directory(Service):
 
     @property
     def epoch(self) -> int:
-        """Of the view that it is in; -1 before the first."""
+        """Return the epoch of its view; -1 before the first."""
         return self._machine.epoch
 
     @property
     def members(self) -> tuple[Process, ...]:
-        """The processes of that view."""
+        """Return the processes of its view."""
         return self._machine.members
 
     def enter(self, epoch: int, members: Sequence[Process]) -> None:
-        """A view begins, the same for all of its members. An older one, or one without us, is passed over."""
+        """Enter a view. An older one, or one without this process, is ignored."""
         me = (self._system.name, self._system.incarnation)
         if not self._closed and epoch > self._machine.epoch and me in members:
             self._handle(ev.EnterView(epoch=epoch, members=tuple(members)))
 
     def link_up(self, process: str, incarnation: int) -> None:
-        """The system has attached a link."""
+        """A link was attached."""
         if not self._closed:
             self._handle(ev.LinkUp(process=(process, incarnation)))
 
     def link_down(self, process: str, incarnation: int) -> None:
-        """It has lost one."""
+        """A link was lost."""
         if not self._closed:
             self._handle(ev.LinkDown(process=(process, incarnation)))
 
     # For `DirectoryActor`.
 
     def said(self, source: Process, message: ev.Message) -> None:
-        """Another directory says something. A lie ends its link."""
+        """Handle a message of another directory. One that breaks the protocol ends its link."""
         self._handle(ev.Said(source=source, message=message))
 
     def call(self, later: Deferred, what: What, name: str, key: Key | None) -> Later:
-        """Ask about a name; `later` gets the answer."""
+        """Request a name; `later` gets the reply."""
         if what is What.REGISTER and (key is None or not self._guard(key)):
             later.fail(DeadActor(f"{name!r} cannot be given to an actor that does not live"))
             return later
@@ -297,16 +297,16 @@ class Directory(Service):
         return later
 
     def join(self, group: str, key: Key) -> None:
-        """An actor of this process joins. Raises `LocalProtocolError` past the bounds."""
+        """Let an actor of this process join. Raises `LocalProtocolError` past the bounds."""
         if self._guard(key):
             self._handle(ev.Join(group=group, key=key))
 
     def leave(self, group: str, key: Key) -> None:
-        """It leaves."""
+        """Let an actor of this process leave."""
         self._handle(ev.Leave(group=group, key=key))
 
     def watch(self, group: str, key: Key) -> None:
-        """Tell an actor of the group's changes. Raises `LocalProtocolError` past the bound."""
+        """Send the changes of a group to an actor. Raises `LocalProtocolError` past the bound."""
         watchers = self._watchers.setdefault(group, {})
         if key in watchers or not self._guard(key):
             return
@@ -316,14 +316,14 @@ class Directory(Service):
         self._tell(group, key, GroupChange(self.group(group), ()))
 
     def unwatch(self, group: str, key: Key) -> None:
-        """Tell it no longer."""
+        """Stop sending changes to it."""
         watchers = self._watchers.get(group, {})
         watchers.pop(key, None)
         if not watchers:
             self._watchers.pop(group, None)
 
     def list_group(self, later: Deferred, group: str) -> Later:
-        """Answer with the group's members once all processes of the view have said who is there."""
+        """Reply with the members of a group once all processes of the view have reported theirs."""
         if len(self._lists) >= LISTS_WAITING_MAX:
             later.fail(TooManyPending(f"{LISTS_WAITING_MAX} questions for groups wait"))
         else:
@@ -334,11 +334,11 @@ class Directory(Service):
     # For groups.
 
     def group(self, group: str) -> tuple[Ref, ...]:
-        """Who is in the group, as far as it is known here and now."""
+        """Return the members of the group that are known here now."""
         return tuple(map(self._ref, self._machine.group(group)))
 
     async def changes(self, group: str) -> AsyncGenerator[GroupChange]:
-        """The changes of a group, first of all who is in it. Ends with the system."""
+        """Yield the changes of a group, first all present members. Ends with the system."""
         stream = _Stream()
         streams = self._streams.setdefault(group, set())
         if len(streams) >= WATCHES_MAX:
@@ -359,7 +359,7 @@ class Directory(Service):
     # The machine.
 
     def _handle(self, event: ev.Event) -> None:
-        """Put events to the machine one after the other, also those that follow from its actions."""
+        """Handle events one after the other, with those that follow from the actions."""
         self._events.append(event)
         if self._handling:
             return
@@ -431,7 +431,7 @@ class Directory(Service):
                 assert_never(outcome)
 
     def _give_up(self, number: int) -> None:
-        """The deadline of whoever asked has passed."""
+        """The deadline of a request has passed."""
         call = self._end_call(number)
         if call is not None:
             self._handle(ev.GivenUp(call=number))
@@ -451,7 +451,7 @@ class Directory(Service):
     # Actors of this process.
 
     def _guard(self, key: Key) -> bool:
-        """Learn of the actor's end; False if it has come."""
+        """Watch for the actor's end; return False if it has ended."""
         if key in self._guarded:
             return True
         cell = self._system.find(key[2], key[3])
@@ -468,7 +468,7 @@ class Directory(Service):
             self._handle(ev.Ended(key=key))
 
     def _tell(self, group: str, key: Key, change: GroupChange) -> None:
-        """Put the news into the actor's mailbox, even if that is full; one that reads none is killed."""
+        """Put the news into the actor's mailbox, even if it is full; an actor that reads none is killed."""
         cell = self._system.find(key[2], key[3])
         waiting = self._watchers[group][key]
         if cell is None:
@@ -494,7 +494,7 @@ class Directory(Service):
         return Ref(self._system, *key)
 
     def _ended(self, down: Down) -> None:
-        """Our actor has ended, with the system or by a fault: nothing is known here any more."""
+        """Drop everything: the directory's actor has ended, with the system or by a fault."""
         self._closed = str(down.reason)
         self._tap.close(self._closed)
         calls, self._calls = self._calls, {}

@@ -30,7 +30,7 @@ Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MEMBERS_MAX)]
 
 
 class What(Enum):
-    """What a process asks of a name's home."""
+    """The kinds of requests to the home of a name."""
 
     REGISTER = "register"
     UNREGISTER = "unregister"
@@ -38,7 +38,7 @@ class What(Enum):
 
 
 class Outcome(Enum):
-    """What came of it."""
+    """The outcome of a request."""
 
     DONE = "done"  # it is the asker's, or nobody's any more
     TAKEN = "taken"  # another actor has the name
@@ -48,7 +48,7 @@ class Outcome(Enum):
 
 
 class Here(Contract, id="zbmd.directory.here"):
-    """First word on a link in a view: who is in which group here, and the names for its receiver to keep.
+    """The first message on a link in a view: the sender's groups, and names whose home the receiver is.
 
     last: no more of it follows.
     """
@@ -60,7 +60,7 @@ class Here(Contract, id="zbmd.directory.here"):
 
 
 class GroupDelta(Contract, id="zbmd.directory.group"):
-    """Who joined a group here, and who left it."""
+    """Actors of the sender that joined or left a group."""
 
     epoch: Epoch
     group: Name
@@ -69,7 +69,7 @@ class GroupDelta(Contract, id="zbmd.directory.group"):
 
 
 class NameAsk(Contract, id="zbmd.directory.ask"):
-    """A question to the home of a name; answered under its number."""
+    """A request to the home of a name; the reply has its number."""
 
     epoch: Epoch
     call: Epoch
@@ -79,7 +79,7 @@ class NameAsk(Contract, id="zbmd.directory.ask"):
 
 
 class NameAnswer(Contract, id="zbmd.directory.answer"):
-    """The answer to `NameAsk`."""
+    """The reply to `NameAsk`."""
 
     epoch: Epoch
     call: Epoch
@@ -88,7 +88,7 @@ class NameAnswer(Contract, id="zbmd.directory.answer"):
 
 
 class NameRevoked(Contract, id="zbmd.directory.revoked"):
-    """Two had the name when the view began, and the other keeps it."""
+    """Two actors held the name when the view began, and the other keeps it."""
 
     epoch: Epoch
     name: Name
@@ -100,7 +100,7 @@ Message: TypeAlias = Here | GroupDelta | NameAsk | NameAnswer | NameRevoked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnterView:
-    """A view begins here; `members` includes this process."""
+    """A view begins; `members` includes this process."""
 
     epoch: int
     members: tuple[Process, ...]
@@ -108,21 +108,21 @@ class EnterView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUp:
-    """A link to another process stands, be it a member or not: what is sent from now on arrives, in order."""
+    """A link to another process is up, member or not: messages sent from now on arrive, in order."""
 
     process: Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkDown:
-    """It has ended: what was under way is lost, and nothing comes of it any more."""
+    """The link is down: messages under way are lost, and none arrives any more."""
 
     process: Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """An actor of this process joins a group. Twice is once."""
+    """An actor of this process joins a group. Idempotent."""
 
     group: str
     key: Key
@@ -130,7 +130,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """It leaves the group."""
+    """An actor leaves a group."""
 
     group: str
     key: Key
@@ -138,14 +138,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """An actor of this process has ended: it leaves its groups, and its names are free."""
+    """An actor of this process has ended: it leaves its groups, and its names become free."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Somebody here asks for a name; `call` is new, and is answered by `Answered`, or given up."""
+    """A caller in this process requests a name; `call` is new; it ends with `Answered` or is given up."""
 
     call: int
     what: What
@@ -155,14 +155,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """The answer is not waited for any more."""
+    """The caller gave up."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A message of another member, over the link that stands."""
+    """A message from another member, over the current link."""
 
     source: Process
     message: Message
@@ -173,7 +173,7 @@ Event: TypeAlias = EnterView | LinkUp | LinkDown | Join | Leave | Ended | Asked 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """A message to another member, to which a link stands, behind those before."""
+    """A message to a linked member, in order after the earlier ones."""
 
     to: Process
     message: Message
@@ -181,7 +181,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChanged:
-    """Who came and who went, as it is seen here."""
+    """Members joined or left, as seen by this process."""
 
     group: str
     joined: tuple[Key, ...]
@@ -190,7 +190,7 @@ class GroupChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The answer to `Asked`."""
+    """The reply to `Asked`."""
 
     call: int
     outcome: Outcome
@@ -199,7 +199,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameLost:
-    """An actor of this process does not have the name any more, which another has."""
+    """An actor of this process loses the name to another holder."""
 
     name: str
     key: Key

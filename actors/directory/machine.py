@@ -64,7 +64,7 @@ EARLY_EPOCHS_MAX = 1024
 
 
 class DirectoryMachine:
-    """What one process knows of names and groups. `me`: its name and incarnation."""
+    """The names and groups known to one process. `me`: its name and incarnation."""
 
     def __init__(self, me: Process) -> None:
         self._me = me
@@ -85,7 +85,7 @@ class DirectoryMachine:
         self._early: deque[tuple[Process, Message]] = deque()
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """Take one event, return what to do. Raises `LocalProtocolError`, `RemoteProtocolError`."""
+        """Handle one event and return the actions. Raises `LocalProtocolError`, `RemoteProtocolError`."""
         actions: list[Action] = []
         match event:
             case EnterView():
@@ -130,22 +130,22 @@ class DirectoryMachine:
     # What is known.
 
     def group(self, group: str) -> tuple[Key, ...]:
-        """Who is in the group, by process, each process's in the order in which they joined."""
+        """Return the members of a group, by process, and by order of joining within a process."""
         ordered = sorted(self._groups)
         return tuple(key for process in ordered for key in self._groups[process].get(group, ()))
 
     @property
     def groups(self) -> frozenset[str]:
-        """All groups in which there is anybody."""
+        """Return the names of all groups that have members."""
         return frozenset(group for groups in self._groups.values() for group in groups)
 
     def home(self, name: str) -> Process:
-        """Who keeps the name in this view."""
+        """Return the home of a name in this view."""
         return max(self.members, key=lambda member: (_weight(name, member), member))
 
     @property
     def is_settled(self) -> bool:
-        """Whether all members of the view have said who is there."""
+        """Return whether all members of the view have reported their actors."""
         return bool(self.members) and len(self._heard) == len(self.members)
 
     # Views.
@@ -196,7 +196,7 @@ class DirectoryMachine:
         self._early = deque(said for said in self._early if said[0] != process)
 
     def _greet(self, member: Process, actions: list[Action]) -> None:
-        """Say all there is to say, and ask what it has not answered."""
+        """Report everything to a member, and repeat the questions that it has not answered."""
         names = self._names_for(member)
         for here in self._introductions(names):
             actions.append(Send(to=member, message=here))
@@ -233,7 +233,7 @@ class DirectoryMachine:
         return [Here(self.epoch, *part, last=part is parts[-1]) for part in parts]
 
     def _settle(self, actions: list[Action]) -> None:
-        """If all members have been heard, answer what waits for that."""
+        """Answer the requests that waited for the reports of all members."""
         while self.is_settled and self._waiting:
             source, ask = self._waiting.popleft()
             self._answer(source, ask, actions)
@@ -380,7 +380,7 @@ class DirectoryMachine:
         actions.append(Answered(call=call.call, outcome=answer.outcome, key=answer.key))
 
     def _wants(self, call: Asked) -> bool:
-        """Whether the actor has the name, or asks for it once more."""
+        """Return whether the actor holds the name, or has requested it once more."""
         again = any(
             other.name == call.name and other.key == call.key and other.what is What.REGISTER
             for other in self._calls.values()
@@ -472,7 +472,7 @@ class DirectoryMachine:
             raise RemoteProtocolError(f"{source} has more names, groups or members than a process may have")
 
     def _claim(self, name: str, key: Key, actions: list[Action]) -> None:
-        """A member's actor holds a name. Two can hold one only if views were not agreed upon."""
+        """An actor of a member holds a name. Two holders exist only if views were not agreed upon."""
         holder = self._kept.get(name)
         keeps = key if holder is None else min(holder, key)
         self._kept[name] = keeps

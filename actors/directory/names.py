@@ -32,14 +32,14 @@ CALL_S: Final = 5.0
 
 
 def directory_of(system: CoreSystem, ref: Ref | None = None) -> Ref:
-    """The directory of this process, or of the process where `ref` lives."""
+    """Return the directory of this process, or of the process where `ref` lives."""
     if ref is None:
         return Ref(system, system.name, system.incarnation, DIRECTORY, 0)
     return Ref(system, ref.process, ref.process_incarnation, DIRECTORY, 0)
 
 
 def checked(name: str) -> str:
-    """The name of an actor or group, if it can be one. Raises `LocalProtocolError`."""
+    """Return the name of an actor or group, checked. Raises `LocalProtocolError`."""
     if not 1 <= len(name) <= ACTOR_NAME_CHARS_MAX:
         raise LocalProtocolError(f"the name {name[:200]!r}: give 1 to {ACTOR_NAME_CHARS_MAX} characters")
     return name

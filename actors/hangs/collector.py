@@ -56,7 +56,7 @@ _CREDENTIALS: Final = struct.Struct("=3i")
 
 
 def collector_address(node_address: str) -> str:
-    """Where the collector of the host that listens at `node_address` listens."""
+    """Return where the collector of the host that listens at `node_address` listens."""
     return f"{node_address}-watch"
 
 
@@ -64,7 +64,7 @@ class HangDesk(Protocol):
     """What the host does with a verdict. Called on the loop; must not block."""
 
     def is_current(self, rank: int, incarnation: int) -> bool:
-        """Whether this incarnation of the rank is one that lives."""
+        """Return whether this incarnation of the rank is one that lives."""
         ...
 
     def hung(self, notice: HangNotice) -> None:
@@ -85,11 +85,11 @@ class HangElsewhere(Protocol):
 
     @property
     def judges(self) -> bool:
-        """Whether this host judges; if not, it passes on what its watchdogs say."""
+        """Return whether this host judges; if not, it passes on what its watchdogs say."""
         ...
 
     def host_of(self, rank: int) -> str:
-        """What people call the host of a rank; nothing while there is only one."""
+        """Return the display name of a rank's host; empty while there is only one host."""
         ...
 
     def tell(self, event: HangEvent) -> None:
@@ -137,7 +137,7 @@ class HangCollector:
 
     @property
     def notices(self) -> tuple[HangNotice, ...]:
-        """The hangs that are not over."""
+        """Return the hangs that are not over."""
         return () if self._machine is None else self._machine.notices
 
     def open(self) -> None:
@@ -261,7 +261,7 @@ class HangCollector:
             self.ended(*connection.rank)
 
     def _put(self, event: HangEvent) -> None:
-        """What happened here: to be judged here, or elsewhere."""
+        """Report an event of this host to the judging host."""
         if self._machine is not None and self._elsewhere is not None and not self._elsewhere.judges:
             self._elsewhere.tell(event)
         else:

@@ -112,7 +112,7 @@ class Inside(Actor):
 
 
 def row(cell: ActorCell) -> ActorRow:
-    """How an actor stands."""
+    """Return the row of one actor."""
     current, mailbox = cell.current, cell.mailbox
     return ActorRow(
         name=cell.name,

@@ -36,7 +36,7 @@ def look_outside(pid: int, proc: Path = PROC) -> str | None:
 
 
 def _state(folder: Path) -> str:
-    """The letter that the kernel shows for a process or thread; nothing if it is gone."""
+    """Return the kernel's state letter of a process or thread; empty if it has ended."""
     return read_fields(folder / "status", ":").get("State", "")[:1]
 
 

@@ -33,7 +33,7 @@ _log = structlog.get_logger("zbmd.actors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldNotice:
-    """A loop was held.
+    """A handler held the event loop.
 
     actor: its address, or the name of a task that is no actor's; contract: `"id/version"`, or empty; held_ms:
     for how long, at least, when it was noticed; stack: of the loop's thread then, innermost last.
@@ -46,7 +46,7 @@ class HeldNotice:
 
 
 class LoopWatch(Service):
-    """What is known of one system's loop. `held`: how often it was held; `notices`: the last ones."""
+    """Watches one system's loop. `held`: how often it was held; `notices`: the last ones."""
 
     def __init__(self, system: CoreSystem) -> None:
         self.held = 0
@@ -64,7 +64,7 @@ class LoopWatch(Service):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no loop any more."""
+        """Return whether there is no loop any more."""
         return self._loop.is_closed()
 
     def stopping(self) -> None:
@@ -121,7 +121,7 @@ class LoopWatch(Service):
 
 
 class _Thread:
-    """The thread that looks, for all loops of the process; it runs while there are any."""
+    """The watching thread for all loops of the process; it runs while there are any."""
 
     def __init__(self) -> None:
         self._watches: WeakSet[LoopWatch] = WeakSet()

@@ -87,12 +87,12 @@ class ProgressMachine:
         self._looked_ns: int | None = None
 
     def still_ns(self, key: str) -> int:
-        """How long the thing has kept its mark; 0 if it is not watched."""
+        """Return how long the thing has kept its mark; 0 if it is not watched."""
         found = self._tracked.get(key)
         return 0 if found is None else found.still_ns
 
     def is_stuck(self, key: str) -> bool:
-        """Whether it is beyond its limit."""
+        """Return whether it is beyond its limit."""
         found = self._tracked.get(key)
         return found is not None and found.stuck
 

@@ -23,7 +23,7 @@ def where(frames: Iterable[Frame]) -> str:
 
 
 def stack(frames: Iterable[Frame]) -> tuple[str, ...]:
-    """A line a frame, outermost first."""
+    """Return a line a frame, outermost first."""
     return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in frames)
 
 

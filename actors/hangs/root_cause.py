@@ -75,7 +75,7 @@ class _Node:
 
 
 def triggers_of(facts: RankFacts) -> Iterable[Trigger]:
-    """What of a rank is in trouble."""
+    """Return the standings of a rank that are in trouble."""
     if facts.silent:
         yield (facts.rank, facts.incarnation, SILENT)
         return  # what it said before it fell silent is old
@@ -127,7 +127,7 @@ class _Graph:
                     self._actors[place.who] = self._at(known, place)
 
     def node(self, trigger: Trigger) -> _Node:
-        """Where the trouble of a trigger is."""
+        """Return where the trouble of a trigger is."""
         facts, what = self._facts[trigger[0]], trigger[2]
         for place in self._places(facts):
             if _place_name(place) == what:
@@ -154,7 +154,7 @@ class _Graph:
         return found
 
     def key(self, path: list[_Node]) -> Hashable:
-        """What tells the root of a path from others."""
+        """Return the key by which root causes are told apart."""
         last = path[-1]
         if last in path[:-1]:
             ring = path[path.index(last) : -1]
@@ -162,7 +162,7 @@ class _Graph:
         return last.what if last.position is not None else (last.rank, last.facts.incarnation, last.what)
 
     def finding(self, path: list[_Node]) -> Finding:
-        """What is told of the root at the end of a path."""
+        """Return the report of the root at the end of a path."""
         last = path[-1]
         if last in path[:-1]:
             return self._ring(self.key(path), path[path.index(last) : -1])
@@ -181,7 +181,7 @@ class _Graph:
         )
 
     def _held_up(self, root: _Node) -> list[str]:
-        """The operations that wait for the rank of the root, each in words."""
+        """Return the operations that wait for the rank of the root, each in words."""
         waiting = {
             _operation_name(position): position
             for facts in self._facts.values()
@@ -191,7 +191,7 @@ class _Graph:
         return [self._operation(position) for position in waiting.values()]
 
     def _asking(self, root: _Node) -> list[str]:
-        """Who waits for an answer of the root, or of any actor of a rank that says nothing."""
+        """Return the askers that wait for a reply of the root, or of any actor of a silent rank."""
         if root.place is not None and root.place.kind is PlaceKind.HANDLER:
             wanted = {root.place.who}
         else:
@@ -243,7 +243,7 @@ class _Graph:
         return [self._at(facts, p) for p in self._places(facts) if p.kind is PlaceKind.LOOP]
 
     def _operations_of(self, node: _Node) -> list[_Node]:
-        """The operation that what a rank does waits for: one of its own that is stuck too."""
+        """Return the stuck operation of the same rank for which its current work waits."""
         return [
             _Node(node.facts, node.rank, _operation_name(position), position=position)
             for position in self._positions(node.facts)
@@ -251,7 +251,7 @@ class _Graph:
         ]
 
     def _standing_of(self, facts: RankFacts) -> _Node:
-        """What keeps a rank from what the others wait for: where it most likely stands."""
+        """Return the standing that most likely keeps a rank from what the others wait for."""
         if facts.silent or facts.outside or facts.standing is None:
             return _Node(facts, facts.rank, SILENT)
         for position in facts.standing.groups:
@@ -273,7 +273,7 @@ class _Graph:
         return self._blocked_by[name]
 
     def _laggards(self, position: Position) -> list[int]:
-        """The members, of those known here, that have not entered the operation."""
+        """Return the members, of those known here, that have not entered the operation."""
         return [
             rank
             for rank in position.members

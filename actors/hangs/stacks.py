@@ -23,7 +23,7 @@ _OWN_PREFIX = "zbmd."
 
 
 def thread_frames(thread_id: int) -> tuple[Frame, ...]:
-    """Where a thread stands; nothing if it has ended, or stands in no Python code."""
+    """Return where a thread stands; nothing if it has ended, or stands in no Python code."""
     frame = sys._current_frames().get(thread_id)
     found: list[FrameType] = []
     while frame is not None and len(found) < FRAMES_MAX:
@@ -33,7 +33,7 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
 
 
 def awaits(awaitable: Any) -> list[FrameType]:
-    """The frames of a coroutine that waits, and of all that it awaits in turn, outermost first."""
+    """Return the frames of a coroutine that waits, and of all that it awaits in turn, outermost first."""
     found: list[FrameType] = []
     for each in _chain(awaitable):
         frame = getattr(each, "cr_frame", None) or getattr(each, "gi_frame", None)
@@ -43,7 +43,7 @@ def awaits(awaitable: Any) -> list[FrameType]:
 
 
 def _chain(awaitable: Any) -> Iterator[Any]:
-    """What waits, and all that it awaits in turn."""
+    """Return a waiting awaitable and everything that it awaits in turn."""
     for _ in range(AWAITS_MAX):
         if awaitable is None:
             return
@@ -54,12 +54,12 @@ def _chain(awaitable: Any) -> Iterator[Any]:
 
 
 def task_frames(task: asyncio.Task[Any]) -> tuple[Frame, ...]:
-    """Where a task waits."""
+    """Return where a task waits."""
     return _told(awaits(task.get_coro())[-FRAMES_MAX:])
 
 
 def asked_address(task: asyncio.Task[Any]) -> str:
-    """The address of the actor whose answer the task waits for; nothing if it waits for no answer.
+    """Return the address of the actor whose answer the task waits for; nothing if it waits for no answer.
 
     The stack says it, so that no ask pays for being found.
     """

@@ -30,7 +30,7 @@ TOLD_MAX = 256
 
 
 class OnHang(Enum):
-    """What the run does about a hang."""
+    """The reaction of a run to a hang."""
 
     REPORT = "report"
     REPLACE = "replace"
@@ -185,7 +185,7 @@ class HangMachine:
 
     @property
     def notices(self) -> tuple[HangNotice, ...]:
-        """The hangs that are told of and not over."""
+        """Return the hangs that are told of and not over."""
         return tuple(told.notice for told in self._told.values())
 
     def handle(self, event: HangEvent, *, now_ns: int) -> list[HangAction]:

@@ -91,7 +91,7 @@ class Watchdog:
 
     @contextmanager
     def allow(self, seconds: float) -> Generator[None]:
-        """Let everything in this process take `seconds` before it is told of, for as long as this lasts.
+        """Allow everything in this process `seconds` before it is reported, for as long as this lasts.
 
         For what is known to take long: a large checkpoint, a first compilation. Those who wait for it on
         other ranks must allow it too. Raises `UserError` if it is no number of seconds.
@@ -144,7 +144,7 @@ class Watchdog:
             self._socket = None
 
     def standing(self) -> Standing:
-        """Where the process stands: what is stuck first, then what else is under way."""
+        """Return where the process stands: what is stuck first, then what else is under way."""
         assert self._machine is not None and self._loop is not None
         places = [self._place(watched) for watched in self._under_way.values() if self._tells(watched)]
         main = self._loop.main()
@@ -203,7 +203,7 @@ class Watchdog:
                     log.warning(f"{self._name}: what was stuck goes on ({key})")
 
     def _tells(self, watched: Watched) -> bool:
-        """A loop that gets round tells nothing."""
+        """Report nothing while the loop turns."""
         assert self._machine is not None and self._loop is not None
         return watched.sample.key != LoopSource.KEY or self._loop.seems_blocked
 

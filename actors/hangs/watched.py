@@ -64,7 +64,7 @@ class Source(Protocol):
     """A kind of things to look at."""
 
     def watched(self) -> Iterator[Watched]:
-        """All that is under way. On the watchdog's thread, and quick."""
+        """Return all that is under way. On the watchdog's thread, and quick."""
         ...
 
 
@@ -77,7 +77,7 @@ class GroupSource(Source, Protocol):
         ...
 
     def position(self, *, still_ns: int, stuck: bool) -> Position:
-        """How far this rank has come. On the watchdog's thread."""
+        """Return how far this rank has come. On the watchdog's thread."""
         ...
 
 
@@ -105,17 +105,17 @@ class LoopSource:
         self._timer.cancel()
 
     def watched(self) -> Iterator[Watched]:
-        """The loop's turns."""
+        """Return the loop's turns."""
         self._seen = (self._turns, self._seen[1] + 1 if self._seen[0] == self._turns else 0)
         yield Watched(sample=Sample(key=self.KEY, mark=self._turns), describe=self.blocked)
 
     @property
     def seems_blocked(self) -> bool:
-        """Whether the loop has not got round for two looks."""
+        """Return whether the loop has not got round for two looks."""
         return self._seen[1] >= 2
 
     def blocked(self) -> Described:
-        """The code that keeps the loop from going on."""
+        """Return the code that keeps the loop from going on."""
         task = asyncio.current_task(self._loop)
         where = "its event loop is blocked" + (f" in task {task.get_name()}" if task is not None else "")
         return Described(
@@ -123,7 +123,7 @@ class LoopSource:
         )
 
     def main(self) -> Described | None:
-        """Where the program itself waits; None once it has ended."""
+        """Return where the program itself waits; None once it has ended."""
         task = None if self._main is None else self._main()
         if task is None or task.done():
             return None
@@ -153,7 +153,7 @@ class ActorSource:
         self._found: dict[str, Watched] = {}
 
     def watched(self) -> Iterator[Watched]:
-        """The handlers that wait for something, of all actors or of the next `CELLS_A_LOOK_MAX`."""
+        """Return the handlers that wait for something, of all actors or of the next `CELLS_A_LOOK_MAX`."""
         part = list(itertools.islice(self._left, CELLS_A_LOOK_MAX))
         if not part:
             cells = self._system.cells()
@@ -226,7 +226,7 @@ class Activity:
 
     @property
     def what(self) -> str:
-        """The words for it."""
+        """Return it as text."""
         return self._what
 
     @property

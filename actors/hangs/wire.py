@@ -110,12 +110,12 @@ _from_host: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost
 
 
 def cut(text: str) -> str:
-    """The text, short enough to be sent."""
+    """Return the text, short enough to be sent."""
     return text if len(text) <= TEXT_CHARS_MAX else text[: TEXT_CHARS_MAX - 1] + "…"
 
 
 def cut_path(path: str) -> str:
-    """A path, short enough to be sent: its end is what tells."""
+    """Return a path, short enough to be sent: its end is what tells."""
     return path if len(path) <= TEXT_CHARS_MAX else "…" + path[-TEXT_CHARS_MAX + 1 :]
 
 
@@ -125,12 +125,12 @@ def encode(message: FromRank | FromHost) -> bytes:
 
 
 def decode_from_rank(packet: bytes) -> FromRank:
-    """What a rank says. Raises `RemoteProtocolError`."""
+    """Decode a message of a rank. Raises `RemoteProtocolError`."""
     return _decode(_from_rank, packet)
 
 
 def decode_from_host(packet: bytes) -> FromHost:
-    """What the host says. Raises `RemoteProtocolError`."""
+    """Decode a message of the host. Raises `RemoteProtocolError`."""
     return _decode(_from_host, packet)
 
 

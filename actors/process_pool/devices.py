@@ -105,7 +105,7 @@ class DeviceChecked(Contract, id="zbmd.device.checked"):
 
 
 class ProcessPool:
-    """The workers of this process's devices. `close` it at the end, before the system.
+    """Worker processes, one or more for each device. `close` it before the system.
 
     Workers are forked from a template that has imported what they need, where that starts no thread; else
     each is a new interpreter.

@@ -145,7 +145,7 @@ class Forks:
 
     @property
     def template_pid(self) -> int:
-        """The template's process id; 0 if there is none now."""
+        """Return the template's process id; 0 if there is none now."""
         return 0 if self._client is None else self._client.pid
 
     async def fork(

@@ -155,11 +155,11 @@ class PlacesMachine:
 
     @property
     def states(self) -> dict[str, PlaceState]:
-        """How the places stand, in order."""
+        """Return how the places stand, in order."""
         return {name: place.state for name, place in self._places.items()}
 
     def where(self, child: str) -> str | None:
-        """Where the child is."""
+        """Return where the child is."""
         return self._where.get(child)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:

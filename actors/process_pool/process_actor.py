@@ -56,11 +56,11 @@ class Places:
 
     @property
     def states(self) -> dict[str, p.PlaceState]:
-        """How the places stand."""
+        """Return how the places stand."""
         return self._machine.states
 
     def take(self, child: str) -> str:
-        """A place for the child. Raises `NoPlace`."""
+        """Return a place for the child. Raises `NoPlace`."""
         for action in self._handle(p.Wanted(child=child)):
             if isinstance(action, p.Assigned):
                 log.info("placed", child=child, place=action.place, reason=action.reason)
@@ -117,7 +117,7 @@ class Places:
 
 
 def lifetime_linked(command: Sequence[str]) -> list[str]:
-    """The command, so that it ends with this process, however that ends."""
+    """Return the command, so that it ends with this process, however that ends."""
     return [sys.executable, "-m", "zbmd.actors.process_pool.lifetime_link", str(os.getpid()), *command]
 
 
@@ -133,7 +133,7 @@ class Command:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, or minus the signal; None while it runs."""
+        """Return its exit code, or minus the signal; None while it runs."""
         return self._process.returncode
 
     async def wait(self) -> int:
@@ -172,7 +172,7 @@ class ProcessActor(Actor):
         self._changed = asyncio.Event()
 
     def command(self) -> Sequence[str]:
-        """What to run at `place`."""
+        """Return the command to run at `place`."""
         raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:
@@ -249,7 +249,7 @@ class ProcessActor(Actor):
         self._kill()
 
     async def stopping(self, reason: Reason) -> None:
-        """Ask the process to end, and wait until it has."""
+        """Ask the process to end and wait until it has ended."""
         self._stopping = True
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)

@@ -58,7 +58,7 @@ from zbmd.actors.rank_env import (
     recovery_budget_ns,
 )
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
-from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.driver import PROBATION_S, Upgraded
 from zbmd.actors.view import Member, View, child_id, rank_of
@@ -566,8 +566,8 @@ async def join(
 
 def _system(identity: Identity, capture: ProcessCapture) -> ActorSystem:
     """An actor's life is a stream of the log; to keep them all in the ring would cost too much."""
-    system_class = ActorSystem if capture.whole is None else CapturedSystem
-    return system_class(
+    new_system = ActorSystem if capture.whole is None else captured_system
+    return new_system(
         identity.name,
         incarnation=identity.incarnation,
         recorder=capture.recorder,

@@ -406,11 +406,11 @@ class SaidCodec(UnionCodec[Said[Any]]):
         """It only writes."""
 
     def tag(self, instance: Said[Any]) -> str:
-        """The name of the class."""
+        """Return the name of the class."""
         return instance[0].__name__
 
     def encode(self, instance: Said[Any]) -> bytes:
-        """The fields as a map."""
+        """Return the fields as a map."""
         return _encode_fields(instance[1])
 
     def encode_all(self, instances: Iterable[Said[Any]]) -> bytes:

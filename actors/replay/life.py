@@ -19,7 +19,6 @@ from typing import Any, ParamSpec, TypeVar
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.native._mailbox import Delivery
-from zbmd.actors.core.native._turns import SERVING, Strand
 from zbmd.actors.core.signals import Reason, Signal
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay.events import (
@@ -42,6 +41,7 @@ from zbmd.actors.replay.events import (
     encode_text,
     said,
 )
+from zbmd.actors.replay.native._turns import SERVING, Strand
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +50,7 @@ _SERVE_CODE = ActorCell._run.__code__
 
 
 class ActorLife(ABC):
-    """What is common to a life that is recorded and one that is replayed.
+    """The common part of a recorded and a replayed life.
 
     seed: of `Actor.random`; now_ns: when the turn began, monotonic; replays: all has happened before, so that
     what was handled is handled whatever the clock says, and failures are not logged again.
@@ -150,7 +150,7 @@ class ActorLife(ABC):
             self.act(Unstashed)
 
     def wall_ns(self) -> int:
-        """The wall clock at the turn's beginning, ns since 1970."""
+        """Return the wall clock at the turn's beginning, ns since 1970."""
         return self.now_ns + self._wall_minus_monotonic_ns
 
     def asks_to_stop(self, text: str) -> None:
@@ -168,7 +168,7 @@ class ActorLife(ABC):
         return strand
 
     def next_call(self) -> int:
-        """The number of a call."""
+        """Return the number of a call."""
         self._calls += 1
         return self._calls
 
@@ -180,7 +180,7 @@ class ActorLife(ABC):
         perform: Callable[[], Awaitable[Any]],
         done: Callable[[int, Any], Said[ActorEvent]],
     ) -> Any:
-        """The actor awaits `perform()`, of whose result `done` makes an event."""
+        """Await `perform()` for the actor; `done` makes an event of its result."""
 
     @abstractmethod
     def do(self, strand: Strand, perform: Callable[[], T], stand_in: Callable[[], T]) -> T:
@@ -207,7 +207,7 @@ class ActorLife(ABC):
             return b""
 
     def answered(self, number: int, reply: Contract | None) -> Said[ActorEvent]:
-        """The event of an answer."""
+        """Return the event of an answer."""
         if reply is None:
             return said(Answered, call=number, contract="", body=b"")
         return said(Answered, call=number, contract=contract_tag(reply), body=self.body(reply))

@@ -21,7 +21,7 @@ from zbmd.actors.core.wire import RefData
 from zbmd.actors.replay.constructor_args import unpack_arguments
 from zbmd.actors.replay.events import ActorAction, ActorEvent
 from zbmd.actors.replay.stage import Stage
-from zbmd.actors.replay.traced_system import TracedSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.capture.errors import CaptureMismatch
 
 MODULES_ALLOWED_MAX = 1024
@@ -56,7 +56,7 @@ def allow_modules(*names: str) -> None:
 
 
 def find_actor_class(name: str) -> type[Actor]:
-    """The class called `module:qualified.name`. Raises `CaptureMismatch` if it may not be had."""
+    """Return the class called `module:qualified.name`. Raises `CaptureMismatch` if it may not be had."""
     module_name, _, qualified = name.partition(":")
     module = sys.modules.get(module_name)
     if module is None:
@@ -98,7 +98,7 @@ class ActorReplay:
         actor_class = find_actor_class(declared.actor_class)
         _check_contracts(actor_class, declared.contracts)
 
-        def make(system: TracedSystem) -> tuple[type[Actor], list[Any], dict[str, Any]]:
+        def make(system: ActorSystem) -> tuple[type[Actor], list[Any], dict[str, Any]]:
             args, kwargs = unpack_arguments(declared.arguments, system._bind, system.codec.decode_contract)
             return actor_class, args, kwargs
 

@@ -37,7 +37,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.capture")
 
 
 def parse_bulk(text: str) -> Detail:
-    """How much of a bulk payload is recorded. Raises `UserError`."""
+    """Return how much of a bulk payload is recorded. Raises `UserError`."""
     try:
         return Detail(text)
     except ValueError:
@@ -55,7 +55,7 @@ class CaptureSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str], *, job: int) -> CaptureSettings:
-        """What the environment asks for. Raises `UserError`."""
+        """Return the settings that the environment asks for. Raises `UserError`."""
         directory = environment.get(CAPTURE_VARIABLE)
         return cls(
             directory=Path(directory).absolute() if directory else None,
@@ -99,16 +99,16 @@ class ProcessCapture:
 
     @property
     def whole(self) -> Recorder | None:
-        """The recorder if it writes a log: for inputs too many, or too large, to keep always."""
+        """Return the recorder if it writes a log: for inputs too many, or too large, to keep always."""
         return self.recorder if isinstance(self.recorder, LogRecorder) else None
 
     def failed(self, error: BaseException) -> None:
-        """The process ends with `error`: write the ring down, unless it is its user's to mend."""
+        """Write the ring when the process ends with `error`, unless its user can fix it."""
         if isinstance(error, Exception) and not is_users_to_mend(error):
             self.dump(f"{type(error).__name__}: {error}")
 
     def dump(self, reason: str) -> Path | None:
-        """Write the ring down and return the directory; the second time, nothing. A log gets a note instead.
+        """Write the ring once and return its directory; a log gets a note instead.
 
         A failure to write is logged, and told by None.
         """

@@ -1,6 +1,6 @@
 """Recording actors: a system whose actors' lives are streams of a capture, ready to be replayed.
 
-    system = CapturedSystem(name, incarnation, recorder=recorder)
+    system = captured_system(name, incarnation, recorder=recorder)
 
 in place of an `ActorSystem`, and every life of an actor spawned here is a stream of the kind `actor`, named
 after the actor and its incarnation. While it is open, tasks are made by a task factory of its own, which the
@@ -27,16 +27,15 @@ from zbmd.actors.core.actor import SEED_BYTES
 from zbmd.actors.core.actor_base import ActorBase, handler_table, remote_class_id
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
-from zbmd.actors.core.mailbox import MailboxSpec
-from zbmd.actors.core.native._turns import SERVING, Strand, Turns
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Down, Exited, Reason, Signal, Undelivered
-from zbmd.actors.core.system import STOP_S
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
 from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments
 from zbmd.actors.replay.life import ActorLife
-from zbmd.actors.replay.traced_system import TracedSystem
+from zbmd.actors.replay.native._turns import SERVING, Strand, Turns
+from zbmd.actors.replay.tracing import Tracing
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.machine import Machine
@@ -60,7 +59,7 @@ ACTOR: MachineKind[ev.ActorEvent, ev.ActorAction] = register(
 
 
 class RecordedLife(Turns, ActorLife):
-    """Writes a life down as it happens."""
+    """A recorded life: writes each turn as it happens."""
 
     def __init__(self, recorder: Recorder, config: dict[str, Any], name: str) -> None:
         now_ns, wall_ns = recorder.now_ns(), time.time_ns()
@@ -191,37 +190,36 @@ class RecordedLife(Turns, ActorLife):
 _said = ev.SaidCodec()
 
 
-class CapturedSystem(TracedSystem):
-    """An `ActorSystem` that records its actors' lives; see the module's text."""
+class LifeRecording(Tracing):
+    """Records the lives of a system's actors; see the module's text."""
 
-    def __init__(self, name: str, incarnation: int = 1, *, recorder: Recorder, scope: str = "") -> None:
-        super().__init__(name, incarnation, recorder=recorder, scope=scope)
+    def __init__(self, system: ActorSystem, recorder: Recorder) -> None:
+        super().__init__(system)
         self._recorder = recorder
-        self._factory = StrandFactory.install(self.loop)
+        self._factory = StrandFactory.install(system.loop)
 
-    async def stop(self, *, timeout: float = STOP_S) -> None:
-        """As an `ActorSystem`; the loop's task factory is what it was."""
-        try:
-            await super().stop(timeout=timeout)
-        finally:
-            self._factory.release()
+    def creating(
+        self, cls: type[ActorBase], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bytes, str] | None:
+        """Pack the constructor's arguments."""
+        return _pack(args, kwargs) if cls.captured else None
 
-    def _create(
-        self,
-        cls: type[ActorBase],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        name: str | None,
-        mailbox: MailboxSpec | None,
-        parent: Ref | None,
-    ) -> ActorCell:
-        # Before the constructor runs: it may change what it is given.
-        packed = _pack(args, kwargs) if cls.captured else None
-        cell = super()._create(cls, args, kwargs, name, mailbox, parent)
-        if packed is not None:
+    def created(self, cell: ActorCell, before: tuple[bytes, str] | None) -> None:
+        """Begin the stream of a life."""
+        if before is not None:
             stream = f"{cell.name}#{cell.ref.incarnation}"
-            cell.life = RecordedLife(self._recorder, _config(cell.ref, type(cell.actor), *packed), stream)
-        return cell
+            cell.life = RecordedLife(self._recorder, _config(cell.ref, type(cell.actor), *before), stream)
+
+    def stopped(self) -> None:
+        """Give the loop its former task factory."""
+        self._factory.release()
+
+
+def captured_system(name: str, incarnation: int = 1, *, recorder: Recorder, scope: str = "") -> ActorSystem:
+    """Return an actor system whose actors' lives are recorded; see the module's text."""
+    system = ActorSystem(name, incarnation, recorder=recorder, scope=scope)
+    system.tracer = LifeRecording(system, recorder)
+    return system
 
 
 class StrandFactory:
@@ -236,7 +234,7 @@ class StrandFactory:
 
     @classmethod
     def install(cls, loop: asyncio.AbstractEventLoop) -> StrandFactory:
-        """The loop's; the caller owes a `release`."""
+        """Return the loop's; the caller owes a `release`."""
         factory = cls._installed.get(loop)
         if factory is None:
             factory = cls._installed[loop] = cls(loop)
@@ -284,7 +282,7 @@ def _config(ref: Ref, cls: type[ActorBase], arguments: bytes, unreplayable: str)
 
 
 def _pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bytes, str]:
-    """The constructor's arguments, and why they cannot be given again, if they cannot."""
+    """Return the constructor's arguments, and why they cannot be given again, if they cannot."""
     try:
         return pack_arguments(args, kwargs), ""
     except NotPlain as error:

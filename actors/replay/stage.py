@@ -22,14 +22,15 @@ from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.native._mailbox import Delivery
-from zbmd.actors.core.native._turns import SERVING, Strand
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Down, Exited, Reason, Signal, Undelivered
 from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.errors import ActorError
 from zbmd.actors.replay import events as ev
 from zbmd.actors.replay.life import ActorLife
-from zbmd.actors.replay.traced_system import TracedSystem
+from zbmd.actors.replay.native._turns import SERVING, Strand
+from zbmd.actors.replay.tracing import Tracing
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.sim.clock import StillDice
 from zbmd.transport.sim.loop import SimLoop
 from zbmd.transport.sim.stacks import waiting
@@ -110,7 +111,7 @@ class StageLoop(SimLoop):
         context: Context | None = None,
         **options: Any,
     ) -> asyncio.Task[Any]:
-        """A task, which is a strand if the actor starts it."""
+        """Return a task, which is a strand if the actor starts it."""
         context = copy_context() if context is None else context
         cell = context.get(current_cell)
         if cell is not None and cell.life is not None:
@@ -120,11 +121,11 @@ class StageLoop(SimLoop):
     # The loop's own time is the actor's to use; `time`'s is told by these two.
 
     def time(self) -> float:
-        """The time of the turn, monotonic, seconds."""
+        """Return the time of the turn, monotonic, seconds."""
         return super().monotonic_ns() / 1e9
 
     def monotonic_ns(self) -> int:
-        """What the `time` module tells, and its asker is suspected for."""
+        """Return the time for the `time` module, and note its caller as a suspect."""
         self._suspect("the time module (use self.clock)")
         return super().monotonic_ns()
 
@@ -148,7 +149,7 @@ class _Owed:
 
 
 class ReplayedLife(ActorLife):
-    """Holds every strand until its turn."""
+    """A replayed life: holds every strand until its turn."""
 
     replays = True
 
@@ -171,11 +172,11 @@ class ReplayedLife(ActorLife):
 
     @property
     def waits_for_its_turn(self) -> bool:
-        """Whether the strand whose turn it is has not taken it."""
+        """Return whether the strand whose turn it is has not taken it."""
         return self._permit is not None
 
     def outcome(self, call: int) -> asyncio.Future[Any] | None:
-        """What the outcome of a call is to be set on; it is the caller's turn."""
+        """Return the future that takes the outcome of a call; it is the caller's turn."""
         strand, future = self._outcomes.get(call, (None, None))
         if strand is None or future is None or future.done():
             return None
@@ -183,7 +184,7 @@ class ReplayedLife(ActorLife):
         return future
 
     def take_actions(self) -> list[ev.ActorAction]:
-        """What the actor did since the last time."""
+        """Return the actions of the actor since the last call."""
         self._permit = None
         actions, self._actions = self._actions, []
         return [kind(**fields) for kind, fields in actions]
@@ -215,7 +216,7 @@ class ReplayedLife(ActorLife):
         return Strand(self, SERVING, awaitable, ev.Stopping, settles=False)
 
     def killed(self, reason: Reason) -> None:
-        """What is held now will never run."""
+        """Ignore it: the held strands will never run."""
 
     def withdrawn(self) -> None:
         """The event that says so has come."""
@@ -290,7 +291,7 @@ class Stage:
         seed: int,
         now_ns: int,
         wall_ns: int,
-        make: Callable[[TracedSystem], tuple[type[Actor], list[Any], dict[str, Any]]],
+        make: Callable[[ActorSystem], tuple[type[Actor], list[Any], dict[str, Any]]],
     ) -> None:
         self.suspects: dict[str, None] = {}
         """What the actor used that cannot be replayed: what, and where."""
@@ -301,7 +302,7 @@ class Stage:
         self._ref = ref
         self._make = make
         self._cell: ActorCell | None = None
-        self._system: TracedSystem | None = None
+        self._system: ActorSystem | None = None
 
     def play(self, event: ev.ActorEvent, now_ns: int) -> list[ev.ActorAction]:
         """Let the event happen at `now_ns`, monotonic; what the actor did in this turn."""
@@ -342,7 +343,8 @@ class Stage:
             _log.warning("what follows from this cannot be replayed", actor=self._name, uses=text)
 
     def _begun(self) -> ActorCell:
-        system = self._system = TracedSystem(self._ref.process, self._ref.process_incarnation)
+        system = self._system = ActorSystem(self._ref.process, self._ref.process_incarnation)
+        system.tracer = Tracing(system)
         cls, args, kwargs = self._make(system)
         system._last_actor = self._ref.incarnation - 1
         cell = self._cell = system._create(cls, args, kwargs, self._ref.actor, None, None)
@@ -427,7 +429,7 @@ class Stage:
 
 
 def _whereabouts(loop: StageLoop) -> str:
-    """Where each task waits: in which line of the actor's, and for what in the end."""
+    """Return where each task waits: in which line of the actor's, and for what in the end."""
     places: list[str] = []
     for task in waiting([loop.main]):
         frames = [frame for frame in task.frames if not frame.startswith("cell.py:")]

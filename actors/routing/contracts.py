@@ -82,5 +82,5 @@ class ProcessesReply(Contract, id="zbmd.way.processes"):
 
 
 def guests_address(address: str) -> str:
-    """Where a rank that takes its siblings' links at `address` takes those of guests of its host."""
+    """Return the address for external links of a rank whose siblings link at `address`."""
     return f"{address}-g"

@@ -57,7 +57,7 @@ class GuestDoor:
         """Of the guest. Also to listen for other guests of this host, who see none of our memory."""
 
     async def dial(self, way: Way) -> Link:
-        """A link to a process. Raises as `shm.dial` and `tcp.dial`."""
+        """Return a link to a process. Raises as `shm.dial` and `tcp.dial`."""
         if way.near and self._host and way.host == self._host:
             return await shm.dial(way.near, self.endpoint)
         if not way.far:
@@ -69,7 +69,7 @@ class GuestDoor:
         ways.listens(shm.listen(address, ways.accepted, self.endpoint))
 
     async def listen_far(self, host: str, ways: Ways) -> str:
-        """The same of those of other hosts, at an address of ours; where. Raises as `tcp.listen`."""
+        """Return the same of those of other hosts, at an address of ours; where. Raises as `tcp.listen`."""
         where = TcpAddress(host=host, port=0)
         listener = await tcp.listen(where, ways.accepted, self.endpoint, settings=self._settings)
         ways.listens(listener)

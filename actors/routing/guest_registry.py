@@ -130,12 +130,12 @@ class GuestBook:
                 assert_never(event)
 
     def life_of(self, process: str) -> int:
-        """The life of a guest that is in the book, or 0."""
+        """Return the life of a guest that is in the book, or 0."""
         guest = self.linked.get(process)
         return guest.life if guest is not None and guest.enrolled else 0
 
     def gone(self, process: str, life: int) -> str:
-        """Why that life is known to be over; empty if it is not."""
+        """Return why that life is known to be over; empty if it is not."""
         guest = self.linked.get(process)
         if guest is not None and guest.life >= life:
             return "" if guest.life == life else f"{process} is incarnation {guest.life}"

@@ -196,7 +196,7 @@ class WaysMachine:
                 assert_never(event)
 
     def has_room(self, process: str) -> bool:
-        """Whether a link that this process has dialed may be taken."""
+        """Return whether a link that this process has dialed may be taken."""
         return process in self.places or len(self.places) < PROCESSES_MAX
 
     def check_invariants(self) -> None:

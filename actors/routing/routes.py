@@ -71,7 +71,7 @@ class Asked(Protocol):
     """Who knows of some processes."""
 
     async def find(self, process: str) -> Way | NoWay:
-        """Where a process listens. Raises `ZbmdError` if nobody can be asked."""
+        """Return where a process listens. Raises `ZbmdError` if nobody can be asked."""
         ...
 
     async def until_gone(self, process: str, life: int) -> str:
@@ -83,7 +83,7 @@ class Finder(Asked, Protocol):
     """Who knows the cluster."""
 
     async def processes(self) -> ProcessesReply:
-        """All that can be found. Raises as `find`."""
+        """Return all that can be found. Raises as `find`."""
         ...
 
 
@@ -190,7 +190,7 @@ class Ways(Service):
 
     @property
     def closed(self) -> bool:
-        """Whether it has been ended."""
+        """Return whether `end` was called."""
         return self._closed
 
     def end(self) -> None:
@@ -217,7 +217,7 @@ class Ways(Service):
         self._doors.append(door)
 
     def owns(self, process: str) -> bool:
-        """Whether it is in the cluster by way of this process."""
+        """Return whether it is in the cluster by way of this process."""
         return owner_of(process) == abroad(self._system.name, self._system.scope)
 
     def dialed(self, process: str, link: Link) -> None:
@@ -321,7 +321,7 @@ class Ways(Service):
                 assert_never(action)
 
     def _finder_of(self, process: str) -> Asked:
-        """Who knows where that process is: we, its owner, or who knows the cluster's view."""
+        """Return the locator of a process: this process, its owner, or the cluster's nodes."""
         owner = owner_of(process)
         if not owner:
             return self._finder
@@ -418,7 +418,7 @@ class Ways(Service):
 
 
 def deadline_left_s(deadline_ns: int) -> float:
-    """How long a message with that deadline may wait for a link; 0: it has none."""
+    """Return how long a message with that deadline may wait for a link; 0: it has none."""
     if not deadline_ns:
         return REACH_S
     return min(REACH_S, max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))

@@ -20,7 +20,7 @@ class Strategy(Enum):
 
 
 class Restart(Enum):
-    """When a child that ended is started again."""
+    """Choose when a child that ended is restarted."""
 
     PERMANENT = "permanent"  # always
     TRANSIENT = "transient"  # unless it ended normally
@@ -28,7 +28,7 @@ class Restart(Enum):
 
 
 class AutoShutdown(Enum):
-    """When a supervisor stops because significant children have ended by themselves, not to be restarted."""
+    """Choose whether a supervisor stops when significant children have ended for good."""
 
     NEVER = "never"
     ANY_SIGNIFICANT = "any_significant"  # with the first
@@ -36,7 +36,7 @@ class AutoShutdown(Enum):
 
 
 class Refusal(Enum):
-    """Why a request concerning a child is not granted."""
+    """The reason for which a request concerning a child is refused."""
 
     UNKNOWN = "unknown"  # there is no such child
     PRESENT = "present"  # there is one, down; it may be restarted or deleted
@@ -47,7 +47,7 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildPolicy:
-    """What the machine knows of a child.
+    """The state of one child in the machine.
 
     shutdown_ns: from being asked to stop to being killed; 0 kills without asking (OTP's brutal_kill), None
     waits for as long as it takes (infinity). significant: see `AutoShutdown`; not of a permanent child.
@@ -118,7 +118,7 @@ class ChildStartFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildExited:
-    """The child ended. `normal`: it had nothing more to do, or was asked to stop."""
+    """The child ended. `normal`: it was done, or was asked to stop."""
 
     child: str
     normal: bool
@@ -143,7 +143,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequested:
-    """Start one more child, behind the others (`supervisor:start_child`). If that fails, it is forgotten."""
+    """Start one more child, behind the others (`supervisor:start_child`). It is forgotten if that fails."""
 
     policy: ChildPolicy
 
@@ -210,7 +210,7 @@ class KillChild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveDown:
-    """The child ended, or never came up, and stays down, or is no child any more; nothing to perform."""
+    """The child ended or never started, and stays down or is forgotten; nothing to perform."""
 
     child: str
     reason: str
@@ -242,14 +242,14 @@ class Escalate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """All children are down, as was asked, or since significant ones have ended. The last action."""
+    """All children are down: it was requested, or significant children have ended. The last action."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """The request concerning the child is not granted."""
+    """The request concerning a child is refused."""
 
     child: str
     why: Refusal

@@ -58,7 +58,7 @@ INTENSITY_MAX = 10_000
 
 
 class ChildState(Enum):
-    """Where one child stands."""
+    """The state of one child."""
 
     DOWN = "down"  # not running, nothing planned
     WAITING = "waiting"  # its back-off runs
@@ -71,7 +71,7 @@ class ChildState(Enum):
 
 
 class Phase(Enum):
-    """Where the supervisor itself stands."""
+    """The state of the supervisor itself."""
 
     NEW = "new"
     RUNNING = "running"
@@ -142,16 +142,16 @@ class SupervisionMachine:
 
     @property
     def phase(self) -> Phase:
-        """Where the supervisor stands."""
+        """Return the state of the supervisor."""
         return self._phase
 
     @property
     def states(self) -> Mapping[str, ChildState]:
-        """Each child's state, in start order."""
+        """Return each child's state, in start order."""
         return MappingProxyType({c.policy.child: c.state for c in self._order})
 
     def incarnation(self, child: str) -> int:
-        """How often the child was started."""
+        """Return how often the child was started."""
         return self._find(child).incarnation
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
@@ -288,7 +288,7 @@ class SupervisionMachine:
     # Requests.
 
     def _refuses(self, child: str, actions: list[Action], *may_be: ChildState) -> bool:
-        """Whether a request for a child that must be in one of these states is refused."""
+        """Return whether a request for a child that must be in one of these states is refused."""
         c = self._children.get(child)
         if self._phase is not Phase.RUNNING:
             why = Refusal.STOPPING
@@ -382,7 +382,7 @@ class SupervisionMachine:
         actions.append(SetTimer(child=c.policy.child, incarnation=c.incarnation, at_ns=now_ns + delay_ns))
 
     def _faults(self, policy: ChildPolicy) -> str:
-        """What is wrong with a child's policy, if anything is."""
+        """Return what is wrong with a child's policy, empty if nothing is."""
         if policy.shutdown_ns is not None and policy.shutdown_ns < 0:
             return "shutdown_ns must not be negative"
         if policy.significant and policy.restart is Restart.PERMANENT:
@@ -461,7 +461,7 @@ class SupervisionMachine:
             actions.append(Stopped(reason=self._stop_reason))
 
     def _advance_stops(self, now_ns: int, actions: list[Action]) -> bool:
-        """Stop the last condemned child; True while what follows has to wait for an end."""
+        """Stop the last condemned child; return True while the next step has to wait for an end."""
         running = self._phase is Phase.RUNNING
         if self._strategy is Strategy.ONE_FOR_ONE:
             for each in self._order:
@@ -490,7 +490,7 @@ class SupervisionMachine:
                 actions.append(SetTimer(child=child, incarnation=c.incarnation, at_ns=at_ns))
 
     def _advance_starts(self, actions: list[Action]) -> None:
-        """Start what is queued: in order, except that single restarts do not wait for one another."""
+        """Start the queued children in order; single restarts do not wait for one another."""
         alone = self._strategy is Strategy.ONE_FOR_ONE
         if not alone and any(c.state is ChildState.WAITING for c in self._order):
             return

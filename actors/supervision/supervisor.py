@@ -299,7 +299,7 @@ class Supervisor(Actor):
         )
 
     def _handle(self, event: Event, later: Deferred | None = None) -> None:
-        """Give the machine one event after the other: performing an action may bring about the next.
+        """Handle events one after the other: performing an action may cause the next.
 
         later: the answer to whoever asked for what the event says.
         """
@@ -329,7 +329,7 @@ class Supervisor(Actor):
             self._tell_up(event.child)
 
     def _answer_later(self, event: Event, later: Deferred, actions: Sequence[Action]) -> None:
-        """Answer whoever asked, at once or when it is so."""
+        """Reply to the requester, at once or when it is settled."""
         refused = next((a for a in actions if isinstance(a, Refuse)), None)
         offered, self._offered = self._offered, None
         if refused is not None:
@@ -412,18 +412,18 @@ class Supervisor(Actor):
             self._on_down(spec.name, running, running.down)
 
     def _first_start_over(self, child: str) -> None:
-        """The child has been up, or will never be."""
+        """The child has started, or never will."""
         self._not_up_yet.discard(child)
         if not self._not_up_yet and not self._up.done():
             self._up.set_result(None)
 
     def _start_over(self, child: str, start: asyncio.Task[None]) -> None:
-        """Tell the end of a start that was cancelled; the task may not have come to its first line."""
+        """Report the end of a cancelled start: its task may not have reached its first line."""
         if start.cancelled():
             self._handle(ChildStartFailed(child=child, reason="its start was cancelled"))
 
     def _abandon_starts(self, _: Down) -> None:
-        """Our end, a kill as well: nothing starts any more, in no process."""
+        """At the end of this actor, cancel all starts in all processes."""
         for running in self._running.values():
             if running.start is not None:
                 running.start.cancel()

@@ -49,7 +49,7 @@ COORDINATOR = ""
 
 
 class Step(Enum):
-    """How far a process has come."""
+    """The progress of one process in a change."""
 
     FRESH = "fresh"
     CHECKING = "checking"
@@ -62,7 +62,7 @@ class Step(Enum):
 
 
 class UpgradeAgent:
-    """One process's part. `processes`: all that take part, in the order in which they would lead.
+    """One process's part. `processes`: all that take part, in the order in which they lead.
 
     `handle` raises `RemoteProtocolError` if two who lead say different things.
     """
@@ -83,7 +83,7 @@ class UpgradeAgent:
         self.fate = Fate.OPEN
 
     def handle(self, event: LocalEvent, *, now_ns: int) -> list[LocalAction]:
-        """Take one event, return what to do."""
+        """Handle one event and return the actions."""
         actions: list[LocalAction] = []
         if self.step is Step.OVER:
             return actions
@@ -133,7 +133,7 @@ class UpgradeAgent:
         return next(name for name in self._chain if name not in self._lost)
 
     def _say(self, what: ToCoordinator, actions: list[LocalAction]) -> None:
-        """Tell the coordinator; another that leads wants to know only who is done."""
+        """Report to the coordinator; another leader needs only the reports of the end."""
         if self._leader == COORDINATOR:
             actions.append(what)
         elif self._leader != self._me and isinstance(what, Settled):
@@ -194,13 +194,13 @@ class UpgradeAgent:
         return [p for p in self._chain if p != self._me and p not in self._lost]
 
     def _answer(self, actions: list[LocalAction]) -> None:
-        """Answer who leads, once those who led before are known to be gone."""
+        """Reply to the leader, once all earlier leaders are known to have ended."""
         if self._leader in self._postponed:
             self._postponed.discard(self._leader)
             actions.append(TellFate(leader=self._leader, fate=self.fate))
 
     def _lead_on(self, actions: list[LocalAction]) -> None:
-        """Decide, once all have said what they know; let all go, once all are done."""
+        """Decide once all have reported; release all once all are done."""
         if not self._leading or self._asked:
             return
         if not self._decided:

@@ -35,7 +35,7 @@ PROCESSES_MAX = 1024
 
 
 class Phase(Enum):
-    """Where a change stands."""
+    """The phase of a change."""
 
     NEW = "new"
     PREPARING = "preparing"
@@ -74,7 +74,7 @@ class UpgradeMachine:
         self.fate = Fate.OPEN
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """Take one event, return what to do. Raises `LocalProtocolError`."""
+        """Handle one event and return the actions. Raises `LocalProtocolError`."""
         actions: list[Action] = []
         if self.phase is Phase.OVER:
             return actions
@@ -118,7 +118,7 @@ class UpgradeMachine:
             assert not self._awaited
 
     def _order(self, processes: Sequence[str], order: Order, now_ns: int, actions: list[Action]) -> None:
-        """Tell them, and wait for their answers."""
+        """Send the order to all, and wait for their replies."""
         self._awaited = set(processes)
         actions.extend(Tell(process=process, order=order) for process in processes)
         actions.append(SetTimer(at_ns=now_ns + self._answer_ns))
@@ -132,7 +132,7 @@ class UpgradeMachine:
             self._go_on(now_ns, actions)
 
     def _go_on(self, now_ns: int, actions: list[Action]) -> None:
-        """All have answered, or the probation is over."""
+        """All processes have replied, or the probation is over."""
         match self.phase:
             case Phase.PREPARING:
                 self._change(now_ns, actions)

@@ -43,7 +43,7 @@ Process = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Prepare(Contract, id="zbmd.upgrade.prepare", version=2, compatible_from=1):
-    """The first order: what is to be changed, who takes part, and who leads. lasting: see `upgrade`."""
+    """The first order: the change, the processes that take part, and the leader. lasting: see `upgrade`."""
 
     coordinator: Ref
     old: Why
@@ -54,20 +54,20 @@ class Prepare(Contract, id="zbmd.upgrade.prepare", version=2, compatible_from=1)
 
 
 class OrderTold(Contract, id="zbmd.upgrade.order"):
-    """Any other order. `by_coordinator`: else by another agent, which leads now."""
+    """Any other order; `by_coordinator` is False if another agent leads."""
 
     order: ev.Order
     by_coordinator: bool
 
 
 class VoteTold(Contract, id="zbmd.upgrade.vote"):
-    """To the coordinator: whether it can be done here."""
+    """To the coordinator: whether the change can be made in this process."""
 
     why: Why
 
 
 class ChangeTold(Contract, id="zbmd.upgrade.changed"):
-    """To the coordinator: all have changed, or why not."""
+    """To the coordinator: all actors have changed, or the reason why not."""
 
     actors: int
     why: Why
@@ -80,34 +80,34 @@ class BreakTold(Contract, id="zbmd.upgrade.broke"):
 
 
 class SettledTold(Contract, id="zbmd.upgrade.settled"):
-    """To whoever leads: it is done here."""
+    """To the leader: this process is done."""
 
 
 class FateAsk(Contract, id="zbmd.upgrade.fate_ask"):
-    """An agent that leads now asks another what was decided."""
+    """An agent that leads now asks another for the decision."""
 
 
 class FateAnswer(Contract, id="zbmd.upgrade.fate"):
-    """The answer."""
+    """The decision that a process knows."""
 
     fate: ev.Fate
 
 
 class Gone(Contract, id="zbmd.upgrade.gone"):
-    """To itself, behind what waits: an end. `process` is empty for the coordinator's."""
+    """To itself, behind all waiting messages: a process has ended; empty for the coordinator."""
 
     process: str
     why: str
 
 
 class TimeUp(Contract, id="zbmd.upgrade.time_up"):
-    """To itself: a time is up."""
+    """To itself: a timer has fired."""
 
     number: int
 
 
 class Done(Contract, id="zbmd.upgrade.done"):
-    """To itself: what the machine had it do here is done, or has failed."""
+    """To itself: work ordered by the machine is done, or has failed."""
 
     what: str
     actors: int = 0
@@ -143,7 +143,7 @@ async def upgrade(
     answer_s: float = ANSWER_S,
     lasting: bool = False,
 ) -> Upgraded:
-    """Let all actors of `old` in these processes become ones of `new`, each between two of its messages.
+    """Turn all actors of `old` in these processes into actors of `new`, each between two of its messages.
 
     canaries: in how many processes the new version stands its probation before the others get it, from the
     first on; probation_s: how long, in each stage. If it crashes there, or a process is lost that runs it,
@@ -189,7 +189,7 @@ def _sender(actor: Actor) -> str:
 
 
 class Coordinator(Actor):
-    """Drives the machine of whoever asked for the change."""
+    """Runs the coordinator's machine, in the process that requested the change."""
 
     captured = False
 
@@ -212,7 +212,7 @@ class Coordinator(Actor):
         self._timer = 0
 
     async def started(self) -> None:
-        """Have an agent in each process, or know why not."""
+        """Spawn an agent in each process, or learn why that fails."""
         errors = await asyncio.gather(*(self._spawn_agent(process) for process in self._processes))
         await self._handle(ev.Begin())
         for process, error in zip(self._processes, errors, strict=True):
@@ -221,7 +221,7 @@ class Coordinator(Actor):
                 await self._handle(ev.ProcessLost(process=process, why="there is no agent"))
 
     async def stopping(self, reason: Reason) -> None:
-        """The recording ends with it."""
+        """End the recording."""
         self._machine.close(str(reason))
 
     async def _spawn_agent(self, process: str) -> ZbmdError | None:
@@ -240,32 +240,32 @@ class Coordinator(Actor):
 
     @on(VoteTold)
     async def voted(self, message: VoteTold) -> None:
-        """A process has checked."""
+        """A process has checked the change."""
         await self._handle(ev.Voted(process=_sender(self), why=message.why))
 
     @on(ChangeTold)
     async def changed(self, message: ChangeTold) -> None:
-        """A process has changed."""
+        """A process has changed its actors."""
         await self._handle(ev.Changed(process=_sender(self), actors=message.actors, why=message.why))
 
     @on(BreakTold)
     async def broke(self, message: BreakTold) -> None:
-        """The new version has crashed."""
+        """The new version has crashed in a process."""
         await self._handle(ev.Broke(process=_sender(self), why=message.why))
 
     @on(SettledTold)
     async def settled(self, _: SettledTold) -> None:
-        """A process is done."""
+        """A process has finished."""
         await self._handle(ev.Settled(process=_sender(self)))
 
     @on(Gone)
     async def gone(self, message: Gone) -> None:
-        """A process is gone."""
+        """A process has ended."""
         await self._handle(ev.ProcessLost(process=message.process, why=message.why))
 
     @on(TimeUp)
     async def time_up(self, message: TimeUp) -> None:
-        """The time is up, unless it was set anew."""
+        """The timer has fired, unless it was set again."""
         if message.number == self._timer:
             await self._handle(ev.TimerFired())
 
@@ -307,7 +307,7 @@ class Coordinator(Actor):
 
 
 class Agent(Actor, remote=True):
-    """Drives the machine of one process. Ends when the change is over, or `ORPHAN_S` after nobody cared."""
+    """Runs the agent's machine in one process. Ends with the change, or `ORPHAN_S` after its last message."""
 
     captured = False
 
@@ -319,23 +319,23 @@ class Agent(Actor, remote=True):
         self._watched = False
 
     async def started(self) -> None:
-        """Wait to be told."""
+        """Wait for the first order."""
         self.after(ORPHAN_S, TimeUp(0))
 
     async def stopping(self, reason: Reason) -> None:
-        """The recording ends with it."""
+        """End the recording."""
         if self._machine is not None:
             self._machine.close(str(reason))
 
     @on(TimeUp)
     async def time_up(self, _: TimeUp) -> None:
-        """Whoever spawned it has not come to its first order."""
+        """End: the spawner never sent the first order."""
         if self._machine is None:
             self.stop("nobody has told it what to do")
 
     @on(Prepare)
     async def prepare(self, message: Prepare) -> None:
-        """The first order."""
+        """Handle the first order."""
         if self._machine is not None or message.coordinator.process != _sender(self):
             raise LocalProtocolError(f"{message!r:.200} by {_sender(self)} comes too late, or from another")
         self._prepare = message
@@ -348,28 +348,28 @@ class Agent(Actor, remote=True):
 
     @on(OrderTold)
     async def ordered(self, message: OrderTold) -> None:
-        """Any other order."""
+        """Handle any other order."""
         leader = COORDINATOR if message.by_coordinator else _sender(self)
         await self._handle(ev.Ordered(leader=leader, order=message.order))
 
     @on(SettledTold)
     async def follower_settled(self, _: SettledTold) -> None:
-        """A process is done; this one leads."""
+        """Handle the report of a process that is done; this process leads."""
         await self._handle(ev.FollowerSettled(process=_sender(self)))
 
     @on(FateAsk)
     async def fate_asked(self, _: FateAsk) -> None:
-        """Another leads now."""
+        """Handle the message of a new leader."""
         await self._handle(ev.FateAsked(leader=_sender(self)))
 
     @on(FateAnswer)
     async def fate_told(self, message: FateAnswer) -> None:
-        """What another knows."""
+        """Handle what another process knows."""
         await self._handle(ev.FateTold(process=_sender(self), fate=message.fate))
 
     @on(Gone)
     async def gone(self, message: Gone) -> None:
-        """Somebody who led, or might, is gone."""
+        """Handle the end of a process that led or could lead."""
         if not self._watched and self._prepare is not None:
             self._watched = True
             for process in self._prepare.processes:
@@ -379,7 +379,7 @@ class Agent(Actor, remote=True):
 
     @on(Done)
     async def done(self, message: Done) -> None:
-        """Something is done here."""
+        """Handle the end of work in this process."""
         match message.what:
             case "change":
                 await self._handle(ev.LocalChanged(actors=message.actors, why=message.why))
@@ -392,7 +392,7 @@ class Agent(Actor, remote=True):
         self._note(Gone(process, str(down.reason)[:WHY_CHARS_MAX]))
 
     def _note(self, message: Contract) -> None:
-        """Behind what waits, and even if the mailbox is full."""
+        """Send to itself behind all waiting messages, even if the mailbox is full."""
         if self.is_alive:
             self._running_cell().timers.deliver(message)
 
@@ -443,7 +443,7 @@ class Agent(Actor, remote=True):
                 assert_never(action)
 
     def _check(self, prepare: Prepare) -> str:
-        """Find the classes; why it cannot be done, if so."""
+        """Find the classes; return the reason if the change cannot be made."""
         try:
             if self.classes is None:
                 self.classes = (_find(prepare.old, self.system), _find(prepare.new, self.system))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 
 class Fate(Enum):
-    """What becomes of the new version in one process."""
+    """The fate of the new version in one process."""
 
     OPEN = "open"
     KEPT = "kept"
@@ -16,7 +16,7 @@ class Fate(Enum):
 
 
 class Order(Enum):
-    """What whoever leads a change tells a process."""
+    """An order of the leader of a change to a process."""
 
     PREPARE = "prepare"  # check that it can be done
     CHANGE = "change"  # every actor at its next message boundary, on probation
@@ -30,12 +30,12 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The change is asked for."""
+    """The change is requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Voted:
-    """A process has checked the change; `why` it cannot, empty if it can."""
+    """A process has checked the change; `why`: the reason against it, empty if there is none."""
 
     process: str
     why: str
@@ -43,7 +43,7 @@ class Voted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """All of a process's actors run the new version; `why` not, empty if they do."""
+    """A process has changed its actors; `why`: the reason against it, empty if all run the new version."""
 
     process: str
     actors: int
@@ -52,7 +52,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broke:
-    """The new version has crashed on probation."""
+    """The new version has crashed while on probation."""
 
     process: str
     why: str
@@ -60,14 +60,14 @@ class Broke:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """A process has kept the new version, or taken it back, as it was told."""
+    """A process has kept the new version or taken it back, as ordered."""
 
     process: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLost:
-    """A process has ended, or cannot be reached. Everything that it had said came before."""
+    """A process has ended or cannot be reached. All its messages arrived before."""
 
     process: str
     why: str
@@ -75,7 +75,7 @@ class ProcessLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired:
-    """The time is up that was set last."""
+    """The timer that was set last has fired."""
 
 
 Event: TypeAlias = Begin | Voted | Changed | Broke | Settled | ProcessLost | TimerFired
@@ -103,7 +103,7 @@ class CancelTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The change is over. actors: how many run the new version; silent: who has not said that it is done."""
+    """The change is over. actors: how many run the new version; silent: processes without a report."""
 
     fate: Fate
     reason: str
@@ -119,7 +119,7 @@ Action: TypeAlias = Tell | SetTimer | CancelTimer | Finished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordered:
-    """Whoever leads says what to do; `leader` is the name of its process, empty for the coordinator."""
+    """The leader sends an order; `leader` names its process, empty for the coordinator."""
 
     leader: str
     order: Order
@@ -127,14 +127,14 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalChecked:
-    """The answer to `Check`; `why` it cannot be done."""
+    """The reply to `Check`; `why`: the reason against it, empty if there is none."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalChanged:
-    """The answer to `ChangeActors`."""
+    """The reply to `ChangeActors`."""
 
     actors: int
     why: str
@@ -142,33 +142,33 @@ class LocalChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBroke:
-    """The new version has crashed here. That actor runs the old one again and has lost nothing."""
+    """The new version has crashed here. The actor runs the old version again and has lost nothing."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettled:
-    """The answer to `KeepNew` and `TakeBack`."""
+    """The reply to `KeepNew` and `TakeBack`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderLost:
-    """The coordinator (empty) or a process has gone. Everything that it had said came before."""
+    """The coordinator (empty) or a process has ended. All its messages arrived before."""
 
     process: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FateAsked:
-    """A process that leads now wants to know what has been decided."""
+    """A process that leads now asks for the decision."""
 
     leader: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FateTold:
-    """The answer of another process."""
+    """The reply of another process."""
 
     process: str
     fate: Fate
@@ -176,7 +176,7 @@ class FateTold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerSettled:
-    """To one that leads: that process is done."""
+    """To a leader: this process is done."""
 
     process: str
 
@@ -196,41 +196,41 @@ LocalEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """See whether the change can be done here."""
+    """Check whether the change can be made in this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeActors:
-    """Let every actor run the new version, and those that are spawned."""
+    """Change every actor to the new version, and those that are spawned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepNew:
-    """The new version stays, also where it has crashed."""
+    """Keep the new version, also where it has crashed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeBack:
-    """Let every actor run the old version again; nothing if none has changed."""
+    """Return every actor to the old version; nothing to do if none has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaySettled:
-    """Tell the process that leads that this one is done."""
+    """Report to the leader that this process is done."""
 
     leader: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskFate:
-    """Ask a process what has been decided."""
+    """Ask a process for the decision."""
 
     process: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellFate:
-    """Answer one that leads now."""
+    """Reply to the new leader."""
 
     leader: str
     fate: Fate
@@ -238,7 +238,7 @@ class TellFate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellOther:
-    """An order of this process, which leads now, to another."""
+    """An order from this process, which leads now, to another."""
 
     process: str
     order: Order
@@ -246,7 +246,7 @@ class TellOther:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Nothing is left to do here."""
+    """No work is left in this process."""
 
 
 ToCoordinator: TypeAlias = Voted | Changed | Broke | Settled

@@ -36,14 +36,14 @@ CHANGES_AT_ONCE: Final = 64
 
 
 class CodeTold(Contract, id="zbmd.upgrade.code"):
-    """Changes of code that are in force; the last of a process's first word is not followed by `more`."""
+    """Changes of code that are in force; `more`: another message with the rest follows."""
 
     changes: Annotated[tuple[u.Change, ...], msgspec.Meta(max_length=CHANGES_AT_ONCE)]
     more: bool
 
 
 class CodeActor(Actor):
-    """Hears what other processes know."""
+    """Receives the changes that other processes know."""
 
     captured = False
 
@@ -52,12 +52,12 @@ class CodeActor(Actor):
 
     @on(CodeTold)
     async def told(self, message: CodeTold) -> None:
-        """See `upgrade_ledger.Heard`."""
+        """Handle the changes that another process knows."""
         self._keeper.heard(sender_process(), message)
 
 
 class CodeKeeper(Service):
-    """What one system knows of changes. speaks_to: which linked processes have one, too.
+    """The changes that one system knows. speaks_to: which linked processes have a keeper, too.
 
     on_heard: told when a process has said what it knows.
     """
@@ -79,11 +79,11 @@ class CodeKeeper(Service):
         system.add_service(self)
 
     async def open(self) -> None:
-        """Begin to hear."""
+        """Spawn the actor that receives the changes of other processes."""
         self._system.watch(await self._system.spawn(CodeActor, self, name=CODE_ACTOR), self._end)
 
     def has_heard(self, process: str, life: int) -> bool:
-        """Whether this life has told what it knows."""
+        """Return whether this incarnation has reported its changes."""
         return self._ledger.has_heard(process, life)
 
     def link_opening(self, process: str, incarnation: int) -> None:
@@ -92,16 +92,16 @@ class CodeKeeper(Service):
             self._feed(u.LinkUp(process=process, life=incarnation))
 
     def link_down(self, process: str, incarnation: int) -> None:
-        """It has ended."""
+        """A link to a process of the view has ended."""
         self._parts.pop(process, None)
         self._feed(u.LinkDown(process=process, life=incarnation))
 
     def kept(self, change: u.Change) -> None:
-        """This process took part in a change that all keep."""
+        """Note a change that this process took part in and that all keep."""
         self._feed(u.KeptHere(change=change))
 
     def heard(self, process: str, message: CodeTold) -> None:
-        """A process tells what it knows."""
+        """A process reports the changes that it knows."""
         changes = self._parts.pop(process, ()) + message.changes
         if message.more and len(changes) <= u.CHANGES_MAX:
             self._parts[process] = changes

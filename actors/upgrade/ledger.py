@@ -24,7 +24,7 @@ ClassId = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
-    """Actors of the class `old` are ones of `new`; both are `"module:Class"`."""
+    """Actors of the class `old` have become actors of `new`; both are `"module:Class"`."""
 
     old: ClassId
     new: ClassId
@@ -32,7 +32,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUp:
-    """A link to a process of the view stands. Nothing was said on it yet."""
+    """A link to a process of the view is up; nothing was sent on it yet."""
 
     process: str
     life: int
@@ -40,7 +40,7 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkDown:
-    """It has ended."""
+    """A link to a process of the view has ended."""
 
     process: str
     life: int
@@ -48,14 +48,14 @@ class LinkDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptHere:
-    """This process took part in a change, and all keep it. Its actors run it."""
+    """This process took part in a change that all keep, and its actors run it."""
 
     change: Change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """A process tells what it knows, or what is new to it."""
+    """A process reports the changes that it knows, or that are new to it."""
 
     process: str
     life: int
@@ -67,7 +67,7 @@ Event: TypeAlias = LinkUp | LinkDown | KeptHere | Heard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellChanges:
-    """Tell a process, on the link that stands, behind what was said before."""
+    """Send changes to a process over the current link, after those before."""
 
     process: str
     changes: tuple[Change, ...]
@@ -75,14 +75,14 @@ class TellChanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Have all actors of the old class be of the new one before their next message, and all to come."""
+    """Turn actors of the old class into actors of the new one before their next message, new ones at once."""
 
     change: Change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """Another change of the same class is in force here: this one is left out."""
+    """Another change of the same class is in force here: this one is ignored."""
 
     process: str
     change: Change
@@ -102,11 +102,11 @@ class CodeLedger:
         self._heard: set[tuple[str, int]] = set()
 
     def has_heard(self, process: str, life: int) -> bool:
-        """Whether this life has told all that it knew when it was linked."""
+        """Return whether this incarnation has reported all that it knew when it was linked."""
         return (process, life) in self._heard
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """Take one event, return what to do. Raises `RemoteProtocolError` for too many changes."""
+        """Handle one event and return the actions. Raises `RemoteProtocolError` for too many changes."""
         del now_ns  # it waits for nothing
         match event:
             case LinkUp(process=process, life=life):

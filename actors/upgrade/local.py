@@ -29,14 +29,14 @@ CHANGES_MAX = 1024
 
 
 class Runs(Enum):
-    """Which version an actor runs."""
+    """The version that an actor runs."""
 
     NEW = "new"
     OLD = "old"  # again: the new one has crashed, or was taken back
 
 
 class CodeBook:
-    """Which classes of a system have been replaced by others, and which of these are on probation."""
+    """The classes of a system that others have replaced, and the replacements that are on probation."""
 
     def __init__(self) -> None:
         self.newer: dict[type[ActorBase], type[ActorBase]] = {}
@@ -46,7 +46,7 @@ class CodeBook:
 
     @classmethod
     def of(cls, system: CoreSystem) -> CodeBook:
-        """The book of a system, made when it is first asked for."""
+        """Return the book of a system, made at first use."""
         book = system.class_book
         if book is None:
             book = system.class_book = cls()
@@ -54,7 +54,7 @@ class CodeBook:
         return book
 
     def current(self, cls: type[ActorBase]) -> type[ActorBase]:
-        """What is spawned for `cls`. Raises `UnknownActorClass` if that has not been imported here."""
+        """Return the class that is spawned for `cls`. Raises `UnknownActorClass` if it is not here."""
         while True:
             if cls not in self.newer and self.absent:
                 self._look_for_newer(cls)
@@ -63,7 +63,7 @@ class CodeBook:
             cls = self.newer[cls]
 
     def spawned(self, cell: ActorCell) -> None:
-        """An actor of a class that replaces another was made: it may be on probation."""
+        """Note a new actor of a class that replaces another: it may be on probation."""
         trial = self.on_trial.get(type(cell.actor))
         if trial is not None:
             trial.spawned(cell)
@@ -83,7 +83,7 @@ class CodeBook:
 
 
 def check(old: type[ActorBase], new: type[ActorBase], *, tries: bool) -> None:
-    """Raise `UpgradeRefused`, and say what to do, if actors of `old` cannot become ones of `new`.
+    """Raise `UpgradeRefused`, with advice, if actors of `old` cannot become actors of `new`.
 
     tries: whether the new version is on probation first.
     """
@@ -118,7 +118,7 @@ def check(old: type[ActorBase], new: type[ActorBase], *, tries: bool) -> None:
 
 
 def adopt(system: CoreSystem, old: str, new: str) -> None:
-    """Have all actors of `old` be of `new`, each before its next message, and all that are spawned.
+    """Turn all actors of `old` into actors of `new`, each before its next message, and all that are spawned.
 
     As other processes have decided, without a probation: an actor that cannot be changed ends, and its
     supervisor starts a new one. old, new: `"module:Class"`; what is not here (yet) is looked for when it is
@@ -143,7 +143,7 @@ def adopt(system: CoreSystem, old: str, new: str) -> None:
 
 
 def _follow(book: CodeBook, cell: ActorCell) -> None:
-    """Bring an actor to the last version that is in force: more than one may have come since it was told."""
+    """Bring an actor to the last version in force; several may have come since its last message."""
     while (new := book.newer.get(old := type(cell.actor))) is not None and new not in book.on_trial:
         try:
             state = new.code_change(_state(cell.actor), old.version)
@@ -155,7 +155,7 @@ def _follow(book: CodeBook, cell: ActorCell) -> None:
 
 
 class LocalUpgrade:
-    """One change in one process. on_broke: told each time that the new version crashes on probation.
+    """One change in one process. on_broke: called each time the new version crashes on probation.
 
     Raises as `check`, and `UpgradeRefused` if `old` is being replaced, or has been.
     """
@@ -198,7 +198,7 @@ class LocalUpgrade:
         self._each([c for c in self._system.cells() if type(c.actor) is self._old], self._change, done)
 
     def keep(self, done: Callable[[int, str], None]) -> None:
-        """The probation is over. Actors in which the new version has crashed run it again."""
+        """End the probation. Actors in which the new version crashed run it again."""
         self._kept = True
         self._book.on_trial.pop(self._new, None)
         self._book.newer[self._old] = self._new
@@ -208,12 +208,12 @@ class LocalUpgrade:
         self._each([c for c, runs in self._cells.items() if runs is not Runs.NEW], self._change, done)
 
     def take_back(self, done: Callable[[int, str], None]) -> None:
-        """Let all run the old version again, at their next message boundary."""
+        """Return all actors to the old version, at their next message boundary."""
         self._forget()
         self._each([c for c, runs in self._cells.items() if runs is Runs.NEW], self._return, done)
 
     def spawned(self, cell: ActorCell) -> None:
-        """An actor is new, and of the version that is on probation."""
+        """An actor of the version on probation was spawned."""
         self._cells[cell] = Runs.NEW
         _use_table(cell, self._guarded())
         cell.watch(partial(self._fresh_ended, cell))
@@ -226,7 +226,7 @@ class LocalUpgrade:
         work: Callable[[ActorCell], None],
         done: Callable[[int, str], None],
     ) -> None:
-        """Do `work` on each, at its boundary. What was begun before and is not done is dropped."""
+        """Do `work` on each, at its message boundary. Earlier work that has not been done is dropped."""
         self._pending = {cell: partial(work, cell) for cell in cells}
         self._failed, self._done = "", done
         for cell in cells:
@@ -303,7 +303,7 @@ class LocalUpgrade:
     # On probation.
 
     def _guarded(self) -> dict[type, Handler]:
-        """The new version's handlers, with the way back."""
+        """Return the new version's handlers, each guarded so that it can return to the old version."""
         before = handler_table(self._old)
         table: dict[type, Handler] = {}
         for message, handler in handler_table(self._new).items():
@@ -337,7 +337,7 @@ class LocalUpgrade:
         return reply
 
     async def _again(self, cell: ActorCell, message: Any, error: Exception) -> Any:
-        """The old version handles what the new one has crashed in."""
+        """Let the old version handle the message in which the new one crashed."""
         handler = handler_table(self._old).get(type(message))
         if isinstance(message, Signal):
             return None if handler is None else await handler.function(cell.actor, message)
@@ -361,7 +361,7 @@ class LocalUpgrade:
 
 
 def _reclaim(cell: ActorCell, reply_to: ReplyTo | None) -> bool:
-    """Whether the message is still to be handled: not if it was answered, or put aside, before the crash."""
+    """Return whether the message is still unanswered: it was not answered or stashed before the crash."""
     delivery = cell.current
     if delivery is None:
         return current_delivery.get() is None  # a signal is at no delivery
@@ -380,7 +380,7 @@ def _state(actor: ActorBase) -> dict[str, Any]:
 def _become(
     cell: ActorCell, cls: type[ActorBase], state: dict[str, Any], table: Mapping[type, Handler]
 ) -> None:
-    """Make the actor one of `cls`; whoever holds the object holds it still."""
+    """Make the actor one of `cls`, in place: references to the object stay valid."""
     if cell.life is not None:
         cell.life.lose_track(f"its code was changed to {cls.__qualname__}, version {cls.version}")
     actor = cell.actor
@@ -393,7 +393,7 @@ def _become(
 
 
 def _use_table(cell: ActorCell, table: Mapping[type, Handler]) -> None:
-    """Signals that nobody handles any more are dropped, as if they came now."""
+    """Set the handlers and drop waiting signals that have none any more."""
     cell.handlers = table
     signals = cell.mailbox.signals
     if signals:

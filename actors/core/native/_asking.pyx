@@ -546,4 +546,6 @@ set_send(Asking, _asking_send)
 
 cdef class Asker(Post):
     def _ask(self, ref, message, wanted, timeout):
+        if self.tracer is not None:
+            return self.tracer.ask(ref, message, wanted, timeout)
         return Asking(self, ref, message, wanted, timeout)

@@ -5,7 +5,7 @@ from zbmd.actors.core.native._mailbox cimport Delivery, Mailbox
 
 cdef class CellCore:
     cdef public Mailbox mailbox
-    cdef public object actor, handlers, life, task, current, name, incarnation
+    cdef public object actor, handlers, life, task, current, name, incarnation, ref
     cdef public Post system
     cdef public bint accepts
     cdef public int64_t handled, turns
@@ -21,7 +21,7 @@ cdef class CellCore:
 
 cdef class Post:
     cdef public dict _cells, _peers
-    cdef public object name, incarnation, deadlines, loop
+    cdef public object name, incarnation, deadlines, loop, tracer
     cdef readonly Py_ssize_t resting
     cdef public double rest_s
     cdef list _resters

@@ -7,6 +7,7 @@ from zbmd.actors.core.actor_base import ActorBase, Handler
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.native._mailbox import Delivery, Mailbox
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.services import Tracer
 from zbmd.actors.core.signals import Reason
 from zbmd.actors.core.timers import DeadlineWheel
 from zbmd.actors.replay.life import ActorLife
@@ -73,6 +74,17 @@ class Serving:
     def is_over(self) -> bool:
         """Whether the loop is to get its turn now, before the message that is about to be handled."""
 
+class Tell(Coroutine[Any, Any, None]):
+    """What `Ref.tell` returns: the short way, and `tell_at_length` where something is out of the ordinary."""
+
+    def __init__(self, system: Post, ref: Ref, message: Contract) -> None: ...
+    def send(self, value: object) -> Any: ...
+    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any: ...
+    def close(self) -> None: ...
+    def __await__(self) -> Tell: ...
+    def __iter__(self) -> Tell: ...
+    def __next__(self) -> Any: ...
+
 class Post:
     """What of a system is touched at every message."""
 
@@ -82,6 +94,8 @@ class Post:
     deadlines: DeadlineWheel
     _last_trace: int
     loop: AbstractEventLoop
+    tracer: Tracer | None
+    """Records or replays what actors do by way of their system, if they are recorded or replayed."""
     rest_s: float
     """Whose task has rested for so long, or twice as long, is idle: the task ends. Seconds."""
     @property
@@ -96,4 +110,4 @@ class Post:
     def _end_rests(self) -> None:
         """End the tasks that have rested since the last call; due every `rest_s` while there are any."""
     def _tell(self, ref: Ref, message: Contract) -> Coroutine[Any, Any, None]:
-        """What `Ref.tell` returns: the short way if nothing is out of the ordinary, else `tell_at_length`."""
+        """Return the coroutine of `Ref.tell`."""

@@ -298,6 +298,8 @@ cdef class Post:
             self.loop.call_later(self.rest_s, self._end_rests)
 
     def _tell(self, ref, message):
+        if self.tracer is not None:
+            return self.tracer.tell(ref, message)
         return Tell(self, ref, message)
 
     def has_told(self, CellCore cell not None):

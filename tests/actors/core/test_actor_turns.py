@@ -12,7 +12,8 @@ from support.actors.actor_recordings import assert_identical, events_of, record
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.replay.recording import captured_system
+from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
 from zbmd.transport.capture.records import ActionsGiven, EventTaken
 from zbmd.transport.clock.hlc import HybridClock
@@ -84,7 +85,7 @@ class Flushing(Actor):
         return Total(message.amount)
 
 
-async def asking(system: CapturedSystem) -> None:
+async def asking(system: ActorSystem) -> None:
     counter = await system.spawn(Counter, name="counter")
     asker = await system.spawn(Asker, counter, name="asker")
     assert (await asker.ask(Add(1), timeout=5)).value == 1
@@ -113,7 +114,7 @@ def test_turns_are_replayed_from_digests_too(tmp_path: Path, detail: capture.Det
     async def main() -> None:
         origin = capture.Origin(process="rank0", incarnation=1)
         recorder = capture.LogRecorder(tmp_path, origin, capture.Clocks(hybrid=HybridClock()), actions=detail)
-        system = CapturedSystem("rank0", recorder=recorder)
+        system = captured_system("rank0", recorder=recorder)
         await asking(system)
         await system.stop()
         recorder.close()
@@ -143,7 +144,7 @@ def test_a_turn_may_be_written_before_it_is_over(tmp_path: Path) -> None:
         origin = capture.Origin(process="rank0", incarnation=1)
         recorder = capture.LogRecorder(tmp_path / "log", origin, capture.Clocks(hybrid=HybridClock()))
         Flushing.recorders.append(recorder)
-        system = CapturedSystem("rank0", recorder=recorder)
+        system = captured_system("rank0", recorder=recorder)
         flushing = await system.spawn(Flushing, name="flushing")
         for amount in (1, 2, 3):
             await flushing.ask(Add(amount), timeout=5)
@@ -176,7 +177,7 @@ def test_a_ring_is_written_in_the_middle_of_a_turn_and_again(tmp_path: Path) -> 
                 ring.dump(tmp_path / "first", "in a turn")
                 return Total(message.amount)
 
-        system = CapturedSystem("rank0", recorder=ring)
+        system = captured_system("rank0", recorder=ring)
         await asking(system)
         dumping = await system.spawn(Dumping, name="dumping")
         await dumping.ask(Add(1), timeout=5)
@@ -194,7 +195,7 @@ def test_a_ring_is_written_in_the_middle_of_a_turn_and_again(tmp_path: Path) -> 
 
 
 def test_a_call_that_is_thrown_away_is_no_part_of_a_life(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         counter = await system.spawn(Counter, name="counter")
         closing = await system.spawn(Closing, counter, name="closing")
         assert (await closing.ask(Add(1), timeout=5)).value == 1

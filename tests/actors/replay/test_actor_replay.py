@@ -25,7 +25,6 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind, Undelivered
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.replay.events import ref_data
-from zbmd.actors.replay.recording import CapturedSystem
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
@@ -162,7 +161,7 @@ async def until_told(watcher: Ref, beginning: str) -> None:
 # ---- the same again
 
 
-async def counting(system: CapturedSystem) -> None:
+async def counting(system: ActorSystem) -> None:
     counter = await system.spawn(Counter, 10, name="counter")
     for amount in (1, 2, 3):
         await counter.ask(Add(amount), timeout=5)
@@ -183,7 +182,7 @@ def test_random_draws_and_clocks_differ_from_life_to_life(tmp_path: Path) -> Non
     thrown: list[Thrown] = []
     before_ns = time.time_ns()
 
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         for name in ("a", "b"):
             ref = await system.spawn(Counter, name=name)
             thrown.append(await ref.ask(Throw(), timeout=5, reply=Thrown))
@@ -207,7 +206,7 @@ async def test_clocks_and_random_of_an_actor_that_is_not_recorded(system: ActorS
 
 
 def test_tasks_that_race_are_replayed_in_their_order(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         journal = await system.spawn(Counter, name="journal")
         fan = await system.spawn(Fan, journal, name="fan")
         counters = [await system.spawn(Counter, n) for n in range(6)]
@@ -219,7 +218,7 @@ def test_tasks_that_race_are_replayed_in_their_order(tmp_path: Path) -> None:
 
 
 def test_timers_timeouts_and_queues_between_tasks(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         journal = await system.spawn(Counter, name="journal")
         ticker = await system.spawn(Ticker, journal, every_s=0.002, name="ticker")
         assert (await ticker.ask(Nap(0.02), timeout=5, reply=Total)).value > 100
@@ -233,7 +232,7 @@ def test_timers_timeouts_and_queues_between_tasks(tmp_path: Path) -> None:
 
 
 def test_asks_that_time_out_and_actors_that_raise(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         fan = await system.spawn(Fan, name="fan")
         slow = await system.spawn(Counter, name="slow")
         hanging = asyncio.create_task(slow.ask(Never(), timeout=0.2))
@@ -253,7 +252,7 @@ def test_asks_that_time_out_and_actors_that_raise(tmp_path: Path) -> None:
 
 
 def test_each_life_under_a_supervisor_is_a_stream(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         await system.supervise([ChildSpec(name="counter", actor=Counter, args=(7,))], name="tree")
         counter = system.ref("counter")
         for _ in range(2):
@@ -271,7 +270,7 @@ def test_each_life_under_a_supervisor_is_a_stream(tmp_path: Path) -> None:
 
 
 def test_monitors_links_spawns_and_signals(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         journal = await system.spawn(Counter, name="journal")
         watcher = await system.spawn(Watcher, journal, name="watcher")
         victim = await system.spawn(Counter, name="victim")
@@ -289,7 +288,7 @@ def test_monitors_links_spawns_and_signals(tmp_path: Path) -> None:
 
 
 def test_a_mailbox_that_is_full_makes_a_teller_wait(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         small = await system.spawn(Counter, name="small", mailbox=MailboxSpec(capacity=1))
         fan = await system.spawn(Fan, small, name="fan")
         counters = [await system.spawn(Counter) for _ in range(5)]
@@ -340,7 +339,7 @@ steps = st.lists(
 def test_any_sequence_of_messages(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any], run: Callable[..., Any]
 ) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         specs = [ChildSpec(name=f"c{n}", actor=Counter, args=(n,)) for n in range(4)]
         await system.supervise(specs, name="tree", intensity=1000)
         refs = [system.ref(spec.name) for spec in specs]
@@ -404,7 +403,7 @@ HOWS = ("constructor", "started", "slow start", "stopping", "slow stop", "stops"
 
 @pytest.mark.parametrize("how", HOWS)
 def test_every_end_of_a_life(tmp_path: Path, how: str) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         spawning = asyncio.create_task(system.spawn(Doomed, how, name="doomed"))
         if how == "slow start":
             await until(lambda: bool(system.describe()))
@@ -458,7 +457,7 @@ class Cancelling(Actor):
 
 @pytest.mark.parametrize("amount", [0, 1, 2])
 def test_cancelled_tasks(tmp_path: Path, amount: int) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         cancelling = await system.spawn(Cancelling, name="cancelling")
         counters = [await system.spawn(Counter, n) for n in range(3)]
         report = await cancelling.ask(Many(counters, amount, 0.001), timeout=5, reply=Report)

@@ -18,7 +18,7 @@ from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.timers import Timer
 from zbmd.actors.errors import ActorError, NoReply, StashFull
-from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.system import ActorSystem
 
 RUNS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 
@@ -126,7 +126,7 @@ class Store(Actor):
 
 @RUNS
 def test_timers_and_what_is_put_aside(tmp_path: Path, run: object) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         ref = await system.spawn(Store, 3, name="store")
         asks = [asyncio.create_task(ref.ask(Note(number), timeout=5, reply=Item)) for number in range(6)]
         assert {(await ask).number for ask in asks} >= {-1}
@@ -140,7 +140,7 @@ def test_timers_and_what_is_put_aside(tmp_path: Path, run: object) -> None:
 
 @RUNS
 def test_answers_that_come_later(tmp_path: Path, run: object) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         ref = await system.spawn(Store, 1, name="store")
         asks = [asyncio.create_task(ref.ask(Take(), timeout=5)) for _ in range(3)]
         answers = await asyncio.gather(*asks, return_exceptions=True)
@@ -151,7 +151,7 @@ def test_answers_that_come_later(tmp_path: Path, run: object) -> None:
 
 
 def test_casts_and_those_they_miss(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         store = await system.spawn(Store, 0, name="store")
         others = [await system.spawn(Store, 0) for _ in range(3)]
         await system.terminate(others[1])
@@ -166,7 +166,7 @@ def test_casts_and_those_they_miss(tmp_path: Path) -> None:
 
 @RUNS
 def test_asks_that_are_withdrawn(tmp_path: Path, run: object) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         first = await system.spawn(Store, 0, name="first")
         last = await system.spawn(Store, 0, name="last")
         stores = [system.find(name, 0) for name in ("first", "last")]

@@ -27,7 +27,8 @@ from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.replay.events import SaidCodec, said
 from zbmd.actors.replay.machine import allow_modules, find_actor_class
-from zbmd.actors.replay.recording import ACTOR, CapturedSystem
+from zbmd.actors.replay.recording import ACTOR, captured_system
+from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import ZbmdError
@@ -75,7 +76,7 @@ class Callbacks(Actor):
         asyncio.get_running_loop().call_soon(self.stop, "from a callback")
 
 
-async def counting(system: CapturedSystem) -> None:
+async def counting(system: ActorSystem) -> None:
     counter = await system.spawn(Counter, 10, name="counter")
     for amount in (1, 2, 3):
         await counter.ask(Add(amount), timeout=5)
@@ -112,7 +113,7 @@ def test_a_changed_handler_diverges_at_its_message(tmp_path: Path, monkeypatch: 
 
 
 def test_a_changed_order_of_calls_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         counter = await system.spawn(Counter, name="counter")
         relay = await system.spawn(Relay, counter, name="relay")
         await relay.ask(Add(1), timeout=5)
@@ -132,7 +133,7 @@ def test_a_changed_order_of_calls_diverges(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_longer_sleep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         counter = await system.spawn(Counter, name="counter")
         await counter.ask(Nap(0.001), timeout=5)
 
@@ -152,7 +153,7 @@ def test_a_longer_sleep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_not_recorded_is_suspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         impure = await system.spawn(Impure, name="impure")
         await impure.ask(Throw(), timeout=5)
 
@@ -167,7 +168,7 @@ def test_what_is_not_recorded_is_suspected(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_waiting_for_the_world_outside_is_named(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         outward = await system.spawn(Outward, name="outward")
         asking = asyncio.create_task(outward.ask(Never(), timeout=5))
         await until(lambda: bool(Outward.gates))
@@ -190,7 +191,7 @@ def incomplete(directory: Path, stream: str) -> str:
 
 
 def test_a_life_that_is_lost_track_of(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         callbacks = await system.spawn(Callbacks, name="callbacks")
         monitor = system.monitor(callbacks)
         await callbacks.tell(Add(1))
@@ -207,7 +208,7 @@ def test_a_life_that_can_only_be_shown(tmp_path: Path) -> None:
     class Local(Counter):
         pass
 
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         await system.spawn(Local, name="local")
         await system.spawn(Counter, object(), name="given")
         await system.ref("local").ask(Add(1), timeout=5)
@@ -254,7 +255,7 @@ def test_a_class_or_contract_that_has_changed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_damaged_log_is_replayed_up_to_the_damage(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         counter = await system.spawn(Counter, name="counter")
         for amount in range(20_000):
             await counter.tell(Add(amount))
@@ -278,7 +279,7 @@ def test_the_ring_holds_lives_too(tmp_path: Path) -> None:
     async def main() -> None:
         origin = capture.Origin(process="rank0", incarnation=1)
         ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))
-        system = CapturedSystem("rank0", recorder=ring)
+        system = captured_system("rank0", recorder=ring)
         await counting(system)
         ring.dump(tmp_path, "test")
         await system.stop()

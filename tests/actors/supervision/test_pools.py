@@ -16,7 +16,6 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import handler_table
 from zbmd.actors.errors import ActorFailed, ContractError
-from zbmd.actors.replay.recording import CapturedSystem
 from zbmd.actors.system import ActorSystem
 
 TIMEOUT_S = 60.0
@@ -191,7 +190,7 @@ def test_what_cannot_run_in_a_pool_is_refused_at_the_first_spawn() -> None:
 
 
 def test_what_a_pool_computed_is_computed_again_in_a_replay(tmp_path: Path) -> None:
-    async def scenario(system: CapturedSystem) -> None:
+    async def scenario(system: ActorSystem) -> None:
         ref = await system.spawn(Calculator, name="calculator")
         for number in range(3):
             await ref.ask(Double(number), timeout=TIMEOUT_S)

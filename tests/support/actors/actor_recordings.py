@@ -11,20 +11,21 @@ from typing import Any
 
 import uvloop
 
-from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.replay.recording import captured_system
+from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
 from zbmd.transport.capture.records import EventTaken, StreamDeclared
 from zbmd.transport.clock.hlc import HybridClock
 
-Scenario = Callable[[CapturedSystem], Awaitable[None]]
+Scenario = Callable[[ActorSystem], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
-async def recorded(directory: Path, name: str = "rank0") -> AsyncGenerator[CapturedSystem]:
+async def recorded(directory: Path, name: str = "rank0") -> AsyncGenerator[ActorSystem]:
     origin = capture.Origin(process=name, incarnation=1)
     recorder = capture.LogRecorder(directory, origin, capture.Clocks(hybrid=HybridClock()))
     factory = asyncio.get_running_loop().get_task_factory()
-    system = CapturedSystem(name, recorder=recorder)
+    system = captured_system(name, recorder=recorder)
     try:
         yield system
     finally:

@@ -19,7 +19,7 @@ from zbmd.actors.cluster import messages as cluster
 from zbmd.actors.cluster.capture_kinds import cluster_config
 from zbmd.actors.cluster.jobs.table import JobSpec, Submit
 from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.replay.recording import captured_system
 from zbmd.collectives.capture_kinds import commit_config
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
@@ -98,7 +98,7 @@ async def _record(directory: Path) -> None:
     log.frame_out(link, frame[:48], frame[48:], wires.WALL_NS)
     log.death("rank1", 3, clean=False, reason="killed")
     log.end_stream(link, "closed")
-    system = CapturedSystem("rank0", recorder=log)
+    system = captured_system("rank0", recorder=log)
     echo = await system.spawn(Echo, 5, name="echo")
     await echo.ask(Ping(1, "text"), reply=Ping, timeout=5)
     await system.stop(timeout=5)

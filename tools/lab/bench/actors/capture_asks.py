@@ -28,7 +28,7 @@ import uvloop
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors.command import Echo, Ping
 from zbmd.transport import capture
@@ -204,7 +204,7 @@ class _Bench:
     def _system(self, name: str, asking: Asking, recorder: capture.Recorder | None) -> ActorSystem:
         if asking.lives:
             assert recorder is not None, f"{asking.name}: a life needs a recorder"
-            system: ActorSystem = CapturedSystem(name, recorder=recorder)
+            system: ActorSystem = captured_system(name, recorder=recorder)
         else:
             system = ActorSystem(name)
         self.systems.append(system)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import PROGRAMS
 from support.processes.one_killed import run_and_kill_the_last
 
 import zbmd
@@ -17,150 +18,26 @@ from zbmd.collectives.communicator.blocking import OnLoop
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
-JOB = '''
-import asyncio
-
-import numpy as np
-
-import zbmd
-from zbmd.transport.errors import PeerLost
-
-LARGE = 300_000
-
-
-async def exchange(group):
-    """Everybody sends to everybody, small and large, in an order of its own; tags tell them apart."""
-    me, n = group.rank, group.size
-    sends = []
-    for tag in (2, 1):
-        for to in range(n):
-            for count in (3, LARGE):
-                x = np.full(count, 100 * me + 10 * to + tag, np.float32)
-                send = group.send(x, to, tag=tag + 10 * (count == LARGE))
-                sends.append(asyncio.ensure_future(send))
-    await asyncio.sleep(0)  # they are posted in this order
-    for tag in (1, 2, 11, 12):
-        for source in reversed(range(n)):
-            got = await group.recv(source, tag=tag)
-            assert (got.source, got.tag) == (source, tag)
-            assert got.array.size == (LARGE if tag > 10 else 3)
-            assert (got.array == 100 * source + 10 * me + tag % 10).all(), (source, tag, got.array[:3])
-    await asyncio.gather(*sends)
-    shared = zbmd.from_array(np.arange(LARGE, dtype=np.int64).reshape(300, -1) + me)
-    out = np.empty((300, LARGE // 300), np.int64)
-    sent = asyncio.ensure_future(group.send(shared, (me + 1) % n, tag=5))
-    got = await group.recv(tag=5, out=out)
-    assert got.array is out and got.source == (me - 1) % n and out[299, -1] == LARGE - 1 + got.source
-    await sent
-    await give_up_and_take(group, shared, out)
-    many = [asyncio.ensure_future(group.send(np.array([k]), (me + 1) % n, tag=k % 3)) for k in range(200)]
-    assert [(await group.recv((me - 1) % n)).array[0] for _ in range(200)] == list(range(200))
-    await asyncio.gather(*many)
-    await group.barrier()
-
-
-async def give_up_and_take(group, shared, out):
-    """Who gives up taking a message may change its memory at once; the message is there for the next."""
-    me, n = group.rank, group.size
-    sent = asyncio.ensure_future(group.send(shared, (me + 1) % n, tag=6))
-    for turns in range(0, 400, 8):
-        taking = asyncio.ensure_future(group.recv((me - 1) % n, tag=6, out=out))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        taking.cancel()
-        try:
-            await taking
-            break
-        except asyncio.CancelledError:
-            out[:] = -1
-    else:
-        await group.recv((me - 1) % n, tag=6, out=out)
-    assert out[299, -1] == LARGE - 1 + (me - 1) % n and out[0, 0] == (me - 1) % n
-    await sent
-
-
-async def main():
-    async with zbmd.join() as worker:
-        group = await zbmd.group(worker)
-        await exchange(group)
-        worker.report({"ready": worker.rank})
-        lost = False
-        try:
-            if worker.rank == 2:
-                await asyncio.Event().wait()
-            await group.recv(2, tag=99)
-        except PeerLost as error:
-            assert error.ranks == (2,), error
-            lost = True
-        await group.close()
-        group = await zbmd.group(worker, after=group.epoch)
-        assert lost and group.members == (0, 1)
-        await exchange(group)
-        worker.report({"after": worker.rank})
-        await group.close()
-
-asyncio.run(main())
-'''
-
 
 @pytest.mark.parametrize("links", ["auto", "tcp"])
 async def test_ranks_exchange_and_one_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
 ) -> None:
+    script = PROGRAMS / "collectives/tagged.py"
     async with asyncio.timeout(90):
         ended = await run_and_kill_the_last(
-            JOB, tmp_path, monkeypatch, ranks=3, links=links, arena_bytes=32 << 20
+            script, tmp_path, monkeypatch, ranks=3, links=links, arena_bytes=32 << 20
         )
     assert ended.said["ready"] == {0, 1, 2} and ended.said["after"] == {0, 1}, "\n".join(ended.lines)
-
-
-LEAVING = """
-import asyncio
-
-import numpy as np
-
-import zbmd
-
-
-async def main():
-    async with zbmd.join() as worker:
-        gone = asyncio.Event()
-        worker.on_peer_lost(lambda *notice: gone.set())
-        group = await zbmd.group(worker)
-        total = await group.all_reduce(np.full(300_000, 1.0))  # who is slower in it than the one that leaves
-        assert (total == 3).all()
-        if worker.rank == 2:
-            for to in (0, 1):
-                for k in range(50):
-                    await group.send(np.full(9, k), to, tag=k)
-            worker.report({"left": worker.rank})
-            return  # without a word, and closing nothing
-        await gone.wait()
-        for k in reversed(range(50)):
-            assert (await group.recv(2, tag=k)).array[0] == k, "what it sent before has come"
-        other = 1 - worker.rank
-        await group.send(np.full(9, worker.rank), other)
-        assert (await group.recv(other)).array[0] == other, "those who are there go on"
-        for call in (group.recv(2), group.send(np.ones(9), 2), group.recv(), group.barrier()):
-            try:
-                await call
-            except zbmd.OperationAborted:
-                pass
-            else:
-                raise AssertionError("nobody was there for it")
-        worker.report({"stayed": worker.rank})
-
-
-asyncio.run(main())
-"""
 
 
 @pytest.mark.parametrize("links", ["auto", "tcp"])
 async def test_who_leaves_takes_nothing_with_it_that_was_sent_or_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
 ) -> None:
+    script = PROGRAMS / "collectives/tagged_leave.py"
     async with asyncio.timeout(90):
-        ended = await run_and_kill_the_last(LEAVING, tmp_path, monkeypatch, ranks=3, links=links)
+        ended = await run_and_kill_the_last(script, tmp_path, monkeypatch, ranks=3, links=links)
     assert ended.result.outcome is Outcome.SUCCEEDED, "\n".join(ended.lines)
     assert ended.said["left"] == {2} and ended.said["stayed"] == {0, 1}, "\n".join(ended.lines)
 

@@ -29,7 +29,7 @@ class Ended:
 
 
 async def run_and_kill_the_last(
-    script: str,
+    script: Path,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -41,8 +41,6 @@ async def run_and_kill_the_last(
     """Run `script`, whose ranks report `{"ready": rank}`, and more in that form; the job shrinks."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(directory / "cookie"))
     monkeypatch.setenv("ZBMD_LINKS", links)
-    path = directory / "job.py"
-    path.write_text(script)
     output, said = Lines(), defaultdict[str, set[int]](set)
 
     async def observe(event: HostEvent) -> None:
@@ -54,7 +52,7 @@ async def run_and_kill_the_last(
             os.kill(host.ranks[ranks - 1].pid, signal.SIGKILL)
 
     config = HostConfig(
-        target=str(path),
+        target=str(script),
         world_size=ranks,
         on_loss=OnLoss.SHRINK,
         arena_bytes=arena_bytes,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+from programs import PROGRAMS
 
 from support.processes.one_killed import run_and_kill_the_last
 from zbmd.actors.view import Outcome
@@ -22,76 +23,6 @@ RDMA_MODULES = ("zbmd.transport.rdma.message_device", "zbmd.transport.rdma.plane
 """Which import libibverbs and pyverbs."""
 TRAINING_RANKS = 2
 RANKS = 3
-JOB = """
-import asyncio, hashlib
-import numpy as np
-import zbmd
-from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.contracts import Contract
-from zbmd.transport.errors import PeerLost
-
-class Double(Contract, id="test.double"):
-    number: int
-    padding: bytes = b""
-
-class Doubled(Contract, id="test.doubled"):
-    number: int
-
-class Doubler(Actor):
-    @on(Double)
-    async def double(self, message: Double) -> Doubled:
-        return Doubled(2 * message.number + len(message.padding))
-
-async def everything(worker, group, ranks):
-    digest, rank = hashlib.sha256(), worker.rank
-    for count in (1, 300, 5000, 1 << 18):
-        for make in (zbmd.from_array, np.array):  # in the arena, and elsewhere
-            # Of integers and a product: no processor draws others.
-            numbers = make(np.random.default_rng([count, rank]).random(count, np.float32) * np.float32(1000))
-            digest.update((await group.all_reduce(numbers)).tobytes())
-            digest.update((await group.all_gather(numbers)).tobytes())
-            digest.update((await group.broadcast(numbers, root=1)).tobytes())
-    pieces = np.arange(999 * ranks, dtype=np.int64).reshape(ranks, 999) * (rank + 1)
-    digest.update((await group.reduce_scatter(pieces)).tobytes())
-    digest.update((await group.all_to_all(pieces)).tobytes())
-    return digest.digest()
-
-async def actors(worker, ranks):
-    await worker.system.spawn(Doubler, name="doubler")
-    await worker.view_barrier()
-    for peer in range(ranks):
-        far = worker.system.ref(f"rank{peer}/doubler")
-        for padding in (0, 100_000):
-            answer = await far.ask(Double(peer, bytes(padding)), timeout=60, reply=Doubled)
-            assert answer.number == 2 * peer + padding
-
-async def main():
-    async with zbmd.join() as worker:
-        group = await zbmd.group(worker)
-        worker.view_barrier = group.barrier
-        kinds = {type(peer.memory).__name__ for peer in worker.peers.values()}
-        kinds |= {type(link).__name__ for link in worker._links._links.values()}
-        await actors(worker, worker.world_size)
-        digest = await everything(worker, group, worker.world_size)
-        print("digest", digest.hex(), *sorted(kinds))
-        lost = asyncio.get_running_loop().create_future()
-        worker.on_peer_lost(lambda *what: lost.done() or lost.set_result(what))
-        await group.barrier()
-        worker.report({"ready": worker.rank})
-        await lost
-        try:
-            await group.barrier(timeout=30)  # a rank that is gone is told of, not waited for
-        except PeerLost as error:
-            worker.report({"lost": worker.rank})
-        await group.close()
-        await worker.view(after=1)
-        group = await zbmd.group(worker)
-        assert (await group.all_reduce(np.ones(1 << 16))).tolist() == [2.0] * (1 << 16)
-        await group.close()
-        worker.report({"done": worker.rank})
-
-zbmd.run(main())
-"""
 
 
 async def digests_of_collectives(
@@ -100,7 +31,12 @@ async def digests_of_collectives(
     """Of each rank, which all say that their links and memory are `by`. The last one is killed meanwhile."""
     more = RDMA_MODULES if links == "rdma" else ()
     ended = await run_and_kill_the_last(
-        JOB, directory, monkeypatch, ranks=RANKS, links=links, more_modules=more
+        PROGRAMS / "collectives/digests.py",
+        directory,
+        monkeypatch,
+        ranks=RANKS,
+        links=links,
+        more_modules=more,
     )
     assert ended.result.outcome is Outcome.SUCCEEDED, "\n".join(ended.lines)
     assert ended.said["lost"] == ended.said["done"] == {0, 1}, ended.lines

@@ -1,4 +1,7 @@
-"""An operator that fails now and then, done again by its next life. Run it: python examples/operators.py"""
+"""An operator that fails now and then, and is retried by its next incarnation.
+
+Run it: python examples/operators.py
+"""
 
 import asyncio
 
@@ -7,7 +10,7 @@ import numpy as np
 import zbmd
 
 
-class Scale(zbmd.SeatedActor):
+class Scale(zbmd.SlotActor):
     calls = 0
 
     def multiply(self, x: np.ndarray, factor: float) -> np.ndarray:
@@ -17,19 +20,19 @@ class Scale(zbmd.SeatedActor):
         return x * factor
 
 
-def compute(seat: zbmd.Seat[Scale]) -> float:
+def compute(slot: zbmd.ActorSlot[Scale]) -> float:
     total = 0.0
     for step in range(10):  # each a message by reference, without the loop
-        total += float(seat.call(Scale.multiply, np.ones(4), float(step)).sum())
+        total += float(slot.call(Scale.multiply, np.ones(4), float(step)).sum())
     return total
 
 
 async def main() -> None:
     system = zbmd.ActorSystem("example")
-    seat = zbmd.Seat[Scale]("scale")
-    boss = await system.spawn(zbmd.SupervisorActor, [seat.child(Scale)], name="boss")
-    total = await asyncio.to_thread(compute, seat)
-    print(f"{total:g}, by {seat.lives} lives of one operator, after {seat.failures} failures")
+    slot = zbmd.ActorSlot[Scale]("scale")
+    boss = await system.spawn(zbmd.SupervisorActor, [slot.child(Scale)], name="boss")
+    total = await asyncio.to_thread(compute, slot)
+    print(f"{total:g}, by {slot.incarnations} incarnations of one operator, after {slot.failures} failures")
     await system.terminate(boss)
     await system.stop()
 

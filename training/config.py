@@ -1,4 +1,4 @@
-"""The settings of a model and of a training run, validated where they are made."""
+"""The configuration of a model and of a training run, validated on construction."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EXTENT_MAX = 1 << 16
 
 Activation = Literal["relu2", "gelu"]
 Family = Literal["zbmd", "gpt2"]
-"""What a model is made of: see `zbmd.training.model.gpt`."""
+"""The architecture of a model; see `zbmd.training.model.gpt`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
     """The shape of a decoder-only transformer. Raises `UserError` for an impossible one.
 
-    `vocabulary` is the number of tokens there are: 256 where a token is a byte.
+    `vocabulary` is the number of tokens: 256 if a token is a byte.
     """
 
     context: int = 64
@@ -60,13 +60,13 @@ class GPTConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """What fixes the bits of a run besides model and data. Raises `UserError` for an impossible one.
+    """What determines the bits of a run besides model and data. Raises `UserError` for impossible values.
 
-    A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number is that of
-    the job, not of its ranks. The learning rate rises for `warmup_steps`, then follows `curve` down to
+    A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number belongs to the
+    job, not to its ranks. The learning rate rises for `warmup_steps`, then follows `curve` down to
     `learning_rate_floor` times its peak at the last of `horizon` steps (see
-    `zbmd.training.optim.lr_schedule`); 0: of `steps`. So a run that is to go on one day says its horizon at
-    once.
+    `zbmd.training.optim.lr_schedule`); 0 means `steps`. Set the horizon of a run that is to be continued
+    later from its beginning.
     """
 
     steps: int
@@ -97,5 +97,5 @@ class TrainingConfig:
 
     @property
     def global_batch(self) -> int:
-        """Windows per step."""
+        """Return the windows per step."""
         return self.shards * self.sequences_per_shard

@@ -6,22 +6,16 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberId:
-    """A rank in one of its lives: a replacement has a greater incarnation."""
-
-    rank: int
-    incarnation: int
+from zbmd.collectives.member_id import MemberId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """What a member holds: its committed version and the slot that has it.
 
-    `handle` says where the slots can be read; it is opaque here. `known`: the highest version that it knows
-    the run to have committed; `fresh`: it has not come to hold the group's version in any epoch yet;
-    `whole`: it enters straight behind a commit, as do all members of the epoch before.
+    `handle` says where the slots can be read; it is opaque here. `known`: the highest version that the member
+    knows to be committed; `fresh`: it has not held the group's version in any epoch yet; `whole`: it enters
+    directly after a commit, as do all members of the previous epoch.
     """
 
     version: int
@@ -46,7 +40,7 @@ class EpochInstalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReady:
-    """A newer membership can be entered: all of `members` are linked, and some may be in it already."""
+    """A newer membership can be entered: all of `members` are linked, and some may have entered it."""
 
     epoch: int
     members: tuple[MemberId, ...]
@@ -54,7 +48,7 @@ class EpochReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaveUpReceived:
-    """A member has left an epoch without its members' agreement: it votes in it no more."""
+    """A member has left an epoch without agreement: it does not vote in it any more."""
 
     sender: int
     epoch: int
@@ -73,7 +67,7 @@ class ReportReceived:
 class VoteReceived:
     """A member's vote to commit `version`; `part` is its share of the ledger, opaque here.
 
-    ready: the newer epoch that it could enter behind this version, 0 if there is none.
+    `ready`: the newer epoch that it could enter after this version, 0 if there is none.
     """
 
     sender: int
@@ -159,7 +153,7 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """Tell `to` what we hold."""
+    """Send `to` what we hold."""
 
     to: int
     epoch: int
@@ -188,7 +182,7 @@ class SendFinish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendGaveUp:
-    """Tell `to` that we vote in `epoch` no more."""
+    """Tell `to` that we do not vote in `epoch` any more."""
 
     to: int
     epoch: int
@@ -227,7 +221,7 @@ class Recall:
 class RunStep:
     """Compute `version` from the committed one into `slot`; answer with `StepEnded`.
 
-    workers: those of `members` who compute; the others have just come, and take part in what is common.
+    `workers`: those of `members` that compute; the others are new, and only take part in collectives.
     """
 
     epoch: int
@@ -239,7 +233,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortWork:
-    """End the step, pull or recall in flight now; it still answers with its ended event."""
+    """End the current step, pull or recall now; it still answers with its ended event."""
 
     epoch: int
     reason: str
@@ -249,7 +243,7 @@ class AbortWork:
 class Commit:
     """`version`, prepared in `slot`, is committed. `parts` are the members' ledger shares in rank order.
 
-    `parts` is empty when the commit was learnt from a report, not from the votes.
+    `parts` is empty if the commit was learned from a report instead of votes.
     """
 
     epoch: int
@@ -261,7 +255,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """`version`, pulled from a peer or recalled into `slot`, is now our committed one."""
+    """`version`, pulled from a peer or recalled into `slot`, is now the committed one here."""
 
     epoch: int
     version: int
@@ -285,7 +279,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """This rank cannot go on. `kind` is the machine-readable reason."""
+    """This rank cannot continue. `kind` is the machine-readable reason."""
 
     kind: FailureKind
     reason: str

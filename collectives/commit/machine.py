@@ -1,38 +1,40 @@
-"""Step commit: how ranks agree, by vote, that a transactional step has happened. Sans-I/O.
+"""Sans-I/O step commit: ranks agree, by vote, that a transactional step has happened.
 
-State has versions; version v is what step v left behind. A rank keeps two slots: the committed version and
-the one being prepared. A step is committed when every member of the epoch has voted for the same digest, so
-no rank ever keeps a step that another has to undo without having a copy of it.
+State has versions; version v is the result of step v. A rank keeps two slots: the committed version and the
+one that is being prepared. A step is committed when every member of the epoch has voted for the same digest,
+so no rank ever keeps a step that another must undo without having a copy of it.
 
-When a member is lost the epoch is over. In the next one every member reports what it holds; the highest
+When a member is lost the epoch ends. In the next one every member reports what it holds; the highest
 committed version among them is the group's. A member that is behind promotes its prepared slot if the digest
-fits, or else pulls that version from a member that has it. A step that nobody had committed is run again: it
-is a pure function of the version before it, so a lost commit of a dead rank and the retry hold the same bits.
+matches, or else pulls that version from a member that has it. A step that no member had committed is run
+again: it is a pure function of the version before it, so a lost commit of a dead rank and the repetition have
+the same bits.
 
-Why a source's slot is stable while it is read: the source can commit the step after it only with the
-reader's vote, and the reader votes only after its pull has ended. An operation in flight when the epoch ends
-is drained before the rank reports, since it may still touch the slots.
+A source's slot is stable while it is read, because the source can commit the step after it only with the
+reader's vote, and the reader votes only after its pull has ended. An operation that is running when the epoch
+ends is drained before the rank reports, since it may still access the slots.
 
-A membership that only adds members, or links them anew, costs no step: each vote says which newer epoch its
-sender could enter, and once all votes for a version name one, all enter it behind that version. If the step
-cannot be committed any more, because a member is lost or has given up, an epoch is entered at once.
+A membership that only adds members, or links them again, costs no step: each vote names the newer epoch that
+its sender could enter, and once all votes for a version name one, all enter it after that version. If the
+step cannot be committed any more, because a member is lost or has given up, an epoch is entered at once.
 
-Who enters behind a commit knows what all members of the epoch before hold, and waits for the reports of the
-others alone. Who has just come then only pulls the state while the first step is computed by those who have
-it (`RunStep.workers`): no work was lost, so nobody has to wait until a newcomer can do its part.
+A rank that enters after a commit knows what all members of the previous epoch hold, and waits only for the
+reports of the others. A new member then pulls the state while the first step is computed by those that have
+it (`RunStep.workers`): no work was lost, so nobody waits until the new member can do its part.
 
-A replacement may come up when all others have finished and gone: they had preserved the last version before
-they left, so it is read back from there (`Recall`).
+A replacement may start after all others have finished and left: they preserved the last version before they
+left, so it is read back from there (`Recall`).
 
-The rule is virtual synchrony's (Birman & Joseph 1987) with the flush reduced to one number a member, which
+The rule is virtual synchrony's (Birman & Joseph 1987) with the flush reduced to one number per member, which
 deterministic steps allow.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum, auto
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from zbmd.collectives.commit.events import (
     AbortWork,
@@ -51,7 +53,6 @@ from zbmd.collectives.commit.events import (
     FinishReceived,
     GaveUpReceived,
     Held,
-    MemberId,
     PeerEnded,
     Preserve,
     Recall,
@@ -65,6 +66,8 @@ from zbmd.collectives.commit.events import (
     StepEnded,
     VoteReceived,
 )
+from zbmd.collectives.member_id import MemberId
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 STORY_EVENTS_MAX = 8
@@ -561,3 +564,27 @@ class StepCommit:
 
     def _breach(self, what: str) -> RemoteProtocolError:
         return RemoteProtocolError(f"rank {self.rank}, {self.state.name}: {what}", story=tuple(self._story))
+
+
+# ---- capture
+
+
+def commit_config(machine: StepCommit) -> dict[str, Any]:
+    """Return the configuration from which a new `StepCommit` like this one is built."""
+    return {
+        "rank": machine.rank,
+        "version": machine.version,
+        "digest": machine.digest,
+        "handle": machine.slots_handle,
+        "last_version": machine.last_version,
+        "known_version": machine.known_version,
+    }
+
+
+def _build_commit(config: Mapping[str, Any]) -> StepCommit:
+    return StepCommit(**config)
+
+
+STEP_COMMIT: MachineKind[CommitEvent, CommitAction] = register(
+    "step-commit", 2, _build_commit, events=CommitEvent, actions=CommitAction, states=(StepCommit,)
+)

@@ -1,4 +1,4 @@
-"""The step-commit machine's messages as contracts between the ranks' actors."""
+"""The messages of the step-commit machine as contracts between the ranks' actors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report(Contract, id="zbmd.commit.report", version=2, compatible_from=1):
 
 
 class Vote(Contract, id="zbmd.commit.vote", version=2, compatible_from=1):
-    """A member's vote to commit a version. ready: the newer epoch that it could enter behind it, or 0."""
+    """A member's vote to commit a version. `ready`: the newer epoch that it could enter after it, or 0."""
 
     epoch: int
     version: int
@@ -38,7 +38,7 @@ class Finish(Contract, id="zbmd.commit.finish"):
 
 
 class GaveUp(Contract, id="zbmd.commit.gave_up"):
-    """A member votes in this epoch no more."""
+    """A member does not vote in this epoch any more."""
 
     epoch: int
 
@@ -48,7 +48,7 @@ Message: TypeAlias = Report | Vote | Finish | GaveUp
 
 
 def to_wire(action: SendAction) -> Message:
-    """The message that performs a send action."""
+    """Return the message that performs a send action."""
     match action:
         case cm.SendReport(epoch=epoch, held=held):
             return Report(
@@ -70,7 +70,7 @@ def to_wire(action: SendAction) -> Message:
 
 
 def from_wire(message: Message, sender: int) -> cm.CommitEvent:
-    """The machine's event for a message of the rank `sender`, as its link proves."""
+    """Return the machine's event for a message from rank `sender`, which the link authenticates."""
     match message:
         case Report():
             held = cm.Held(

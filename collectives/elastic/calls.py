@@ -27,10 +27,9 @@ from zbmd.collectives.errors import (
 )
 from zbmd.collectives.group.group import OPERATIONS_IN_FLIGHT_MAX
 from zbmd.collectives.repair import events as rm
-from zbmd.collectives.repair.adoption import Publication, Remains
+from zbmd.collectives.repair.adoption import Publication, RetainedMemory
 from zbmd.collectives.repair.machine import RepairMachine
-from zbmd.collectives.repair.operations_shared import Job
-from zbmd.collectives.repair.out import Awaiting, hand_over
+from zbmd.collectives.repair.operations_shared import ElasticOperation, PendingCaller, deliver_result
 from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -47,11 +46,11 @@ class ElasticCalls(ElasticParts):
         self._worker = home.worker
         self._machine = RepairMachine(rank=home.worker.rank)
         self._publication: Publication | None = None
-        self._remains = Remains()
+        self._remains = RetainedMemory()
         self._landings = Landings(home.worker.segment)
         self._turn = asyncio.Lock()
         self._in_flight: set[asyncio.Task[Any]] = set()
-        self._job: Job | None = None
+        self._job: ElasticOperation | None = None
         self._end_ns = 0
         self._repairs = 0
         self._error: Exception | None = None
@@ -78,10 +77,14 @@ class ElasticCalls(ElasticParts):
             raise OperationAborted(f"{self!r} has ended: {self._error or 'it is closed'}")
 
     async def _do(
-        self, make: Callable[[Any, Any], Job], timeout: float | None, x: Any = None, out: Any = None
+        self,
+        make: Callable[[Any, Any], ElasticOperation],
+        timeout: float | None,
+        x: Any = None,
+        out: Any = None,
     ) -> Result:
         self._require_open()
-        landing, end_ns, awaiting = self._landings.of(x, out), now_ns() + timeout_ns(timeout), Awaiting()
+        landing, end_ns, awaiting = self._landings.of(x, out), now_ns() + timeout_ns(timeout), PendingCaller()
         if landing is None:
             work = self._perform(make(x, out), end_ns, awaiting)
         else:
@@ -89,7 +92,7 @@ class ElasticCalls(ElasticParts):
         return await self._shielded(work, awaiting)
 
     async def _shielded(
-        self, work: Coroutine[Any, Any, ResultT], awaiting: Awaiting | None = None
+        self, work: Coroutine[Any, Any, ResultT], awaiting: PendingCaller | None = None
     ) -> ResultT:
         """A cancelled await leaves the operation running: it owns its arrays, and peers wait for its part.
 
@@ -110,14 +113,18 @@ class ElasticCalls(ElasticParts):
                 await asyncio.wait([task])  # it waits for nobody any more
             raise
 
-    async def _perform(self, job: Job, end_ns: int, awaiting: Awaiting) -> Result:
+    async def _perform(self, job: ElasticOperation, end_ns: int, awaiting: PendingCaller) -> Result:
         await self._wait_for_follower(end_ns)
         async with self._turn:
             self._require_open()
             return await self._carry(job, end_ns, awaiting)
 
     async def _perform_landed(
-        self, make: Callable[[Any, Any], Job], landing: Landing, end_ns: int, awaiting: Awaiting
+        self,
+        make: Callable[[Any, Any], ElasticOperation],
+        landing: Landing,
+        end_ns: int,
+        awaiting: PendingCaller,
     ) -> Result:
         await self._wait_for_follower(end_ns)
         async with self._turn:
@@ -137,7 +144,7 @@ class ElasticCalls(ElasticParts):
             finally:
                 await drained(landing.end)
 
-    async def _carry(self, job: Job, end_ns: int, awaiting: Awaiting) -> Result:
+    async def _carry(self, job: ElasticOperation, end_ns: int, awaiting: PendingCaller) -> Result:
         """Bring an operation to its end, in its turn."""
         self._job, self._end_ns, self._repairs = job, end_ns, 0
         if job.published is not None:
@@ -153,12 +160,12 @@ class ElasticCalls(ElasticParts):
             self._job = None
         try:
             if isinstance(end, rm.Return):
-                await hand_over(job, awaiting)
+                await deliver_result(job, awaiting)
             return self._result(job, end)
         finally:
             self._move_on()
 
-    def _result(self, job: Job, end: rm.RepairAction) -> Result:
+    def _result(self, job: ElasticOperation, end: rm.RepairAction) -> Result:
         match end:
             case rm.Return(contributors=contributors):
                 ranks = tuple(member.rank for member in contributors)
@@ -179,7 +186,7 @@ class ElasticCalls(ElasticParts):
             case _:
                 raise LocalProtocolError(f"an operation ended with {end}")
 
-    def _told(self, job: Job, failed: rm.Failed) -> ZbmdError:
+    def _told(self, job: ElasticOperation, failed: rm.Failed) -> ZbmdError:
         what = f"{job.call.text} #{failed.sequence}: {failed.reason}"
         match failed.failure:
             case rm.Failure.LOST:

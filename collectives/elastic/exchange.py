@@ -6,19 +6,18 @@ from typing import NamedTuple
 
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.peer_reading import Reading
-from zbmd.collectives.repair.measured_model import Measured, pinned
-from zbmd.collectives.repair.wire import Told, decode_report, encode_report
+from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report, pinned
 
 
 class Met(NamedTuple):
     """What each has told, in their order, the costs that they choose by, and whether they read each other."""
 
-    told: list[Told]
-    measured: Measured | None
+    told: list[ExchangedReport]
+    measured: MeasuredModel | None
     reading: Reading
 
 
-def meet(c: Communicator, mine: Told, known: Reading, *, ranks: int, deadline_ns: int) -> Met:
+def meet(c: Communicator, mine: ExchangedReport, known: Reading, *, ranks: int, deadline_ns: int) -> Met:
     """On the data-plane thread of all members. known: what this one told the number of, of a job of `ranks`.
 
     Raises as an all-gather, and `RemoteProtocolError`.

@@ -16,8 +16,6 @@ import structlog
 
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
-from zbmd.collectives.capture_kinds import REPAIR, repair_config
-from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.communicator.blocking import timeout_ns
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.peer_reading import NOT_TRIED
@@ -33,16 +31,15 @@ from zbmd.collectives.errors import (
 )
 from zbmd.collectives.group.group import Group, hosts_of, make_group
 from zbmd.collectives.group.subgroup_driver import open_subgroups
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.actor import tagged_groups
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.collectives.repair import events as rm
-from zbmd.collectives.repair.adoption import Publication
-from zbmd.collectives.repair.estate import Bequest, Estate
+from zbmd.collectives.repair.adoption import AdoptedInput, AdoptedInputs, Publication
 from zbmd.collectives.repair.events import Inputs, Outcome
-from zbmd.collectives.repair.machine import RepairState
-from zbmd.collectives.repair.measured_model import Measured
+from zbmd.collectives.repair.machine import REPAIR, RepairState, repair_config
 from zbmd.collectives.repair.splits import Split
-from zbmd.collectives.repair.wire import Told
+from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.memory.arena import Arena
@@ -83,7 +80,7 @@ class ElasticGroup(ElasticCalls):
         self._group: Group | None = None
         self._view = View(epoch=0, members=())
         self._mend: Communicator | None = None
-        self._measured: Measured | None = None
+        self._measured: MeasuredModel | None = None
         self._reading = NOT_TRIED
         self._follower: asyncio.Task[None] | None = None
         """Comes to a view that nobody has asked for here."""
@@ -357,7 +354,7 @@ class ElasticGroup(ElasticCalls):
     async def _exchange(self, action: rm.Exchange) -> rm.RepairEvent:
         """Exchange reports. A view without a member cuts it, and so does a member that is in a later one."""
         record_at = self._publication.at if self._publication else 0
-        mine = Told(
+        mine = ExchangedReport(
             report=action.report,
             record_at=record_at,
             measured=self._measured,
@@ -404,12 +401,12 @@ class ElasticGroup(ElasticCalls):
         left = self._remains.read(member, self._machine.sequence)
         return left if left is not None and job.adoptable(left) else None
 
-    def _left(self, adoption: rm.Adoption) -> Bequest:
+    def _left(self, adoption: rm.Adoption) -> AdoptedInput:
         """What is brought in of a dead member, with its memory where this rank is to bring it."""
         memory = self._read(adoption.member) if adoption.carrier == self.rank else None
         if memory is None and adoption.carrier == self.rank:
             raise CollectiveError(f"what {adoption.member} has left could be read, and has gone")
-        return Bequest(adoption.member, adoption.carrier, memory)
+        return AdoptedInput(adoption.member, adoption.carrier, memory)
 
     # ---- the data plane
 
@@ -480,7 +477,7 @@ class ElasticGroup(ElasticCalls):
                 job.run(c, end_ns)
             case rm.Rerun(adopted=adopted):
                 bequests = tuple(self._left(a) for a in adopted)
-                job.adopt(c, Estate(bequests, self._machine.contributors), end_ns)
+                job.adopt(c, AdoptedInputs(bequests, self._machine.contributors), end_ns)
 
 
 async def elastic_group(worker: Worker, *, channel: int = 0, timeout: float | None = None) -> ElasticGroup:

@@ -10,9 +10,15 @@ from typing import Any
 from zbmd.collectives.device.arrays import CallersArray, given_back, taken
 from zbmd.collectives.device.host_copy import taken_all
 from zbmd.collectives.repair.events import Inputs, OnLoss
-from zbmd.collectives.repair.operations_many import AllReduceMany
 from zbmd.collectives.repair.operations_per_rank import AllToAll, Gather, Reduce, ReduceScatter, Scatter
-from zbmd.collectives.repair.operations_shared import AllGather, AllReduce, Barrier, Broadcast, Job
+from zbmd.collectives.repair.operations_shared import (
+    AllGather,
+    AllReduce,
+    AllReduceMany,
+    Barrier,
+    Broadcast,
+    ElasticOperation,
+)
 from zbmd.collectives.repair.operations_uneven import AllGatherV, AllToAllV, ReduceScatterV
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.arena import Arena
@@ -58,7 +64,11 @@ class ElasticOperations(ABC):
 
     @abstractmethod
     async def _do(
-        self, make: Callable[[Any, Any], Job], timeout: float | None, x: Any = None, out: Any = None
+        self,
+        make: Callable[[Any, Any], ElasticOperation],
+        timeout: float | None,
+        x: Any = None,
+        out: Any = None,
     ) -> Result:
         """Bring the operation to its end that `make` gives of `x` and `out`, which lie on the host then.
 

@@ -13,7 +13,7 @@ from zbmd.actors.core.deferred import Deferred, Later
 from zbmd.actors.errors import ActorError, NoReply
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.errors import OperationAborted
-from zbmd.collectives.repair.splits import Split, SplitsAsked, SplitsTold
+from zbmd.collectives.repair.splits import Split, SplitsReply, SplitsRequest
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost
 from zbmd.transport.native._native import now_ns
 
@@ -51,7 +51,7 @@ class ElasticAsks:
         """It is closed."""
         self._groups.pop(key, None)
 
-    def answer(self, asked: SplitsAsked, later: Deferred) -> None:
+    def answer(self, asked: SplitsRequest, later: Deferred) -> None:
         """Answer once the group is where the asker is; a group that is not here is told of by `NoReply`."""
         group = self._groups.get((asked.channel, asked.base))
         if group is None or len(self._answers) >= ANSWERS_MAX:
@@ -63,28 +63,28 @@ class ElasticAsks:
 
     async def _answer(self, group: Elder, sequence: int, later: Deferred) -> None:
         try:
-            later.reply(SplitsTold(splits=await group.splits_before(sequence)))
+            later.reply(SplitsReply(splits=await group.splits_before(sequence)))
         except OperationAborted as error:
             later.fail(NoReply(str(error)))
 
     async def ask(
         self, key: Key, sequence: int, elders: tuple[int, ...], end_ns: int
-    ) -> dict[int, SplitsTold]:
+    ) -> dict[int, SplitsReply]:
         """What the elders say, by rank; of those who die meanwhile, or have closed the group, nothing.
 
         Raises `DeadlineExceeded` once the time is up.
         """
-        message = SplitsAsked(channel=key[0], base=key[1], sequence=sequence)
+        message = SplitsRequest(channel=key[0], base=key[1], sequence=sequence)
         answers = await asyncio.gather(*(self._ask(rank, message, end_ns) for rank in elders))
         return {rank: answer for rank, answer in zip(elders, answers, strict=True) if answer is not None}
 
-    async def _ask(self, rank: int, message: SplitsAsked, end_ns: int) -> SplitsTold | None:
+    async def _ask(self, rank: int, message: SplitsRequest, end_ns: int) -> SplitsReply | None:
         left_s = (end_ns - now_ns()) / 1e9
         if left_s <= 0:
             raise DeadlineExceeded(f"rank {rank} was not asked in time how the group was split")
         ref = self._worker.system.ref(f"rank{rank}/{ACTOR_NAME}")
         try:
-            return await ref.ask(message, reply=SplitsTold, timeout=left_s)
+            return await ref.ask(message, reply=SplitsReply, timeout=left_s)
         except (PeerLost, LinkClosed, ActorError) as error:
             log.info("an elder says nothing", rank=rank, reason=str(error))
             return None
@@ -98,8 +98,8 @@ class ElasticActor(Actor):
     def __init__(self, asks: ElasticAsks) -> None:
         self._asks = asks
 
-    @on(SplitsAsked)
-    async def asked(self, message: SplitsAsked) -> SplitsTold | Later:
+    @on(SplitsRequest)
+    async def asked(self, message: SplitsRequest) -> SplitsReply | Later:
         """How was a group split?"""
         later = self.defer()
         self._asks.answer(message, later)

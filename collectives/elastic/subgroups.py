@@ -8,18 +8,24 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.communicator.blocking import timeout_ns
 from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.elastic.operations import ElasticOperations, on_loss_of
 from zbmd.collectives.elastic.split_history_actor import ElasticAsks
 from zbmd.collectives.elastic.views import ElasticViews
 from zbmd.collectives.group.subgroup_driver import Subgroups
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.elastic import ElasticTagged
 from zbmd.collectives.p2p.tagged import Received, TaggedEnd, within
 from zbmd.collectives.programs.channels import Agreed
-from zbmd.collectives.repair.split import SplitJob, has_ended
-from zbmd.collectives.repair.splits import Split, SplitLedger, Wish, check_repeated
+from zbmd.collectives.repair.splits import (
+    Split,
+    SplitLedger,
+    SplitOperation,
+    SplitRequest,
+    check_repeated,
+    has_ended,
+)
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
 
@@ -141,7 +147,7 @@ class ElasticParts(ElasticOperations):
         numbers out of bounds or a color that is not the predecessor's, and `LocalProtocolError` if no
         channels are left.
         """
-        return await self._part(Wish(color=color, key=key), on_loss, timeout)
+        return await self._part(SplitRequest(color=color, key=key), on_loss, timeout)
 
     async def subgroup(
         self,
@@ -159,9 +165,9 @@ class ElasticParts(ElasticOperations):
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= {*belong}:
             raise UserError(f"{list(chosen)} are not ranks of {self!r}, each once")
         color = 0 if self.rank in chosen else None
-        return await self._part(Wish(color=color, ranks=chosen), on_loss, timeout)
+        return await self._part(SplitRequest(color=color, ranks=chosen), on_loss, timeout)
 
-    async def _part(self, wish: Wish, on_loss: str, timeout: float | None) -> Self | None:
+    async def _part(self, wish: SplitRequest, on_loss: str, timeout: float | None) -> Self | None:
         end_ns, mode = now_ns() + timeout_ns(timeout), on_loss_of(on_loss)
         subgroups, ledger = self._home.subgroups, self._ledger
         async with subgroups.turn:  # two agreements at once would offer the same channels
@@ -170,7 +176,7 @@ class ElasticParts(ElasticOperations):
                 offer = subgroups.channels.offer()
                 try:
                     await self._do(
-                        lambda *_: SplitJob(self._arena, wish, offer, mode, number, ledger), timeout
+                        lambda *_: SplitOperation(self._arena, wish, offer, mode, number, ledger), timeout
                     )
                 except ZbmdError:
                     ledger.called -= 1

@@ -14,9 +14,9 @@ import structlog
 
 from zbmd.actors.rank.member import ComingView, Worker
 from zbmd.actors.view import Member, View
-from zbmd.collectives.capture_kinds import VIEWS
-from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.elastic import views_machine as vm
+from zbmd.collectives.elastic.views_machine import VIEWS
+from zbmd.collectives.member_id import MemberId
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.memory.peer_memory import PeerMemory

@@ -14,10 +14,12 @@ busy elsewhere. Entering it replaces the memory of those who have gone. Hence:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
-from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.member_id import MemberId
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 
@@ -168,3 +170,15 @@ class ViewsMachine:
     def _comes_back(self, group: _Group, view: ViewReady) -> bool:
         """Whether a rank of it that was not there is in the view."""
         return any(m.rank in group.ranks and m not in group.members for m in view.members)
+
+
+# ---- capture
+
+
+def _build_views(config: Mapping[str, Any]) -> ViewsMachine:
+    return ViewsMachine()
+
+
+VIEWS: MachineKind[ViewsEvent, ViewsAction] = register(
+    "elastic-views", 1, _build_views, events=ViewsEvent, actions=ViewsAction, states=(ViewsMachine,)
+)

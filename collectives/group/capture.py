@@ -15,15 +15,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.capture_kinds import (
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.flight.recorder import FlightRecord, FlightState
+from zbmd.collectives.group.operation_log import (
     OPERATIONS,
     OperationBegan,
     OperationEnded,
     OperationEvent,
     OperationLog,
 )
-from zbmd.collectives.communicator.communicator import Communicator
-from zbmd.collectives.flight.recorder import FlightRecord, FlightState
 from zbmd.transport.capture.recorder import BULK_WHOLE_BYTES_MAX, Detail, Recorder
 from zbmd.transport.capture.tap import Tap
 

@@ -1,4 +1,4 @@
-"""Where the tagged messages of all groups of a process come in, and its groups' ends are found by them."""
+"""The actor that receives the tagged messages of all groups of a process, and the ends of their links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
 
 
 class TaggedActor(Actor):
-    """`rankN/tagged`: hears from the other members of all groups of this process."""
+    """`rankN/tagged`: receives from the other members of all groups of this process."""
 
     captured = False
 
@@ -37,27 +37,27 @@ class TaggedActor(Actor):
 
     @on(TaggedMessage)
     async def message(self, message: TaggedMessage) -> None:
-        """An array."""
+        """Take an array."""
         self._take(message)
 
     @on(TaggedTaken)
     async def taken(self, message: TaggedTaken) -> None:
-        """It has been taken."""
+        """Note that an array has been taken."""
         self._take(message)
 
     @on(TaggedClosed)
     async def closed(self, message: TaggedClosed) -> None:
-        """A member has left a group."""
+        """Note that a member has left a group."""
         self._take(message)
 
     @on(TaggedGreeting)
     async def greeting(self, message: TaggedGreeting) -> None:
-        """A member of an elastic group has come to a view."""
+        """Note that a member of an elastic group has entered a view."""
         self._take(message)
 
     @on(TaggedLinkEnded)
     async def link_ended(self, message: TaggedLinkEnded) -> None:
-        """The link to a member has ended, and all that it had sent is behind us."""
+        """Note that the link to a member has ended, after everything that it had sent."""
         if sender_process():
             log.debug("what no other process can know is dropped", sender=sender_process())
             return

@@ -7,13 +7,12 @@ from typing import Any, assert_never
 
 from zbmd.actors.errors import ActorError
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
-from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p.actor import pass_on_end
-from zbmd.collectives.p2p.elastic_machine import ElasticTagMachine, Way
+from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS, ElasticTagMachine, Way, tags_config
 from zbmd.collectives.p2p.tag_machine import Cause, Match, MemberLeft, TagEvent
 from zbmd.collectives.p2p.tagged import TaggedEnd, named
 from zbmd.collectives.p2p.wire import TaggedGreeting

@@ -1,25 +1,26 @@
-"""Tagged messages of an elastic group: what `tag_machine` matches, while members die and come (sans-I/O).
+"""Sans-I/O matching of tagged messages in an elastic group, while members die and join.
 
-Two members have a *session* with each other, from the epoch in which both knew of the other to the loss
-of either, or of the link between them. In a session nothing is lost or doubled, whoever else dies: views do
-not touch it. It ends at once with the notice of a loss: sends to that member fail, and so do receives from it
-that nothing which has come fits. What came before may still be taken, until the next view.
+Two members have a *session* with each other, from the epoch in which both knew of the other to the loss of
+either, or of the link between them. Within a session no message is lost or duplicated, whoever else dies:
+views do not affect it. It ends at once with the notice of a loss: sends to that member fail, and so do
+receives from it that no arrived message fits. Arrived messages may still be taken until the next view.
 
-A member that has come to a view greets all others in it: since which epoch it has greeted this one without
-a loss. Two that have greeted each other in one epoch go on in their session, if neither has had a loss since
-that began; else they begin the one that has the number of this epoch. Both go by the same greetings, in the
-same order, so both come to the same. Who is sent anything knows of the session, for links keep the order: a
-newcomer is sent nothing before it has greeted. A message's number begins with its session's, so what is left
-over from an earlier one is told apart.
+A member that enters a view greets all others in it, with the epoch since which it has greeted this one
+without a loss. Two members that have greeted each other in one epoch continue their session, if neither has
+had a loss since it began; otherwise they begin the session with the number of this epoch. Both see the same
+greetings in the same order, so both decide alike. A receiver of a message knows the session, because links
+keep the order: nothing is sent to a new member before it has greeted. A message's number begins with that of
+its session, so leftovers of an earlier one are recognised.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.tag_machine import (
     Arrived,
     Cause,
@@ -34,17 +35,18 @@ from zbmd.collectives.p2p.tag_machine import (
     Took,
     Towards,
 )
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 GREETINGS_MAX = 16
-"""That one member has sent another, and of which the answer is on its way."""
+"""Greetings of one member to another whose answers are outstanding."""
 SESSION_BITS = 32
-"""Of a message's number those that count within its session."""
+"""The bits of a message's number that count within its session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """This member has come to the view of `epoch`, and knows that all `members`, it is one, have done so."""
+    """This member has entered the view of `epoch`, and knows that all `members`, itself included, have."""
 
     epoch: int
     members: tuple[MemberId, ...]
@@ -52,14 +54,15 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLost:
-    """A notice: the member has died, or the link to it has ended."""
+    """The member has died, or the link to it has ended."""
 
     member: MemberId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeted:
-    """A member's greeting in `epoch`. `since`: that of its first one to this member behind the last loss."""
+    """A member's greeting in `epoch`. `since`: the epoch of its first one to this member after the last
+    loss."""
 
     source: int
     epoch: int
@@ -68,7 +71,7 @@ class Greeted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoilt:
-    """A message that was matched cannot be had any more: it lay in the memory of one who is lost."""
+    """A matched message cannot be read any more: it lay in the memory of a lost member."""
 
     source: int
     number: int
@@ -79,7 +82,7 @@ ElasticTagEvent: TypeAlias = TagEvent | Settled | MemberLost | MemberLeft | Gree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greet:
-    """Tell a member this; see `Greeted`."""
+    """Send a member this greeting; see `Greeted`."""
 
     to: int
     epoch: int
@@ -88,7 +91,7 @@ class Greet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """This message, which nobody has asked for, is for nobody."""
+    """This message, which no receive asked for, is discarded."""
 
     source: int
     number: int
@@ -102,7 +105,7 @@ class Way(Enum):
     """How another member can be reached."""
 
     OPENING = auto()
-    """It is there, and has not greeted: what is sent to it waits."""
+    """It is present, and has not greeted: messages to it wait."""
     UP = auto()
     LOST = auto()
     LEFT = auto()
@@ -116,11 +119,11 @@ class _Peer:
     """The epoch of the first greeting to it."""
     session: int = 0
     greeted: list[int] = field(default_factory=list[int])
-    """The epochs of greetings to it that it has not answered by its own, which may be on its way."""
+    """The epochs of greetings to it that it has not answered by its own, which may be in transit."""
 
 
 class ElasticTagMachine(TagMatcher):
-    """One member's end, over all epochs of the group. Raises as `tag_machine.TagMachine` does."""
+    """The matching of one member, over all epochs of the group. Raises as `tag_machine.TagMachine` does."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(())
@@ -128,12 +131,13 @@ class ElasticTagMachine(TagMatcher):
         self.epoch = 0
         self._peers: dict[int, _Peer] = {}
         self._greetings: dict[int, Greeted] = {}
-        """Of each rank that of a view to which this member has not come yet. There is one at most: nobody
-        knows that all are in a view before this member has left the one before."""
+        """For each rank, the greeting of a view that this member has not entered yet. There is at most one:
+        nobody knows that all are in a view before this member has left the previous one.
+        """
 
     @property
     def reachable(self) -> tuple[int, ...]:
-        """The other members with whom there is a session, or is to be."""
+        """Return the other members with which there is, or will be, a session."""
         return tuple(
             rank
             for rank, peer in self._peers.items()
@@ -141,12 +145,12 @@ class ElasticTagMachine(TagMatcher):
         )
 
     def way(self, rank: int) -> Way | None:
-        """How `rank` can be reached; None: it is not there."""
+        """Return how `rank` can be reached; None: it is absent."""
         peer = self._peers.get(rank)
         return peer.way if peer else None
 
     def handle(self, event: ElasticTagEvent, *, now_ns: int) -> list[ElasticTagAction]:
-        """Take an event; what is to be done about it, in this order."""
+        """Take an event; return the actions to perform, in order."""
         del now_ns
         match event:
             case Settled():
@@ -186,7 +190,7 @@ class ElasticTagMachine(TagMatcher):
                 return [*self.take(event)]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the machine is in a state that cannot be."""
+        """Raise `AssertionError` for a state that no sequence of events may reach."""
         super().check_invariants()
         assert set(self._peers) == set(self._towards) == set(self._from)
         assert all(greeting.epoch > self.epoch for greeting in self._greetings.values())
@@ -226,7 +230,7 @@ class ElasticTagMachine(TagMatcher):
         return actions
 
     def _answer(self, greeting: Greeted) -> Actions:
-        """Go on in a session, or begin one, if both have greeted in the epoch of this greeting."""
+        """Continue a session, or begin one, if both have greeted in the epoch of this greeting."""
         rank = greeting.source
         peer = self._peers.get(rank)
         if peer is None or peer.way in (Way.LOST, Way.LEFT) or greeting.epoch not in peer.greeted:
@@ -245,7 +249,7 @@ class ElasticTagMachine(TagMatcher):
         return [*actions, *self._transmit(rank)]
 
     def _lose(self, rank: int, cause: Cause) -> Actions:
-        """A member can be reached no more."""
+        """Note that a member has become unreachable."""
         peer = self._peers.get(rank)
         if peer is None or peer.way in (Way.LOST, Way.LEFT):
             return []
@@ -253,7 +257,7 @@ class ElasticTagMachine(TagMatcher):
         return [*self._fail_waits(rank, cause)]
 
     def _drop(self, rank: int) -> Actions:
-        """Forget what came of a member: it is of a session that is over, and a view has come since."""
+        """Discard messages of a member from a session that has ended, after a view."""
         mine = [message for message in self._unexpected if message.source == rank]
         self._unexpected = [message for message in self._unexpected if message.source != rank]
         for message in (*mine, *self._from[rank].matched.values()):
@@ -262,7 +266,7 @@ class ElasticTagMachine(TagMatcher):
         return [Dropped(source=rank, number=message.number) for message in mine]
 
     def _is_current(self, rank: int, number: int) -> bool:
-        """Whether a message's number is of the session with this member that is on, or was on last."""
+        """Return whether a message's number belongs to the current, or latest, session with this member."""
         peer = self._peers.get(rank)
         begun = peer is not None and peer.way is not Way.OPENING
         return peer is not None and begun and number >> SESSION_BITS == peer.session
@@ -282,3 +286,25 @@ class ElasticTagMachine(TagMatcher):
                 return Cause.LEFT
             case None:
                 return Cause.ABSENT
+
+
+# ---- capture
+
+
+def tags_config(machine: ElasticTagMachine) -> dict[str, Any]:
+    """Return the configuration from which a new `ElasticTagMachine` like this one is built."""
+    return {"rank": machine.rank}
+
+
+def _build_tags(config: Mapping[str, Any]) -> ElasticTagMachine:
+    return ElasticTagMachine(**config)
+
+
+ELASTIC_TAGS: MachineKind[ElasticTagEvent, ElasticTagAction] = register(
+    "elastic-tags",
+    1,
+    _build_tags,
+    events=ElasticTagEvent,
+    actions=ElasticTagAction,
+    states=(ElasticTagMachine,),
+)

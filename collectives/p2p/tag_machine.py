@@ -1,15 +1,15 @@
-"""Matches tagged messages between the members of a group with who waits for them (sans-I/O).
+"""Sans-I/O matching of tagged messages with posted receives.
 
-Messages of one member to another are numbered and stay in order; a receive takes the first one that came and
-fits, and receives are served in the order in which they were posted (MPI's rule of non-overtaking). A sender
-has at most `UNTAKEN_MAX` messages with one member that it has not taken yet, so what a member holds unasked
-for is bounded: it is never the receiver's choice how much.
+Messages from one member to another are numbered and stay in order; a receive takes the first message that has
+arrived and fits, and receives are served in the order in which they were posted (MPI's non-overtaking rule).
+A sender has at most `UNTAKEN_MAX` untaken messages with one member, so what a member must buffer is bounded
+whatever the receiver does.
 
-One who can be reached no more fails the sends to it, and the receives from it that nothing which has come
-fits: what came before may still be taken. A receive from anybody could wait for one who is not there. So each
-such end is told to who receives from anybody: to those that wait, else to the next that finds nothing. Called
-again, it waits for the others. (As MPI's ULFM has it: Bland et al., "Post-failure recovery of MPI
-communication capability", IJHPCA 2013.)
+If a member becomes unreachable, sends to it fail, and so do receives from it that no message fits; messages
+that have arrived can still be taken. A receive from any source could wait for an absent member. Each such end
+is therefore reported to the receives from any source that wait, otherwise to the next one that finds nothing;
+a repeated call waits for the remaining members. (As in MPI's ULFM: Bland et al., "Post-failure recovery of
+MPI communication capability", IJHPCA 2013.)
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import TypeAlias, assert_never
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 UNTAKEN_MAX = 64
-"""Messages of one member to another that it has not taken."""
+"""Untaken messages of one member to another."""
 WAITING_MAX = 4096
-"""Sends, or receives, of one member that wait."""
+"""Waiting sends, or receives, of one member."""
 
 
 class Cause(Enum):
@@ -34,14 +34,14 @@ class Cause(Enum):
     LOST = "lost"
     """The member, or the link to it, was lost."""
     LEFT = "left"
-    """It has closed the group."""
+    """The member has closed the group."""
     ABSENT = "absent"
-    """It is not there."""
+    """There is no such member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPosted:
-    """`key` is the driver's."""
+    """A send is posted; `key` belongs to the driver."""
 
     key: int
     to: int
@@ -50,7 +50,7 @@ class SendPosted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivePosted:
-    """`source` or `tag` None: any."""
+    """A receive is posted; `source` or `tag` None: any."""
 
     key: int
     source: int | None
@@ -59,14 +59,14 @@ class ReceivePosted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveWithdrawn:
-    """Whoever waited waits no more. Nothing happens if it has been served."""
+    """A receive is cancelled; ignored if it has been served."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A member's message, its `number`-th to us."""
+    """A member's message arrived, its `number`-th to this member."""
 
     source: int
     number: int
@@ -75,7 +75,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Took:
-    """We have all of a message that was matched."""
+    """A matched message was received completely."""
 
     source: int
     number: int
@@ -83,7 +83,7 @@ class Took:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaveBack:
-    """Whoever a message was matched with does not take it: the next that fits does."""
+    """A matched message was not taken: it goes to the next receive that fits."""
 
     source: int
     number: int
@@ -91,7 +91,7 @@ class GaveBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenThere:
-    """A member has all of our `number`-th message to it."""
+    """A member has received all of our `number`-th message to it."""
 
     by: int
     number: int
@@ -99,7 +99,7 @@ class TakenThere:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLeft:
-    """The member has closed the group: all that it sent has come."""
+    """The member has closed the group, and everything that it sent has arrived."""
 
     source: int
 
@@ -118,7 +118,7 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """This message is for who waits under `key`."""
+    """This message goes to the receive under `key`."""
 
     key: int
     source: int
@@ -127,7 +127,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellTaken:
-    """Tell a member that we have its message."""
+    """Tell a member that its message was received."""
 
     to: int
     number: int
@@ -135,14 +135,14 @@ class TellTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """The member has it."""
+    """The member has received the message."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailSend:
-    """The send under `key` fails, with what became of rank `to`."""
+    """The send under `key` fails, because of rank `to`."""
 
     key: int
     to: int
@@ -151,7 +151,7 @@ class FailSend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailReceive:
-    """The receive under `key` fails, with what became of these ranks."""
+    """The receive under `key` fails, because of these ranks."""
 
     key: int
     ranks: tuple[int, ...]
@@ -163,7 +163,7 @@ TagAction: TypeAlias = Transmit | Match | TellTaken | Sent | FailSend | FailRece
 
 @dataclass(slots=True)
 class Towards:
-    """What goes to one member."""
+    """The state of messages to one member."""
 
     numbered: int = 0
     untaken: dict[int, int] = field(default_factory=dict[int, int])
@@ -172,37 +172,37 @@ class Towards:
 
 @dataclass(slots=True)
 class From:
-    """What comes from one member."""
+    """The state of messages from one member."""
 
     numbered: int = 0
     matched: dict[int, Arrived] = field(default_factory=dict[int, Arrived])
 
 
 class TagMatcher(ABC):
-    """What waits at one member's end; see `TagMachine`, and `elastic_machine` for more than one epoch."""
+    """The matching of one member; see `TagMachine`, and `elastic_machine` for several epochs."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self._towards = {member: Towards() for member in members}
         self._from = {member: From() for member in members}
         self._order: dict[tuple[int, int], int] = {}
-        """Of each message that is here, and not taken: how many had come before it."""
+        """For each message that is here and untaken: how many had arrived before it."""
         self._arrivals = 0
         self._unexpected: list[Arrived] = []
         self._receives: list[ReceivePosted] = []
         self._untold: dict[int, Cause] = {}
-        """Ends that nobody who receives from anybody has been told of."""
+        """Ends that no receive from any source has been told of."""
 
     @abstractmethod
     def _cause(self, rank: int) -> Cause | None:
-        """Why nothing can be sent to this rank, nor comes from it any more; None: it can, or may."""
+        """Return why this rank is unreachable; None if it is reachable, or may become so."""
 
     @property
     def unexpected(self) -> int:
-        """Messages that nobody has asked for yet."""
+        """Return the number of messages that no receive has asked for."""
         return len(self._unexpected)
 
     def take(self, event: TagEvent) -> list[TagAction]:
-        """Take an event; what is to be done about it, in this order."""
+        """Take an event; return the actions to perform, in order."""
         match event:
             case SendPosted():
                 return self._send(event)
@@ -224,7 +224,7 @@ class TagMatcher(ABC):
                 assert_never(event)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the machine is in a state that cannot be."""
+        """Raise `AssertionError` for a state that no sequence of events may reach."""
         held = dict.fromkeys(self._from, 0)
         for message in self._unexpected:
             held[message.source] += 1
@@ -247,7 +247,7 @@ class TagMatcher(ABC):
         return self._transmit(event.to)
 
     def _is_open(self, to: int) -> bool:
-        """Whether messages may be sent to this member now."""
+        """Return whether messages may be sent to this member now."""
         return True
 
     def _transmit(self, to: int) -> list[TagAction]:
@@ -282,7 +282,7 @@ class TagMatcher(ABC):
         return []
 
     def _fail_waits(self, rank: int, cause: Cause) -> list[TagAction]:
-        """Fail what waits for a member that can be reached no more. What came of it can still be taken."""
+        """Fail what waits for an unreachable member. Messages of it that have arrived can still be taken."""
         towards, self._towards[rank] = self._towards[rank], Towards()
         keys = [*towards.untaken.values(), *towards.waiting]
         actions: list[TagAction] = [FailSend(key=key, to=rank, cause=cause) for key in keys]
@@ -294,12 +294,12 @@ class TagMatcher(ABC):
         return actions
 
     def _forget(self, source: int, number: int) -> None:
-        """A message that was matched is not here any more."""
+        """Forget a matched message that is no longer here."""
         if source in self._from and self._from[source].matched.pop(number, None) is not None:
             del self._order[source, number]
 
     def _find(self, event: ReceivePosted) -> Match | None:
-        """Match it with the first message that is here, and fits."""
+        """Match it with the first message that is here and fits."""
         for place, message in enumerate(self._unexpected):
             if _fits(event, message):
                 del self._unexpected[place]
@@ -333,10 +333,11 @@ class TagMatcher(ABC):
 
 
 class TagMachine(TagMatcher):
-    """One member's end of a group of one epoch, which goes on without those who have closed it.
+    """The matching of one member in a group of one epoch, which continues without members that have closed
+    it.
 
-    Raises `LocalProtocolError` when too much waits here, and `RemoteProtocolError` when a member sends what
-    it may not; after that the group is to be given up.
+    Raises `LocalProtocolError` if too much waits here, and `RemoteProtocolError` if a member violates the
+    protocol; the group must be abandoned then.
     """
 
     def __init__(self, members: tuple[int, ...]) -> None:
@@ -344,7 +345,7 @@ class TagMachine(TagMatcher):
         self._left: set[int] = set()
 
     def handle(self, event: TagEvent | MemberLeft, *, now_ns: int) -> list[TagAction]:
-        """Take an event; what is to be done about it, in this order."""
+        """Take an event; return the actions to perform, in order."""
         del now_ns
         match event:
             case MemberLeft(source=source):
@@ -358,11 +359,11 @@ class TagMachine(TagMatcher):
                 return self.take(event)
 
     def has_left(self, member: int) -> bool:
-        """Whether it has closed the group, and is owed no wait."""
+        """Return whether the member has closed the group."""
         return member in self._left
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the machine is in a state that cannot be."""
+        """Raise `AssertionError` for a state that no sequence of events may reach."""
         super().check_invariants()
         for member in self._left:
             assert not self._towards[member].untaken and not self._towards[member].waiting

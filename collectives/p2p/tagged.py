@@ -1,8 +1,8 @@
 """Send and receive with tags: the driver of `TagMachine`, over the links of the group's members.
 
 A small array travels in the message. A large one is lent: the message says where it lies in the sender's
-arena (a copy, if it does not lie there), and the receiver gets it from there, by mapping or over the network,
-and checks its digest: a sender that gives up may use that memory again.
+arena (a copy, if it is elsewhere), and the receiver reads it from there, by mapping or over the network, and
+checks its digest, because a sender that cancels may use that memory again.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class TaggedEnd(ABC):
         return array if lasts and arena.offset_of(array) is not None else arena.from_array(array)
 
     async def receive(self, source: int | None, tag: int | None, out: Any) -> Received:
-        """See `Group.recv`. out: as `taken` gives it."""
+        """See `Group.recv`. `out`: as returned by `taken`."""
         if tag is not None:
             _require_tag(tag)
         key, matched = next(self._keys), asyncio.get_running_loop().create_future()
@@ -228,7 +228,7 @@ class TaggedEnd(ABC):
         return Received(array, match.source, message.tag)
 
     def _give_back(self, match: Match, error: BaseException) -> None:
-        """A message could not be taken, for this reason: it is for the next who asks for it."""
+        """Give a message that could not be taken, because of `error`, to the next receive that fits."""
         del error
         self._put(GaveBack(source=match.source, number=match.number))
 
@@ -242,7 +242,7 @@ class TaggedEnd(ABC):
             self._put(ReceiveWithdrawn(key=key))
 
     def give_up(self) -> None:
-        """End what waits, as `close` does, soon. From any thread; `close` is still to be called."""
+        """End what waits, as `close` does, soon. From any thread; `close` must still be called."""
         self.on_loop.soon(self._part)
 
     def _part(self) -> None:
@@ -262,18 +262,18 @@ class TaggedEnd(ABC):
             self._landings.close()
 
     def link_ends(self, rank: int, incarnation: int) -> None:
-        """The link to a process has ended: `link_ended` follows, behind what came over it."""
+        """Note that the link to a process has ended: `link_ended` follows, after what arrived over it."""
         self._ending.add((rank, incarnation))
 
     def link_ended(self, rank: int, incarnation: int) -> None:
-        """Nothing that came over the link to a process is still to be taken."""
+        """Note that everything that arrived over the link to a process has been taken."""
         if (rank, incarnation) in self._ending:
             self._ending.remove((rank, incarnation))
             if self._ended is None:
                 self._lost(rank, incarnation)
 
     def take(self, source: int, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
-        """A member's message."""
+        """Take a member's message."""
         if self._ended is not None:
             return
         try:
@@ -356,7 +356,8 @@ class TaggedEnd(ABC):
                 await self._worker.system.ref(f"rank{to}/{ACTOR_NAME}").tell(message)
 
     async def _fetch(self, message: TaggedMessage, source: int, out: Any) -> Any:
-        """The array of a message, in `out` or in a new one. Raises `RemoteProtocolError`, `UserError`."""
+        """Return the array of a message, in `out` or in a new one. Raises `RemoteProtocolError`,
+        `UserError`."""
         size, dtype = described(message, source), _dtype(message.dtype)
         if isinstance(out, CallersArray):
             require_writeable(require_size(as_placed(out, "out"), dtype, size, "out"), "out")
@@ -406,9 +407,10 @@ class TaggedEnd(ABC):
             send.done.exception()  # a small one is awaited by nobody
 
     def _let_memory_go(self, rank: int, transfers: tuple[Transfer, ...] = ()) -> None:
-        """Have the connection with `rank` touch our memory no more: who gives up may change it at once.
+        """Make the connection with `rank` stop using our memory: the caller of a cancelled operation may
+        change it.
 
-        Else a tag that covers it would be found wrong, which ends the connection.
+        Otherwise the transport would find a wrong tag over it, which ends the connection.
         """
         peer = self._worker.peers.get(rank)
         if peer is not None and isinstance(peer.memory, RemoteMemory):
@@ -425,12 +427,14 @@ class TaggedEnd(ABC):
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks, for people."""
+    """Return a text that names the ranks."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 class Tagged(TaggedEnd):
-    """Those of a group of one epoch: they end with the first loss, and outlast the close of a member."""
+    """The tagged messages of a group of one epoch: they end with the first loss, but outlast a member's
+    close.
+    """
 
     def __init__(self, worker: Worker, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
         super().__init__(worker, stamp=epoch, channel=channel)
@@ -457,7 +461,7 @@ class Tagged(TaggedEnd):
 
 @asynccontextmanager
 async def within(timeout: float | None, what: str) -> AsyncGenerator[None]:
-    """Raise `DeadlineExceeded`, which says `what`, once `timeout` seconds are up; None is the default."""
+    """Raise `DeadlineExceeded`, which names `what`, after `timeout` seconds; None is the default."""
     limit_s = timeout_ns(timeout) / 1e9
     try:
         async with asyncio.timeout(limit_s):

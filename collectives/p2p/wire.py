@@ -1,4 +1,4 @@
-"""What the members of a group tell each other of tagged messages."""
+"""Contracts of tagged messages between the members of a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class TaggedMessage(Contract, id="zbmd.tagged.message"):
-    """An array: `data` if it is small, else where it lies. `digest`: XXH3 of its bytes if it is lent."""
+    """An array: `data` if it is small, otherwise where it lies. `digest`: XXH3 of its bytes if it is lent."""
 
     epoch: Count
     channel: Count
@@ -33,7 +33,7 @@ class TaggedMessage(Contract, id="zbmd.tagged.message"):
 
 
 class TaggedTaken(Contract, id="zbmd.tagged.taken"):
-    """The receiver has all of a message."""
+    """The receiver has received all of a message."""
 
     epoch: Count
     channel: Count
@@ -41,21 +41,21 @@ class TaggedTaken(Contract, id="zbmd.tagged.taken"):
 
 
 class TaggedClosed(Contract, id="zbmd.tagged.closed", parting=True):
-    """The sender has closed the group: nothing more comes from it, and nothing is taken."""
+    """The sender has closed the group: it neither sends nor accepts messages any more."""
 
     epoch: Count
     channel: Count
 
 
 class TaggedLinkEnded(Contract, id="zbmd.tagged.link_ended"):
-    """Of this process to itself, behind all that came over the link to a rank: it has ended."""
+    """Sent by a process to itself, after everything from a rank's link: the link has ended."""
 
     rank: Count
     incarnation: Count
 
 
 class TaggedGreeting(Contract, id="zbmd.tagged.greeting"):
-    """A member of an elastic group is in the view of epoch `view`; see `elastic_tag_machine.Greeted`."""
+    """A member of an elastic group is in the view of epoch `view`; see `elastic_machine.Greeted`."""
 
     epoch: Count
     channel: Count
@@ -64,7 +64,7 @@ class TaggedGreeting(Contract, id="zbmd.tagged.greeting"):
 
 
 def described(message: TaggedMessage, source: int) -> int:
-    """The elements of a message's array. Raises `RemoteProtocolError` if it does not fit its bytes."""
+    """Return the elements of a message's array. Raises `RemoteProtocolError` if it does not fit its bytes."""
     if message.dtype >= len(DTYPE_NAMES):
         raise RemoteProtocolError(f"rank {source} sent an array of no dtype")
     size = math.prod(message.shape)

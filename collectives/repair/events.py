@@ -1,4 +1,4 @@
-"""Events and actions of the repair machine (`zbmd.collectives.repair.machine`), and what members report."""
+"""Events and actions of the repair machine (`zbmd.collectives.repair.machine`), and the members' report."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.member_id import MemberId
 
 
 class OnLoss(Enum):
-    """What an operation does when a member dies in it."""
+    """What happens to an operation when a member dies in it."""
 
     SURVIVORS = "survivors"
-    """Those who live finish it."""
+    """The survivors finish it."""
     WAIT_FOR_REPLACEMENT = "wait_for_replacement"
-    """It is run again once every rank of it is back."""
+    """It is repeated once all of its ranks are back."""
     ABORT = "abort"
-    """It fails on all, unless all who live hold its result already."""
+    """It fails on all members, unless all survivors already hold its result."""
 
 
 class Inputs(Enum):
-    """What becomes of an operation's inputs."""
+    """What happens to the inputs of an operation."""
 
     RECOMPUTE = "recompute"
-    """In place: an operation that has moved data cannot be run again."""
+    """In place: an operation that has moved data cannot be repeated."""
     PRESERVE = "preserve"
-    """Out of place: they stay until the operation is over on all."""
+    """Out of place: inputs are unchanged until the operation has ended on all members."""
     ADOPT = "adopt"
-    """As `PRESERVE`, in shared memory: what a dead rank has published counts."""
+    """Like `PRESERVE`, in shared memory: the published input of a dead member still counts."""
 
 
 class Phase(Enum):
     """How far a member is in its current operation."""
 
     IDLE = "idle"
-    """It has not called it."""
+    """The member has not called it."""
     PENDING = "pending"
     """Called; there is no result, and the inputs are intact."""
     SPOILED = "spoiled"
     """Called; there is no result, and the inputs are overwritten."""
     HELD = "held"
-    """The result is there, kept from the caller until all have it."""
+    """The result is there, withheld from the caller until all members have it."""
 
 
 class Failure(Enum):
@@ -65,10 +65,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One operation as its caller asked for it. `text` tells it, and must be the same on all members.
+    """An operation as its caller requested it. `text` describes it, and must be equal on all members.
 
-    `needs`: the rank without which it means nothing, that of a root; -1: there is none. `own`: each member's
-    result is another, so who holds one has nothing to copy to those who do not; the inputs must stay then.
+    `needs`: the rank without which it is meaningless, that of a root; -1: none. `own`: each member has a
+    different result, so a holder has nothing to copy to others; the inputs must be preserved then.
     """
 
     text: str
@@ -80,12 +80,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Where a member stands, told at the start of an epoch.
+    """The state of a member, sent at the start of an epoch.
 
-    `born`: the epoch in which its group was founded; 0: it has not been told yet. `sequence`: the number of
-    its current operation, or of the next. `attempted`: who took part when it was run last. `contributors`:
-    whose inputs the result holds. `readable`: the dead whose contribution to it this member can still read.
-    `failed`: the last operation that failed.
+    `born`: the epoch in which its group was founded; 0: not known yet. `sequence`: the number of its current
+    or next operation. `attempted`: the members of its last run. `contributors`: the members whose inputs the
+    result contains. `readable`: dead members whose input this member can still read. `failed`: the last
+    operation that failed.
     """
 
     born: int
@@ -116,19 +116,19 @@ class EpochEntered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """The caller asks for the next operation."""
+    """The caller requests the next operation."""
 
     call: Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowAsked:
-    """Between operations: enter the next view, which is there or on its way."""
+    """Between operations: enter the next view, which exists or is about to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """The reports of all members of the epoch, in their order."""
+    """The reports of all members of the epoch, in member order."""
 
     epoch: int
     reports: tuple[Report, ...]
@@ -136,7 +136,7 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeCut:
-    """The exchange of reports was cut short: a member is lost, or another view has come."""
+    """The exchange of reports failed: a member was lost, or another view is there."""
 
     epoch: int
 
@@ -145,18 +145,18 @@ class Outcome(Enum):
     """How a run, or a repair, ended on this rank."""
 
     COMMITTED = "committed"
-    """The result is here, and so it is on every member of the epoch that takes part."""
+    """The result is here, and on every other participating member of the epoch."""
     HELD = "held"
-    """The result is here; whether others have it is not known."""
+    """The result is here; whether others have it is unknown."""
     INTACT = "intact"
     SPOILED = "spoiled"
     BROKEN = "broken"
-    """It failed by itself, as a deadline or a bad call does: nothing of this group can be repaired."""
+    """It failed for a local reason, such as a deadline or a bad call; the group cannot be repaired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The run or repair in flight is over, and drained."""
+    """The current run or repair has ended and is drained."""
 
     epoch: int
     outcome: Outcome
@@ -164,7 +164,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoView:
-    """No view came in time."""
+    """No view was installed in time."""
 
 
 RepairEvent: TypeAlias = EpochEntered | Called | FollowAsked | Exchanged | ExchangeCut | Ended | NoView
@@ -175,7 +175,7 @@ RepairEvent: TypeAlias = EpochEntered | Called | FollowAsked | Exchanged | Excha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Give `report` to all members and get theirs; answer with `Exchanged` or `ExchangeCut`."""
+    """Exchange `report` with all members; answer with `Exchanged` or `ExchangeCut`."""
 
     epoch: int
     report: Report
@@ -198,7 +198,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """`carrier` brings in what the dead `member` had published."""
+    """`carrier` contributes the published input of the dead `member`."""
 
     member: MemberId
     carrier: int
@@ -206,7 +206,7 @@ class Adoption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
-    """Run it among `runners` with their inputs and what is adopted, then commit with all members."""
+    """Repeat it among `runners` with their inputs and the adopted ones, then commit with all members."""
 
     epoch: int
     sequence: int
@@ -226,7 +226,7 @@ class CopyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm:
-    """Take part in the commit of an operation that others run or copy; answer with `Ended`."""
+    """Take part in the commit of an operation that other members run or copy; answer with `Ended`."""
 
     epoch: int
     sequence: int
@@ -234,7 +234,7 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """The operation is complete on all; its result holds the inputs of `contributors`."""
+    """The operation is complete on all members; its result contains the inputs of `contributors`."""
 
     sequence: int
     contributors: tuple[MemberId, ...]
@@ -242,14 +242,14 @@ class Return:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raise:
-    """The operation failed, on all who live."""
+    """The operation failed, on all survivors."""
 
     failed: Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """This member is in line with the others; `sequence` is its next operation."""
+    """This member agrees with the others; `sequence` is its next operation."""
 
     epoch: int
     sequence: int
@@ -257,8 +257,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaveUp:
-    """The group is of no use any more; what was asked for last fails by its own error, or for want of a
-    view."""
+    """The group is unusable; the last call fails by its own error, or for lack of a view."""
 
     sequence: int
 

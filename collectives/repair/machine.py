@@ -1,24 +1,26 @@
-"""Repair: how the members of a group bring an operation to one end when a member dies in it. Sans-I/O.
+"""Sans-I/O repair: the members of a group bring an operation to one end when a member dies in it.
 
-An operation is a program and then a *commit*: a barrier that a member enters with the result in hand, and
-that keeps the result from its caller until all have it. Local completion is not global success: what one has
-completed and another has not is resolved here, before anybody sees it.
+An operation is a program followed by a *commit*: a barrier that a member enters with the result, and that
+withholds the result from its caller until all members have it. Local completion is not global success: an
+operation that some members have completed and others have not is resolved here, before any caller sees it.
 
-After a loss every member enters the next view, and all exchange reports. All of them come to the same verdict
-(`zbmd.collectives.repair.verdict`): return, fail, run again, or copy the result. A repair that a further loss
-cuts short is judged anew in the next epoch, from where it came to.
+After a loss every member enters the next view, and all exchange reports. They reach the same verdict
+(`zbmd.collectives.repair.verdict`): return, fail, run again, or copy the result. If a further loss interrupts
+a repair, the next epoch decides again, from the state that was reached.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum, auto
-from typing import assert_never
+from typing import Any, assert_never
 
-from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Outcome, Phase
-from zbmd.collectives.repair.verdict import Kind, Verdict, decide
+from zbmd.collectives.repair.verdict import Verdict, VerdictKind, decide
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 STORY_EVENTS_MAX = 8
@@ -26,7 +28,7 @@ STORY_EVENTS_MAX = 8
 
 
 class RepairState(Enum):
-    """Where the machine stands."""
+    """The state of the machine."""
 
     NEW = auto()
     IDLE = auto()
@@ -34,7 +36,7 @@ class RepairState(Enum):
     AWAITING_VIEW = auto()
     EXCHANGING = auto()
     MENDING = auto()
-    """A copy, another run, or the commit of either is in flight."""
+    """A copy, another run, or the commit of either is in progress."""
     OVER = auto()
 
 
@@ -51,7 +53,7 @@ class RepairMachine:
         self.phase = Phase.IDLE
         self.call: rm.Call | None = None
         self.reason = ""
-        """Of the last verdict."""
+        """The reason of the last verdict."""
         self._gone: frozenset[int] = frozenset()
         self._readable: tuple[MemberId, ...] = ()
         self._attempted: tuple[MemberId, ...] = ()
@@ -62,7 +64,7 @@ class RepairMachine:
 
     @property
     def contributors(self) -> tuple[MemberId, ...]:
-        """Of whose inputs the result is made, once it is here."""
+        """Return the members whose inputs the result contains, once it is here."""
         return self._contributors
 
     def handle(self, event: rm.RepairEvent, *, now_ns: int) -> list[rm.RepairAction]:
@@ -156,7 +158,7 @@ class RepairMachine:
         return [rm.Run(epoch=self.epoch, sequence=self.sequence)]
 
     def _root_is_absent(self) -> bool:
-        """Whether the operation was called in an epoch that does not have its root."""
+        """Whether the operation was called in an epoch without its root."""
         needs = self.call.needs if self.call else -1
         return needs >= 0 and all(member.rank != needs for member in self.members)
 
@@ -203,31 +205,31 @@ class RepairMachine:
     # ---- verdicts
 
     def _carry_out(self, verdict: Verdict) -> list[rm.RepairAction]:
-        """Do this member's part: of the operation, of the next one, or as one that has just come."""
+        """Do this member's part: of the operation, of the next one, or as a new member."""
         self._founding = verdict.born
-        if verdict.kind is Kind.WAIT:
+        if verdict.kind is VerdictKind.WAIT:
             return self._await_view()
-        mends = verdict.kind in (Kind.COPY, Kind.RERUN)
+        mends = verdict.kind in (VerdictKind.COPY, VerdictKind.RERUN)
         if not self.born:
             if mends:
                 self.sequence = verdict.sequence
                 return self._confirm()
             # Others may not hear this verdict: who has gone on must know in the next epoch how it ended.
             self._failed = verdict.failed
-            return self._settle(verdict.sequence + (verdict.kind is not Kind.RUN))
-        if self.sequence > verdict.sequence or verdict.kind is Kind.RUN:
+            return self._settle(verdict.sequence + (verdict.kind is not VerdictKind.RUN))
+        if self.sequence > verdict.sequence or verdict.kind is VerdictKind.RUN:
             return self._run() if self.call else self._settle(self.sequence)
         match verdict.kind:
-            case Kind.COMPLETE:
+            case VerdictKind.COMPLETE:
                 return self._return()
-            case Kind.FAIL:
+            case VerdictKind.FAIL:
                 assert verdict.failed is not None
                 self._failed = verdict.failed
                 self._over()
                 return [rm.Raise(failed=verdict.failed)]
-            case Kind.COPY:
+            case VerdictKind.COPY:
                 return self._copy(verdict)
-            case Kind.RERUN:
+            case VerdictKind.RERUN:
                 return self._rerun(verdict)
 
     def _copy(self, verdict: Verdict) -> list[rm.RepairAction]:
@@ -253,7 +255,7 @@ class RepairMachine:
         ]
 
     def _drop_result(self) -> None:
-        """One that is here is made again where it lies, of others' contributions."""
+        """Discard a result, because it is computed again in place, from other contributions."""
         if self.phase is Phase.HELD:
             self.phase = Phase.PENDING
 
@@ -271,3 +273,20 @@ class RepairMachine:
 
     def _misuse(self, what: str) -> LocalProtocolError:
         return LocalProtocolError(f"rank {self.rank}: {what}", story=tuple(self._story))
+
+
+# ---- capture
+
+
+def repair_config(machine: RepairMachine) -> dict[str, Any]:
+    """Return the configuration from which a new `RepairMachine` like this one is built."""
+    return {"rank": machine.rank}
+
+
+def _build_repair(config: Mapping[str, Any]) -> RepairMachine:
+    return RepairMachine(**config)
+
+
+REPAIR: MachineKind[rm.RepairEvent, rm.RepairAction] = register(
+    "repair", 1, _build_repair, events=rm.RepairEvent, actions=rm.RepairAction, states=(RepairMachine,)
+)

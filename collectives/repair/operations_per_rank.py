@@ -1,10 +1,9 @@
-"""The operations of an elastic group that give each member a result of its own.
+"""Elastic operations with a different result per member.
 
-Rows are by rank, not by place: row r of an `x` is for rank r of the job, or for the r-th rank of a sub-group,
-whoever is there by then, so survivors can make the operation again from the inputs as they are. Rows of ranks
-that are not there go to nobody.
-
-Methods run on the data-plane thread, and raise as the communicator's do.
+Rows are by rank, not by position: row r of an `x` is for rank r of the job, or for the r-th rank of a
+sub-group, whichever members exist by then, so survivors can repeat the operation from unchanged inputs. Rows
+addressed to an absent rank are dropped. Methods run on the data-plane thread, and raise as the communicator's
+do.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ import numpy as np
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.device.arrays_in import Array, as_array
 from zbmd.collectives.programs.reductions import dtype_code, reduction_code
-from zbmd.collectives.repair.estate import Estate, summed
+from zbmd.collectives.repair.adoption import AdoptedInputs, summed
 from zbmd.collectives.repair.events import Call, Inputs, OnLoss
-from zbmd.collectives.repair.operations_shared import Job, published_in
-from zbmd.collectives.repair.out import Out, out_of_ranks
+from zbmd.collectives.repair.operations_shared import ElasticOperation, OutArray, out_of_ranks, published_in
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.arena import Arena
 
 RowOf: TypeAlias = Callable[[int], int]
-"""Which row is for a rank."""
+"""The row of a rank."""
 
 
-class Reduce(Job):
+class Reduce(ElasticOperation):
     """`Communicator.reduce`, into a new array at the root."""
 
     def __init__(
@@ -46,7 +44,7 @@ class Reduce(Job):
         dtype_code(given.dtype)
         reduction_code(op, given.dtype)
         if out is not None and rank == root:
-            self.out = Out(out, given.shape, given.dtype)
+            self.out = OutArray(out, given.shape, given.dtype)
         self.published = published_in(arena, given, inputs)
         self._op, self._root = op, root
         self.value = np.empty(given.shape, given.dtype) if rank == root else None
@@ -54,18 +52,18 @@ class Reduce(Job):
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs, needs=root, own=True)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         c.reduce(self._given, self._root, self.value, op=self._op, deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`. 16-bit floats are added up in float32 and rounded once."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`. 16-bit floats are summed in float32 and rounded once."""
         total = estate.added_to(self._given, self._op)
         c.reduce(total, self._root, op=summed(self._op), deadline_ns=deadline_ns)
         if self.value is not None:
             self.value[...] = estate.finished(total, self._op, self._given.dtype)
 
 
-class ReduceScatter(Job):
+class ReduceScatter(ElasticOperation):
     """`Communicator.reduce_scatter` of rows by rank, into `out` or a new array."""
 
     def __init__(
@@ -90,23 +88,23 @@ class ReduceScatter(Job):
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs, own=True)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         given = self._given if self.published is None else self.published.reshape(self._given.shape)
         c.reduce_scatter(
             _of_members(given, c, self._row_of), self.value, op=self._op, deadline_ns=deadline_ns
         )
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`. 16-bit floats are added up in float32 and rounded once."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`. 16-bit floats are summed in float32 and rounded once."""
         total = _of_members(estate.added_to(self._given, self._op), c, self._row_of)
         mine = c.reduce_scatter(total, op=summed(self._op), deadline_ns=deadline_ns)
         as_array(self.value, "out")[...] = estate.finished(mine, self._op, self._given.dtype)
 
 
-class Gather(Job):
+class Gather(ElasticOperation):
     """`Communicator.gather`, into a new array at the root with a row for each contributor.
 
-    out: at the root, see `AllGather`.
+    `out`: at the root, as in `AllGather`.
     """
 
     def __init__(
@@ -128,17 +126,17 @@ class Gather(Job):
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs, needs=root, own=True)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         self.value = c.gather(self._given, self._root, deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`."""
         living = c.gather(self._given, self._root, deadline_ns=deadline_ns)
         self.value = None if living is None else estate.rows_with(living)
         estate.bring(c, self._given, self.value, deadline_ns)
 
 
-class Scatter(Job):
+class Scatter(ElasticOperation):
     """`Communicator.scatter` of the root's rows by rank, into `out`, or a new array at the root."""
 
     def __init__(self, x: Any, out: Any, root: int, on_loss: OnLoss, row_of: RowOf, rank: int) -> None:
@@ -155,15 +153,15 @@ class Scatter(Job):
         self.call = Call(text=text, on_loss=on_loss, inputs=Inputs.PRESERVE, needs=root, own=True)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         given = None if self._given is None else _of_members(self._given, c, self._row_of)
         c.scatter(given, self._root, self.value, deadline_ns=deadline_ns)
 
 
-class AllToAll(Job):
+class AllToAll(ElasticOperation):
     """`Communicator.all_to_all` of rows by rank, into a new array with a row from each contributor.
 
-    out: see `AllGather`.
+    `out`: as in `AllGather`.
     """
 
     def __init__(
@@ -185,11 +183,11 @@ class AllToAll(Job):
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs, own=True)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         self.value = c.all_to_all(_of_members(self._given, c, self._row_of), deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`."""
         living = c.all_to_all(_of_members(self._given, c, self._row_of), deadline_ns=deadline_ns)
         self.value = estate.rows_with(living)
         for each in estate.bequests:
@@ -199,7 +197,7 @@ class AllToAll(Job):
 
 
 def _rows(x: Any, mine: int) -> Array:
-    """`x`, which has a row for this rank, the `mine`-th."""
+    """Return `x` as an array; raise `UserError` unless it has row `mine`, for this rank."""
     given = as_array(x, "x")
     if given.ndim == 0 or given.shape[0] <= mine:
         raise UserError(
@@ -210,7 +208,7 @@ def _rows(x: Any, mine: int) -> Array:
 
 
 def _of_members(given: Array, c: Communicator, row_of: RowOf) -> Array:
-    """The rows for those in `c`, in their order; without a copy if those are all."""
+    """Return the rows for the members of `c`, in member order; without a copy if those are all."""
     rows = [row_of(member) for member in c.members]
     if given.shape[0] <= max(rows):
         raise UserError(f"x of shape {given.shape} has no row {max(rows)}, whose rank has come since")

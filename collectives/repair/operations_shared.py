@@ -1,68 +1,154 @@
-"""The operations of an elastic group with one result for all: how each is run, made again by the survivors,
-and copied. Those whose members have results of their own: `operations_per_rank`.
+"""Elastic operations with one result for all members: how each runs, is repeated by survivors, and copied.
 
-Methods run on the data-plane thread, and raise as the communicator's do.
+Operations with a different result per member are in `operations_per_rank`. Methods run on the data-plane
+thread, and raise as the communicator's do.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
+import xxhash
 
+from zbmd.collectives.communicator.coalescing import ARRAYS_MAX
 from zbmd.collectives.communicator.communicator import Communicator
-from zbmd.collectives.device.arrays_in import Array, as_array, require_size
+from zbmd.collectives.device.arrays_in import (
+    Array,
+    as_array,
+    as_bytes,
+    packed,
+    require_size,
+    require_writeable,
+)
 from zbmd.collectives.programs.reductions import dtype_code, reduction_code
-from zbmd.collectives.repair.estate import Estate, summed
+from zbmd.collectives.repair.adoption import AdoptedInputs, summed
 from zbmd.collectives.repair.events import Call, Inputs, OnLoss
-from zbmd.collectives.repair.out import Out, out_of_ranks
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.memory.arena import Arena
 
+COPIED_ON_LOOP_BYTES_MAX: Final = 64 << 10
+"""A longer result is copied to its `out` by another thread than the loop's."""
 
-class Job(ABC):
+
+class PendingCaller:
+    """Whether a caller still awaits its operation: after that, its `out` must not be written."""
+
+    def __init__(self) -> None:
+        self._cancelled = False
+        self._writing = False
+
+    def cancel(self) -> bool:
+        """Note that the await is cancelled. Return False if `out` is being written, which ends soon by
+        itself.
+        """
+        self._cancelled = True
+        return not self._writing
+
+    def write(self) -> bool:
+        """Return whether `out` may be written, from now on until the operation has ended."""
+        self._writing = not self._cancelled
+        return self._writing
+
+
+class OutArray:
+    """An array that takes a result of `shape` and `dtype`, or the first rows of it for results by rank.
+
+    It is written when the operation has ended, not while it runs: the operation may run several times, over
+    fewer members each time, and may fail on all in the end. So `x` may overlap it. Raises `UserError` unless
+    `given` is such an array and writeable.
+    """
+
+    __slots__ = ("_array", "_given", "_of_rows")
+
+    def __init__(self, given: Any, shape: tuple[int, ...], dtype: np.dtype[Any], rows: str = "") -> None:
+        """Check `given`. `rows`: what the first axis counts, if a result may have fewer rows; empty if
+        not."""
+        array = as_array(given, "out")
+        if array.shape != shape or array.dtype != dtype:
+            why = rows and f": {rows}, whoever is there, of which the first take the result"
+            raise UserError(
+                f"out has shape {array.shape} and dtype {array.dtype}; pass one of shape {shape} and dtype "
+                f"{dtype}{why}"
+            )
+        require_writeable(array, "out")
+        self._given, self._array, self._of_rows = given, array, bool(rows)
+
+    def take(self, value: Array) -> Any:
+        """Write the result; return what the caller gets: the array itself, or the rows that were written."""
+        if not self._of_rows:
+            self._array[...] = value
+            return self._given
+        written = self._array[: len(value)]
+        written[...] = value
+        return written
+
+
+def out_of_ranks(out: Any, ranks: int, given: Array) -> OutArray | None:
+    """Return the `out` of an operation that gathers an array like `given` from up to `ranks` contributors."""
+    rows = "a row for each rank of the job, or of the sub-group"
+    return None if out is None else OutArray(out, (ranks, *given.shape), given.dtype, rows)
+
+
+async def deliver_result(job: ElasticOperation, awaiting: PendingCaller) -> None:
+    """Copy the result of an operation that has ended to the caller's `out`, if it still waits."""
+    out, value = job.out, job.value
+    if out is None or value is None or not awaiting.write():
+        return
+    if value.nbytes <= COPIED_ON_LOOP_BYTES_MAX:
+        job.value = out.take(value)
+    else:
+        job.value = await asyncio.to_thread(out.take, value)
+
+
+class ElasticOperation(ABC):
     """One operation: its call and its arrays. `value` is its result, once it has one.
 
-    rows: of an uneven one, how many rows of the result each contributor has.
+    `rows`: of an uneven operation, how many rows of the result each contributor has.
     """
 
     call: Call
     value: Any = None
     rows: tuple[int, ...] = ()
     published: Array | None = None
-    """In the arena, what peers may adopt."""
-    out: Out | None = None
-    """Where the result goes once the operation is over, if that is not where it was made."""
+    """The input in the arena that peers may adopt."""
+    out: OutArray | None = None
+    """Where the result goes once the operation has ended, if not where it was computed."""
 
     def returned(self, contributors: tuple[int, ...]) -> None:  # noqa: B027
-        """All have the result of these ranks, and the caller is about to. On the loop."""
+        """Called on the loop when all members have the result of these ranks, before the caller gets it."""
 
     def adoptable(self, left: memoryview) -> bool:
-        """Whether what a dead member has published, whose bytes are not trusted, fits this operation."""
+        """Return whether the published bytes of a dead member, which are untrusted, fit this operation."""
         return self.published is not None and len(left) == self.published.nbytes
 
     @abstractmethod
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """Run it over all of `c`, whoever they are."""
+        """Run it over all members of `c`."""
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
-        """Get the result of rank `source`, that of so many contributors, or give it if that is this rank."""
+        """Receive the result of rank `source`, of `contributors` members, or send it if that is this rank."""
         raise LocalProtocolError(f"{self.call.text}: each member's result is its own")
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """Run it over `c`, and bring in what the dead have left."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """Run it over `c`, with the inputs of dead members."""
         raise UserError(f"{self.call.text} cannot adopt")
 
 
 def published_in(arena: Arena, given: Array, inputs: Inputs) -> Array | None:
-    """What peers may adopt: `given`, or a copy of it in the arena; None if nothing is adopted."""
+    """Return the input that peers may adopt: `given`, or a copy of it in the arena; None if nothing is
+    adopted.
+    """
     if inputs is not Inputs.ADOPT:
         return None
     return given if arena.offset_of(given) is not None else arena.from_array(given)
 
 
-class AllReduce(Job):
+class AllReduce(ElasticOperation):
     """`Communicator.all_reduce`. In place (`recompute`) without an `out`."""
 
     def __init__(
@@ -83,25 +169,25 @@ class AllReduce(Job):
         self.value = x if out is None else out
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         x = self._x if self.published is None else self.published.reshape(self._given.shape)
         c.all_reduce(x, self._out, op=self._op, algorithm=self._algorithm, deadline_ns=deadline_ns)
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`. 16-bit floats are added up in float32 and rounded once."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`. 16-bit floats are summed in float32 and rounded once."""
         total = estate.added_to(self._given, self._op)
         c.all_reduce(total, op=summed(self._op), deadline_ns=deadline_ns)
         as_array(self._out, "out")[...] = estate.finished(total, self._op, self._given.dtype)
 
 
-class AllGather(Job):
+class AllGather(ElasticOperation):
     """`Communicator.all_gather`, into a new array with a row for each contributor.
 
-    out: of which a row is for each of the `ranks` that may be contributors.
+    `out`: has a row for each of the `ranks` that may contribute.
     """
 
     def __init__(
@@ -115,23 +201,23 @@ class AllGather(Job):
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         self.value = c.all_gather(self._given, deadline_ns=deadline_ns)
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         if c.rank != source:
             self.value = np.empty((contributors, *self._given.shape), self._given.dtype)
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`."""
         living = c.all_gather(self._given, deadline_ns=deadline_ns)
         self.value = estate.rows_with(living)
         estate.bring(c, self._given, self.value, deadline_ns)
 
 
-class Broadcast(Job):
+class Broadcast(ElasticOperation):
     """`Communicator.broadcast`."""
 
     def __init__(self, x: Any, root: int, on_loss: OnLoss) -> None:
@@ -142,24 +228,98 @@ class Broadcast(Job):
         self.value = x
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         c.broadcast(self.value, self._root, deadline_ns=deadline_ns)
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
 
 
-class Barrier(Job):
+class Barrier(ElasticOperation):
     """`Communicator.barrier`."""
 
     def __init__(self, on_loss: OnLoss) -> None:
         self.call = Call(text=f"barrier({on_loss.value})", on_loss=on_loss, inputs=Inputs.PRESERVE)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         c.barrier(deadline_ns=deadline_ns)
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         c.barrier(deadline_ns=deadline_ns)
+
+
+class AllReduceMany(ElasticOperation):
+    """`Communicator.all_reduce_many`: in place (`recompute`), or into new arrays."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        arrays: Sequence[Any],
+        op: str,
+        on_loss: OnLoss,
+        inputs: Inputs,
+        algorithm: str,
+    ) -> None:
+        if len(arrays) > ARRAYS_MAX:
+            raise UserError(f"{len(arrays)} arrays at once; {ARRAYS_MAX} at most")
+        self._given = [as_array(x, f"array {k}") for k, x in enumerate(arrays)]
+        for given in self._given:
+            dtype_code(given.dtype)
+            reduction_code(op, given.dtype)
+        self._op, self._algorithm = op, algorithm
+        self._in_place = inputs is Inputs.RECOMPUTE
+        self._results = self._given if self._in_place else [np.empty(x.shape, x.dtype) for x in self._given]
+        self.value = arrays if self._in_place else self._results
+        if inputs is Inputs.ADOPT:
+            self.published = arena.empty(sum(x.nbytes for x in self._given), np.uint8)
+            _pack(self.published, self._given)
+        told = xxhash.xxh3_64_hexdigest(" ".join(f"{x.dtype}[{x.size}]" for x in self._given).encode())
+        text = f"all_reduce_many({len(arrays)} arrays #{told}, {op}, {on_loss.value}, {inputs.value})"
+        self.call = Call(text=text, on_loss=on_loss, inputs=inputs)
+
+    def run(self, c: Communicator, deadline_ns: int) -> None:
+        """See `ElasticOperation`."""
+        if not self._in_place:
+            for result, given in zip(self._results, self._given, strict=True):
+                result[...] = given
+        c.all_reduce_many(self._results, op=self._op, algorithm=self._algorithm, deadline_ns=deadline_ns)
+
+    def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
+        """See `ElasticOperation`. All arrays are sent together."""
+        together = np.empty(sum(result.nbytes for result in self._results), np.uint8)
+        if c.rank == source:
+            _pack(together, self._results)
+        c.broadcast(together, source, deadline_ns=deadline_ns)
+        if c.rank != source:
+            for result, (begin, end) in zip(self._results, _places(self._results), strict=True):
+                result[...] = together[begin:end].view(result.dtype).reshape(result.shape)
+
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`. 16-bit floats are summed in float32 and rounded once."""
+        estates = [self._part(estate, begin, end) for begin, end in _places(self._given)]
+        totals = [each.added_to(given, self._op) for each, given in zip(estates, self._given, strict=True)]
+        c.all_reduce_many(totals, op=summed(self._op), deadline_ns=deadline_ns)
+        for result, total in zip(self._results, totals, strict=True):
+            result[...] = estate.finished(total, self._op, result.dtype)
+
+    def _part(self, estate: AdoptedInputs, begin: int, end: int) -> AdoptedInputs:
+        """Return the adopted inputs of one array."""
+        parts = (
+            replace(each, memory=None if each.memory is None else each.memory[begin:end])
+            for each in estate.bequests
+        )
+        return AdoptedInputs(tuple(parts), estate.contributors)
+
+
+def _places(arrays: Sequence[Array]) -> list[tuple[int, int]]:
+    """Return where the bytes of each array begin and end when packed."""
+    ends = np.cumsum([x.nbytes for x in arrays], dtype=np.int64)
+    return [(int(end) - x.nbytes, int(end)) for x, end in zip(arrays, ends, strict=True)]
+
+
+def _pack(together: Array, arrays: Sequence[Array]) -> None:
+    for x, (begin, end) in zip(arrays, _places(arrays), strict=True):
+        together[begin:end] = as_bytes(packed(x), "x")

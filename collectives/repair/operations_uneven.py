@@ -1,10 +1,9 @@
-"""The operations of an elastic group whose members give, or get, rows in numbers of their own.
+"""Elastic operations whose members send, or receive, different numbers of rows.
 
-Numbers are by rank: `rows[r]` is of rank r of the job, or of the r-th rank of a sub-group, whoever is there
-by then. Rows for ranks that are not there go to nobody, rows of ranks that are not there are absent, and
-`Job.rows` says how many each contributor has.
-
-Methods run on the data-plane thread, and raise as the communicator's do.
+Numbers are by rank: `rows[r]` is of rank r of the job, or of the r-th rank of a sub-group, whichever members
+exist by then. Rows addressed to an absent rank are dropped, none are received from it, and
+`ElasticOperation.rows` says how many each contributor has. Methods run on the data-plane thread, and raise as
+the communicator's do.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from zbmd.collectives.communicator.uneven import ROWS_MAX
 from zbmd.collectives.device.arrays_in import Array, as_array, as_bytes, packed, require_size
 from zbmd.collectives.programs.layout import Counts
 from zbmd.collectives.programs.reductions import dtype_code, reduction_code
-from zbmd.collectives.repair.estate import Bequest, Estate, summed
+from zbmd.collectives.repair.adoption import AdoptedInput, AdoptedInputs, summed
 from zbmd.collectives.repair.events import Call, Inputs, OnLoss
 from zbmd.collectives.repair.operations_per_rank import RowOf
-from zbmd.collectives.repair.operations_shared import Job, published_in
-from zbmd.collectives.repair.out import Out
+from zbmd.collectives.repair.operations_shared import ElasticOperation, OutArray, published_in
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.arena import Arena
 
@@ -33,14 +31,14 @@ _COUNT_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """How many rows are of each rank, by `row_of`: which number of `counts` is a rank's."""
+class RowCounts:
+    """How many rows each rank has; `row_of` is the index of a rank in `counts`."""
 
     counts: Counts
     row_of: RowOf
 
     def of(self, rank: int) -> int:
-        """Raises `UserError` if there is no number for it."""
+        """Return the number of rows of `rank`. Raises `UserError` if there is none."""
         place = self.row_of(rank)
         if place >= len(self.counts):
             raise UserError(
@@ -50,19 +48,19 @@ class Shares:
         return self.counts[place]
 
     def block(self, given: Array, rank: int) -> Array:
-        """The rows of `given` that are of this rank."""
+        """Return the rows of `given` that belong to this rank."""
         place, count = self.row_of(rank), self.of(rank)
         begin = sum(self.counts[:place])
         return given[begin : begin + count]
 
     def blocks(self, given: Array, ranks: tuple[int, ...]) -> Array:
-        """The rows of these ranks, in their order; without a copy if those are all."""
+        """Return the rows of these ranks, in order; without a copy if those are all."""
         if [self.row_of(rank) for rank in ranks] == list(range(len(self.counts))):
             return given
         return np.concatenate([self.block(given, rank) for rank in ranks])
 
 
-class AllGatherV(Job):
+class AllGatherV(ElasticOperation):
     """`Communicator.all_gather_v`, of the contributors' rows in rank order."""
 
     def __init__(self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs) -> None:
@@ -72,16 +70,16 @@ class AllGatherV(Job):
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs)
 
     def adoptable(self, left: memoryview) -> bool:
-        """See `Job`: whole rows, of which the number is known only if they have bytes."""
+        """See `ElasticOperation`: whole rows, whose number is known only if they have bytes."""
         row_bytes = _row_bytes(self._given)
         return bool(row_bytes) and len(left) % row_bytes == 0
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         self.value, self.rows = c.all_gather_rows(self._given, deadline_ns=deadline_ns)
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
-        """See `Job`. How many rows there are, and of whom, comes first."""
+        """See `ElasticOperation`. The number of rows of each contributor is sent first."""
         rows = np.array(self.rows if c.rank == source else (0,) * contributors, np.int64)
         c.broadcast(rows, source, deadline_ns=deadline_ns)
         self.rows = tuple(int(count) for count in rows)
@@ -89,8 +87,8 @@ class AllGatherV(Job):
             self.value = np.empty((sum(self.rows), *self._given.shape[1:]), self._given.dtype)
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`. A carrier gives the rows of the dead behind its own."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`. A carrier sends the rows of dead members after its own."""
         left = [self._rows_of(each) for each in estate.bequests]
         mine = np.array([len(self._given), *(len(theirs) for theirs in left)], np.int64)
         table = c.all_gather(mine, deadline_ns=deadline_ns)
@@ -102,13 +100,13 @@ class AllGatherV(Job):
         self.value = estate.in_order(came, c.members, counts)
         self.rows = tuple(counts[member] for member in estate.contributors)
 
-    def _rows_of(self, bequest: Bequest) -> Array:
-        """What a dead member gave, where this rank brings it in; else no rows."""
+    def _rows_of(self, bequest: AdoptedInput) -> Array:
+        """Return the input of a dead member if this rank carries it; otherwise no rows."""
         memory = b"" if bequest.memory is None else bequest.memory
         return np.frombuffer(memory, self._given.dtype).reshape(-1, *self._given.shape[1:])
 
 
-class ReduceScatterV(Job):
+class ReduceScatterV(ElasticOperation):
     """`Communicator.reduce_scatter_v` of rows by rank, into `out` or a new array."""
 
     def __init__(
@@ -140,12 +138,12 @@ class ReduceScatterV(Job):
         )
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         given = self._given if self.published is None else self.published.reshape(self._given.shape)
         self._scatter(c, given, self.value, self._op, deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`. 16-bit floats are added up in float32 and rounded once."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`. 16-bit floats are summed in float32 and rounded once."""
         total = estate.added_to(self._given, self._op)
         mine = self._scatter(c, total, None, summed(self._op), deadline_ns)
         as_array(self.value, "out")[...] = estate.finished(mine, self._op, self._given.dtype)
@@ -157,10 +155,10 @@ class ReduceScatterV(Job):
         )
 
 
-class AllToAllV(Job):
+class AllToAllV(ElasticOperation):
     """`Communicator.all_to_all_v` of rows by rank, into a new array of the contributors' rows, by rank.
 
-    out: with room for all of `receive_rows`.
+    `out`: large enough for all of `receive_rows`.
     """
 
     def __init__(
@@ -182,25 +180,25 @@ class AllToAllV(Job):
             shares.of(rank)
         if out is not None:
             shape = (sum(self._receives.counts), *given.shape[1:])
-            self.out = Out(out, shape, given.dtype, "as many rows as receive_rows add up to")
+            self.out = OutArray(out, shape, given.dtype, "as many rows as receive_rows add up to")
         if inputs is Inputs.ADOPT:
             self.published = _with_counts(arena, self._sends.counts, given)
         text = f"all_to_all_v({_row_text(given)}, {on_loss.value}, {inputs.value})"
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs, own=True)
 
     def adoptable(self, left: memoryview) -> bool:
-        """See `Job`: as many numbers as this rank gives, and the rows that they count."""
+        """See `ElasticOperation`: as many numbers as this rank sends, and the rows that they count."""
         return blocks_of(left, self._sends.counts, row_bytes=_row_bytes(self._given)) is not None
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
-        """See `Job`."""
+        """See `ElasticOperation`."""
         sends = [self._sends.of(member) for member in c.members]
         self.rows = tuple(self._receives.of(member) for member in c.members)
         given = self._sends.blocks(self._given, c.members)
         self.value = c.all_to_all_v(given, sends, self.rows, deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
-        """See `Job`. A carrier sends each member the rows of the dead for it behind its own."""
+    def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
+        """See `ElasticOperation`. A carrier sends each member the rows of dead members after its own."""
         givers = [(self._sends, self._given), *self._left(estate)]
         blocks = [shares.block(given, to) for to in c.members for shares, given in givers]
         sends = [sum(shares.of(to) for shares, _ in givers) for to in c.members]
@@ -214,9 +212,9 @@ class AllToAllV(Job):
         self.value = estate.in_order(came, c.members, counts)
         self.rows = tuple(counts[member] for member in estate.contributors)
 
-    def _left(self, estate: Estate) -> list[tuple[Shares, Array]]:
-        """What the dead gave whom, of those that this rank brings in."""
-        found: list[tuple[Shares, Array]] = []
+    def _left(self, estate: AdoptedInputs) -> list[tuple[RowCounts, Array]]:
+        """Return the inputs of dead members that this rank carries, with their row counts."""
+        found: list[tuple[RowCounts, Array]] = []
         for each in estate.bequests:
             if each.memory is None:
                 continue
@@ -224,13 +222,14 @@ class AllToAllV(Job):
             assert left is not None, "it was looked at before"
             counts, rows = left
             given = rows.view(self._given.dtype).reshape(sum(counts), *self._given.shape[1:])
-            found.append((Shares(counts, self._sends.row_of), given))
+            found.append((RowCounts(counts, self._sends.row_of), given))
         return found
 
 
 def blocks_of(left: memoryview, like: Counts, *, row_bytes: int) -> tuple[Counts, Array] | None:
-    """What a dead rank has published of an `AllToAllV`: as many numbers of rows as `like` has, and the rows,
-    flat, uint8. None if it cannot be that: the bytes are not trusted.
+    """Return the published row counts, as many as `like` has, and the rows, flat, uint8, of an `AllToAllV`.
+
+    None if the bytes, which are untrusted, cannot be that.
     """
     begin = _COUNT_BYTES * len(like)
     if len(left) < begin:
@@ -242,7 +241,9 @@ def blocks_of(left: memoryview, like: Counts, *, row_bytes: int) -> tuple[Counts
 
 
 def _with_counts(arena: Arena, counts: Counts, given: Array) -> Array:
-    """What `blocks_of` reads: the numbers, and a copy of the rows behind them. Raises `ArenaFull`."""
+    """Return the array that `blocks_of` reads: the numbers, followed by a copy of the rows. Raises
+    `ArenaFull`.
+    """
     begin = _COUNT_BYTES * len(counts)
     published = arena.empty(begin + given.nbytes, np.uint8)
     published[:begin] = np.array(counts, np.int64).view(np.uint8)
@@ -259,14 +260,14 @@ def _with_rows(x: Any) -> Array:
     return given
 
 
-def _shares(rows: Sequence[int], name: str, total: int | None, row_of: RowOf) -> Shares:
-    """Numbers of rows by rank, that add up to `total` if there is one. Raises `UserError`."""
+def _shares(rows: Sequence[int], name: str, total: int | None, row_of: RowOf) -> RowCounts:
+    """Return row counts by rank that add up to `total` if it is given. Raises `UserError`."""
     counts = tuple(int(count) for count in rows)
     if any(not 0 <= count <= ROWS_MAX for count in counts):
         raise UserError(f"{name}={list(counts)} must be numbers of rows, one for each rank")
     if total is not None and sum(counts) != total:
         raise UserError(f"{name} add up to {sum(counts)}, but x has {total} rows")
-    return Shares(counts, row_of)
+    return RowCounts(counts, row_of)
 
 
 def _row_bytes(given: Array) -> int:
@@ -274,5 +275,5 @@ def _row_bytes(given: Array) -> int:
 
 
 def _row_text(given: Array) -> str:
-    """What is the same of all members' arrays."""
+    """Describe what is equal in all members' arrays."""
     return f"{given.dtype}[rows, {', '.join(map(str, given.shape[1:]))}]".replace(", ]", "]")

@@ -1,8 +1,8 @@
-"""How an elastic group was split: what its members agreed on, which a replacement is told by those who know.
+"""Record how an elastic group was split, so that a replacement learns it from the other members.
 
-A split is an operation of the group: an all-gather of what each member asks for and can offer, of which all
-compute the same `Split`. It says who belongs to which part and on which channels, so a process that comes
-later, and makes the same calls as the others did, takes its place in the parts that are there.
+A split is an operation of the group: an all-gather of what each member requests and can offer, from which all
+compute the same `Split`. It says which members form each sub-group and on which channels, so a process that
+joins later and makes the same calls takes its place in the existing sub-groups.
 """
 
 from __future__ import annotations
@@ -16,18 +16,61 @@ import numpy as np
 import xxhash
 
 from zbmd.actors.contracts import Contract
+from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.errors import Desynchronised, OperationAborted
+from zbmd.collectives.member_id import MemberId
+from zbmd.collectives.native._stepper import COUNTER_MAX
 from zbmd.collectives.programs.channels import STAMP_MAX, SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Offer
+from zbmd.collectives.repair.events import Call, Inputs, OnLoss
+from zbmd.collectives.repair.operations_shared import AllGather
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
-from zbmd.transport.native._native import CHANNELS
+from zbmd.transport.memory.arena import Arena
+from zbmd.transport.native._native import CHANNELS, load_cell
+
+
+class SplitOperation(AllGather):
+    """All members exchange their requests; a member that returns has entered the result in `ledger`."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        wish: SplitRequest,
+        offer: Offer,
+        on_loss: OnLoss,
+        number: int,
+        ledger: SplitLedger,
+    ) -> None:
+        super().__init__(arena, row_of(wish, offer), on_loss, Inputs.PRESERVE)
+        self.call = Call(
+            text=f"{wish.text} #{number}, {on_loss.value}", on_loss=on_loss, inputs=Inputs.PRESERVE
+        )
+        self._wish, self._ledger = wish, ledger
+
+    def returned(self, contributors: tuple[int, ...]) -> None:
+        """See `ElasticOperation`. Raises as `agree_on`, on all members alike."""
+        self._ledger.made(agree_on(self._wish, self.value, contributors))
+
+
+def has_ended(worker: Worker, member: MemberId, channel: int, base: int) -> bool:
+    """Return whether this member has also closed a sub-group that is closed here, or has ended."""
+    peer = worker.peers.get(member.rank)
+    if (
+        peer is None
+        or peer.incarnation != member.incarnation
+        or worker.segment.lost_mask() >> member.rank & 1
+    ):
+        return True
+    cell = load_cell(worker.segment.base, member.rank, channel)
+    return cell & COUNTER_MAX == COUNTER_MAX and cell >> 32 > base
+
 
 SPLITS_MAX: Final = 256
-"""Of one group, in its life: those who come later are told of all of them."""
+"""Splits of one group in its lifetime; later members receive all of them."""
 NUMBER_MAX: Final = 2**62 - 1
 PARTS_OF_A_PROCESS_MAX: Final = SUBGROUPS_MAX // 2
-"""Each takes a channel, and one for repairs."""
+"""Sub-groups of a process: each takes one channel, and one for repairs."""
 _FIXED = 5
 """Numbers of a row before the stamps: whether there is a color, the color, the key, the free channels, and
 what tells the given ranks."""
@@ -35,47 +78,47 @@ what tells the given ranks."""
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)]
 Channel = Annotated[int, msgspec.Meta(ge=SUBGROUP_CHANNEL_FIRST, lt=CHANNELS)]
 Number = Annotated[int, msgspec.Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)]
-Place = tuple[Rank, Number, Number]
+SplitMember = tuple[Rank, Number, Number]
 
 
 class Split(msgspec.Struct, array_like=True, frozen=True):
-    """One split. `places`: rank, color and key of each that belongs to a part.
+    """One split. `places`: rank, color and key of each member of a sub-group.
 
-    channel, mend: the channels of every part, and of its repairs; base: the stamp of epoch e on them is
-    base + e. closed: whether who tells of it has closed its part.
+    `channel`, `mend`: the channels of every sub-group, and of its repairs; `base`: the stamp of epoch e on
+    them is base + e. `closed`: whether the sender has closed its sub-group.
     """
 
     channel: Channel
     mend: Channel
     base: Annotated[int, msgspec.Meta(ge=0, le=STAMP_MAX)]
-    places: Annotated[tuple[Place, ...], msgspec.Meta(max_length=RANKS_MAX)]
+    places: Annotated[tuple[SplitMember, ...], msgspec.Meta(max_length=RANKS_MAX)]
     closed: bool = False
 
     def part_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the part that `rank` belongs to, by key and then by rank; empty if it is in none."""
+        """Return the ranks of the sub-group of `rank`, by key and then by rank; empty if it is in none."""
         color = next((color for r, color, _ in self.places if r == rank), None)
         if color is None:
             return ()
         return tuple(r for _, r in sorted((key, r) for r, c, key in self.places if c == color))
 
 
-class SplitsAsked(Contract, id="zbmd.elastic.splits_asked"):
-    """How has the group on this channel been split by the operations before `sequence`?"""
+class SplitsRequest(Contract, id="zbmd.elastic.splits_asked"):
+    """Ask how the group on this channel was split by the operations before `sequence`."""
 
     channel: Annotated[int, msgspec.Meta(ge=0, lt=CHANNELS)]
     base: Annotated[int, msgspec.Meta(ge=0, le=STAMP_MAX)]
     sequence: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)]
 
 
-class SplitsTold(Contract, id="zbmd.elastic.splits"):
-    """All splits of that group, in their order."""
+class SplitsReply(Contract, id="zbmd.elastic.splits"):
+    """All splits of that group, in order."""
 
     splits: Annotated[tuple[Split, ...], msgspec.Meta(max_length=SPLITS_MAX)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a member asks for: `color` None for no part of its own. ranks: if all who belong are given."""
+class SplitRequest:
+    """What a member requests: `color` None for no sub-group. `ranks`: if all members are given explicitly."""
 
     color: int | None
     key: int = 0
@@ -83,12 +126,12 @@ class Wish:
 
     @property
     def text(self) -> str:
-        """As the call tells it, the same on all members."""
+        """Return the text of the call, equal on all members."""
         return f"subgroup({list(self.ranks)})" if self.ranks else "split()"
 
 
-def row_of(wish: Wish, offer: Offer) -> Array:
-    """What a member says, (5 + SUBGROUPS_MAX,) int64. Raises `UserError` on numbers out of bounds."""
+def row_of(wish: SplitRequest, offer: Offer) -> Array:
+    """Return a member's request, (5 + SUBGROUPS_MAX,) int64. Raises `UserError` for numbers out of bounds."""
     if not all(abs(number) <= NUMBER_MAX for number in (wish.color or 0, wish.key)):
         raise UserError(f"color={wish.color} or key={wish.key} is out of bounds")
     fixed = (wish.color is not None, wish.color or 0, wish.key, offer.free, _digest(wish.ranks))
@@ -99,10 +142,11 @@ def _digest(ranks: tuple[int, ...]) -> int:
     return xxhash.xxh3_64_intdigest(np.array(ranks, np.int64).tobytes()) >> 2
 
 
-def agree_on(wish: Wish, rows: Array, contributors: tuple[int, ...]) -> Split:
-    """What all members make of the rows, (contributors, 5 + SUBGROUPS_MAX), of these ranks.
+def agree_on(wish: SplitRequest, rows: Array, contributors: tuple[int, ...]) -> Split:
+    """Return the split that all members compute from the rows, (contributors, 5 + SUBGROUPS_MAX), of these
+    ranks.
 
-    Raises on all of them `Desynchronised` if they gave different ranks for a sub-group, and
+    Raises, on all of them, `Desynchronised` if they gave different ranks for a sub-group, and
     `LocalProtocolError` if they have no two channels free.
     """
     if any(int(row[4]) != int(rows[0][4]) for row in rows):
@@ -134,26 +178,26 @@ def agree_on(wish: Wish, rows: Array, contributors: tuple[int, ...]) -> Split:
 
 @dataclass(slots=True)
 class SplitLedger:
-    """The splits of one group as one process knows them, and which of them it has called itself."""
+    """The splits of one group that this process knows, and which of them it has called itself."""
 
     splits: list[Split] = field(default_factory=list[Split])
     called: int = 0
     unknown: str = ""
-    """Why this process does not know how the group was split before it came."""
+    """Why this process does not know how the group was split before it joined."""
 
-    def learn(self, told: Mapping[int, SplitsTold], rank: int) -> None:
-        """Take over what elder members say: the same but for what they have closed.
+    def learn(self, replies: Mapping[int, SplitsReply], rank: int) -> None:
+        """Take over what older members report: equal but for what each has closed.
 
-        told: by their ranks. A part counts as closed if one of its own members has closed it.
-        Raises `RemoteProtocolError` if they contradict each other, or name a rank twice.
+        `replies`: by rank. A sub-group counts as closed if one of its own members has closed it. Raises
+        `RemoteProtocolError` if replies contradict each other, or name a rank twice.
         """
-        if not told:
+        if not replies:
             self.unknown = "nobody is left who knows how the group was split: they have ended, or closed it"
         known: list[Split] = []
-        for by, one in told.items():
-            for number, said in enumerate(one.splits):
-                closed = said.closed and by in said.part_of(rank)
-                split = msgspec.structs.replace(said, closed=closed)
+        for by, one in replies.items():
+            for number, split_there in enumerate(one.splits):
+                closed = split_there.closed and by in split_there.part_of(rank)
+                split = msgspec.structs.replace(split_there, closed=closed)
                 if number == len(known):
                     known.append(split)
                 before = known[number]
@@ -164,9 +208,9 @@ class SplitLedger:
         self.splits = known
 
     def call(self) -> tuple[int, Split | None]:
-        """The number of the next call here, and the split that it is if the others have made it already.
+        """Return the number of the next call here, and its split if the other members have already made it.
 
-        Raises `OperationAborted` if that is not known, `LocalProtocolError` if there are too many.
+        Raises `OperationAborted` if that is unknown, `LocalProtocolError` if there are too many.
         """
         if self.unknown:
             raise OperationAborted(self.unknown)
@@ -176,19 +220,19 @@ class SplitLedger:
         return number, self.splits[number] if number < len(self.splits) else None
 
     def made(self, split: Split) -> None:
-        """All members have made one more."""
+        """Add a split that all members have made."""
         self.splits.append(split)
 
     def mark_closed(self, split: Split) -> None:
-        """This process has closed its part of it."""
+        """Note that this process has closed its sub-group of the split."""
         self.splits = [msgspec.structs.replace(s, closed=True) if s == split else s for s in self.splits]
 
 
-def check_repeated(split: Split, wish: Wish, rank: int) -> None:
-    """Whether a call that the others made earlier asks for what it gave this rank.
+def check_repeated(split: Split, wish: SplitRequest, rank: int) -> None:
+    """Check that a call which other members made earlier requests what it gave this rank.
 
-    Raises `UserError` if it does not, or the rank was not there, and `OperationAborted` if the others have
-    closed the part.
+    Raises `UserError` if it does not, or the rank was absent then, and `OperationAborted` if the other
+    members have closed the sub-group.
     """
     place: Any = next((place for place in split.places if place[0] == rank), None)
     if place is None and wish.color is not None:

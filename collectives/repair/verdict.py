@@ -1,20 +1,21 @@
-"""The verdict on an operation in which a member was lost: a pure function of what all members report.
+"""Decide on an operation in which a member was lost: a pure function of the reports of all members.
 
-Members are at most one operation apart: an operation returns only after a barrier that every member enters
-with the result in hand. So, of the operation `k` that the last of them is in:
+Members are at most one operation apart, because an operation returns only after a barrier that every member
+enters with the result. For the operation `k` of the member that is furthest behind:
 
-- who is ahead of it has finished it: then all others hold its result (they return it), or it has failed (they
-  fail, too);
-- who has not called it proves that no data of it has moved: it is run by whoever is in the new epoch;
-- who holds its result has it from a run in which all took part, so there is one: it is copied, never made
-  again;
-- where each has a result of its own there is nothing to copy: what some hold, and no caller has seen, is made
-  again by all, of one set of contributors;
-- else it is made again from the inputs of the living, and of those dead whose contribution can be read.
+- a member that is ahead has finished it: then all others hold its result (they return it), or it has failed
+  (they fail, too);
+- a member that has not called it proves that none of its data has moved: the members of the new epoch run it;
+- a member that holds the result has it from a run in which all took part, so there is only one: it is copied,
+  never computed again;
+- if each member has a different result there is nothing to copy: results that some hold, and no caller has
+  seen, are computed again by all, from one set of contributors;
+- otherwise it is computed again from the inputs of the survivors, and of those dead members whose input can
+  still be read.
 
-Every member comes to the same verdict in an epoch, since the reports are the same. Who does not hear of it,
-because yet another member is lost, hears in the next epoch what came of it. That is virtual synchrony's flush
-(Birman & Joseph 1987) for one operation.
+Every member reaches the same verdict in an epoch, since the reports are equal. A member that misses the
+verdict, because yet another member is lost, learns the outcome in the next epoch. This is virtual synchrony's
+flush (Birman & Joseph 1987) for one operation.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair.events import Adoption, Call, Failed, Failure, Inputs, OnLoss, Phase, Report
 from zbmd.transport.errors import RemoteProtocolError
 
 
-class Kind(Enum):
-    """What is to be done about operation `sequence`."""
+class VerdictKind(Enum):
+    """What to do about operation `sequence`."""
 
     COMPLETE = "complete"
     FAIL = "fail"
@@ -41,11 +42,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is to be done, and why. `born`: the founding epoch of the group. `runners`: who makes it again, or
-    who gets a copy from `source`.
+    """What to do, and why. `born`: the founding epoch of the group.
+
+    `runners`: the members that compute it again, or that get a copy from `source`.
     """
 
-    kind: Kind
+    kind: VerdictKind
     reason: str
     born: int
     sequence: int
@@ -59,13 +61,14 @@ class Verdict:
 def decide(
     epoch: int, members: tuple[MemberId, ...], reports: Mapping[int, Report], gone: frozenset[int]
 ) -> Verdict:
-    """The verdict of `epoch`, from one report of each of `members`; `gone`: ranks that will not come back.
+    """Return the verdict of `epoch`, from one report of each of `members`; `gone`: ranks that will not come
+    back.
 
-    Raises `RemoteProtocolError` on reports that no history of the protocol gives.
+    Raises `RemoteProtocolError` for reports that no history of the protocol produces.
     """
     old = {rank: report for rank, report in sorted(reports.items()) if report.born}
     if not old:
-        return Verdict(kind=Kind.RUN, reason="the group is new", born=epoch, sequence=1)
+        return Verdict(kind=VerdictKind.RUN, reason="the group is new", born=epoch, sequence=1)
     first = next(iter(old.values()))
     sequence = min(report.sequence for report in old.values())
     at = {rank: report for rank, report in old.items() if report.sequence == sequence}
@@ -80,30 +83,30 @@ def decide(
     idle = [rank for rank, report in at.items() if report.phase is Phase.IDLE]
     if idle:
         reason = f"ranks {idle} had not called it: nothing of it has moved"
-        return Verdict(kind=Kind.RUN, reason=reason, born=first.born, sequence=sequence)
+        return Verdict(kind=VerdictKind.RUN, reason=reason, born=first.born, sequence=sequence)
     return _Case(members, at, gone, first.born, sequence).verdict()
 
 
 def _behind(
     epoch: int, born: int, sequence: int, at: Mapping[int, Report], ahead: Mapping[int, Report]
 ) -> Verdict:
-    """Some have finished the operation: so do the others."""
+    """Some members have finished the operation: the others follow."""
     failures = {r.failed for r in ahead.values() if r.failed and r.failed.sequence == sequence}
     who = f"ranks {sorted(ahead)} have finished it"
     if failures:
         failed = min(failures, key=lambda f: (f.failure.value, f.reason))
-        return Verdict(kind=Kind.FAIL, reason=who, born=born, sequence=sequence, failed=failed)
+        return Verdict(kind=VerdictKind.FAIL, reason=who, born=born, sequence=sequence, failed=failed)
     without = [rank for rank, report in at.items() if report.phase is not Phase.HELD]
     if without:
         raise RemoteProtocolError(
             f"epoch {epoch}: ranks {sorted(ahead)} have finished operation {sequence}, but ranks {without} "
             "have no result of it"
         )
-    return Verdict(kind=Kind.COMPLETE, reason=who, born=born, sequence=sequence)
+    return Verdict(kind=VerdictKind.COMPLETE, reason=who, born=born, sequence=sequence)
 
 
 class _Case:
-    """An operation that all survivors have called and that none has finished."""
+    """An operation that all survivors have called and none has finished."""
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class _Case:
             return self._fail(Failure.DESYNCHRONISED, told)
         held = [rank for rank, report in self.at.items() if report.phase is Phase.HELD]
         if len(held) == len(self.at):
-            return self._make(Kind.COMPLETE, "all who live hold the result")
+            return self._make(VerdictKind.COMPLETE, "all who live hold the result")
         if call.on_loss is OnLoss.ABORT and self.dead:
             return self._fail(Failure.LOST, f"on_loss is abort, and {self._why()}")
         if held and not call.own:
@@ -151,7 +154,7 @@ class _Case:
             )
         source = held[0]
         return self._make(
-            Kind.COPY,
+            VerdictKind.COPY,
             f"rank {source} holds the result",
             source=source,
             runners=tuple(rank for rank in self.at if rank not in held),
@@ -172,7 +175,7 @@ class _Case:
         living = [member for member in self.members if member.rank in self.at]
         contributors = sorted([*living, *(a.member for a in adopted)], key=lambda m: (m.rank, m.incarnation))
         return self._make(
-            Kind.RERUN,
+            VerdictKind.RERUN,
             self._why(),
             runners=tuple(self.at),
             adopted=tuple(adopted),
@@ -187,17 +190,17 @@ class _Case:
             reason = f"ranks {never} are gone for good: this job does not replace them (--on-loss)"
             return self._fail(Failure.NO_REPLACEMENT, reason)
         if missing:
-            return self._make(Kind.WAIT, f"replacements of ranks {missing} are awaited")
-        return self._make(Kind.RUN, f"{self._why()} and is back")
+            return self._make(VerdictKind.WAIT, f"replacements of ranks {missing} are awaited")
+        return self._make(VerdictKind.RUN, f"{self._why()} and is back")
 
     def _fail(self, failure: Failure, reason: str) -> Verdict:
         ranks = tuple(member.rank for member in self.dead)
         failed = Failed(sequence=self.sequence, failure=failure, reason=reason, ranks=ranks)
-        return self._make(Kind.FAIL, reason, failed=failed)
+        return self._make(VerdictKind.FAIL, reason, failed=failed)
 
     def _make(
         self,
-        kind: Kind,
+        kind: VerdictKind,
         reason: str,
         *,
         runners: tuple[int, ...] = (),
@@ -219,7 +222,7 @@ class _Case:
         )
 
     def _why(self) -> str:
-        """What cut the operation short: deaths, or a link that ended between members who live."""
+        """Say what interrupted the operation: deaths, or a link that ended between survivors."""
         ranks = [member.rank for member in self.dead]
         if not ranks:
             return "a link between its members was lost in it"

@@ -1,7 +1,9 @@
-"""A report as bytes of a fixed size, which members give each other by an all-gather."""
+"""Encode reports as bytes of a fixed size, which members exchange by an all-gather, and choose a cost
+model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -9,19 +11,51 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.view import RANKS_MAX
-from zbmd.collectives.commit.events import MemberId
-from zbmd.collectives.communicator.cost_model import Model
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.cost_model import Model, is_far
+from zbmd.collectives.communicator.tuning import agree_on_model
 from zbmd.collectives.device.arrays_in import Array
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair.events import Call, Failed, Failure, Inputs, OnLoss, Phase, Report
-from zbmd.collectives.repair.measured_model import Measured
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModel:
+    """The measured cost model of a group. `far`: whether it had members on several hosts."""
+
+    model: Model
+    far: bool
+
+    def fits(self, hosts: tuple[int, ...]) -> bool:
+        """Return whether it also applies to members on these hosts."""
+        return self.far == is_far(hosts)
+
+
+def pinned(
+    c: Communicator, reported: Iterable[MeasuredModel | None], deadline_ns: int
+) -> MeasuredModel | None:
+    """Return the cost model that all members use in the epoch of `c`; all call this before any operation.
+
+    `reported`: the model of each member from earlier epochs, in member order, the same on all. The first one
+    that was measured in a similar group is used, because links do not change with membership, and a repair is
+    no time to measure. If there is none, all members measure now, about 10 ms. Raises as `Communicator.tune`.
+    """
+    found = next((one for one in reported if one is not None and one.fits(c.hosts)), None)
+    if found is None and c.size > 1:
+        found = MeasuredModel(model=agree_on_model(c, deadline_ns), far=is_far(c.hosts))
+    if found is not None:
+        c.model = found.model
+    return found
+
 
 TEXT_BYTES_MAX = 240
 
 
 def report_bytes(ranks: int) -> int:
-    """The length of a report in a job of so many ranks: all that it can say, with incarnations of four bytes,
-    three times each, takes less.
+    """Return the length of a report in a job of `ranks` ranks.
+
+    Everything that a report can contain, with incarnations of four bytes, three times each, fits.
     """
     return 1024 + 32 * ranks
 
@@ -48,7 +82,7 @@ class _Failed(msgspec.Struct, array_like=True, frozen=True):
     ranks: Ranks
 
 
-class _Measured(msgspec.Struct, array_like=True, frozen=True):
+class _MeasuredModel(msgspec.Struct, array_like=True, frozen=True):
     alpha_ns: Cost
     beta_ns_per_byte: Cost
     gamma_ns_per_byte: Cost
@@ -66,21 +100,21 @@ class _Report(msgspec.Struct, array_like=True, frozen=True):
     readable: Members
     failed: _Failed | None
     record_at: Number
-    measured: _Measured | None
+    measured: _MeasuredModel | None
     reading: Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a member tells in an exchange.
+class ExchangedReport:
+    """What a member sends in an exchange.
 
-    record_at: where it publishes, from its segment's base; 0: it does not. measured: by what it has chosen
-    algorithms, if that was measured. reading: the number of its last trial (`peer_reading.Reading`).
+    `record_at`: where it publishes, from its segment's base; 0: it does not. `measured`: the model by which
+    it has chosen algorithms, if measured. `reading`: the number of its last trial (`peer_reading.Reading`).
     """
 
     report: Report
     record_at: int = 0
-    measured: Measured | None = None
+    measured: MeasuredModel | None = None
     reading: int = 0
 
 
@@ -88,9 +122,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Report)
 
 
-def encode_report(told: Told, *, ranks: int) -> Array:
-    """The bytes, (report_bytes(ranks),) uint8, of a job of `ranks`."""
-    report, measured = told.report, told.measured
+def encode_report(sent: ExchangedReport, *, ranks: int) -> Array:
+    """Return the bytes, (report_bytes(ranks),) uint8, in a job of `ranks`."""
+    report, measured = sent.report, sent.measured
     call, failed = report.call, report.failed
     data = _encoder.encode(
         _Report(
@@ -102,9 +136,9 @@ def encode_report(told: Told, *, ranks: int) -> Array:
             _flat(report.contributors),
             _flat(report.readable),
             _Failed(failed.sequence, failed.failure, _cut(failed.reason), failed.ranks) if failed else None,
-            told.record_at,
-            _Measured(*_costs(measured.model), measured.model.cores, measured.far) if measured else None,
-            told.reading,
+            sent.record_at,
+            _MeasuredModel(*_costs(measured.model), measured.model.cores, measured.far) if measured else None,
+            sent.reading,
         )
     )
     nbytes = report_bytes(ranks)
@@ -116,8 +150,8 @@ def encode_report(told: Told, *, ranks: int) -> Array:
     return encoded
 
 
-def decode_report(encoded: Array, sender: int) -> Told:
-    """What rank `sender` tells. Raises `RemoteProtocolError`: the bytes are a peer's."""
+def decode_report(encoded: Array, sender: int) -> ExchangedReport:
+    """Return the report of rank `sender`. Raises `RemoteProtocolError`: the bytes are a peer's."""
     raw = encoded.tobytes()
     length = raw[0] * 256 + raw[1] if len(raw) >= 2 else 0
     try:
@@ -136,7 +170,7 @@ def decode_report(encoded: Array, sender: int) -> Told:
         raise RemoteProtocolError(f"rank {sender} sent no report of a repair: {error}") from error
     if (report.call is None) != (report.phase is Phase.IDLE):
         raise RemoteProtocolError(f"rank {sender} reports {report.phase} of the call {report.call}")
-    return Told(
+    return ExchangedReport(
         report=report,
         record_at=found.record_at,
         measured=_measured(found.measured),
@@ -148,7 +182,7 @@ def _costs(model: Model) -> tuple[float, float, float]:
     return model.alpha_ns, model.beta_ns_per_byte, model.gamma_ns_per_byte
 
 
-def _measured(found: _Measured | None) -> Measured | None:
+def _measured(found: _MeasuredModel | None) -> MeasuredModel | None:
     if found is None:
         return None
     model = Model(
@@ -157,7 +191,7 @@ def _measured(found: _Measured | None) -> Measured | None:
         gamma_ns_per_byte=found.gamma_ns_per_byte,
         cores=found.cores,
     )
-    return Measured(model=model, far=found.far)
+    return MeasuredModel(model=model, far=found.far)
 
 
 def _call(found: _Call | None) -> Call | None:

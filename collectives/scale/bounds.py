@@ -27,8 +27,7 @@ from zbmd.collectives.algorithms.catalogue import Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
 from zbmd.collectives.algorithms.reduction_trees import BinaryTree, balanced_tree, two_trees
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.scale.fabric import Fabric
-from zbmd.collectives.scale.placement import Placement
+from zbmd.collectives.scale.fabric import Fabric, Placement
 
 SPREADING = (
     Operation.ALL_REDUCE,
@@ -41,7 +40,7 @@ SPREADING = (
 
 
 def bound_ns(request: Request, placement: Placement, nbytes: float) -> float:
-    """Raises `ProgramError` for an algorithm that is not simulated at scale."""
+    """Return the lower bound of an algorithm. Raises `ProgramError` if it is not simulated at scale."""
     n, operation = placement.n, request.operation
     if n == 1:
         return 0.0
@@ -103,12 +102,7 @@ def least_ns(operation: Operation, placement: Placement, nbytes: float, root: in
 
 
 def _reach_ns(hosts: int, fabric: Fabric) -> float:
-    """When all hosts can have heard of one rank's input, at best.
-
-    Either they read it: a question, posted, and its answer. Or they are told: each rank of a host that has
-    heard (all of it at once, let us say) posts a message every `post_ns`, that comes a latency later (Karp,
-    Sahay, Santos and Schauser, "Optimal broadcast and summation in the LogP model", SPAA 1993).
-    """
+    """Return when, at best, all hosts can have heard of one rank's input."""
     reading = 2 * fabric.far_ns + fabric.post_ns
     if not fabric.post_ns:
         return min(fabric.far_ns, reading)
@@ -156,7 +150,7 @@ def _trees(trees: tuple[BinaryTree, ...], placement: Placement, nbytes: float, o
 
 
 def _way_ns(tree: BinaryTree, placement: Placement) -> float:
-    """The latencies from the root to the node that is farthest away."""
+    """Return the latencies from the root to the most distant node."""
     fabric, hosts = placement.fabric, placement.hosts
     farthest, level = 0.0, [(tree.root, 0.0)]
     while level:
@@ -233,7 +227,7 @@ def _direct(request: Request, placement: Placement, nbytes: float) -> float:
 
 
 def _pairs_ns(placement: Placement, block: float) -> float:
-    """Every rank gets a block of every other."""
+    """Return the bound if every rank gets a block of every other."""
     fabric, n, sizes = placement.fabric, placement.n, Counter(placement.hosts)
     coming = Counter[int]()
     for host, port in zip(placement.hosts, placement.ports, strict=True):
@@ -243,7 +237,7 @@ def _pairs_ns(placement: Placement, block: float) -> float:
 
 
 def _root_ns(request: Request, placement: Placement, block: float) -> float:
-    """The root gives every other rank `block` bytes, or gets as many."""
+    """Return the bound if the root gives every other rank `block` bytes, or gets as many."""
     fabric, n, sizes = placement.fabric, placement.n, Counter(placement.hosts)
     siblings = sizes[placement.hosts[request.root]] - 1
     port = (n - 1 - siblings) * block / fabric.far_bytes_per_ns

@@ -1,14 +1,57 @@
-"""The network that collectives are simulated on: hosts of a few ranks, fast inside, slower between them.
-
-Between hosts the model is LogGP's (Alexandrov, Ionescu, Schauser and Scheiman, J. Parallel Distrib. Comput.
-44(1), 1997) with full-duplex ports that take one chunk at a time, and a core that never blocks.
-"""
+"""The simulated network of collectives at scale: hosts of a few ranks, fast inside, slower between them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from zbmd.transport.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where ranks run: `hosts[r]` is the host of rank r, `ports[r]` its port to the network."""
+
+    hosts: tuple[int, ...]
+    ports: tuple[int, ...]
+    fabric: Fabric
+
+    @property
+    def n(self) -> int:
+        """Return the number of ranks."""
+        return len(self.hosts)
+
+    @property
+    def host_array(self) -> NDArray[np.int32]:
+        """Return the hosts, int32 (n,)."""
+        return np.array(self.hosts, np.int32)
+
+    @property
+    def port_array(self) -> NDArray[np.int32]:
+        """Return the ports, int32 (n,)."""
+        return np.array(self.ports, np.int32)
+
+    @property
+    def port_count(self) -> int:
+        """Return the number of ports of all hosts."""
+        return (max(self.hosts) + 1) * self.fabric.ports
+
+    def without(self, gone: Collection[int]) -> Placement:
+        """Return the group of the other ranks, renumbered; they stay on their hosts."""
+        left = [rank for rank in range(self.n) if rank not in gone]
+        return Placement(
+            tuple(self.hosts[rank] for rank in left), tuple(self.ports[rank] for rank in left), self.fabric
+        )
+
+
+def place(n: int, fabric: Fabric) -> Placement:
+    """Return `n` ranks, host after host."""
+    each, ports = fabric.ranks_per_host, fabric.ports
+    hosts = tuple(rank // each for rank in range(n))
+    return Placement(hosts, tuple(hosts[rank] * ports + rank % each % ports for rank in range(n)), fabric)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""One operation of thousands of ranks on a model of a network: undisturbed, or with deaths in it."""
+"""Simulate one operation of thousands of ranks on a model of a network, undisturbed or with deaths in it."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +15,114 @@ from numpy.typing import NDArray
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
 from zbmd.collectives.algorithms.reduction_trees import CHILD_SLOTS
+from zbmd.collectives.algorithms.ring import WINDOW_SLOTS
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.execution.remote_fetch import STAGING_BYTES_MAX
 from zbmd.collectives.execution.remote_slots import slot_payload_bytes
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
 from zbmd.collectives.scale._timeline import Timeline
 from zbmd.collectives.scale.bounds import bound_ns, least_ns
-from zbmd.collectives.scale.fabric import Fabric
-from zbmd.collectives.scale.flat_ring import RANKS_MIN, ring_ends, ring_instructions
-from zbmd.collectives.scale.placement import Placement, place
-from zbmd.collectives.scale.roles import check_at_scale, folds_in_rank_order, is_eager, is_pairwise
-from zbmd.collectives.scale.schedules import schedule_of
+from zbmd.collectives.scale.fabric import Fabric, Placement, place
+from zbmd.collectives.scale.roles import (
+    check_at_scale,
+    folds_in_rank_order,
+    is_eager,
+    is_pairwise,
+    schedule_of,
+)
+
+# The ring over all ranks, a vector of ranks at a time.
+#
+# At 10,000 ranks the flat ring's programs have 10^9 instructions. All ranks walk the same ones, and no two
+# share a port of the network, so each instruction is done for all ranks at once: the same additions as the
+# timeline's, to the same results, deaths included (`tests/collectives/scale/test_scale.py`).
+
+RANKS_MIN = WINDOW_SLOTS + 1
+"""In a smaller ring no rank reports free slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How often chunks go around, to be reduced and to be kept. `own`: the own block is copied first."""
+
+    reducing: int
+    keeping: int
+    own: bool
+
+
+ROUNDS: Final[Mapping[Operation, Rounds]] = MappingProxyType(
+    {
+        Operation.ALL_REDUCE: Rounds(1, 1, own=False),
+        Operation.REDUCE_SCATTER: Rounds(1, 0, own=False),
+        Operation.ALL_GATHER: Rounds(0, 1, own=True),
+    }
+)
+"""The operations of a ring."""
+
+
+def ring_instructions(operation: Operation, n: int, turns_a_hop: int) -> int:
+    """Return the number of instructions of all ranks."""
+    rounds = ROUNDS[operation]
+    turns = (rounds.reducing + rounds.keeping) * (n - 1) * turns_a_hop
+    return n * (3 * turns + 2 * (turns - WINDOW_SLOTS) + (turns_a_hop if rounds.own else 0))
+
+
+def ring_ends(
+    operation: Operation,
+    placement: Placement,
+    *,
+    chunk_bytes: float,
+    turns_a_hop: int,
+    begin: Times,
+    dies: Times | None = None,
+) -> Times:
+    """When each rank has ended its part, ns (nan: never). Blocks are of `turns_a_hop` chunks.
+
+    begin, dies: float64 (n,), when each sets out, and when it does nothing more (none dies). Raises
+    `ProgramError` for fewer than `RANKS_MIN` ranks.
+    """
+    n, fabric, rounds = placement.n, placement.fabric, ROUNDS[operation]
+    if n < RANKS_MIN:
+        raise ProgramError(f"a ring of {n} ranks needs no window: it is walked one rank at a time")
+    hosts = placement.host_array
+    far = hosts != np.roll(hosts, -1)  # from a rank to the one that follows
+    latency = np.where(far, fabric.far_ns, fabric.near_ns)
+    leaves = chunk_bytes / np.where(far, fabric.far_bytes_per_ns, fabric.near_bytes_per_ns)
+    crosses = np.where(far, leaves, 0.0)  # a port takes a chunk in for as long as one goes out
+    own = chunk_bytes / fabric.own_bytes_per_ns
+    reducing = rounds.reducing * (n - 1) * turns_a_hop
+    turns = reducing + rounds.keeping * (n - 1) * turns_a_hop
+    clock, coming = begin.copy(), np.zeros(n)
+
+    def until_death() -> None:
+        if dies is not None:
+            clock[clock >= dies] = np.inf  # what it would do now never happens
+
+    for _ in range(turns_a_hop if rounds.own else 0):
+        until_death()
+        clock += own
+    freed = np.zeros((WINDOW_SLOTS, n))
+    for turn in range(turns):
+        slot = turn % WINDOW_SLOTS
+        if turn >= WINDOW_SLOTS:
+            until_death()
+            np.maximum(clock, np.roll(freed[slot], -1) + latency, out=clock)
+        until_death()
+        clock += fabric.post_ns
+        if_far = np.maximum(clock + latency, coming) + crosses
+        clock += leaves
+        arrives = np.where(far, if_far, clock + latency)
+        coming = np.where(far, if_far, coming)
+        until_death()
+        np.maximum(clock, np.roll(arrives, 1), out=clock)
+        until_death()
+        clock += (3 if turn < reducing else 1) * own
+        if turn + WINDOW_SLOTS < turns:
+            until_death()
+            clock += fabric.post_ns
+            freed[slot] = clock
+    return np.where(np.isinf(clock), np.nan, clock)
+
 
 Times = NDArray[np.float64]
 CHUNK_BYTES = 1 << 20
@@ -40,23 +139,19 @@ BUILT_MAX = 4_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What passes between a death and the repeated operation, beyond the network's own times.
-
-    `notice_ns`: the kernel's proof on the dead rank's host. Then a view is agreed upon over a tree of the
-    members: `phases` waves up or down, each level a message of `message_ns`.
-    """
+    """What passes between a death and the repeated operation, beyond the network's own times."""
 
     notice_ns: float = 1e6
     message_ns: float = 50e3
     phases: int = 4
 
     def agreed_ns(self, n: int) -> float:
-        """From a death to the next view of `n` members."""
+        """Return the time from a death to the next view of `n` members."""
         return self.notice_ns + self.phases * math.ceil(math.log2(max(2, n))) * self.message_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ScaleMeasurement:
     """One operation. Times in ns of the simulated clock, from the first rank's begin to the last one's end.
 
     `bound_ns`: what this algorithm cannot be faster than; `least_ns`: what none can. `chunks`: of the vector.
@@ -90,7 +185,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repaired:
+class RepairMeasurement:
     """An operation in which `dead` ranks died at `died_ns`. `stalled`: survivors that could not end it.
 
     `recovered_ns`: from the death to the last survivor's end of the repeated operation; 0 if nobody stalled.
@@ -100,11 +195,11 @@ class Repaired:
     died_ns: float
     stalled: int
     recovered_ns: float
-    again: Measured
+    again: ScaleMeasurement
 
 
 def refusal(operation: Operation, algorithm: str, n: int, nbytes: int, fabric: Fabric) -> str:
-    """Why this is not simulated, "" if it is. Raises `ProgramError` if it never is."""
+    """Return why this is not simulated, "" if it is. Raises `ProgramError` if it never is."""
     check_at_scale(operation, algorithm)
     request = Request(operation=operation, algorithm=algorithm, n=n)
     if is_eager(request):
@@ -133,7 +228,7 @@ def simulate(
     *,
     skew_ns: float = 0,
     seed: int = 0,
-) -> Measured:
+) -> ScaleMeasurement:
     """An operation by one of `roles.AT_SCALE`, rank 0 its root. Ranks come `skew_ns` apart at most.
 
     `nbytes`: of a rank's largest array. Raises `ProgramError` for another algorithm and for what `refusal`
@@ -146,8 +241,8 @@ def simulate(
 
 
 def repeat_after_deaths(
-    whole: Measured, fabric: Fabric, *, deaths: int, recovery: Recovery, seed: int = 0
-) -> Repaired:
+    whole: ScaleMeasurement, fabric: Fabric, *, deaths: int, recovery: Recovery, seed: int = 0
+) -> RepairMeasurement:
     """The same with `deaths` random ranks that die at a random moment of it; not the root, if there is one.
 
     (Without its root an operation is not repeated, but ends with `MembersLost`.) The survivors agree on a
@@ -164,7 +259,7 @@ def repeat_after_deaths(
     survivors = placement.without(dead)
     again = _measure(operation, algorithm, survivors, nbytes, np.zeros(survivors.n))
     recovered = recovery.agreed_ns(survivors.n) + again.time_ns if stalled else 0.0
-    return Repaired(dead=dead, died_ns=died_ns, stalled=stalled, recovered_ns=recovered, again=again)
+    return RepairMeasurement(dead=dead, died_ns=died_ns, stalled=stalled, recovered_ns=recovered, again=again)
 
 
 def _arrivals(n: int, skew_ns: float, seed: int) -> Times:
@@ -173,13 +268,13 @@ def _arrivals(n: int, skew_ns: float, seed: int) -> Times:
 
 def _measure(
     operation: Operation, algorithm: str, placement: Placement, nbytes: int, begin: Times
-) -> Measured:
+) -> ScaleMeasurement:
     request = _request(operation, algorithm, placement, nbytes)
     entered, steps = _enter(request, placement, begin)
     ends, performed = _ends(request, placement, nbytes, entered, np.full(placement.n, np.inf))
     if np.isnan(ends).any():
         raise ProgramError(f"{request}: {int(np.isnan(ends).sum())} ranks never end: the programs are wrong")
-    return Measured(
+    return ScaleMeasurement(
         operation=operation,
         algorithm=algorithm,
         n=placement.n,
@@ -201,7 +296,7 @@ def _by_vectors(request: Request) -> bool:
 def _ends(
     request: Request, placement: Placement, nbytes: int, begin: Times, dies: Times
 ) -> tuple[Times, int]:
-    """When each rank ends, ns (nan: never), and how many instructions were performed."""
+    """Return when each rank ends, ns (nan: never), and how many instructions were performed."""
     # The full vector of an all-to-all is what all ranks have.
     chunk_bytes = nbytes * (request.n if request.operation is Operation.ALL_TO_ALL else 1) / request.chunks
     if not _by_vectors(request):
@@ -221,7 +316,8 @@ def _ends(
 def walk(
     request: Request, placement: Placement, chunk_bytes: float, begin: Times, dies: Times
 ) -> tuple[Times, int]:
-    """When each rank ends the request's program, ns (nan: never), one instruction at a time; and how many."""
+    """Return when each rank ends the program, ns (nan: never), one instruction at a time; and their
+    number."""
     schedule, fabric = schedule_of(request), placement.fabric
     timeline = Timeline(
         schedule.codes,
@@ -256,7 +352,7 @@ def _enter(request: Request, placement: Placement, begin: Times) -> tuple[Times,
 def _stalled(
     request: Request, placement: Placement, nbytes: int, dead: Collection[int], died_ns: float
 ) -> int:
-    """How many survivors of the deaths do not end."""
+    """Return how many survivors of the deaths do not end."""
     dies = np.full(placement.n, np.inf)
     dies[list(dead)] = died_ns
     entered, _ = _enter(request, placement, np.zeros(placement.n))

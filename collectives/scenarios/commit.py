@@ -24,21 +24,20 @@ from zbmd.actors import view as membership
 from zbmd.actors.host.membership import MembershipMachine
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.scenarios.commit_world import (
-    CommitOptions,
-    ContentsOf,
-    Enter,
-    HashChain,
-    Message,
-    Parted,
-    Slots,
-    World,
-)
-from zbmd.collectives.scenarios.killing import (
     ROUND_NS_MAX,
     SHRINK_SHARE,
     SLOW_NS,
+    CommitOptions,
+    CommitWorld,
+    ContentsOf,
+    Enter,
+    HashChain,
     JobScenario,
+    Message,
+    Parted,
+    Slots,
     draw_kills,
     names_of,
 )
@@ -73,9 +72,9 @@ Work: TypeAlias = cm.Fetch | cm.Recall | cm.RunStep
 class RankProcess:
     """The driver of one rank: performs the machine's actions on the world, decides nothing."""
 
-    def __init__(self, world: World, rank: int, incarnation: int, rng: random.Random) -> None:
+    def __init__(self, world: CommitWorld, rank: int, incarnation: int, rng: random.Random) -> None:
         self.world, self.rng = world, rng
-        self.member = cm.MemberId(rank=rank, incarnation=incarnation)
+        self.member = MemberId(rank=rank, incarnation=incarnation)
         self.slots = world.slots[self.member] = world.contents.open(self.member)
         self.machine = world.machines[self.member] = StepCommit(
             rank=rank,
@@ -113,7 +112,7 @@ class RankProcess:
             case sim.PeerEnded(peer=peer, incarnation=incarnation):
                 if peer == NODE:
                     return []
-                ended = cm.MemberId(rank=int(peer.removeprefix("rank")), incarnation=incarnation)
+                ended = MemberId(rank=int(peer.removeprefix("rank")), incarnation=incarnation)
                 return self._feed(cm.PeerEnded(member=ended, reason="killed"), now_ns)
             case sim.TimerFired():
                 return self._work_on(now_ns)
@@ -236,7 +235,7 @@ class RankProcess:
 
     def _source(self, work: cm.Fetch) -> Slots:
         rank, _, incarnation = work.handle.decode().partition("#")
-        return self.world.slots[cm.MemberId(rank=int(rank), incarnation=int(incarnation))]
+        return self.world.slots[MemberId(rank=int(rank), incarnation=int(incarnation))]
 
     def _work_on(self, now_ns: int) -> list[sim.Effect[Message]]:
         work = self.work
@@ -284,8 +283,8 @@ def _cut_short(work: Work) -> cm.CommitEvent:
             return cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, reason="aborted")
 
 
-def _members_of(view: membership.View) -> tuple[cm.MemberId, ...]:
-    return tuple(cm.MemberId(rank=m.rank, incarnation=m.incarnation) for m in view.members)
+def _members_of(view: membership.View) -> tuple[MemberId, ...]:
+    return tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in view.members)
 
 
 def _to(rank: int, message: Message) -> sim.Send[Message]:
@@ -446,11 +445,11 @@ def draw_conditions(rng: random.Random) -> sim.Conditions:
 
 def build(
     seed: int | str, options: CommitOptions, contents: ContentsOf = HashChain
-) -> tuple[sim.Simulation[Message], World]:
+) -> tuple[sim.Simulation[Message], CommitWorld]:
     """The simulation of one job, without its kills."""
     conditions = draw_conditions(random.Random(f"{seed}/conditions"))
     simulation = sim.Simulation[Message](seed, conditions=conditions)
-    world = World(options, contents(simulation))
+    world = CommitWorld(options, contents(simulation))
     simulation.add(
         NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups"), simulation.rng("late"))
     )
@@ -464,7 +463,7 @@ def build(
     return simulation, world
 
 
-def is_over(simulation: sim.Simulation[Message], world: World) -> bool:
+def is_over(simulation: sim.Simulation[Message], world: CommitWorld) -> bool:
     """Whether the run has ended as it may: nobody is left who has not finished, or the state was truly lost.
 
     So it is, too, once a corrupted pull was noticed: the rank says so and ends, and a user has to look.
@@ -478,7 +477,7 @@ def is_over(simulation: sim.Simulation[Message], world: World) -> bool:
     return bool(world.finished) and len(lost) == world.options.world_size
 
 
-def run(seed: int | str, options: CommitOptions) -> World:
+def run(seed: int | str, options: CommitOptions) -> CommitWorld:
     """Run one seed to its end, under the kills that it draws.
 
     Raises `zbmd.transport.sim.SimulationFailure` with the story of the run if safety or liveness is broken.
@@ -494,13 +493,13 @@ def run(seed: int | str, options: CommitOptions) -> World:
     return world
 
 
-def _assert_over(simulation: sim.Simulation[Message], world: World) -> None:
+def _assert_over(simulation: sim.Simulation[Message], world: CommitWorld) -> None:
     left = [name for name in names_of(world.options.world_size) if simulation.lives(name)]
     assert is_over(simulation, world), f"nothing is under way, {left} have not finished"
 
 
 @dataclass(frozen=True)
-class CommitScenario(JobScenario[World]):
+class CommitScenario(JobScenario[CommitWorld]):
     """The step-commit and membership machines, with a hash chain for a job. `length` counts steps."""
 
     name: str = "commit"
@@ -521,7 +520,7 @@ class CommitScenario(JobScenario[World]):
             late=rng.random() < LATE_SHARE,
         )
 
-    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], World]:
+    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], CommitWorld]:
         """See `JobScenario`."""
         return build(seed, job, self.contents(seed, job))
 
@@ -529,6 +528,6 @@ class CommitScenario(JobScenario[World]):
         """See `JobScenario`. Of a hash chain, whatever the contents are."""
         return build(seed, job)[0]
 
-    def is_over(self, simulation: sim.Simulation[Message], world: World) -> bool:
+    def is_over(self, simulation: sim.Simulation[Message], world: CommitWorld) -> bool:
         """See `JobScenario`."""
         return is_over(simulation, world)

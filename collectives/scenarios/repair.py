@@ -17,13 +17,21 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
 from zbmd.actors import view as membership
-from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair.machine import RepairMachine, RepairState
 from zbmd.collectives.scenarios.commit import NODE, NodeProcess, draw_conditions
-from zbmd.collectives.scenarios.commit_world import CommitOptions, Enter, Message, Parted
-from zbmd.collectives.scenarios.killing import JobScenario, draw_kills, group_of, names_of
+from zbmd.collectives.scenarios.commit_world import (
+    CommitOptions,
+    Enter,
+    JobScenario,
+    Message,
+    Parted,
+    draw_kills,
+    group_of,
+    names_of,
+)
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
@@ -71,7 +79,7 @@ Key: TypeAlias = tuple[int, str, int]
 
 
 @dataclass(slots=True)
-class World:
+class RepairWorld:
     """What outlives a process."""
 
     options: CommitOptions
@@ -115,7 +123,7 @@ class Stage:
 class RankProcess:
     """The driver of one rank: performs the machine's actions on the world, decides nothing."""
 
-    def __init__(self, world: World, rank: int, incarnation: int, rng: random.Random) -> None:
+    def __init__(self, world: RepairWorld, rank: int, incarnation: int, rng: random.Random) -> None:
         self.world, self.rng = world, rng
         self.member = MemberId(rank=rank, incarnation=incarnation)
         self.memory = world.memory[self.member] = Memory()
@@ -414,10 +422,10 @@ def conditions_of(seed: int | str) -> sim.Conditions:
     return draw_conditions(random.Random(f"{seed}/conditions"))
 
 
-def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], World]:
+def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], RepairWorld]:
     """The simulation of one group, without its kills. `options.steps` counts operations."""
     simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
-    world = World(options, seed)
+    world = RepairWorld(options, seed)
     living: dict[int, int] = {}
     world.lives = lambda m: simulation.lives(f"rank{m.rank}") and living.get(m.rank) == m.incarnation
     simulation.add(NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups")))
@@ -432,7 +440,7 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     return simulation, world
 
 
-def is_over(simulation: sim.Simulation[Message], world: World) -> bool:
+def is_over(simulation: sim.Simulation[Message], world: RepairWorld) -> bool:
     """Whether all who live on have finished; with a group that shrinks, who was lost stays away."""
     gone = [rank for rank in range(world.options.world_size) if not simulation.lives(f"rank{rank}")]
     everyone = len(gone) == world.options.world_size
@@ -441,7 +449,7 @@ def is_over(simulation: sim.Simulation[Message], world: World) -> bool:
     return everyone and len(world.finished) == world.options.world_size
 
 
-def run(seed: int | str, options: CommitOptions) -> World:
+def run(seed: int | str, options: CommitOptions) -> RepairWorld:
     """Run one seed to its end, under the kills that it draws.
 
     Raises `zbmd.transport.sim.SimulationFailure` with the story of the run if safety or liveness is broken.
@@ -457,13 +465,13 @@ def run(seed: int | str, options: CommitOptions) -> World:
     return world
 
 
-def _assert_over(simulation: sim.Simulation[Message], world: World) -> None:
+def _assert_over(simulation: sim.Simulation[Message], world: RepairWorld) -> None:
     left = [name for name in names_of(world.options.world_size) if simulation.lives(name)]
     assert is_over(simulation, world), f"nothing is under way, {left} have not finished"
 
 
 @dataclass(frozen=True)
-class RepairScenario(JobScenario[World]):
+class RepairScenario(JobScenario[RepairWorld]):
     """The repair and membership machines over meetings. `length` counts operations."""
 
     name: str = "repair"
@@ -473,10 +481,10 @@ class RepairScenario(JobScenario[World]):
         """See `JobScenario`."""
         return group_of(seed, options, membership.RANKS_MAX)
 
-    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], World]:
+    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], RepairWorld]:
         """See `JobScenario`."""
         return build(seed, job)
 
-    def is_over(self, simulation: sim.Simulation[Message], world: World) -> bool:
+    def is_over(self, simulation: sim.Simulation[Message], world: RepairWorld) -> bool:
         """See `JobScenario`."""
         return is_over(simulation, world)

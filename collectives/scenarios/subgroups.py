@@ -18,15 +18,23 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from zbmd.actors import view as membership
-from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.elastic.views_machine import ViewsMachine
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.machine import RepairState
 from zbmd.collectives.scenarios.commit import NODE, NodeProcess
-from zbmd.collectives.scenarios.commit_world import CommitOptions, Enter, Message, Parted
-from zbmd.collectives.scenarios.killing import JobScenario, draw_kills, group_of, names_of
-from zbmd.collectives.scenarios.repair import RankProcess, World, conditions_of
+from zbmd.collectives.scenarios.commit_world import (
+    CommitOptions,
+    Enter,
+    JobScenario,
+    Message,
+    Parted,
+    draw_kills,
+    group_of,
+    names_of,
+)
+from zbmd.collectives.scenarios.repair import RankProcess, RepairWorld, conditions_of
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
@@ -39,14 +47,14 @@ Effects = list[sim.Effect[Message]]
 
 
 @dataclass(slots=True)
-class PartWorld(World):
+class SubgroupWorld(RepairWorld):
     """Of one group. ranks: those that belong to it; empty: all."""
 
     ranks: tuple[int, ...] = ()
 
     def call(self, sequence: int) -> rm.Call:
-        """See `World`: a root is one of its own ranks."""
-        found = World.call(self, sequence)
+        """See `RepairWorld`: a root is one of its own ranks."""
+        found = RepairWorld.call(self, sequence)
         if found.needs < 0 or not self.ranks:
             return found
         return dataclasses.replace(found, needs=self.ranks[found.needs % len(self.ranks)])
@@ -58,24 +66,24 @@ class Mesh:
 
     options: CommitOptions
     state_lost: bool = False
-    parts: dict[str, PartWorld] = field(default_factory=dict[str, PartWorld])
+    parts: dict[str, SubgroupWorld] = field(default_factory=dict[str, SubgroupWorld])
 
     def of(self, rank: int) -> list[str]:
         """The groups that a rank belongs to."""
         return [name for name, part in self.parts.items() if not part.ranks or rank in part.ranks]
 
 
-class Part(RankProcess):
+class SubgroupProcess(RankProcess):
     """A rank in one of its groups.
 
     view: what its process is in; entered: hears of a new epoch of it; ready: whether operations may begin.
     """
 
-    world: PartWorld
+    world: SubgroupWorld
 
     def __init__(
         self,
-        world: PartWorld,
+        world: SubgroupWorld,
         member: MemberId,
         rng: random.Random,
         view: Callable[[], membership.View],
@@ -170,7 +178,7 @@ class MeshProcess:
         self.names = mesh.of(rank)
         self.parts = [self._part(mesh.parts[name], number) for number, name in enumerate(self.names)]
 
-    def _part(self, world: PartWorld, number: int) -> Part:
+    def _part(self, world: SubgroupWorld, number: int) -> SubgroupProcess:
         def entered(members: tuple[MemberId, ...]) -> Effects:
             joined = vm.GroupEntered(group=number, members=members, ranks=world.ranks)
             return self._views(joined, self.now_ns)
@@ -178,7 +186,7 @@ class MeshProcess:
         def ready() -> bool:
             return all(part.settled for part in self.parts)
 
-        return Part(world, self.member, self.rng, lambda: self.view, entered, ready)
+        return SubgroupProcess(world, self.member, self.rng, lambda: self.view, entered, ready)
 
     def check_invariants(self) -> None:
         """The machines' own."""
@@ -274,7 +282,7 @@ class MeshProcess:
                     assert_never(action)
         return effects
 
-    def _check_cut(self, part: Part) -> None:
+    def _check_cut(self, part: SubgroupProcess) -> None:
         assert self.coming is not None
         stay = {MemberId(rank=m.rank, incarnation=m.incarnation) for m in self.coming.members} - self.parted
         assert not set(part.machine.members) <= stay, f"{self.member}: {part.machine.members} all stay"
@@ -307,7 +315,7 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     for name, ranks in groups.items():
         steps = random.Random(f"{seed}/{name}/steps").randint(0, options.steps) if ranks else options.steps
         own = dataclasses.replace(options, steps=steps)
-        part = mesh.parts[name] = PartWorld(own, f"{seed}/{name}", ranks=ranks)
+        part = mesh.parts[name] = SubgroupWorld(own, f"{seed}/{name}", ranks=ranks)
         part.lives = lambda m: simulation.lives(f"rank{m.rank}") and living.get(m.rank) == m.incarnation
     simulation.add(NODE, lambda incarnation: NodeProcess(mesh, simulation.rng("regroups")))
     for rank in range(size):
@@ -348,7 +356,7 @@ def run(seed: int | str, options: CommitOptions) -> Mesh:
 
 
 @dataclass(frozen=True)
-class PartsScenario(JobScenario[Mesh]):
+class SubgroupsScenario(JobScenario[Mesh]):
     """The repair machines of several groups in each process. `length` counts those of the group of all."""
 
     name: str = "parts"

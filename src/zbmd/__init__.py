@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     )
     from zbmd.collectives.group.group import Group, group
     from zbmd.training.model_actors.layer_actor import LayerActor
-    from zbmd.training.model_actors.model_actors import ModelActors
+    from zbmd.training.model_actors.model_actors import ModelActors, SupervisorActor
     from zbmd.training.model_actors.operator_actor import OperatorActor
-    from zbmd.training.model_actors.optimizer_actor import OptimizerActor
-    from zbmd.training.model_actors.slot import GivenUp, Seat, SeatedActor
-    from zbmd.training.model_actors.supervisor_actor import SupervisorActor
-    from zbmd.training.model_actors.tensor_actor import TensorActor
+    from zbmd.training.model_actors.slot import ActorSlot, RestartsExhausted, SlotActor
+    from zbmd.training.model_actors.tensor_actor import OptimizerActor, TensorActor
     from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
     from zbmd.transport.memory.process_arena import empty, from_array
 
@@ -64,7 +62,7 @@ __all__ = [
     "Down",
     "Exited",
     "ElasticGroup",
-    "GivenUp",
+    "RestartsExhausted",
     "Group",
     "InputsOverwritten",
     "LayerActor",
@@ -78,8 +76,8 @@ __all__ = [
     "PeerLost",
     "Ref",
     "Restart",
-    "Seat",
-    "SeatedActor",
+    "ActorSlot",
+    "SlotActor",
     "Session",
     "Strategy",
     "SupervisorActor",
@@ -124,12 +122,10 @@ _HOMES = {
     ),
     "zbmd.collectives.group.group": ("Group", "group"),
     "zbmd.training.model_actors.layer_actor": ("LayerActor",),
-    "zbmd.training.model_actors.model_actors": ("ModelActors",),
+    "zbmd.training.model_actors.model_actors": ("ModelActors", "SupervisorActor"),
     "zbmd.training.model_actors.operator_actor": ("OperatorActor",),
-    "zbmd.training.model_actors.optimizer_actor": ("OptimizerActor",),
-    "zbmd.training.model_actors.slot": ("GivenUp", "Seat", "SeatedActor"),
-    "zbmd.training.model_actors.supervisor_actor": ("SupervisorActor",),
-    "zbmd.training.model_actors.tensor_actor": ("TensorActor",),
+    "zbmd.training.model_actors.slot": ("RestartsExhausted", "ActorSlot", "SlotActor"),
+    "zbmd.training.model_actors.tensor_actor": ("OptimizerActor", "TensorActor"),
     "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
     "zbmd.transport.memory.process_arena": ("empty", "from_array"),
 }

@@ -9,7 +9,7 @@ from typing import Final
 
 from zbmd.tools.bench.result import CASES, BenchResult
 from zbmd.tools.bench.stats import OURS, size_in_words
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 FORMATS: Final = (".png", ".svg")

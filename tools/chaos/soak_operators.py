@@ -28,11 +28,11 @@ from zbmd.training.autograd.tape import Backward, Parameter, Tape, Tensor
 from zbmd.training.model.gpt import GPT, Operator
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import DeviceFault, HostDevice, ModuleDevice, OperatorDevice
-from zbmd.training.model_actors.slot import GivenUp
+from zbmd.training.model_actors.slot import RestartsExhausted
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.scenario import plain_job
-from zbmd.training.run.two_slot_store import Store, own_memory
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.two_slot_store import Store, own_memory
 
 STEPS: Final = 6
 SHARDS: Final = 3
@@ -174,7 +174,7 @@ async def _run_seed(seed: int) -> Soaked:
         failures=sum(device.failures for device in devices),
         kills=kills,
         moves=actors.model.moves,
-        restarts=sum(seat.lives - 1 for seat in actors.seats),
+        restarts=sum(slot.incarnations - 1 for slot in actors.slots),
     )
 
 
@@ -194,12 +194,12 @@ def _devices(random: Random) -> list[FlakyDevice]:
 
 
 async def _kill_one(random: Random, system: ActorSystem, actors: ModelActors) -> int:
-    seat = random.choice(actors.seats)
+    slot = random.choice(actors.slots)
     for _ in range(random.randrange(TURNS_BEFORE_A_KILL_MAX)):
         await asyncio.sleep(0)
-    if seat.life is None:
+    if slot.actor is None:
         return 0
-    system.exit(seat.life.ref, Reason(ReasonKind.KILLED, "the soak"))
+    system.exit(slot.actor.ref, Reason(ReasonKind.KILLED, "the soak"))
     return 1
 
 
@@ -226,7 +226,7 @@ async def soak(first: int, seeds: int) -> list[Soaked]:
     for seed in range(first, first + seeds):
         try:
             found = await run_seed(seed)
-        except (GivenUp, TimeoutError) as error:
+        except (RestartsExhausted, TimeoutError) as error:
             print(f"seed {seed}: NO END: {error!r}", flush=True)
             found = Soaked(seed=seed, same=False, failures=0, kills=0, moves=0, restarts=0)
         results.append(found)

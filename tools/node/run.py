@@ -28,8 +28,12 @@ from zbmd.transport.memory.memfd import available_memory, in_words
 RANK_BYTES = 96 << 20
 """What a rank needs beside its arena, roughly: interpreter, inbox, rings."""
 OWN_PACKAGE = "zbmd."
-OWN_JOBS = ("zbmd.training", "zbmd.training.pipeline", "zbmd.training.sharded")
-"""They say what they cannot do before any rank is started."""
+OWN_JOBS = {
+    "zbmd.training": "zbmd.training.__main__",
+    "zbmd.training.pipeline_job": "zbmd.training.pipeline_job",
+    "zbmd.training.sharded": "zbmd.training.sharded.__main__",
+}
+"""Targets of `-m` whose options are checked before any rank is started, and the module with `check`."""
 MORE_PRELOADS = ("zbmd.collectives.group.group",)  # what `import zbmd` finds only when it is used
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -88,7 +92,7 @@ def check_own(job: Job, settings: Settings) -> None:
     What it imports for that its ranks need, too: they are forked from here.
     """
     if job.is_module and job.target in OWN_JOBS:
-        name = f"{job.target}.__main__"
+        name = OWN_JOBS[job.target]
         own = cast(OwnJob, importlib.import_module(name))
         del sys.modules[name]  # ranks run it as their program, and would warn of a second copy
         own.check(job.arguments, ranks=settings["nproc_per_node"], data=settings["data"])

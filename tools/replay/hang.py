@@ -15,10 +15,10 @@ from zbmd.actors.host.contracts import NODE_NAME
 from zbmd.actors.host.membership import MembershipMachine
 from zbmd.actors.supervision.machine import ChildState, SupervisionMachine
 from zbmd.actors.view import RankState, child_id
-from zbmd.collectives.capture_kinds import OperationLog
 from zbmd.collectives.commit.driver import ACTOR_NAME
 from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote
 from zbmd.collectives.commit.machine import END_STATES, CommitState, StepCommit
+from zbmd.collectives.group.operation_log import OperationLog
 from zbmd.tools.replay.players import OpenAsk, Played, ProcessAtEnd, play_to_end
 from zbmd.tools.replay.story import clock_time
 from zbmd.transport.capture import ProcessLog, Skew

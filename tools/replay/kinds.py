@@ -12,8 +12,14 @@ from zbmd.actors.supervision.machine import SUPERVISION
 from zbmd.actors.upgrade.agent import UPGRADE_AGENT
 from zbmd.actors.upgrade.coordinator import UPGRADE
 from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
-from zbmd.collectives.capture_kinds import ELASTIC_TAGS, OPERATIONS, REPAIR, STEP_COMMIT, VIEWS
-from zbmd.training.capture_kinds import MIRROR, STAGE, ZERO_STEP
+from zbmd.collectives.commit.machine import STEP_COMMIT
+from zbmd.collectives.elastic.views_machine import VIEWS
+from zbmd.collectives.group.operation_log import OPERATIONS
+from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS
+from zbmd.collectives.repair.machine import REPAIR
+from zbmd.training.pipeline.stage import STAGE
+from zbmd.training.redundancy.machine import MIRROR
+from zbmd.training.zero.machine import ZERO_STEP
 from zbmd.transport.handshake.capture_kind import HELLO
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
 

@@ -12,9 +12,9 @@ import msgspec
 
 from zbmd.actors import view
 from zbmd.actors.core import wire
-from zbmd.collectives.capture_kinds import OperationBegan, OperationEnded
 from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote
 from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.group.operation_log import OperationBegan, OperationEnded
 from zbmd.tools.replay.story import body_text, envelope_of
 from zbmd.transport.capture import (
     CaptureDamaged,

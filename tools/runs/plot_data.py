@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from zbmd.tools.runs.result import Death, RunResult
 from zbmd.training.autograd._spans import CATEGORIES
-from zbmd.training.profiler.lines import IDLE, Life
+from zbmd.training.profiler.lines import IDLE, RankProfile
 from zbmd.training.run.ledger import CommitRecord, loss_of
 
 POINTS_MAX = 1_000
@@ -89,7 +89,7 @@ class RunPicture:
         return self.last_step - self.first_step + 1
 
 
-def spent_by(lives: Sequence[Life]) -> Spent | None:
+def spent_by(lives: Sequence[RankProfile]) -> Spent | None:
     """What the steps of a run went into, each in the mean of the ranks that did it; None if none was done.
 
     A step that was given up and done again counts as often as it was begun, as in the run's time.

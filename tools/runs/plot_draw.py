@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 from zbmd.tools.runs.plot_data import Change, RunPicture
 from zbmd.tools.runs.plot_read import read_picture
 from zbmd.tools.runs.plot_time_spent import SPENT_DARK, draw_spent
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import numpy as np
 
 from zbmd.tools.runs.plot_data import Change, Curve, RunPicture, Spent, Stay, binned_max, binned_mean
 from zbmd.tools.runs.result import Death, RunResult
-from zbmd.training.profiler.lines import Life
-from zbmd.training.run.json_lines import read_json_lines
+from zbmd.training.files import read_json_lines
+from zbmd.training.profiler.lines import RankProfile
 
 METRICS_BYTES_MAX = 256 << 20
 """Of millions of steps."""
@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> list[MetricLine]:
 
 
 def picture_of_metrics(
-    lines: Sequence[MetricLine], lives: Sequence[Life], spent: Spent | None
+    lines: Sequence[MetricLine], lives: Sequence[RankProfile], spent: Spent | None
 ) -> RunPicture | None:
     """The picture of `lines`, with the times and members that the profiles tell; None without a loss."""
     first = next((line.step for line in lines if line.loss is not None), None)
@@ -82,7 +82,7 @@ def _curve(points: Iterable[tuple[int, float | None]]) -> Curve:
     return Curve(steps=found[:, 0], values=found[:, 1])
 
 
-def _times(lives: Sequence[Life], first: int, last: int) -> Curve:
+def _times(lives: Sequence[RankProfile], first: int, last: int) -> Curve:
     """Of each step, that of the rank that took longest; what it took in all, if it was done again."""
     spent: defaultdict[tuple[int, int], int] = defaultdict(int)
     for life in lives:
@@ -96,7 +96,7 @@ def _times(lives: Sequence[Life], first: int, last: int) -> Curve:
     return binned_max(Curve(steps=steps, values=np.array([longest[int(step)] / 1e6 for step in steps])))
 
 
-def _stays(lives: Sequence[Life], first: int, last: int) -> list[Stay]:
+def _stays(lives: Sequence[RankProfile], first: int, last: int) -> list[Stay]:
     found: list[Stay] = []
     ordered = sorted(lives, key=lambda life: (life.run.rank, life.run.incarnation))
     for (rank, incarnation), same in groupby(ordered, key=lambda life: (life.run.rank, life.run.incarnation)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from zbmd.tools.runs.plot_data import RunPicture, picture_of, spent_by
 from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
 from zbmd.tools.runs.result import load_result
-from zbmd.training.profiler.lines import PROFILE_DIRECTORY, read_lives
+from zbmd.training.profiler.lines import PROFILE_DIRECTORY, read_profiles
 from zbmd.training.run.ledger import LOG_NAME, read_log
 from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
@@ -18,7 +18,7 @@ def read_picture(directory: Path) -> RunPicture:
 
     Raises `UserError` if there is nothing of a run, if it holds no step yet, or if a file is damaged.
     """
-    lives = read_lives(directory) if (directory / PROFILE_DIRECTORY).is_dir() else []
+    lives = read_profiles(directory) if (directory / PROFILE_DIRECTORY).is_dir() else []
     spent = spent_by(lives)
     metrics = directory / METRICS_NAME
     if metrics.exists() and not (directory / LOG_NAME).exists():

@@ -11,8 +11,8 @@ import msgspec
 
 from zbmd.tools.cli.trace_events import write_trace_file
 from zbmd.tools.runs.trace import read_rings, trace_of
-from zbmd.training.profiler.lines import Life, read_lives
-from zbmd.training.profiler.peak import Machine, known_peak, peak_of, this_machine
+from zbmd.training.profiler.lines import RankProfile, read_profiles
+from zbmd.training.profiler.peak import MachineDescription, known_peak, peak_of, this_machine
 from zbmd.training.profiler.summary import RankShare, Summary, summary_of
 from zbmd.transport.errors import UserError
 
@@ -47,15 +47,15 @@ def add_profile(commands: Any) -> None:
     trace.set_defaults(run_command=_trace)
 
 
-def peak_here(machine: Machine) -> float | None:
+def peak_here(machine: MachineDescription) -> float | None:
     """FLOPs a second of a machine: measured if it is this one, else as it is known here, if it is."""
     here = this_machine(parallel=machine.parallel, dtype=machine.dtype)
     same = msgspec.structs.replace(here, threads=machine.threads, parallel=machine.parallel)
     return peak_of(machine) if same == machine else known_peak(machine)
 
 
-def _lives(runs: Sequence[Path]) -> list[Life]:
-    every = [life for run in runs for life in read_lives(run)]
+def _lives(runs: Sequence[Path]) -> list[RankProfile]:
+    every = [life for run in runs for life in read_profiles(run)]
     return sorted(every, key=lambda life: (life.run.rank, life.run.incarnation))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 RESULT_NAME = "result.json"

@@ -17,7 +17,7 @@ import numpy as np
 
 from zbmd.tools.cli.trace_events import TraceEvents
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
-from zbmd.training.profiler.lines import PROFILE_DIRECTORY, Life, StepLine
+from zbmd.training.profiler.lines import PROFILE_DIRECTORY, RankProfile, StepLine
 from zbmd.training.profiler.ring import RECORDS_MAX, GroupLine, Records, Spans, read_ring
 from zbmd.transport.clock.offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import UserError
@@ -108,7 +108,9 @@ def _operations(spans: Spans) -> dict[GroupLine, Records]:
     return {group: records[records["group"] == number] for number, group in enumerate(spans.groups)}
 
 
-def trace_of(every: Sequence[Spans], lives: Sequence[Life], *, steps: tuple[int, int] | None = None) -> bytes:
+def trace_of(
+    every: Sequence[Spans], lives: Sequence[RankProfile], *, steps: tuple[int, int] | None = None
+) -> bytes:
     """The trace. steps: the first and the last one that are wanted; None: all that are kept."""
     clocks = clocks_of(every)
     chosen = [_chosen(spans, steps) for spans in every]
@@ -129,7 +131,7 @@ def trace_of(every: Sequence[Spans], lives: Sequence[Life], *, steps: tuple[int,
     return events.encode("zbmd trace")
 
 
-def _ended(spans: Spans, records: Records, lives: Sequence[Life]) -> list[StepLine]:
+def _ended(spans: Spans, records: Records, lives: Sequence[RankProfile]) -> list[StepLine]:
     """The steps that any of `records` is of, and that have ended."""
     run, numbers = spans.run, set(records["step"].tolist())
     of_run = (run.rank, run.incarnation, run.pid)

@@ -26,9 +26,9 @@ from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.scale.fabric import Fabric
 from zbmd.collectives.scale.roles import AT_SCALE
 from zbmd.collectives.scale.scaling import (
-    Measured,
     Recovery,
-    Repaired,
+    RepairMeasurement,
+    ScaleMeasurement,
     refusal,
     repeat_after_deaths,
     simulate,
@@ -86,8 +86,8 @@ class Case:
     """
 
     asked: Asked
-    whole: Measured | None
-    repaired: Repaired | None = None
+    whole: ScaleMeasurement | None
+    repaired: RepairMeasurement | None = None
     cpu_s: float = 0.0
     why: str = ""
 

@@ -9,13 +9,13 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from zbmd.collectives.scale.scaling import Measured
+from zbmd.collectives.scale.scaling import ScaleMeasurement
 from zbmd.tools.bench.plot import HEIGHT_IN, PNG_DPI, WIDTH_IN, check_plot
 from zbmd.tools.bench.stats import size_in_words
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 
 
-def draw(found: Sequence[Measured], out: Path) -> None:
+def draw(found: Sequence[ScaleMeasurement], out: Path) -> None:
     """Write the picture; dashed: the bound. Raises `UserError` as `check_plot` does, or if that fails."""
     check_plot(out)
     from matplotlib.figure import Figure
@@ -47,5 +47,5 @@ def draw(found: Sequence[Measured], out: Path) -> None:
     write_atomically(out, lambda file: file.write(picture.getvalue()))
 
 
-def _height(one: Measured) -> float:
+def _height(one: ScaleMeasurement) -> float:
     return one.bus_bytes_per_ns if one.nbytes else 1e6 / one.time_ns

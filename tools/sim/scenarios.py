@@ -22,7 +22,7 @@ from zbmd.actors.simulated.supervision_scenario import SupervisionScenario
 from zbmd.collectives.scenarios.collectives import CollectivesScenario
 from zbmd.collectives.scenarios.commit import CommitScenario
 from zbmd.collectives.scenarios.repair import RepairScenario
-from zbmd.collectives.scenarios.subgroups import PartsScenario
+from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
 from zbmd.training.replicated.scenario import TrainingScenario
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import FaultPlan, Options, Report, Scenario, run_scenario
@@ -72,7 +72,7 @@ ENTRIES: Mapping[str, Entry] = MappingProxyType(
         "jobs": Entry(make=JobsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5, 7), lengths=(1, 1, 2, 3, 6)),
         "training": Entry(make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)),
         "repair": Entry(make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)),
-        "parts": Entry(make=PartsScenario, ranks=(1, 2, 3, 3, 3, 4, 4, 5), lengths=(1, 1, 2, 3)),
+        "parts": Entry(make=SubgroupsScenario, ranks=(1, 2, 3, 3, 3, 4, 4, 5), lengths=(1, 1, 2, 3)),
         "collectives": Entry(
             make=CollectivesScenario, ranks=(1, 2, 2, 3, 3, 4, 5, 6), lengths=(1, 1, 2, 3, 8)
         ),

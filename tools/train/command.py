@@ -22,8 +22,7 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.optim.lr_schedule import CURVES
 from zbmd.training.pipeline.schedules import SCHEDULES
-from zbmd.training.sharded.axes import require_axes
-from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.sharded.mesh import Mesh, require_axes
 from zbmd.training.sharded.options import PRECISIONS, TOKENS, TrainOptions
 from zbmd.transport.errors import UserError
 

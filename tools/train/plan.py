@@ -15,11 +15,13 @@ import msgspec
 import rich.console
 from rich.text import Text
 
-from zbmd.training.pipeline.errors import ScheduleError, ScheduleFlawed
-from zbmd.training.pipeline.layers import layers_of_parts
+from zbmd.training.files import write_atomically
+from zbmd.training.pipeline.part import layers_of_parts
 from zbmd.training.pipeline.program import (
     Instruction,
     Op,
+    ScheduleError,
+    ScheduleFlawed,
     Shape,
     StageProgram,
     format_program,
@@ -29,7 +31,6 @@ from zbmd.training.pipeline.program import (
 from zbmd.training.pipeline.schedules import SCHEDULES, activations_max, programs_of
 from zbmd.training.pipeline.simulate import Costs, Span, Timeline, simulate
 from zbmd.training.pipeline.verifier import verify
-from zbmd.training.run.atomic_files import write_atomically
 from zbmd.transport.errors import UserError
 
 # A pipeline's step drawn: a row a stage, time from left to right, as text or as SVG.

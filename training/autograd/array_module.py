@@ -20,9 +20,9 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def xp_for(device: str) -> ModuleType:
-    """Return the array module for `device`: numpy for "cpu", cupy for "cuda" (its current device).
+    """Return the array module for `device`: numpy for "cpu", cupy for "cuda" (on its current device).
 
-    Raises `UserError` for another name, and when cupy is missing or finds no GPU.
+    Raises `UserError` for another name, if cupy is missing, and if it finds no GPU.
     """
     if device == "cpu":
         return np
@@ -45,7 +45,7 @@ def xp_for(device: str) -> ModuleType:
 
 
 def nccl() -> ModuleType | None:
-    """NVIDIA's collectives as cupy has them, to compare with; None where they are not installed."""
+    """Return cupy's binding of NCCL, for comparisons, or None if it is not installed."""
     try:
         module = importlib.import_module("cupy.cuda.nccl")
     except ImportError:
@@ -54,18 +54,18 @@ def nccl() -> ModuleType | None:
 
 
 def is_narrow(array: Array) -> bool:
-    """Tell whether `array` holds 16-bit floats, which are for keeping and not for computing."""
+    """Return whether `array` holds 16-bit floats, which are stored but not computed with."""
     return array.dtype.itemsize == 2
 
 
 def widened(array: Array) -> Array:
-    """Return `array` as float32 if it holds 16-bit floats (a copy), else itself."""
+    """Return `array` as float32 if it holds 16-bit floats (a copy), otherwise `array` itself."""
     wide: Array = array.astype(np.float32) if is_narrow(array) else array
     return wide
 
 
 def to_host(array: Array) -> npt.NDArray[Any]:
-    """Return `array` in host memory: itself if it is a numpy array, else a copy."""
+    """Return `array` in host memory: itself if it is a numpy array, otherwise a copy."""
     download = getattr(array, "get", None)  # cupy's; numpy arrays have none
     host: npt.NDArray[Any] = array if download is None else download()
     return host

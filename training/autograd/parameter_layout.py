@@ -1,8 +1,8 @@
-"""Where each parameter lies in the one flat array that holds them all.
+"""The layout of all parameters of a model in one flat array.
 
-Parameters, gradients and optimizer moments are flat arrays of one layout, so that a collective, an
-optimizer and a store each see a single buffer. Parameters lie in the order in which the forward pass uses
-them; each begins on a multiple of `ALIGNMENT` elements and the padding between them is always zero.
+Parameters, gradients and optimizer moments are flat arrays of one layout, so that a collective, an optimizer
+and a store each see a single buffer. Parameters lie in the order in which the forward pass uses them; each
+begins at a multiple of `ALIGNMENT` elements, and the padding between them is always zero.
 """
 
 from __future__ import annotations
@@ -10,14 +10,48 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import msgspec
+
 from zbmd.training.autograd.array_module import Array
+
+
+class ParameterSlice(msgspec.Struct, frozen=True, array_like=True):
+    """A slice of a parameter: [:, start:stop, :] of it in the shape (outer, each, inner)."""
+
+    outer: int
+    each: int
+    inner: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the shape of the slice."""
+        return self.outer, self.stop - self.start, self.inner
+
+    def of(self, whole: Array) -> Array:
+        """Return the slice of a whole parameter, of any shape: a view in the shape of the slice."""
+        return whole.reshape(self.outer, self.each, self.inner)[:, self.start : self.stop]
+
+    def check(self, size: int) -> None:
+        """Raise `ValueError` unless this is a slice of a parameter of `size` elements."""
+        if min(self.outer, self.each, self.inner) < 1 or self.outer * self.each * self.inner != size:
+            raise ValueError(f"{self} is no part of {size} elements")
+        if not 0 <= self.start < self.stop <= self.each:
+            raise ValueError(f"{self} is empty, or more than there is")
+
+
+def flat_slice(size: int, start: int, stop: int) -> ParameterSlice:
+    """Return the slice of the elements [start, stop), in memory order, of a parameter of `size` elements."""
+    return ParameterSlice(1, size, 1, start, stop)
+
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, one cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlot:
-    """One parameter: its name, its shape, its first element in the flat array, and whether decay applies."""
+    """One parameter: its name, shape, first element in the flat array, and whether weight decay applies."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +71,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """All parameters of a model, in order of offset; a parameter's index is its place in `slots`."""
+    """All parameters of a model, in order of offset; a parameter's index is its position in `slots`."""
 
     slots: tuple[ParameterSlot, ...]
 
@@ -53,12 +87,12 @@ class ParameterLayout:
 
     @property
     def size(self) -> int:
-        """Elements of a flat array, padding included."""
+        """Return the elements of a flat array, padding included."""
         return self.slots[-1].offset + padded(self.slots[-1].size)
 
     @property
     def parameter_count(self) -> int:
-        """Elements that are parameters, without padding."""
+        """Return the elements that are parameters, without padding."""
         return sum(slot.size for slot in self.slots)
 
     def views(self, flat: Array) -> list[Array]:

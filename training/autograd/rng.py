@@ -19,7 +19,7 @@ from zbmd.training.native import _kernels
 
 PHILOX_ROUNDS = 10
 BLOCK_WORDS = 4
-"""What one counter yields."""
+"""Words that one counter yields."""
 FEISTEL_ROUNDS = 6
 # Each walk leaves the domain with probability at most 3/4: 512 steps fail once in 10**64.
 CYCLE_WALK_STEPS_MAX = 512
@@ -30,7 +30,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a stream of numbers is for: streams of different purposes are independent."""
+    """What a stream of numbers is used for. Streams of different purposes are independent."""
 
     INIT = 1
     SHUFFLE = 2
@@ -46,9 +46,10 @@ def stream(seed: int, purpose: Purpose, index: int = 0) -> Generator:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What random numbers of a step depend on: the seed, the step, and each sample, (samples,) integers.
+    """What the random numbers of a step depend on: the seed, the step, and each sample, (samples,) integers.
 
-    Nothing else: whoever computes a sample, again or for the first time, draws the same numbers for it.
+    They depend on nothing else: any rank that computes a sample, for the first time or again, draws the same
+    numbers for it.
     """
 
     seed: int
@@ -57,11 +58,11 @@ class Noise:
 
 
 def random_words(noise: Noise, site: int, count: int, *, start: int = 0, xp: ModuleType = np) -> Array:
-    """Return random words of each sample of `noise` at `site`, `start` and on: (samples, count) of uint32.
+    """Return random words of each sample of `noise` at `site`, from `start` on: (samples, count) of uint32.
 
-    Philox4x32-10 with the seed as its key. Word i of a sample is word i % 4 of the block with the counter
-    (i // 4, purpose and site, step, sample), each modulo 2**32; `site` is below 2**24, and tells the places
-    of a model apart that draw numbers.
+    Philox4x32-10 with the seed as its key. Word i of a sample is word i % 4 of the block with the counter (i
+    // 4, purpose and site, step, sample), each modulo 2**32. `site`, below 2**24, distinguishes the places of
+    a model that draw numbers.
     """
     counters = [
         ((int(Purpose.DROPOUT) << 24) | site, noise.step & _WORD, sample & _WORD)
@@ -77,7 +78,7 @@ def random_words(noise: Noise, site: int, count: int, *, start: int = 0, xp: Mod
 
 
 def random_run(noise: Noise, site: int, each: int, start: int, stop: int, *, xp: ModuleType = np) -> Array:
-    """Return words `start` to `stop` of all samples' first `each` words at `site`, laid end to end: 1-D."""
+    """Return words `start` to `stop` of all samples' first `each` words at `site`, concatenated: 1-D."""
     if (start, stop) == (0, each * len(noise.samples)):
         return random_words(noise, site, each, xp=xp).reshape(-1)
     parts: list[Array] = []
@@ -92,7 +93,7 @@ def random_run(noise: Noise, site: int, each: int, start: int, stop: int, *, xp:
 def _philox(
     seed: int, counters: list[tuple[int, int, int]], first: int, count: int, *, xp: ModuleType
 ) -> Array:
-    """The same in whole-array operations of 64-bit integers, for a device that has no kernel."""
+    """Compute the same in whole-array operations of 64-bit integers, for a device without a kernel."""
     blocks = -(-count // BLOCK_WORDS)
     c = [xp.zeros((len(counters), blocks), dtype=np.uint64) for _ in range(4)]
     c[0] += xp.arange(first, first + blocks, dtype=np.uint64)

@@ -1,19 +1,19 @@
-"""What the time of a training step is spent on: `with spans.FORWARD[unit]: …`, wherever that is done.
+"""Names what the time of a training step is spent on: `with spans.FORWARD[unit]: …`.
 
-A span costs some 0.2 us where a recorder listens on its thread, half of that where none does
-(`zbmd.training.profiler`). Categories are exclusive: a span within another takes its time away from that one.
+A span costs about 0.2 µs if a recorder (`zbmd.training.profiler`) listens on its thread, and half of that
+otherwise. Categories are exclusive: time in an inner span does not count for the outer one.
 
-FORWARD, BACKWARD   the model's passes, by unit (`GPT.units`)
-RECOMPUTE           a forward pass that is done again on the way back
-OPTIMIZER           the update
-GRAD_CLIP           the gradient's norm
-DATA                samples, and windows of the corpus
-TRANSFER            between the host's memory and a device's
-COMM                waiting for other ranks: operations of groups, votes, copies of the state
-BUBBLE              a pipeline's stage has nothing to compute
-CHECKPOINT          what a step waits for while state is written
-EVALUATE            held-out text; forward passes there are no FORWARD
-DIGEST              the fingerprint of the new state that a vote carries
+ FORWARD, BACKWARD   the model's passes, by unit (`GPT.units`)
+ RECOMPUTE           a forward pass that is repeated during the backward pass
+ OPTIMIZER           the update
+ GRAD_CLIP           the norm of the gradient
+ DATA                samples, and windows of the corpus
+ TRANSFER            between host and device memory
+ COMM                waiting for other ranks: operations of groups, votes, copies of the state
+ BUBBLE              a pipeline stage has nothing to compute
+ CHECKPOINT          what a step waits for while state is written
+ EVALUATE            held-out text; forward passes there do not count as FORWARD
+ DIGEST              the digest of the new state that a vote carries
 """
 
 from __future__ import annotations

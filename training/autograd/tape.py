@@ -1,13 +1,13 @@
 """Reverse-mode automatic differentiation on a tape, with gradients written in place.
 
-An op computes its output and records one closure that takes the output's gradient and passes gradients on.
-The tape plays the closures backwards. Ownership keeps it free of needless copies: a closure *owns* the
-gradient it is given (nobody reads it afterwards, so it may be overwritten or passed on), and an array given
-to `Tensor.accumulate` belongs to that tensor from then on.
+An op computes its output and records one closure, which takes the output's gradient and passes gradients on.
+The tape plays the closures backwards. Ownership avoids copies: a closure *owns* the gradient it is given
+(nobody reads it afterwards, so it may be overwritten or passed on), and an array given to `Tensor.accumulate`
+belongs to that tensor from then on.
 
-A parameter's gradient is written straight to memory that the caller chose, and a hook tells when it is
-final, so that its reduction can start while the backward pass goes on. The method is the Wengert list
-(R. E. Wengert, "A simple automatic derivative evaluation program", 1964).
+A parameter's gradient is written directly to memory of the caller, and a hook is called when it is final, so
+that its reduction can start while the backward pass continues. The method is the Wengert list (R. E. Wengert,
+"A simple automatic derivative evaluation program", 1964).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, is_narrow, widened
-from zbmd.training.autograd.first_non_finite import Lookout, Where, lookout
+from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, active_probe
 from zbmd.transport.errors import LocalProtocolError
 
 Backward = Callable[[Array], None]
@@ -30,7 +30,7 @@ _NO_SPAN = nullcontext()
 
 
 class Tensor:
-    """A value on the tape and, during the backward pass, the gradient gathered for it so far."""
+    """A value on the tape and, during the backward pass, the gradient accumulated for it so far."""
 
     __slots__ = ("data", "grad")
 
@@ -39,7 +39,7 @@ class Tensor:
         self.grad: Array | None = None
 
     def accumulate(self, grad: Array) -> None:
-        """Add `grad` (the shape of `data`) to the gradient; the tensor owns `grad` from here on."""
+        """Add `grad` (of the shape of `data`) to the gradient; the tensor owns `grad` from here on."""
         if self.grad is None:
             self.grad = grad
         else:
@@ -47,11 +47,11 @@ class Tensor:
 
 
 class Parameter:
-    """A leaf whose gradient goes to the caller's memory.
+    """A leaf whose gradient goes to memory of the caller.
 
-    Shapes and dtypes of `stored` and `grad` agree. What `grad` held before does not matter: the first use
-    overwrites it, each further use adds to it. Of 16-bit floats everything is computed in float32, and a
-    gradient is rounded as it is kept.
+    Shapes and dtypes of `stored` and `grad` agree. The previous content of `grad` does not matter: the first
+    use overwrites it, each further use adds to it. With 16-bit floats, everything is computed in float32, and
+    a gradient is rounded when it is stored.
     """
 
     __slots__ = ("_fresh", "deferred", "grad", "handed", "index", "on_ready", "stored", "uses_left")
@@ -62,30 +62,30 @@ class Parameter:
         self.index = index
         self.uses_left = 0
         self.handed = False
-        """Whether the hook has been told that the gradient is final."""
+        """Whether the hook has been called, so that the gradient is final."""
         self._fresh = True
         self.on_ready = on_ready
         self.deferred: list[Callable[[], None]] | None = None
-        """Where gradients that are computed later wait, in their order; None: each is computed at once."""
+        """The queue of gradients that are computed later, in order; None: each is computed at once."""
 
     @property
     def data(self) -> Array:
-        """The value to compute with; of 16-bit floats a copy, made anew at each call."""
+        """Return the value to compute with; for 16-bit floats, a new copy at each call."""
         return widened(self.stored)
 
     def rows(self, places: Array) -> Array:
-        """The rows `places` of the value: a copy."""
+        """Return a copy of the rows `places` of the value."""
         return widened(self.stored[places])
 
     def release(self) -> None:
-        """Give up one use that was counted and will bring no gradient: those counted since will."""
+        """Cancel one counted use that will bring no gradient."""
         self.uses_left -= 1
 
     def receive(self, write: Callable[[Array], object], *, lasting: bool = False) -> None:
         """Take the gradient of one use: `write(out)` sets all of `out`, an array like `data`.
 
-        lasting: nothing that `write` reads changes any more, so that it can be called later. What cannot be
-        put off is computed now, and kept apart until its turn.
+        `lasting`: nothing that `write` reads changes any more, so it can be called later. Otherwise a
+        deferred gradient is computed now and stored separately until its turn.
         """
         if self.deferred is None:
             self._take(write)
@@ -94,7 +94,7 @@ class Parameter:
         self.deferred.append(lambda: self._take(later))
 
     def _kept_apart(self, write: Callable[[Array], object]) -> Callable[[Array], object]:
-        """What `write` sets, computed now."""
+        """Compute what `write` sets now; return a function that copies it."""
         partial = self._room()
         write(partial)
 
@@ -104,7 +104,7 @@ class Parameter:
         return copy
 
     def _room(self) -> Array:
-        """An array like `data`, of its own; what is in it does not matter."""
+        """Return an uninitialised array like `data`."""
         if self.grad is None:
             raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
         return widened(self.grad) if is_narrow(self.grad) else self.grad.copy()
@@ -129,7 +129,7 @@ class Parameter:
 
     @property
     def handing(self) -> bool:
-        """Whether the hook is being told, or has raised."""
+        """Whether the hook is running, or has raised."""
         told = not self._fresh and self.uses_left == 0 and self.on_ready is not None
         return told and not self.handed
 
@@ -149,31 +149,36 @@ class Tape:
 
     @property
     def position(self) -> int:
-        """Which op is at work, counted from 0 in the order of the forward pass: forwards and backwards."""
+        """Return the index of the op that is running, in the order of the forward pass, in both
+        directions."""
         return len(self._nodes) if self.recording else self._unrecorded
 
     def kept(self) -> Iterator[object]:
-        """What the way back needs: the outputs of ops, and their rules with all that these close over."""
+        """Yield what the backward pass needs: the outputs of ops, and their rules with everything these close
+        over.
+        """
         for node in self._nodes:
             yield from node
 
     def unit(self, number: int) -> AbstractContextManager[None]:
-        """What is recorded from here on is of the model's unit `number`; enter the result around that."""
+        """Attribute what is recorded from here on to the model's unit `number`; enter the result around
+        it."""
         if not self.recording:
             return _NO_SPAN
         self._units.append((len(self._nodes), number))
-        watching = lookout()
+        watching = active_probe()
         return spans.FORWARD[number] if watching is None else self._watched(watching, number)
 
     @contextmanager
-    def _watched(self, watching: Lookout, number: int) -> Generator[None]:
-        watching.at(Where.FORWARD, number)
+    def _watched(self, watching: NonFiniteProbe, number: int) -> Generator[None]:
+        watching.at(ProbePoint.FORWARD, number)
         with spans.FORWARD[number]:
             yield
         watching.look(self._nodes[-1][0].data)
 
     def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
-        """Return the tensor of an op's output, made from `parameters` and others by the rule `backward`.
+        """Return the tensor of an op's output, computed from `parameters` and others, with the rule
+        `backward`.
 
         `backward` passes exactly one gradient to each of `parameters` (`Parameter.receive`).
         """
@@ -198,7 +203,7 @@ class Tape:
         self.check_whole()
 
     def check_whole(self) -> None:
-        """Raise `LocalProtocolError` if a parameter that was used has got no gradient."""
+        """Raise `LocalProtocolError` if a parameter that was used has received no gradient."""
         for parameter in self._parameters:
             if parameter.uses_left:
                 raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")
@@ -206,12 +211,12 @@ class Tape:
     def checkpoint(
         self, block: Callable[[Tape, Tensor], Tensor], x: Tensor, parameters: Sequence[Parameter]
     ) -> Tensor:
-        """Return `block(tape, x)` and keep nothing of it but `x`: the way back computes it again.
+        """Return `block(tape, x)` and keep only `x` of it: the backward pass computes it again.
 
-        `parameters` are all that `block` uses, each at least once. It must be a function of `x`, `parameters`
-        and constants, so that the second time gives the same bits; random numbers are such a function too
-        (`zbmd.training.autograd.rng.random_words`). T. Chen and others, "Training deep nets with sublinear
-        memory cost", 2016, arXiv:1604.06174.
+        `parameters` are all that `block` uses, each at least once. `block` must be a function of `x`,
+        `parameters` and constants, so that the second run gives the same bits; random numbers are such a
+        function too (`zbmd.training.autograd.rng.random_words`). T. Chen and others, "Training deep nets with
+        sublinear memory cost", 2016, arXiv:1604.06174.
         """
         if not self.recording:
             return block(self, x)
@@ -230,13 +235,13 @@ class Tape:
         return self.record(y.data, backward, *parameters)
 
     def play(self, output: Tensor, grad: Array) -> None:
-        """Play the tape backwards from `output`, whose gradient is `grad`, and no further than it goes."""
+        """Play the tape backwards from `output`, whose gradient is `grad`."""
         output.accumulate(grad)
         while self._units:
             floor, number = self._units.pop()
-            watching = lookout()
+            watching = active_probe()
             if watching is not None:
-                watching.at(Where.BACKWARD, number)
+                watching.at(ProbePoint.BACKWARD, number)
             with spans.BACKWARD[number]:
                 self._play_down_to(floor)
             before = self._nodes[-1][0].grad if self._nodes else None

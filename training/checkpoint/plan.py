@@ -1,7 +1,8 @@
-"""What fixes the bits of a run, as JSON: no log and no checkpoint is gone on with under another plan.
+"""The plan of a run: what determines its bits, as JSON. Logs and checkpoints are resumed only under their
+plan.
 
-Every job writes the same, whoever computes it: one process, ranks with and without ZeRO, meshes. Plans of
-versions that had more names for the same are understood.
+Every job writes the same plan: a single process, ranks with and without ZeRO, meshes. Plans of earlier
+versions, which had other names for some fields, are understood.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ VALUE_CHARACTERS_MAX = 16
 _HORIZON: Final = "training.horizon"
 _PRECISION: Final = "precision"
 _SCALED: Final = "float16"
-"""The precision whose gradients have a loss scale: of others, what it would begin with fixes nothing."""
+"""The precision whose gradients have a loss scale; with others, the initial scale determines nothing."""
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """What a plan says that readers of a run need: the model, its training, and the digest of its text."""
+    """The fields of a plan that readers of a run need: the model, its training, and the digest of its
+    text."""
 
     model: GPTConfig
     training: TrainingConfig
@@ -41,7 +43,9 @@ def plan_text(
     precision: Precision = "float32",
     loss_scale: float = SCALE_FIRST,
 ) -> str:
-    """The plan of a run on text of digest `corpus`; stages, meshes and the number of ranks are none of it."""
+    """Return the plan of a run on text of digest `corpus`; stages, meshes and the number of ranks are not in
+    it.
+    """
     plan: dict[str, Any] = {
         "model": asdict(model),
         "training": asdict(training),
@@ -54,7 +58,7 @@ def plan_text(
 
 
 def read_plan(text: str, *, where: str = "the commit log") -> Plan:
-    """The plan in a log or a checkpoint. Raises `UserError`."""
+    """Return the plan in a log or a checkpoint. Raises `UserError`."""
     try:
         return msgspec.json.decode(text, type=Plan)
     except (ValueError, RecursionError) as error:
@@ -64,7 +68,7 @@ def read_plan(text: str, *, where: str = "the commit log") -> Plan:
 def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> None:
     """Raise `UserError` unless the plan of the checkpoint at `path` is ours, and its state is `alike`.
 
-    How many steps a plan has may differ, where the learning rates of steps do not depend on it.
+    The number of steps may differ if the learning rates of steps do not depend on it.
     """
     if there == here and alike:
         return
@@ -85,7 +89,7 @@ def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> No
 
 
 def _advice(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """What to do where one difference says it; nothing where the whole plan is another, or unread."""
+    """Return what to do about a difference; empty if the plan could not be read."""
     if not known:
         return ""
     said, horizon, precision = "", known.get(_HORIZON), known.get(_PRECISION)
@@ -114,7 +118,9 @@ def _differ(known: Mapping[str, object], wanted: Mapping[str, object], begins: s
 
 
 def _fixed_by(plan: str) -> dict[str, object]:
-    """The leaves of a plan that fix bits, each by one name, with the horizon of its rates for its steps."""
+    """Return the leaves of a plan that determine bits, with one name each, and the horizon in place of the
+    steps.
+    """
     found = _leaves(msgspec.json.decode(plan))
     found.pop("reduction", None)  # one tree, in plans of before
     found.setdefault(_PRECISION, found.pop("storage", "float32"))
@@ -127,7 +133,7 @@ def _fixed_by(plan: str) -> dict[str, object]:
 
 
 def _differences(known: Mapping[str, object], wanted: Mapping[str, object]) -> list[str]:
-    """The leaves in which two plans differ, in words: at most `DIFFERENCES_MAX`, each short."""
+    """Describe the leaves in which two plans differ: at most `DIFFERENCES_MAX`, each shortened."""
     names = sorted(name for name in {**known, **wanted} if known.get(name) != wanted.get(name))
     return [
         f"{name} ({_shortened(known.get(name))}, {_shortened(wanted.get(name))})"

@@ -1,9 +1,9 @@
-"""Durable checkpoints in shards: each rank writes what it holds, and one small file names them all.
+"""Durable sharded checkpoints: each rank writes what it holds, and a small index file lists all shards.
 
-A shard is a safetensors file of float32: parts of parameters' weights and moments, each with where it lies in
-the whole parameter (`Cut`) and a digest. So any number of ranks, on any mesh, read what they hold out of the
-shards of any other. The names of a checkpoint's shards are its own, and those of the one before go when the
-new one has been named: whoever is killed meanwhile leaves the last durable one.
+A shard is a safetensors file of float32: slices of parameters' weights and moments, each with its position in
+the whole parameter (`ParameterSlice`) and a digest. Any number of ranks, on any mesh, can therefore load a
+checkpoint written by any other. Each checkpoint's shards have names of their own, and the previous shards are
+deleted only after the new index is durable: a crash at any moment leaves the last durable checkpoint intact.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
-from zbmd.training.checkpoint.parameter_cut import Cut
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot
 from zbmd.training.checkpoint.plan import require_plan
 from zbmd.training.checkpoint.whole import (
     CHECKPOINT_NAME,
@@ -36,8 +35,8 @@ from zbmd.training.checkpoint.whole import (
     require_checkpoint,
     require_steps_left,
 )
-from zbmd.training.optim.adamw import ARRAYS, AdamWState, StateArray
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
+from zbmd.training.optim.elementwise import ARRAYS, AdamWState, StateArray
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
@@ -48,7 +47,7 @@ SHARDS_FORMAT: Final = "zbmd-checkpoint-shards-1"
 SHARDS_NAME: Final = "checkpoint.json"
 MANIFEST_BYTES_MAX: Final = 1 << 20
 OPEN_TRIES: Final = 3
-"""A checkpoint may be replaced between the reading of its names and the opening of its shards."""
+"""A checkpoint may be replaced between reading its index and opening its shards."""
 _SHARD_NAME: Final = re.compile(r"checkpoint-\d+-[0-9a-f]{16}-\d+\.safetensors")
 
 WRITE_POINT = faults.declare("shards.write", "before a rank writes its shard of a checkpoint")
@@ -58,17 +57,18 @@ NAMED_POINT = faults.declare("shards.named", "when a new checkpoint is named, be
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of parameter `name`: its weights and moments (the first of `ARRAYS`), in the order of `cut`."""
+    """A slice of parameter `name`: its weights and moments (the first of `ARRAYS`), in the order of `cut`."""
 
     name: str
-    cut: Cut
+    cut: ParameterSlice
     arrays: tuple[Array, ...]
 
 
 def shared_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which of what has these sizes each of `ranks` that all hold it writes, the same on all of them.
+    """Return which of the items with these sizes each of `ranks` writes, if all ranks hold all of them.
 
-    The largest first, each to whoever has least: nobody has more than 4/3 of the best (Graham 1969, LPT).
+    The largest first, each to the rank that has least: at most 4/3 of the optimum (Graham 1969, LPT). The
+    result is the same on all ranks.
     """
     found: list[list[int]] = [[] for _ in range(ranks)]
     taken = [0] * ranks
@@ -80,7 +80,9 @@ def shared_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What names a checkpoint: its version, its plan (see `Checkpoint`), the loss scale, and its shards."""
+    """The index of a checkpoint: its version, its plan (see `Checkpoint`), the loss scale, and its shard
+    files.
+    """
 
     format: str
     version: int
@@ -98,10 +100,11 @@ def write_shards(
     plan: str,
     loss_scale: tuple[float, ...] = (),
 ) -> None:
-    """Write a checkpoint of which this rank holds `pieces`, maybe none; all members together.
+    """Write a checkpoint of which this rank holds `pieces`, possibly none; called by all members together.
 
-    `directory` is one that all of them share. Durable once the first member has returned; until then the one
-    before is. Raises `UserError` for a full disk and a directory that is not shared, and as the group does.
+    `directory` must be shared by all of them. The checkpoint is durable once the first member has returned;
+    until then the previous one is. Raises `UserError` for a full disk and a directory that is not shared, and
+    as the group does.
     """
     place, first = group.members.index(group.rank), group.members[0]
     token = np.array([secrets.randbits(64) if group.rank == first else 0], np.uint64)
@@ -133,7 +136,10 @@ def write_alone(
     plan: str,
     loss_scale: tuple[float, ...] = (),
 ) -> None:
-    """As `write_shards`, by one process that holds all of the state. Raises `UserError` for a full disk."""
+    """Write a checkpoint like `write_shards`, from one process that holds all of the state.
+
+    Raises `UserError` for a full disk.
+    """
     name = f"checkpoint-{version}-{secrets.randbits(64):016x}-0.safetensors"
     write_shard(directory / name, pieces)
     names = ShardNames(format=SHARDS_FORMAT, version=version, plan=plan, loss_scale=loss_scale, files=(name,))
@@ -141,7 +147,7 @@ def write_alone(
 
 
 def _take_over(directory: Path, names: ShardNames) -> None:
-    """Name the shards that are there, and remove those of the checkpoint before."""
+    """Write the index of the new shards, and remove the shards of the previous checkpoint."""
     write_names(directory, names)
     faults.hit(NAMED_POINT)
     for path in directory.glob("checkpoint-*.safetensors"):
@@ -150,7 +156,7 @@ def _take_over(directory: Path, names: ShardNames) -> None:
 
 
 def write_names(directory: Path, names: ShardNames) -> None:
-    """Name the shards that are there: durable on return. Raises `UserError` for a full disk."""
+    """Write the index of a checkpoint: durable on return. Raises `UserError` for a full disk."""
     data = msgspec.json.encode(names)
     write_atomically(directory / SHARDS_NAME, lambda file: file.write(data))
 
@@ -173,13 +179,14 @@ def _digest(tensor: Array) -> str:
 
 
 class SavedState(Protocol):
-    """The state in a checkpoint, in shards or whole, read parameter by parameter. Close it after use."""
+    """The state in a checkpoint, sharded or whole, read parameter by parameter. Close it after use."""
 
     version: int
     loss_scale: tuple[float, ...]
 
     def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
-        """One of `ARRAYS` of a whole parameter, (slot.size,) float32. Raises `UserError` for damage."""
+        """Return one of `ARRAYS` of a whole parameter, (slot.size,) float32. Raises `UserError` for
+        damage."""
         ...
 
     def close(self) -> None:
@@ -188,7 +195,7 @@ class SavedState(Protocol):
 
 
 class _Whole(SavedState):
-    """That of `zbmd.training.checkpoint.whole`."""
+    """The state in a checkpoint of `zbmd.training.checkpoint.whole`."""
 
     def __init__(self, path: Path, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray]) -> None:
         found = load_checkpoint(path, plan=plan, elements=len(arrays) * layout.size)
@@ -200,11 +207,11 @@ class _Whole(SavedState):
         return self._arrays[array][slot.span]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class _Shards(SavedState):
-    """That of `write_shards`; what is open can be read even if it is replaced meanwhile."""
+    """The state in a checkpoint of `write_shards`; open shards remain readable if it is replaced."""
 
     def __init__(self, path: Path, plan: str) -> None:
         self._path = path
@@ -261,7 +268,7 @@ class _Shards(SavedState):
         there = np.zeros(slot.size, np.bool_)
         try:
             for file, metadata in self._parts.get(slot.name, ()):
-                cut = msgspec.json.decode(metadata[f"cut.{slot.name}"], type=Cut)
+                cut = msgspec.json.decode(metadata[f"cut.{slot.name}"], type=ParameterSlice)
                 cut.check(slot.size)
                 found: Array = file.get_tensor(f"{array}.{slot.name}")
                 if found.dtype != np.float32 or found.shape != cut.shape:
@@ -280,7 +287,7 @@ class _Shards(SavedState):
 
 
 def read_names(path: Path) -> ShardNames:
-    """What names the checkpoint at `path`. Raises `UserError` if it is missing or damaged."""
+    """Return the index of the checkpoint at `path`. Raises `UserError` if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             data = file.read(MANIFEST_BYTES_MAX + 1)
@@ -300,7 +307,7 @@ def read_names(path: Path) -> ShardNames:
 
 
 def checkpoint_in(directory: Path) -> Path | None:
-    """The checkpoint of a run in `directory`, of shards or whole, the later one; None if there is none."""
+    """Return the latest checkpoint, sharded or whole, of the run in `directory`; None if there is none."""
     shards, whole = (directory / name for name in (SHARDS_NAME, CHECKPOINT_NAME))
     if not shards.exists() or not whole.exists():
         return next((path for path in (shards, whole) if path.exists()), None)
@@ -314,11 +321,10 @@ def checkpoint_in(directory: Path) -> Path | None:
 def open_state(
     path: Path, *, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray] = ARRAYS
 ) -> SavedState:
-    """Open a checkpoint of the whole model `layout`, in shards or whole; `path` may be a run's directory.
+    """Open a checkpoint of the whole model `layout`, sharded or whole; `path` may be a run's directory.
 
-    arrays: what the state is made of, see `zbmd.training.optim.arrays_of`.
-
-    Raises `UserError` if it is missing, damaged, or belongs to a run with other settings or data.
+    `arrays`: the arrays of the state, see `zbmd.training.optim.arrays_of`. Raises `UserError` if the
+    checkpoint is missing, damaged, or belongs to a run with other settings or data.
     """
     if path.is_dir():
         path = checkpoint_in(path) or path / SHARDS_NAME
@@ -333,7 +339,7 @@ def take_state(
     *,
     xp: ModuleType,
 ) -> None:
-    """Fill a whole state, of arrays of `xp`, with that in a checkpoint. Raises `UserError` for damage."""
+    """Fill a whole state, of arrays of `xp`, from a checkpoint. Raises `UserError` for damage."""
     for name, slot in product(arrays, layout.slots):
         getattr(state, name)[slot.span] = xp.asarray(saved.parameter(name, slot))
 
@@ -346,9 +352,9 @@ def require_state(
     steps: int,
     arrays: Sequence[StateArray] = ARRAYS,
 ) -> None:
-    """See that a run of `steps` can go on from what `open_state` would open; its numbers are not read.
+    """Check that a run of `steps` can resume from what `open_state` would open, without reading its arrays.
 
-    Raises `UserError` as that does, and if there is nothing left to do.
+    Raises `UserError` as that does, and if no step is left.
     """
     if path.is_dir():
         path = checkpoint_in(path) or path / SHARDS_NAME

@@ -1,4 +1,4 @@
-"""Durable checkpoints: the whole state of a version in one safetensors file."""
+"""Whole checkpoints: the state of a version in one safetensors file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from zbmd.training.checkpoint.plan import require_plan
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 CHECKPOINT_FORMAT = "zbmd-checkpoint-1"
@@ -25,9 +25,10 @@ FlatState = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A version of the state: `flat` is float32: weights and moments, (layout.size,) each.
+    """A version of the state. `flat` is float32: weights and moments, (layout.size,) each.
 
-    `plan` is what fixes the bits of the run (see `LogHeader.plan`): a run goes on only under the same one.
+    `plan` is what determines the bits of the run (see `LogHeader.plan`): a run resumes only under the same
+    plan.
     """
 
     version: int
@@ -36,9 +37,9 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint: durable on return, or what was at `path` is untouched.
+    """Write a checkpoint: durable on return, or the file at `path` is unchanged.
 
-    Raises `UserError` when the disk is full or the directory is closed to us.
+    Raises `UserError` if the disk is full or the directory is not writable.
     """
     metadata = {
         "format": CHECKPOINT_FORMAT,
@@ -60,7 +61,8 @@ def load_checkpoint(path: Path, *, plan: str, elements: int) -> Checkpoint:
 
 
 def require_checkpoint(path: Path, *, plan: str, elements: int) -> int:
-    """The version of what `load_checkpoint` would read; its numbers are not read. Raises as that does."""
+    """Return the version that `load_checkpoint` would read, without reading its arrays. Raises as that
+    does."""
     with _opened(path, plan, elements) as (_, version):
         return version
 
@@ -90,12 +92,12 @@ def _opened(path: Path, plan: str, elements: int) -> Generator[tuple[Any, int]]:
 
 
 def no_checkpoint(path: Path) -> UserError:
-    """The error where there is none."""
+    """Return the error for a missing checkpoint."""
     return UserError(f"there is no checkpoint at {path}: check the path given to --resume.")
 
 
 def require_steps_left(path: Path, version: int, steps: int) -> None:
-    """Raise `UserError` if a run of `steps` has nothing to do behind the checkpoint at `path`."""
+    """Raise `UserError` if a run of `steps` has no step left after the checkpoint at `path`."""
     if version >= steps:
         raise UserError(
             f"the checkpoint {path} is of step {version}, and --steps is {steps}: there is nothing left to "
@@ -104,7 +106,7 @@ def require_steps_left(path: Path, version: int, steps: int) -> None:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """What a file of tensors says of itself, without reading them; nothing if it is none."""
+    """Return the metadata of a safetensors file, without reading its tensors; empty if it is not one."""
     try:
         with safe_open(path, framework="numpy") as file:
             return file.metadata() or {}
@@ -113,7 +115,7 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 
 def checkpoint_version(path: Path) -> int | None:
-    """The version of the checkpoint at `path`, without reading its state; None if there is none."""
+    """Return the version of the checkpoint at `path`, without reading its state; None if there is none."""
     try:
         return int(metadata_of(path)["version"])
     except (KeyError, ValueError):
@@ -121,5 +123,5 @@ def checkpoint_version(path: Path) -> int | None:
 
 
 def checkpoint_plan(path: Path) -> str:
-    """The plan of the checkpoint at `path`, without reading its state; empty if there is none."""
+    """Return the plan of the checkpoint at `path`, without reading its state; empty if there is none."""
     return metadata_of(path).get("plan", "")

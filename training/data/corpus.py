@@ -1,12 +1,12 @@
-"""Training text: any files, joined into one memory-mapped file, cut into windows, some of them held out.
+"""Training text: any files, joined into one memory-mapped file and divided into windows, some held out.
 
-The corpus file is one header page (JSON, padded) and then the bytes of all sources in order, a zero byte
-between two of them. It is made once and mapped by every process: opening it reads one page.
+The corpus file is one header page (JSON, padded) followed by the bytes of all sources in order, with a zero
+byte between two sources. It is written once and mapped by every process: opening it reads one page.
 
-Windows. Window i is the bytes [i * T, i * T + T]: T inputs, each predicting the byte after it, so that
-every byte but the first is predicted once. Windows are grouped into blocks of `BLOCK_WINDOWS`, or fewer in
-a short corpus, and the last of every `HELD_OUT_EVERY` blocks is held out (5 %). Held-out text is thus spread
-evenly over the corpus, in contiguous runs, and no held-out byte is ever a target in training.
+Window i is the bytes [i * T, i * T + T]: T inputs, each predicting the byte after it, so that every byte but
+the first is predicted once. Windows are grouped into blocks of `BLOCK_WINDOWS`, or fewer in a short corpus,
+and the last of every `HELD_OUT_EVERY` blocks is held out (5 %). Held-out text is thus spread evenly over the
+corpus, in contiguous runs, and no held-out byte is ever a target in training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,36 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.autograd.rng import Permutation
-from zbmd.training.run.atomic_files import locked_directory, write_atomically
+from zbmd.training.config import VOCABULARY
+from zbmd.training.files import locked_directory, write_atomically
 from zbmd.transport.errors import UserError
+
+SMOOTHING = 0.1  # added to every count; 0.01 to 1 differ by 0.001 nats on the standard library
+WINDOWS_PER_PASS = 4_096
+
+
+def fit_bigram(corpus: Corpus) -> npt.NDArray[np.float64]:
+    """Return log P(next byte | byte), (256, 256) in nats, over all pairs in the corpus' training windows.
+
+    This table is the baseline that a model has to beat. `SMOOTHING` is added to the counts (G. J. Lidstone,
+    1920), so that no pair is impossible.
+    """
+    counts = np.zeros(VOCABULARY * VOCABULARY, dtype=np.int64)
+    count = corpus.split.training_count
+    for start in range(0, count, WINDOWS_PER_PASS):
+        ids = corpus.split.training_ids(np.arange(start, min(start + WINDOWS_PER_PASS, count)))
+        windows = corpus.windows(ids).astype(np.intp)
+        pairs = windows[:, :-1] * VOCABULARY + windows[:, 1:]
+        counts += np.bincount(pairs.reshape(-1), minlength=VOCABULARY * VOCABULARY)
+    table = counts.reshape(VOCABULARY, VOCABULARY) + SMOOTHING
+    logs: npt.NDArray[np.float64] = np.log(table / table.sum(axis=1, keepdims=True))
+    return logs
+
+
+def bigram_loss(table: npt.NDArray[np.float64], windows: Windows) -> float:
+    """Return the mean loss of `table` on `windows`, (samples, T + 1) uint8, in nats per byte."""
+    return float(-table[windows[:, :-1], windows[:, 1:]].mean())
+
 
 CORPUS_FILE = "corpus.bin"
 CORPUS_FORMAT = 1
@@ -49,10 +77,10 @@ Ids = npt.NDArray[np.int64]
 
 
 class CorpusHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a corpus file says about itself.
+    """The header of a corpus file.
 
-    `digest` is the SHA-256 of its bytes; `inputs_digest` that of the list of its sources' paths, sizes and
-    modification times. `left_out_bytes` is what the bound on a corpus cut off the end.
+    `digest`: SHA-256 of its bytes. `inputs_digest`: of the list of its sources' paths, sizes and modification
+    times. `left_out_bytes`: truncated by the size limit of a corpus.
     """
 
     format: int
@@ -66,7 +94,7 @@ class CorpusHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file and what identifies its content without reading it."""
+    """One input file, with what identifies its content without reading it."""
 
     path: Path
     nbytes: int
@@ -76,17 +104,17 @@ class Source:
 def prepare_corpus(
     data: str | None, directory: Path, *, context: int = 1, bytes_max: int | None = None
 ) -> Path:
-    """Make sure `directory` holds the corpus file of `data` and return its path.
+    """Create the corpus file of `data` in `directory`, unless it is up to date, and return its path.
 
     `data` is a file, a directory (all files below it) or a glob (`**` crosses directories); None is the
-    Python standard library's own source, without tests and third-party packages. Sources are joined in the
-    order of their paths, a piece in memory at a time. A file already there is used again if its sources have
-    not changed; a corpus is cut at `bytes_max` bytes where that is given, and the standard library at
+    source of the Python standard library, without tests and third-party packages. Sources are joined in the
+    order of their paths, with one chunk in memory at a time. An existing file is used again if its sources
+    have not changed. The corpus is truncated to `bytes_max` bytes if given, the standard library to
     `STDLIB_BYTES_MAX`. One process of a host at a time does this in a directory.
 
-    Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty, too short for
-    windows of `context` bytes or longer than `CORPUS_BYTES_MAX`, or the disk is full or has too little room;
-    for data that will not do nothing is made on disk.
+    Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty, too short for windows
+    of `context` bytes or longer than `CORPUS_BYTES_MAX`, or the disk is full; unsuitable data creates no
+    file.
     """
     sources, origin = _usable(data, context=context)
     if bytes_max is None:
@@ -103,12 +131,12 @@ def prepare_corpus(
 
 
 def require_data(data: str | None, *, context: int) -> None:
-    """Raise `UserError` for data that `prepare_corpus` would refuse; nothing is read or made."""
+    """Raise `UserError` for data that `prepare_corpus` would refuse, without reading or writing anything."""
     _usable(data, context=context)
 
 
 def require_disk(directory: Path, nbytes: int, origin: str) -> None:
-    """Raise `UserError` unless the disk of `directory` has room for so many bytes more."""
+    """Raise `UserError` unless the disk of `directory` has `nbytes` free."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise UserError(
@@ -122,7 +150,7 @@ def _joined_bytes(sources: list[Source]) -> int:
 
 
 def _usable(data: str | None, *, context: int) -> tuple[list[Source], str]:
-    """The sources of a corpus that is long enough, and what they are called."""
+    """Return the sources of a corpus that is long enough, and its name."""
     sources = _stdlib_sources() if data is None else find_sources(data)
     origin = "the Python standard library" if data is None else data
     if not any(source.nbytes for source in sources):
@@ -140,7 +168,7 @@ def _usable(data: str | None, *, context: int) -> tuple[list[Source], str]:
 
 
 def _check_length(nbytes: int, origin: str, context: int) -> int:
-    """The number of windows; `UserError` if there is none for training or none to hold out."""
+    """Return the number of windows. Raise `UserError` if there is none to train on or none to hold out."""
     window_count = (nbytes - 1) // context
     if window_count < 2:
         raise UserError(
@@ -176,7 +204,7 @@ def find_sources(data: str) -> list[Source]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which of `window_count` windows are held out; no table, so that it costs nothing to make."""
+    """Which of `window_count` windows are held out; computed, without a table."""
 
     window_count: int
 
@@ -194,14 +222,14 @@ class Split:
 
     @property
     def training_count(self) -> int:
-        """How many windows there are to train on."""
+        """Return the number of windows to train on."""
         groups, rest = divmod(self.window_count, self._group)
         kept = self._group - self._block
         return groups * kept + min(rest, kept)
 
     @property
     def held_out_count(self) -> int:
-        """How many windows are held out."""
+        """Return the number of windows that are held out."""
         return self.window_count - self.training_count
 
     def training_ids(self, places: Ids) -> Ids:
@@ -218,9 +246,10 @@ class Split:
 
 
 class Corpus:
-    """An open corpus, cut into windows for contexts of `context` bytes.
+    """An open corpus, divided into windows for contexts of `context` bytes.
 
-    Raises `UserError` if the file is no corpus, or too short for one window of training and one held out.
+    Raises `UserError` if the file is not a corpus, or is too short for one training window and one held-out
+    one.
     """
 
     def __init__(self, path: Path, *, context: int) -> None:
@@ -245,7 +274,7 @@ class Corpus:
 
 
 class SampleOrder:
-    """Which windows each step trains on: every one once, in an order of its own, before any comes again.
+    """The windows that each step trains on: a random permutation per pass over the corpus.
 
     The order follows from the seed alone: neither history nor the number of ranks matters.
     """
@@ -267,7 +296,7 @@ class SampleOrder:
         return self._split.training_ids(places)
 
     def _permutation(self, number: int) -> Permutation:
-        """The order of pass `number` over the corpus; the last pass but one is forgotten."""
+        """Return the order of pass `number` over the corpus; keeps those of the last two passes."""
         if number not in self._permutations:
             kept = {old: self._permutations[old] for old in self._permutations if old == number - 1}
             made = Permutation(self._split.training_count, seed=self._seed, index=number)
@@ -308,18 +337,18 @@ def _source(path: Path) -> Source:
 
 
 def unreadable(path: object, why: str | None) -> UserError:
-    """The error for a source that cannot be read."""
+    """Return the error for a source that cannot be read."""
     return UserError(f"cannot read {path}: {why}. Give --data files that are there and that you may read.")
 
 
 def inputs_digest(sources: list[Source], *asked: int | str) -> str:
-    """What identifies data that is made of `sources` in the way that was asked for."""
+    """Return the digest that identifies data made of `sources` with the options `asked`."""
     rows = [(os.fsencode(source.path.absolute()), source.nbytes, source.modified_ns) for source in sources]
     return hashlib.sha256(msgspec.msgpack.encode((*asked, rows))).hexdigest()
 
 
 def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str, bytes_max: int) -> None:
-    """Write the file of a corpus, cut at `bytes_max` bytes. Raises `UserError` for an unreadable source."""
+    """Write a corpus file, truncated to `bytes_max` bytes. Raises `UserError` for an unreadable source."""
     digest = hashlib.sha256()
     room, left_out = bytes_max, 0
     file.write(bytes(_HEADER_BYTES))
@@ -360,7 +389,8 @@ def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str
 
 
 def _read_header(path: Path) -> CorpusHeader | None:
-    """Return the header of the corpus file, or None if the file is missing or not a whole one of ours."""
+    """Return the header of the corpus file, or None if the file is missing, incomplete or of another
+    format."""
     try:
         with path.open("rb") as file:
             header = msgspec.json.decode(file.read(_HEADER_BYTES), type=CorpusHeader)

@@ -1,7 +1,7 @@
-"""Training text as tokens: shards of 16-bit integers in files that are mapped, and a list of them.
+"""Training text as tokens: shards of 16-bit integers in memory-mapped files, and a manifest.
 
 Texts are encoded one after the other, with the tokenizer's separator between two, and packed: windows are cut
-from the whole, wherever a text ends, so no token is padding. What is held out is as in
+from the whole wherever a text ends, so no token is padding. Held-out windows are as in
 `zbmd.training.data.corpus`.
 """
 
@@ -29,25 +29,25 @@ from zbmd.training.data.corpus import (
     unreadable,
 )
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer, Tokenizer, Tokens, read_pieces
-from zbmd.training.run.atomic_files import locked_directory, write_atomically
+from zbmd.training.files import locked_directory, write_atomically
 from zbmd.transport.errors import UserError
 
 MANIFEST_NAME = "tokens.json"
 FORMAT = 1
 SHARD_TOKENS = 1 << 25
-"""A file of tokens has no more: 64 MiB."""
+"""Most tokens of a shard file: 64 MiB."""
 PIECE_BYTES = 1 << 20
-"""So much text is encoded at once."""
+"""Text that is encoded at once."""
 TRAINED_ON_BYTES = 64 << 20
-"""So much text a tokenizer is trained on: of longer texts the same share of each."""
+"""Text that a tokenizer is trained on; of longer corpora, the same fraction of each text."""
 MANIFEST_BYTES_MAX = 1 << 20
 SHARDS_MAX = 4096
 
 
 class TokenManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a directory of tokens says about itself. `shards`: tokens in each file, in order.
+    """The manifest of a directory of tokens. `shards`: the number of tokens in each file, in order.
 
-    `inputs_digest` tells the sources and the tokenizer that were asked for, `digest` the tokens.
+    `inputs_digest` identifies the sources and the tokenizer that were requested, `digest` the tokens.
     """
 
     format: int
@@ -61,9 +61,9 @@ class TokenManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCorpus(Corpus):
-    """An open directory of tokens, cut into windows for contexts of `context` tokens.
+    """An open directory of tokens, divided into windows for contexts of `context` tokens.
 
-    Raises `UserError` if it is none, is damaged, or is too short.
+    Raises `UserError` if it is missing, damaged or too short.
     """
 
     def __init__(self, directory: Path, *, context: int) -> None:
@@ -89,7 +89,7 @@ class TokenCorpus(Corpus):
         self._starts = np.array([0, *accumulate(manifest.shards)])
 
     def windows(self, ids: Ids) -> npt.NDArray[np.uint16]:  # type: ignore[override]
-        """The tokens of windows `ids`: (len(ids), context + 1) uint16."""
+        """Return the tokens of windows `ids`: (len(ids), context + 1) uint16."""
         places = ids[:, None] * self.context + np.arange(self.context + 1)
         made = np.empty(places.shape, np.uint16)
         shards = np.searchsorted(self._starts, places, side="right") - 1
@@ -100,7 +100,7 @@ class TokenCorpus(Corpus):
 
 
 def require_windows(tokens: int, origin: str, context: int) -> int:
-    """The windows in so many tokens. Raises `UserError` without one to train on and one to hold out."""
+    """Return the number of windows. Raises `UserError` without one to train on and one to hold out."""
     windows = (tokens - 1) // context
     if windows < 2:
         raise UserError(
@@ -119,12 +119,12 @@ def prepare_tokens(
     tokenizer: Path | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> BPETokenizer:
-    """Make sure `directory` holds the tokens of `data`, by byte pairs, and return their tokenizer.
+    """Create the BPE tokens of `data` in `directory`, unless they are up to date, and return their tokenizer.
 
-    data: files, as of `prepare_corpus`, of any length: no more than a shard is in memory. Without
-    `tokenizer`, a file, one with `vocabulary` tokens is trained on `TRAINED_ON_BYTES` of the text and kept in
-    the directory. What is there is used again if the sources have not changed. One process of a host at a
-    time does this in a directory. Raises `UserError`.
+    `data`: files as for `prepare_corpus`, of any length: at most one shard is in memory. Without `tokenizer`,
+    a file, one with `vocabulary` tokens is trained on `TRAINED_ON_BYTES` of the text and saved in the
+    directory. Existing tokens are used again if the sources have not changed. One process of a host at a time
+    does this in a directory. Raises `UserError`.
     """
     sources = find_sources(data)
     given = None if tokenizer is None else BPETokenizer.load(tokenizer)
@@ -196,14 +196,14 @@ def _encoded(tokenizer: Tokenizer, sources: list[Source]) -> Iterator[Tokens]:
 
 
 def _sample(sources: list[Source], nbytes: int) -> Iterator[bytes]:
-    """Pieces of the texts: all of them, or about so many bytes, the same share of each text's beginning."""
+    """Yield pieces of all texts, or about `nbytes` of them: the same fraction from each text's beginning."""
     share = min(1.0, nbytes / max(1, sum(source.nbytes for source in sources)))
     for source in sources:
         yield from _pieces_of(source, math.ceil(share * source.nbytes))
 
 
 def _pieces_of(source: Source, nbytes: int | None = None) -> Iterator[bytes]:
-    """The pieces of a text, or of its first `nbytes`. Raises `UserError` if it cannot be read."""
+    """Yield the pieces of a text, or of its first `nbytes`. Raises `UserError` if it cannot be read."""
     try:
         with source.path.open("rb") as file:
             yield from read_pieces(file, PIECE_BYTES, nbytes)
@@ -212,12 +212,12 @@ def _pieces_of(source: Source, nbytes: int | None = None) -> Iterator[bytes]:
 
 
 def shard_name(number: int) -> str:
-    """What the file of shard `number` is called."""
+    """Return the file name of shard `number`."""
     return f"tokens-{number:05}.bin"
 
 
 def read_manifest(directory: Path) -> TokenManifest | None:
-    """The manifest in `directory`, or None if there is none of this version."""
+    """Return the manifest in `directory`, or None if there is none of this version."""
     try:
         with (directory / MANIFEST_NAME).open("rb") as file:
             found = msgspec.json.decode(file.read(MANIFEST_BYTES_MAX), type=TokenManifest)

@@ -1,7 +1,7 @@
-"""Tokens: bytes as they are, or byte pairs merged as a training text has them (BPE).
+"""Tokenizers: bytes as they are, or byte pair encoding (BPE) learned from a text.
 
-BPE by the `tokenizers` library, on bytes, so that every text can be told and nothing is unknown (R. Sennrich
-and others, 2016, arXiv:1508.07909; A. Radford and others, 2019).
+BPE comes from the `tokenizers` library, on bytes, so that every text can be encoded and nothing is unknown
+(R. Sennrich and others, 2016, arXiv:1508.07909; A. Radford and others, 2019).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.config import EXTENT_MAX, VOCABULARY
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -30,34 +30,34 @@ Tokens = npt.NDArray[np.uint16]
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens and back."""
+    """Converts text to tokens and back."""
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """Return the number of tokens."""
         ...
 
     @property
     def separator(self) -> int:
-        """The token between two texts."""
+        """Return the token between two texts."""
         ...
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it does, hex."""
+        """Return the SHA-256 of the tokenizer, hex."""
         ...
 
     def encode(self, text: bytes) -> Tokens:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """The text of tokens."""
+        """Return the text of tokens."""
         ...
 
 
 class ByteTokenizer:
-    """A token is a byte; a zero byte stands between texts."""
+    """One token per byte, with a zero byte between texts."""
 
     vocabulary = VOCABULARY
     separator = 0
@@ -73,7 +73,7 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte pairs, as `text` describes them: what the `tokenizers` library writes. Raises `UserError`."""
+    """Byte pair encoding, from `text` in the JSON of the `tokenizers` library. Raises `UserError`."""
 
     def __init__(self, text: bytes, origin: str) -> None:
         tokenizers = _library()
@@ -114,7 +114,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, path: Path) -> BPETokenizer:
-        """Read a tokenizer. Raises `UserError`."""
+        """Read a tokenizer file. Raises `UserError`."""
         try:
             with path.open("rb") as file:
                 text = file.read(TOKENIZER_BYTES_MAX + 1)
@@ -125,11 +125,11 @@ class BPETokenizer:
         return cls(text, str(path))
 
     def save(self, path: Path) -> None:
-        """Write it, atomically. Raises `UserError`."""
+        """Write the tokenizer to a file, atomically. Raises `UserError`."""
         write_atomically(path, lambda file: file.write(self.text))
 
     def encode(self, text: bytes) -> Tokens:
-        """See `Tokenizer`; bytes that are no UTF-8 become U+FFFD, and no text is a special token."""
+        """See `Tokenizer`. Invalid UTF-8 becomes U+FFFD, and no text yields a special token."""
         ids = self._tokenizer.encode(text.decode(errors="replace")).ids
         return np.array([i for i in ids if i != self.separator], dtype=np.uint16)
 
@@ -140,9 +140,10 @@ class BPETokenizer:
 
 
 def read_pieces(file: IO[bytes], size: int, nbytes: int | None = None) -> Iterator[bytes]:
-    """Read a text in pieces of up to `size` bytes: to a line's end, else to a space, where there is one.
+    """Yield a text in pieces of up to `size` bytes, ending at a line's end, otherwise at a space if there is
+    one.
 
-    nbytes: of the text's beginning alone. A piece is in memory at a time.
+    `nbytes`: read only the beginning of the text. One piece is in memory at a time.
     """
     left, room = b"", nbytes
     while True:

@@ -1,7 +1,8 @@
-"""Sampling from a model, token by token; of a model of bytes, text."""
+"""Generate tokens from a model with a key-value cache; from a model of bytes, text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,10 +10,76 @@ import numpy.typing as npt
 
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.rng import Purpose, stream
+from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.config import VOCABULARY
-from zbmd.training.model.gpt import GPT
-from zbmd.training.model.kv_cache import CachedGPT
-from zbmd.transport.errors import UserError
+from zbmd.training.model.gpt import GPT, Batch
+from zbmd.transport.errors import LocalProtocolError, UserError
+
+
+class CachedGPT(GPT):
+    """`model` with `params`, (layout.size,), reading one sequence of at most `context` tokens with a KV
+    cache.
+
+    Each new token costs only its part of the attention. Logits are those of `GPT.logits`, up to the order of
+    summation. For the numpy device.
+    """
+
+    def __init__(self, model: GPT, params: Array) -> None:
+        super().__init__(model.config)
+        config = model.config
+        self._leaves = self.leaves(params)
+        shape = (config.layers, config.heads, config.context, config.width // config.heads)
+        dtype = np.float32 if params.dtype.itemsize == 2 else params.dtype
+        self._keys: Array = np.empty(shape, dtype)
+        self._values: Array = np.empty(shape, dtype)
+        self.read = 0
+        """Number of tokens that have been read."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the cache is full: call `forget`, and read the end of the sequence again."""
+        return self.read == self.config.context
+
+    def forget(self) -> None:
+        """Start another sequence."""
+        self.read = 0
+
+    def extend(self, tokens: npt.NDArray[np.integer]) -> Array:
+        """Read `tokens`, (count,), and return the logits of the next one, (vocabulary,).
+
+        Raises `LocalProtocolError` for no tokens, and for more than fit.
+        """
+        if not 0 < len(tokens) <= self.config.context - self.read:
+            raise LocalProtocolError(
+                f"{len(tokens)} tokens cannot be read behind {self.read} of {self.config.context}"
+            )
+        batch = Batch(np.asarray(tokens)[None], offset=self.read)
+        logits = self.run(Tape(np, recording=False), self._leaves, batch).data
+        self.read += len(tokens)
+        last: Array = logits[-1]
+        return last
+
+    def _attention(self, tape: Tape, packed: Tensor, batch: Batch, number: int) -> Tensor:
+        count, heads = len(packed.data), self.config.heads
+        q, keys, values = packed.data.reshape(count, 3, heads, -1).transpose(1, 2, 0, 3)
+        known, stop = self.read, self.read + count
+        self._keys[number, :, known:stop] = keys
+        self._values[number, :, known:stop] = values
+        scores = q @ self._keys[number, :, :stop].swapaxes(-1, -2)
+        scores *= 1.0 / math.sqrt(q.shape[-1])
+        back = np.arange(known, stop)[:, None] - np.arange(stop)
+        scores += self._bias(packed.data.dtype)[:, np.abs(back)]
+        scores[:, back < 0] = -np.inf
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ self._values[number, :, :stop]
+        mixed /= scores.sum(axis=-1, keepdims=True)
+        return tape.record(np.ascontiguousarray(mixed.transpose(1, 0, 2)).reshape(count, -1), _no_way_back)
+
+
+def _no_way_back(_: Array) -> None:
+    raise LocalProtocolError("what is read with a cache is not differentiated")
+
 
 LENGTH_MAX = 1 << 20  # tokens
 
@@ -27,10 +94,10 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
 ) -> Iterator[bytes]:
-    """Yield `length` single bytes that continue `prompt`; the same arguments give the same text.
+    """Yield `length` single bytes that continue `prompt`; equal arguments give equal text.
 
-    An empty prompt stands for a new file. Raises `UserError` for a model whose tokens are not bytes, and as
-    `generate_tokens`.
+    An empty prompt stands for the beginning of a file. Raises `UserError` for a model whose tokens are not
+    bytes, and as `generate_tokens`.
     """
     if model.config.vocabulary != VOCABULARY:
         raise UserError(
@@ -58,12 +125,14 @@ def generate_tokens(
     top_k: int = 40,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield `length` tokens that continue `prompt`, which has at least one; same arguments, same tokens.
+    """Yield `length` tokens that continue `prompt`, which has at least one; equal arguments give equal
+    tokens.
 
     Each is drawn from the `top_k` most likely ones (all, if there are fewer) given the last `context` tokens,
-    with odds raised to 1 / temperature; temperature 0 takes the most likely one. Keys and values are kept
-    until the context is full; from then on every position moves with each token, and all is computed
-    anew. params: flat, (layout.size,). Raises `UserError` for arguments out of range, before the first token.
+    with odds raised to 1 / temperature; temperature 0 takes the most likely one. Keys and values are cached
+    until the context is full; from then on every position shifts with each token, and everything is
+    recomputed. params: flat, (layout.size,). Raises `UserError` for arguments out of range, before the first
+    token.
     """
     vocabulary = model.config.vocabulary
     if not temperature >= 0.0:

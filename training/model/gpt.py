@@ -3,12 +3,10 @@
 Pre-norm blocks: x += proj(attention(norm(x))); x += out(activation(in(norm(x)))). A layer is `x @ weight`:
 matrices are (inputs, outputs). There are two families:
 
-- `zbmd`: norms by the root mean square, no biases, an output head of its own. Positions are relative, given
-  by a constant bias on the attention scores; learned positions made it worse (0.09 nats a byte after 600,000
-  bytes).
-- `gpt2`: layer norms, biases, learned positions, and the embedding's table as the head (A. Radford and
-  others, "Language models are unsupervised multitask learners", 2019). Its layers are called as those of
-  `zbmd`.
+- `zbmd`: RMS norms, no biases, an untied output head. Positions are relative, given by a constant bias on the
+  attention scores; learned positions made it worse (0.09 nats a byte after 600,000 bytes).
+- `gpt2`: layer norms, biases, learned positions, and the embedding table as the head (A. Radford and others,
+  "Language models are unsupervised multitask learners", 2019). Its layers have the names of `zbmd`.
 """
 
 from __future__ import annotations
@@ -75,12 +73,12 @@ def _gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 Operator = Callable[..., Tensor]
-"""An op as those of `zbmd.training.ops`: it leaves its inputs as they are, and records exactly one node."""
+"""An op like those of `zbmd.training.ops`: it does not change its inputs, and records exactly one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operators:
-    """What units compute with: each is called like the op of its name."""
+    """The ops that units compute with; each is called like the op of its name."""
 
     embedding: Operator = ops.embedding
     rms_norm: Operator = ops.rms_norm
@@ -94,7 +92,7 @@ class Operators:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs, (samples, T) tokens, and what a loss needs: targets, (samples * T,), and each one's weight."""
+    """Inputs, (samples, T) tokens, and what a loss needs: targets, (samples * T,), and the weight of each."""
 
     inputs: Array
     targets: Array | None = None
@@ -108,9 +106,9 @@ class GPT:
     """The model of one configuration. It holds no weights: they are arguments."""
 
     def __init__(self, config: GPTConfig, *, xp: ModuleType = np, recompute: bool = False) -> None:
-        """With `recompute`, blocks keep nothing but their input, and are computed again on the way back.
+        """With `recompute`, blocks keep only their input and are computed again during the backward pass.
 
-        It costs about a third more time, and changes no bit.
+        This costs about a third more time, and changes no bit.
         """
         self.config = config
         self.recompute = recompute
@@ -120,18 +118,18 @@ class GPT:
             activation={"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
         )
         self.distance_bias = self._distance_bias(np.float32)
-        """What positions are known by, (heads, context): see `ops.causal_distance_bias`."""
+        """The relative positions, (heads, context): see `ops.causal_distance_bias`."""
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head's table is the embedding's."""
+        """Whether the head uses the table of the embedding."""
         return self.config.family == "gpt2"
 
     @property
     def units(self) -> tuple[slice, ...]:
-        """The parameters, by index, of what is computed one after the other: embedding, each block, head.
+        """Return the parameters, by index, of each unit in order: embedding, each block, head.
 
-        Raises `UserError` for a tied head: such a model cannot be cut between its units.
+        Raises `UserError` for a tied head: such a model cannot be divided between its units.
         """
         if self.is_tied:
             raise UserError(
@@ -144,11 +142,11 @@ class GPT:
 
     @property
     def unit_names(self) -> tuple[str, ...]:
-        """What the units are called: embed, blocks.0, …, head."""
+        """Return the names of the units: embed, blocks.0, …, head."""
         return "embed", *(f"blocks.{number}" for number in range(self.config.layers)), "head"
 
     def unit_parameters(self, number: int) -> tuple[int, ...]:
-        """The parameters that unit `number` computes with, by index."""
+        """Return the indices of the parameters that unit `number` uses."""
         if not self.is_tied:
             return tuple(range(len(self.layout.slots)))[self.units[number]]
         if number == 0:
@@ -157,12 +155,12 @@ class GPT:
         return tuple(range(start, stop)) if number <= self.config.layers else (start, start + 1, 0)
 
     def init(self, seed: int) -> npt.NDArray[np.float32]:
-        """Return fresh flat parameters, (layout.size,) float32 in host memory; the same for the same seed.
+        """Return new flat parameters, (layout.size,) float32 in host memory; the same for the same seed.
 
-        Matrices are normal with deviation 1/sqrt(inputs), those that write to the residual stream also
-        divided by sqrt(2 * layers) (GPT-2); the embedding has deviation 0.5; gains are 1; the head is 0, so
-        that the first loss is exactly log 256. In a gpt2 model all deviations are 0.02 (those that write to
-        the residual stream divided as above), and biases are 0.
+        Matrices are normal with deviation 1/sqrt(inputs); those that write to the residual stream are also
+        divided by sqrt(2 * layers) (GPT-2). The embedding has deviation 0.5, gains are 1, and the head is 0,
+        so that the first loss is exactly log 256. In a gpt2 model all deviations are 0.02 (those that write
+        to the residual stream divided as above), and biases are 0.
         """
         flat = np.zeros(self.layout.size, dtype=np.float32)
         residual_scale = 1.0 / math.sqrt(2 * self.config.layers)
@@ -195,31 +193,30 @@ class GPT:
         noise: Noise | None = None,
         loss_scale: float = 1.0,
     ) -> float:
-        """Return the loss of `tokens` and write its gradient to `grads`; same inputs, same bits.
+        """Return the loss of `tokens` and write its gradient to `grads`; equal inputs give equal bits.
 
         params, grads: (layout.size,), one float dtype; all of `grads` but its padding is overwritten. 16-bit
-        floats are widened to float32, layer by layer, and gradients rounded.
-        tokens: (samples, T + 1) integers below the vocabulary, T at most the context; T + 1 tokens hold T
-        predictions. The loss (nats per token) is the sum over the samples of their mean loss, divided by
-        `global_batch`: the losses and gradients of a batch's shards add up to those of the batch.
-        `on_grad_ready(index)` is called as soon as parameter `index` has its final gradient in `grads`,
-        from the last parameters to the first. Without `noise` nothing is dropped out.
-        Gradients, not the loss, are multiplied by `loss_scale`.
+        floats are widened to float32, layer by layer, and gradients are rounded. tokens: (samples, T + 1)
+        integers below the vocabulary, T at most the context; T + 1 tokens hold T predictions. The loss (nats
+        per token) is the sum over the samples of their mean loss, divided by `global_batch`: the losses and
+        gradients of a batch's shards add up to those of the batch. `on_grad_ready(index)` is called as soon
+        as parameter `index` has its final gradient in `grads`, from the last parameters to the first. Without
+        `noise`, there is no dropout. Gradients, but not the loss, are multiplied by `loss_scale`.
         """
         parameters = self.parameters(params, grads, on_grad_ready)
         batch = self.batch(tokens, global_batch=global_batch, noise=noise)
         return self.differentiate(Tape(self.xp), parameters, batch, loss_scale=loss_scale)
 
     def parameters(self, params: Array, grads: Array, on_grad_ready: GradReady | None) -> list[Parameter]:
-        """The leaves of a pass forwards and backwards; see `loss_and_grads`."""
+        """Return the leaves of a forward and backward pass; see `loss_and_grads`."""
         return self.parameters_in(self.layout, params, grads, on_grad_ready)
 
     def parameters_in(
         self, layout: ParameterLayout, params: Array, grads: Array | None, on_grad_ready: GradReady | None
     ) -> list[Parameter]:
-        """As `parameters`, of those in `layout` alone: some of the model's, in flat arrays of their own.
+        """Return the leaves of the parameters in `layout`: some of the model's, in flat arrays of their own.
 
-        Without `grads` they are for a pass forwards.
+        Without `grads` they are for a forward pass only.
         """
         views = layout.views(params)
         into = [None] * len(views) if grads is None else layout.views(grads)
@@ -229,13 +226,13 @@ class GPT:
         ]
 
     def _parameter(self, name: str, parameter: Parameter) -> Parameter:
-        """The leaf of the parameter called `name`."""
+        """Return the leaf of the parameter `name`."""
         return parameter
 
     def differentiate(
         self, tape: Tape, parameters: list[Parameter], batch: Batch, *, loss_scale: float
     ) -> float:
-        """Go forwards and backwards on an empty `tape`; returns the loss."""
+        """Run forwards and backwards on an empty `tape`; return the loss."""
         loss = self.run(tape, parameters, batch)
         value = float(loss.data)
         tape.backward(loss, scale=loss_scale)
@@ -247,22 +244,22 @@ class GPT:
         return float(self.evaluate(params, batch).data)
 
     def logits(self, params: Array, tokens: Tokens) -> Array:
-        """Return log odds, (samples, T, vocabulary), of the token behind each of `tokens`, (samples, T)."""
+        """Return the logits, (samples, T, vocabulary), of the token after each of `tokens`, (samples, T)."""
         batch = Batch(self._checked(self.xp.asarray(tokens)))
         logits = self.evaluate(params, batch)
         return logits.data.reshape(*tokens.shape, self.config.vocabulary)
 
     def batch(self, tokens: Tokens, *, global_batch: int, noise: Noise | None = None) -> Batch:
-        """Return what the units compute of `tokens`, (samples, T + 1): see `loss_and_grads`."""
+        """Return the batch of `tokens`, (samples, T + 1): see `loss_and_grads`."""
         device_tokens = self.xp.asarray(tokens)
         inputs, targets = self._checked(device_tokens[:, :-1]), device_tokens[:, 1:].reshape(-1)
         weight = 1.0 / (global_batch * (tokens.shape[1] - 1))
         return Batch(inputs, targets=targets, weight=weight, noise=noise)
 
     def unit(self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch) -> Tensor:
-        """Compute unit `number` (see `units`) of what the one before returned; the first one reads no `x`.
+        """Compute unit `number` (see `units`) from the output of the one before; the first unit ignores `x`.
 
-        The last one returns the loss, or log odds where the batch has no targets.
+        The last unit returns the loss, or logits if the batch has no targets.
         """
         if number == 0:
             return self._dropout(tape, self._embed(tape, batch, *parameters), batch, 0)
@@ -273,11 +270,11 @@ class GPT:
         return logits if batch.targets is None else self._loss(tape, logits, batch)
 
     def evaluate(self, params: Array, batch: Batch) -> Tensor:
-        """Go forwards alone: the loss, or log odds where the batch has no targets."""
+        """Run forwards only: return the loss, or logits if the batch has no targets."""
         return self.run(Tape(self.xp, recording=False), self.leaves(params), batch)
 
     def leaves(self, params: Array) -> list[Parameter]:
-        """The parameters, for a pass forwards alone."""
+        """Return the parameters for a forward pass only."""
         return self.parameters_in(self.layout, params, None, None)
 
     def _checked(self, inputs: Array) -> Array:
@@ -286,16 +283,16 @@ class GPT:
         return inputs
 
     def run(self, tape: Tape, parameters: list[Parameter], batch: Batch) -> Tensor:
-        """Go forwards on an empty `tape`, unit after unit; returns what the last one does."""
+        """Run all units forwards on an empty `tape`; return the output of the last one."""
         everything = range(self.config.layers + 2)
         return self.run_units(tape, everything, Tensor(self.xp.zeros(0)), parameters, batch)
 
     def run_units(
         self, tape: Tape, numbers: range, x: Tensor, parameters: list[Parameter], batch: Batch
     ) -> Tensor:
-        """Go forwards through the units `numbers` from `x`, what the one before them returned.
+        """Run the units `numbers` forwards from `x`, the output of the unit before them.
 
-        `parameters` are theirs alone, in order.
+        `parameters` are those of these units, in order.
         """
         first = self.unit_parameters(numbers[0])[0]
         for number in numbers:
@@ -334,7 +331,7 @@ class GPT:
         return self._onto(tape, x, hidden, mlp_out, batch, 2 + 2 * number)
 
     def _embed(self, tape: Tape, batch: Batch, *tables: Parameter) -> Tensor:
-        """The rows of the table of tokens, plus those of the table of positions if there is one."""
+        """Return the rows of the token table, plus those of the position table if there is one."""
         embedded = self.operators.embedding(tape, batch.inputs.reshape(-1), tables[0])
         if len(tables) == 1:
             return embedded
@@ -360,7 +357,7 @@ class GPT:
     def _onto(
         self, tape: Tape, x: Tensor, inner: Tensor, layer: Sequence[Parameter], batch: Batch, site: int
     ) -> Tensor:
-        """Add the output of a linear layer, thinned by dropout, to the residual stream."""
+        """Add the output of a linear layer, after dropout, to the residual stream."""
         weight, *bias = layer
         if not bias and not self._drops_out(batch):
             return self.operators.linear(tape, inner, weight, residual=x)

@@ -1,6 +1,6 @@
-"""GPT-2 weights in the layout of Hugging Face: `config.json` beside `model.safetensors`, read and written.
+"""Read and write GPT-2 weights in the layout of Hugging Face: `config.json` beside `model.safetensors`.
 
-Matrices are (inputs, outputs) there too, so a tensor is taken as it is, under another name.
+Matrices are (inputs, outputs) there too, so a tensor is only renamed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from safetensors.numpy import save
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
+from zbmd.training.files import write_atomically
 from zbmd.training.model.gpt import MLP_RATIO, parameter_shapes
 from zbmd.training.ops.norm import EPSILON
-from zbmd.training.run.atomic_files import write_atomically
 from zbmd.transport.errors import UserError
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_BYTES_MAX = 1 << 20
 PREFIX = "transformer."
-"""What the names begin with in a file of the model with its head; of one without, with nothing."""
+"""Prefix of the names in a file of the model with its head; a file of one without a head has none."""
 
 _OURS_TO_THEIRS = {
     "attn.norm": "ln_1",
@@ -42,7 +42,7 @@ _FLOATS = ("F16", "F32", "F64")
 
 
 class HuggingFaceConfig(msgspec.Struct, kw_only=True):
-    """What of a GPT-2's `config.json` decides what is computed. Anything else in it is passed over."""
+    """The fields of a GPT-2's `config.json` that determine what is computed. Other fields are ignored."""
 
     model_type: str = ""
     vocab_size: int = 50257
@@ -59,7 +59,7 @@ class HuggingFaceConfig(msgspec.Struct, kw_only=True):
     architectures: list[str] | None = None
 
     def model(self, path: Path) -> GPTConfig:
-        """The model that computes the same. Raises `UserError` if there is none, or it is impossible."""
+        """Return the equivalent model. Raises `UserError` if there is none, or it is impossible."""
         # Each is the one value that this engine computes with.
         for name, found, known in (
             ("model_type", self.model_type, "gpt2"),
@@ -87,11 +87,11 @@ class HuggingFaceConfig(msgspec.Struct, kw_only=True):
 
 
 def load_gpt2(path: Path) -> tuple[npt.NDArray[np.float32], GPTConfig]:
-    """Return flat float32 parameters and the configuration of the GPT-2 at `path`.
+    """Return the flat float32 parameters and the configuration of the GPT-2 at `path`.
 
     path: a directory with `config.json` and `model.safetensors`, or such a weights file beside its
-    `config.json`. Tensors are float16, float32 or float64. Raises `UserError` for what is missing or damaged,
-    for a model that this engine does not compute, and for tensors that do not fit the configuration.
+    `config.json`. Tensors are float16, float32 or float64. Raises `UserError` for files that are missing or
+    damaged, for a model that this engine does not support, and for tensors that do not fit the configuration.
     """
     file = path / WEIGHTS_NAME if path.is_dir() else path
     config = _read_config(file.parent / CONFIG_NAME)
@@ -119,7 +119,7 @@ def load_gpt2(path: Path) -> tuple[npt.NDArray[np.float32], GPTConfig]:
 
 
 def save_gpt2(directory: Path, params: Array, config: GPTConfig) -> None:
-    """Write flat `params` (layout.size,) as a GPT-2 that others can read, each file atomically.
+    """Write flat `params` (layout.size,) as a GPT-2 that other tools can read, each file atomically.
 
     Raises `UserError` for a model of another family or activation, and as `write_atomically`.
     """
@@ -151,7 +151,7 @@ def save_gpt2(directory: Path, params: Array, config: GPTConfig) -> None:
 
 
 def hugging_face_name(name: str) -> str:
-    """What parameter `name` of a gpt2 model is called there, without the prefix."""
+    """Return the Hugging Face name, without prefix, of parameter `name` of a gpt2 model."""
     if name.startswith("blocks."):
         _, block, part, layer, kind = name.split(".")
         return f"h.{block}.{_OURS_TO_THEIRS[f'{part}.{layer}']}.{kind}"

@@ -1,4 +1,5 @@
-"""Weights as safetensors files: one named tensor a parameter, the configuration and step as metadata."""
+"""Read and write weights as safetensors: one named tensor per parameter, configuration and step as
+metadata."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from safetensors.numpy import save
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
+from zbmd.training.files import write_atomically
 from zbmd.training.model.gpt import parameter_shapes
-from zbmd.training.run.atomic_files import write_atomically
 from zbmd.transport.errors import UserError
 
 WEIGHTS_FORMAT = "zbmd-gpt-1"
@@ -24,8 +25,8 @@ WEIGHTS_FORMAT = "zbmd-gpt-1"
 def save_weights(path: Path, params: Array, config: GPTConfig, *, step: int) -> None:
     """Write flat `params` (layout.size,) of a model to `path`, atomically and durably.
 
-    `step` is the number of optimizer steps behind the weights. Raises `UserError` when the disk is full or
-    the directory is closed to us; a file that was there before is then unchanged.
+    `step` is the number of optimizer steps that led to the weights. Raises `UserError` if the disk is full or
+    the directory is not writable; an existing file is unchanged then.
     """
     layout = ParameterLayout.of(parameter_shapes(config))
     tensors = {

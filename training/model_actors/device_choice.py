@@ -1,8 +1,8 @@
-"""The machine of one operator's devices (sans-I/O): where its next life computes.
+"""Sans-I/O machine that chooses the device of an operator's next incarnation.
 
-It stays where it is until its device has a fault, or one message has failed there `RETRIES_MAX + 1` times.
-It then goes to the next device of its list, round the list, whose check finds nothing wrong. Where there is
-none it stays: others bound how often a message is tried.
+The operator stays on its device until the device has a fault, or one message has failed there `RETRIES_MAX +
+1` times. It then moves to the next device of its list, cyclically, whose check passes. If there is none it
+stays: the number of attempts at a message is bounded elsewhere.
 """
 
 from __future__ import annotations
@@ -15,89 +15,89 @@ from typing import Final, TypeAlias, assert_never
 from zbmd.transport.errors import LocalProtocolError
 
 RETRIES_MAX: Final = 2
-"""Failures of one message after the first on a device that has told of no fault."""
+"""Failures of one message after the first on a device that has reported no fault."""
 DEVICES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """A message failed. fault: the device has told of one."""
+class MessageFailed:
+    """A message failed. `fault`: the device reported one."""
 
     fault: bool
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worked:
+class MessageHandled:
     """The message that had failed was handled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeBegins:
-    """The operator starts and wants a device."""
+class IncarnationStarted:
+    """The operator starts and needs a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """What the check of a device has found; problem: empty if it is healthy."""
+class DeviceChecked:
+    """The result of a device check. `problem`: empty if it is healthy."""
 
     device: str
     problem: str
 
 
-Event: TypeAlias = Failed | Worked | LifeBegins | Checked
+DeviceEvent: TypeAlias = MessageFailed | MessageHandled | IncarnationStarted | DeviceChecked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """Find out whether the device is healthy; deliver `Checked`."""
+class CheckDevice:
+    """Check whether the device is healthy; deliver `DeviceChecked`."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """Compute there. moved_from: where it did before, if that was elsewhere; reason: why there."""
+class UseDevice:
+    """Compute on `device`. `moved_from`: the previous device if it was another; `reason`: why this one."""
 
     device: str
     moved_from: str
     reason: str
 
 
-Action: TypeAlias = Check | Use
+DeviceAction: TypeAlias = CheckDevice | UseDevice
 
 
 class DeviceChoice:
-    """Decides for an ordered list of devices, the first of which it begins with."""
+    """Chooses from an ordered list of devices, starting with the first."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         if not 1 <= len(devices) <= DEVICES_MAX or len(set(devices)) != len(devices):
             raise LocalProtocolError(
-                f"give 1 to {DEVICES_MAX} devices of different names, not {list(devices)}"
+                f"expected 1 to {DEVICES_MAX} distinct device names, got {list(devices)}"
             )
         self._devices = tuple(devices)
         self._failures = 0
         self._leave = ""
-        """Why the device is to be left, or nothing."""
+        """Why the device is to be abandoned, or ""."""
         self._candidates = deque[str](maxlen=DEVICES_MAX)
         self._problems: list[str] = []
         self.device = devices[0]
         self.moves = 0
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: DeviceEvent) -> list[DeviceAction]:
         """Take one event, return what to do. Raises `LocalProtocolError`."""
         match event:
-            case Failed():
+            case MessageFailed():
                 self._failures += 1
                 if event.fault or self._failures > RETRIES_MAX:
                     self._leave = event.reason
                 return []
-            case Worked():
+            case MessageHandled():
                 self._failures = 0
                 return []
-            case LifeBegins():
+            case IncarnationStarted():
                 return self._begin()
-            case Checked():
+            case DeviceChecked():
                 return self._checked(event)
             case _:
                 assert_never(event)
@@ -107,36 +107,36 @@ class DeviceChoice:
         assert self.device in self._devices
         assert self.device not in self._candidates
         assert self._leave or self._failures <= RETRIES_MAX
-        assert not self._candidates or self._leave, "who has no reason to leave looks at no other"
+        assert not self._candidates or self._leave, "candidates without a reason to leave the device"
 
-    def _begin(self) -> list[Action]:
+    def _begin(self) -> list[DeviceAction]:
         self._candidates.clear()
         self._problems.clear()
         if not self._leave:
-            return [Use(device=self.device, moved_from="", reason="it has not failed there")]
+            return [UseDevice(device=self.device, moved_from="", reason="no failure on this device")]
         here = self._devices.index(self.device)
         self._candidates.extend((*self._devices[here + 1 :], *self._devices[:here]))
         return self._next()
 
-    def _next(self) -> list[Action]:
+    def _next(self) -> list[DeviceAction]:
         if self._candidates:
-            return [Check(device=self._candidates[0])]
+            return [CheckDevice(device=self._candidates[0])]
         why = "; ".join(self._problems)[:500] or "there is no other"
         return self._settle(self.device, f"no other device is healthy: {why}")
 
-    def _checked(self, event: Checked) -> list[Action]:
+    def _checked(self, event: DeviceChecked) -> list[DeviceAction]:
         if not self._candidates or self._candidates[0] != event.device:
-            raise LocalProtocolError(f"nobody asked for a check of {event.device}")
+            raise LocalProtocolError(f"result of a check of {event.device}, which was not requested")
         if event.problem:
             self._candidates.popleft()
             self._problems.append(f"{event.device}: {event.problem}")
             return self._next()
         return self._settle(event.device, f"{self.device} failed: {self._leave}")
 
-    def _settle(self, device: str, reason: str) -> list[Action]:
+    def _settle(self, device: str, reason: str) -> list[DeviceAction]:
         before, self.device = self.device, device
         self._failures, self._leave = 0, ""
         self._candidates.clear()
         moved = device != before
         self.moves += moved
-        return [Use(device=device, moved_from=before if moved else "", reason=reason)]
+        return [UseDevice(device=device, moved_from=before if moved else "", reason=reason)]

@@ -1,8 +1,8 @@
-"""Several seats that compute together: a shard of a step is one message to all of them.
+"""Several slots that compute together: one shard of a step is one message to all of them.
 
-They share one turn, and nothing stands between a unit and its operators: what the unit calls is the kernel of
-who sits there. A direct call for each of the hundred ops of a shard had cost 4 us each, since whatever a call
-touches has left the caches since the last one. Whose op it was that failed is found out when one has.
+They share one turn, and nothing stands between a unit and its operators: the unit calls the kernel of the
+attached actor. A direct call for each of the hundred ops of a shard cost 4 µs each, because everything that a
+call touches had left the caches. Which op failed is determined after a failure.
 """
 
 from __future__ import annotations
@@ -11,48 +11,47 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from zbmd.training.autograd.tape import Tape
-from zbmd.training.model_actors.slot import ANSWERS, ATTEMPTS_MAX, GivenUp, Seat
-from zbmd.training.model_actors.turn import Turn
+from zbmd.training.model_actors.slot import ATTEMPTS_MAX, CALLER_ERRORS, ActorSlot, RestartsExhausted, Turn
 
 R = TypeVar("R")
 
 
-class Vacated(Exception):
-    """Somebody left a seat while the crew was at work: what it has done does not count."""
+class SlotVacated(Exception):
+    """An actor detached during a joint call: the result does not count."""
 
 
-class Crew:
-    """The seats that one computation needs. Join them before anybody sits down."""
+class JointCall:
+    """The slots that one computation needs. Add them with `join` before any actor attaches."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.turn = Turn()
-        """Whose turn it is at all of them."""
-        self.seats: tuple[Seat[Any], ...] = ()
+        """The turn of all of them."""
+        self.slots: tuple[ActorSlot[Any], ...] = ()
         self._absent = 0  # written on the loop
         self._vacated = False
 
-    def join(self, seats: Sequence[Seat[Any]]) -> None:
-        """These compute together; they were made with this crew's turn."""
-        self.seats = (*self.seats, *seats)
-        self._absent += len(seats)
-        for seat in seats:
-            assert seat.turn is self.turn, f"{seat.name} has a turn of its own"
-            seat.on_change.append(self._changed)
+    def join(self, slots: Sequence[ActorSlot[Any]]) -> None:
+        """Add slots, which were made with this turn."""
+        self.slots = (*self.slots, *slots)
+        self._absent += len(slots)
+        for slot in slots:
+            assert slot.turn is self.turn, f"{slot.name} has a turn of its own"
+            slot.on_change.append(self._changed)
 
     def call(
         self,
         work: Callable[[Tape], R],
         new_tape: Callable[[], Tape],
-        whose: Callable[[Tape], Seat[Any] | None],
+        blame: Callable[[Tape], ActorSlot[Any] | None],
     ) -> R:
-        """Return `work(new_tape())`, done by all who sit here while nobody of them is called by others.
+        """Return `work(new_tape())`, computed by all attached actors while none of them handles other calls.
 
-        If an op or a unit fails, its actor, at the seat `whose(tape)`, ends (None: it is the caller's to
-        know); once its next life is there all of `work` is done again, on a new tape, since backward rules
-        use up what they are given. Raises `GivenUp`, and what `Seat.call` raises.
+        If an op or a unit fails, the actor in the slot `blame(tape)` ends (None: the error is the caller's).
+        Once its next incarnation is attached, all of `work` is repeated on a new tape, because backward rules
+        overwrite their inputs. Raises `RestartsExhausted`, and what `ActorSlot.call` raises.
         """
-        last, failed = "somebody left", set[Seat[Any]]()
+        last, failed = "an actor ended", set[ActorSlot[Any]]()
         for _ in range(ATTEMPTS_MAX):
             if self._absent:
                 self._wait_for_all()
@@ -65,32 +64,34 @@ class Crew:
                     continue
                 result = work(tape)
                 if not self._vacated:
-                    for seat in failed:
-                        seat.worked()
+                    for slot in failed:
+                        slot.worked()
                     return result
                 continue
-            except Vacated:
+            except SlotVacated:
                 continue
-            except ANSWERS:
+            except CALLER_ERRORS:
                 raise
             except Exception as error:  # let it crash: it is told to its supervisor
-                at_work = whose(tape)
+                at_work = blame(tape)
                 if at_work is None:
                     raise
-                life = at_work.life
-                if life is not None:
-                    at_work.failed(life, error)
+                actor = at_work.actor
+                if actor is not None:
+                    at_work.failed(actor, error)
                     failed.add(at_work)
                     last = at_work.last_failure
             finally:
                 self.turn.give()
-            if life is not None:
-                at_work.wait_behind(life)
-        raise GivenUp(f"{self.name} was interrupted {ATTEMPTS_MAX} times in a row; the last: {last}")
+            if actor is not None:
+                at_work.wait_for_next(actor)
+        raise RestartsExhausted(
+            f"{self.name} was interrupted {ATTEMPTS_MAX} times in a row; the last: {last}"
+        )
 
     def _wait_for_all(self) -> None:
-        for seat in self.seats:
-            seat.wait()
+        for slot in self.slots:
+            slot.wait()
 
     def _changed(self, sits: bool) -> None:
         if sits:

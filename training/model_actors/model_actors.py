@@ -10,44 +10,79 @@ model
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.signals import Down
 from zbmd.actors.supervision.events import BackOff, Strategy
-from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.supervision.supervisor import ChildSpec, Supervisor
 from zbmd.actors.system import ActorSystem
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor
 from zbmd.training.model.gpt import GPT, Batch, Operator, Operators, Tokens
-from zbmd.training.model_actors.blame import DryPass
-from zbmd.training.model_actors.joint_call import Crew, Vacated
-from zbmd.training.model_actors.layer_actor import LayerActor
-from zbmd.training.model_actors.operator_actor import OperatorActor, OperatorPlace
+from zbmd.training.model_actors.joint_call import JointCall, SlotVacated
+from zbmd.training.model_actors.layer_actor import DryPass, LayerActor
+from zbmd.training.model_actors.operator_actor import OperatorActor, OperatorPlacement
 from zbmd.training.model_actors.operator_devices import HostDevice, OperatorDevice
-from zbmd.training.model_actors.optimizer_actor import OptimizerActor
-from zbmd.training.model_actors.slot import Seat, no_check
-from zbmd.training.model_actors.supervisor_actor import (
-    BACK_OFF,
-    INTENSITY,
-    PERIOD_S,
-    SupervisorActor,
-    seats_of,
-)
-from zbmd.training.model_actors.tensor_actor import TensorActor
-from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.model_actors.slot import ActorSlot, SlotActor, no_check
+from zbmd.training.model_actors.tensor_actor import OptimizerActor, TensorActor
 from zbmd.training.optim.clip import TrainingDiverged
-from zbmd.training.run.two_slot_store import Store
+from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.two_slot_store import Store
+
+INTENSITY = 32
+PERIOD_S = 10.0
+BACK_OFF = BackOff(first_ns=5_000_000, max_ns=2_000_000_000)
+
+
+class SupervisorActor(Supervisor):
+    """Restarts actors in slots: at once after a first failure, then after a back-off that its seed
+    determines.
+
+    When the outermost one ends, all slots below it are closed, and waiting callers get an error.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[ChildSpec],
+        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        intensity: int = INTENSITY,
+        period_s: float = PERIOD_S,
+        back_off: BackOff | None = BACK_OFF,
+    ) -> None:
+        super().__init__(children, strategy, intensity, period_s, back_off)
+        self.slots = tuple(slots_of(children))
+
+    async def started(self) -> None:
+        """Start all children."""
+        cell = self._running_cell()
+        if cell.parent is None:
+            cell.watch(self._close_slots)
+        await super().started()
+
+    def _close_slots(self, down: Down) -> None:
+        for slot in self.slots:
+            slot.close(str(down.reason))
+
+
+def slots_of(children: Sequence[ChildSpec]) -> Iterator[ActorSlot[SlotActor]]:
+    """Yield the slots of these children and of those below them."""
+    for child in children:
+        if issubclass(child.actor, SupervisorActor):
+            yield from slots_of(child.args[0])
+        elif issubclass(child.actor, SlotActor):
+            yield child.args[0]
 
 
 class SupervisedGPT(GPT):
-    """`plain`, each of whose units is computed by who sits at its seat, with operators that sit at theirs.
+    """`plain`, with each unit computed by the actor in its slot, and operators likewise.
 
-    The same bits, if all `devices` are of one kind. An operator begins with the first of them.
+    The bits are the same if all `devices` are of one kind. An operator starts on the first of them.
     """
 
     def __init__(self, plain: GPT, devices: Sequence[OperatorDevice], name: str = "model") -> None:
@@ -56,50 +91,50 @@ class SupervisedGPT(GPT):
         self._devices = tuple(devices)
         self._neighbours: set[OperatorActor] = set()
         self.places = {
-            field.name: OperatorPlace(self._devices, self._neighbours) for field in fields(Operators)
+            field.name: OperatorPlacement(self._devices, self._neighbours) for field in fields(Operators)
         }
-        self._seated = copy.copy(plain)
-        self.crew = crew = Crew(name)
-        self.operator_seats = {
-            field.name: Seat[OperatorActor](f"{name}.{field.name}", turn=crew.turn)
+        self._computing = copy.copy(plain)
+        self.joint_call = joint_call = JointCall(name)
+        self.operator_slots = {
+            field.name: ActorSlot[OperatorActor](f"{name}.{field.name}", turn=joint_call.turn)
             for field in fields(Operators)
         }
-        self.layer_seats = {
-            unit: Seat[LayerActor](f"{name}.{unit}", turn=crew.turn) for unit in self.unit_names
+        self.layer_slots = {
+            unit: ActorSlot[LayerActor](f"{name}.{unit}", turn=joint_call.turn) for unit in self.unit_names
         }
-        self._by_number = tuple(self.layer_seats.values())
-        crew.join((*self._by_number, *self.operator_seats.values()))
+        self._by_number = tuple(self.layer_slots.values())
+        joint_call.join((*self._by_number, *self.operator_slots.values()))
 
     @property
     def moves(self) -> int:
-        """How often operators have moved to another device."""
+        """Return how often operators have moved to another device."""
         return sum(place.choice.moves for place in self.places.values())
 
     def operator_children(self) -> list[ChildSpec]:
-        """For a supervisor: who sits there."""
+        """Return the child specifications of the operators."""
         return [
-            seat.child(
+            slot.child(
                 OperatorActor,
                 getattr(self._plain.operators, name),
                 self.places[name],
                 partial(self._install, name),
             )
-            for name, seat in self.operator_seats.items()
+            for name, slot in self.operator_slots.items()
         ]
 
-    def layer_children(self, tensors: Seat[TensorActor]) -> list[ChildSpec]:
-        """For a supervisor: who sits there."""
+    def layer_children(self, tensors: ActorSlot[TensorActor]) -> list[ChildSpec]:
+        """Return the child specifications of the layers."""
         return [
-            seat.child(LayerActor, number, self._seated, tensors, self.crew, self.operator_seats)
-            for number, seat in enumerate(self._by_number)
+            slot.child(LayerActor, number, self._computing, tensors, self.joint_call, self.operator_slots)
+            for number, slot in enumerate(self._by_number)
         ]
 
     def unit(self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch) -> Tensor:
-        """See `GPT`; on the thread that has the crew's turn. Raises `Vacated`."""
-        life = self._by_number[number].life
-        if life is None:
-            raise Vacated(self._by_number[number].name)
-        return life.compute(tape, x, parameters, batch)
+        """See `GPT`; on the thread that has the turn of the joint call. Raises `SlotVacated`."""
+        actor = self._by_number[number].actor
+        if actor is None:
+            raise SlotVacated(self._by_number[number].name)
+        return actor.compute(tape, x, parameters, batch)
 
     def loss_and_grads(
         self,
@@ -112,10 +147,10 @@ class SupervisedGPT(GPT):
         noise: Noise | None = None,
         loss_scale: float = 1.0,
     ) -> float:
-        """See `GPT`; what fails is done again, from the start.
+        """See `GPT`; after a failure it is computed again from the start.
 
-        Gradients that were final keep their bits and are not written again: they may be on their way. Raises
-        `GivenUp`.
+        Gradients that were final keep their bits and are not written again: they may already be in transit.
+        Raises `RestartsExhausted`.
         """
         data, into = self.layout.views(params), self.layout.views(grads)
         batch = self.batch(tokens, global_batch=global_batch, noise=noise)
@@ -133,50 +168,50 @@ class SupervisedGPT(GPT):
             ]
             return self.differentiate(tape, attempt, batch, loss_scale=loss_scale)
 
-        def who(tape: Tape) -> Seat[Any] | None:
+        def blame(tape: Tape) -> ActorSlot[Any] | None:
             if any(parameter.handing for parameter in attempt):
                 return None  # what the hook raised concerns its caller alone
-            return self._who(batch, tape)
+            return self._blame(batch, tape)
 
-        return self.crew.call(work, partial(Tape, self.xp), who)
+        return self.joint_call.call(work, partial(Tape, self.xp), blame)
 
     def evaluate(self, params: Array, batch: Batch) -> Tensor:
-        """See `GPT`. Raises `GivenUp`."""
+        """See `GPT`. Raises `RestartsExhausted`."""
         leaves = self.leaves(params)
-        return self.crew.call(
+        return self.joint_call.call(
             lambda tape: self.run(tape, leaves, batch),
             partial(Tape, self.xp, recording=False),
-            partial(self._who, batch),
+            partial(self._blame, batch),
         )
 
     def _install(self, name: str, kernel: Operator) -> None:
-        self._seated.operators = replace(self._seated.operators, **{name: kernel})
+        self._computing.operators = replace(self._computing.operators, **{name: kernel})
 
-    def _who(self, batch: Batch, tape: Tape) -> Seat[Any]:
-        """At whose seat the op is that `tape` stands at."""
+    def _blame(self, batch: Batch, tape: Tape) -> ActorSlot[Any]:
+        """Return the slot of the op at the current position of `tape`."""
         dry = DryPass(self._plain, batch, recording=tape.recording)
         operator = dry.operator_at(tape.position)
         return (
-            self._by_number[dry.unit_at(tape.position)] if operator is None else self.operator_seats[operator]
+            self._by_number[dry.unit_at(tape.position)] if operator is None else self.operator_slots[operator]
         )
 
 
 class SupervisedRecipe(Recipe):
-    """`plain`, whose steps pass through actors."""
+    """`plain`, with steps that are computed by actors."""
 
-    def __init__(self, plain: Recipe, model: SupervisedGPT, optimizer: Seat[OptimizerActor]) -> None:
+    def __init__(self, plain: Recipe, model: SupervisedGPT, optimizer: ActorSlot[OptimizerActor]) -> None:
         super().__init__(model, plain.corpus, plain.config)
-        self._optimizer_seat = optimizer
+        self._optimizer_slot = optimizer
 
     def update(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int) -> float:
-        """See `Recipe`. Raises `GivenUp`."""
-        return self._optimizer_seat.call(OptimizerActor.update, old, new, grads, step=step)
+        """See `Recipe`. Raises `RestartsExhausted`."""
+        return self._optimizer_slot.call(OptimizerActor.update, old, new, grads, step=step)
 
 
 class ModelActors:
-    """The actors of `recipe`'s model and `store`, named `name` and below. Made by `start`.
+    """The actors of `recipe`'s model and `store`, named `name` and below. Call `start` to spawn them.
 
-    devices: where operators compute, each on the first of them until that fails it.
+    `devices`: where operators compute; each uses the first one until it fails.
     """
 
     def __init__(
@@ -189,8 +224,8 @@ class ModelActors:
     ) -> None:
         self.name = name
         self.model = SupervisedGPT(recipe.model, devices, name)
-        self.tensors = Seat[TensorActor](f"{name}.tensors")
-        self.optimizer = Seat[OptimizerActor](f"{name}.optimizer", answers=(TrainingDiverged,))
+        self.tensors = ActorSlot[TensorActor](f"{name}.tensors")
+        self.optimizer = ActorSlot[OptimizerActor](f"{name}.optimizer", caller_errors=(TrainingDiverged,))
         self.recipe = SupervisedRecipe(recipe, self.model, self.optimizer)
         back_off = replace(BACK_OFF, seed=recipe.config.seed)
         self.children = [
@@ -199,27 +234,27 @@ class ModelActors:
             _nested(f"{name}.operators", self.model.operator_children(), back_off),
             _nested(f"{name}.layers", self.model.layer_children(self.tensors), back_off),
         ]
-        self.seats = tuple(seats_of(self.children))
+        self.slots = tuple(slots_of(self.children))
         self._back_off = back_off
         self._system: ActorSystem | None = None
         self.root: Ref | None = None
 
     async def start(self, system: ActorSystem) -> None:
-        """Start them all; raises `ActorStartFailed`, `NameTaken`."""
+        """Spawn all actors. Raises `ActorStartFailed`, `NameTaken`."""
         arguments = (self.children,)
         options: dict[str, Any] = {"back_off": self._back_off}
         self.root = await system.spawn(SupervisorActor, *arguments, name=self.name, **options)
         self._system = system
 
     async def stop(self) -> None:
-        """End them all."""
+        """End all actors."""
         if self._system is not None and self.root is not None:
             await self._system.terminate(self.root)
 
     def while_waiting(self, check: Callable[[], None] = no_check) -> None:
-        """`check` is called while a step waits for an actor's next life; what it raises ends the step."""
-        for seat in self.seats:
-            seat.check = check
+        """Call `check` while a step waits for an actor's next incarnation; an exception ends the step."""
+        for slot in self.slots:
+            slot.check = check
 
 
 def _nested(name: str, children: list[ChildSpec], back_off: BackOff) -> ChildSpec:

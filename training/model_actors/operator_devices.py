@@ -1,4 +1,4 @@
-"""Devices on which an operator computes: this host's memory, or another array module's."""
+"""Devices on which an operator computes: host memory, or another array module such as cupy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,41 @@ from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, to_host, xp_for
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.model.gpt import Operator
-from zbmd.training.model_actors.cuda_device import CudaDevice
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import UserError, ZbmdError
+
+CHECK_ELEMENTS = 1 << 20
+
+
+class CudaDevice:
+    """A GPU, by its index among the visible ones: see `zbmd.actors.process_pool.devices.Device`. Untested on
+    hardware.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._xp: ModuleType | None = None
+
+    def bind(self) -> None:
+        """Make it the current device of this process. Raises `UserError` without cupy or such a GPU."""
+        xp = xp_for("cuda")
+        count = int(xp.cuda.runtime.getDeviceCount())
+        if self._index >= count:
+            raise UserError(f"GPU {self._index} does not exist: {count} GPUs are visible.")
+        xp.cuda.Device(self._index).use()
+        self._xp = xp
+
+    def check(self) -> str:
+        """Compute a sum on it; return what is wrong, or ""."""
+        assert self._xp is not None, "bind comes first"
+        xp = self._xp
+        try:  # cupy's CUDA errors share no importable base class
+            with xp.cuda.Device(self._index):
+                found = int(xp.arange(CHECK_ELEMENTS, dtype=xp.int64).sum())
+        except Exception as error:  # noqa: BLE001
+            return f"{type(error).__name__}: {error}"
+        wanted = CHECK_ELEMENTS * (CHECK_ELEMENTS - 1) // 2
+        return "" if found == wanted else f"GPU {self._index} computed {found} instead of {wanted}"
+
 
 R = TypeVar("R")
 
@@ -24,26 +57,26 @@ CHECK_EXTENT = 64
 
 
 class DeviceFault(ZbmdError):
-    """A device does not compute as it should: its operators are moved, and nothing is tried there again."""
+    """A device computes wrongly: its operators are moved, and it is not used again."""
 
 
 class OperatorDevice(Protocol):
-    """One device."""
+    """A device on which operators compute."""
 
     name: str
-    """As logs and `DescribeSeat` have it."""
+    """The name in logs and in `DescribeSlot`."""
 
     def check(self) -> str:
-        """Compute something there; what is wrong, or nothing. May take a while; called on a thread."""
+        """Compute something on it; return what is wrong, or "". May take a while; called on a thread."""
         ...
 
     def kernel(self, op: Operator) -> Operator:
-        """`op`, computed there, of arrays that lie where the model has them. It raises `DeviceFault`."""
+        """Return `op`, computed on this device, for arrays in the model's memory. It raises `DeviceFault`."""
         ...
 
 
 class HostDevice:
-    """The device whose arrays the model's are: ops take them as they are."""
+    """The device in whose memory the model's arrays lie: ops take them without a copy."""
 
     def __init__(self, name: str = "cpu") -> None:
         self.name = name
@@ -58,10 +91,10 @@ class HostDevice:
 
 
 class ModuleDevice:
-    """Another array module, such as cupy: inputs are carried there, results and gradients back.
+    """Another array module, such as cupy: inputs are copied to it, results and gradients back.
 
-    numpy gives the bits of `HostDevice`; another module has sums in an order of its own. bound: entered
-    around all that is computed there. faults: what that module raises when the device fails, told as
+    numpy gives the bits of `HostDevice`; another module may sum in another order. `bound`: entered around
+    everything that is computed on it. `faults`: what the module raises if the device fails; raised as
     `DeviceFault`.
     """
 
@@ -124,7 +157,7 @@ class ModuleDevice:
 
 
 class _Freight:
-    """What one call has carried to another module, and whose gradients are to be brought back."""
+    """The arrays that one call has copied to another module, and whose gradients are to be copied back."""
 
     def __init__(self, xp: ModuleType, *, recording: bool) -> None:
         self._xp = xp
@@ -133,7 +166,7 @@ class _Freight:
         self.parameters: list[tuple[Parameter, Parameter]] = []
 
     def there(self, value: object) -> object:
-        """`value` as an op of that module takes it."""
+        """Return `value` in the form that an op of that module takes."""
         if isinstance(value, Tensor):
             tensor = Tensor(self._xp.asarray(value.data))
             self.tensors.append((value, tensor))
@@ -147,17 +180,17 @@ class _Freight:
         return self._xp.asarray(value) if isinstance(value, np.ndarray) else value
 
     def back(self) -> None:
-        """Hand the gradients on."""
+        """Pass the gradients on."""
         for outer, inner in self.tensors:
             if inner.grad is not None:
                 outer.accumulate(to_host(inner.grad))
         for parameter, carried in self.parameters:
-            assert carried.grad is not None, "gradients are brought back to who records"
+            assert carried.grad is not None, "gradients are copied back only if the tape records"
             parameter.receive(partial(np.copyto, src=to_host(carried.grad)))
 
 
 def cuda_device(index: int) -> ModuleDevice:
-    """The GPU of that index. Raises `UserError` without cupy or such a GPU. Not tried on hardware yet."""
+    """Return the GPU with that index. Raises `UserError` without cupy or such a GPU. Untested on hardware."""
     xp = xp_for("cuda")
     CudaDevice(index).bind()
     faults = (
@@ -169,7 +202,7 @@ def cuda_device(index: int) -> ModuleDevice:
 
 
 def check_product(xp: ModuleType) -> str:
-    """Multiply two matrices of small integers there; what is wrong with the result, or nothing."""
+    """Multiply two matrices of small integers; return what is wrong with the result, or ""."""
     rows = np.arange(CHECK_EXTENT * CHECK_EXTENT, dtype=np.float32).reshape(CHECK_EXTENT, CHECK_EXTENT) % 7
     found = to_host(xp.matmul(xp.asarray(rows), xp.asarray(rows)))
     wrong = int((found != np.einsum("ik,kj->ij", rows, rows)).sum())

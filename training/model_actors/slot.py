@@ -1,22 +1,25 @@
-"""A seat: the place of a supervised actor through all of its lives, and how a message gets to who sits there.
+"""A slot: the position of a supervised actor through all of its incarnations, and how messages reach the
+actor.
 
-From a compute thread a message is a direct call (`Seat.call`): the thread waits for the actor's turn, and
-runs the method itself. What an actor promises holds all the same:
+From a compute thread a message is a direct call (`ActorSlot.call`): the thread waits for the actor's turn and
+runs the method itself. The guarantees of actors hold all the same:
 
 - it handles one message at a time, whether that comes by the mailbox or by a direct call;
-- what it raises ends it, its supervisor learns why, and starts it again, after a back-off, under its name;
-- an answer counts only if the life that gave it is not over.
+- an exception ends it; its supervisor learns the reason and restarts it, after a back-off, under its name;
+- a result counts only if the incarnation that returned it has not ended.
 
-The caller is blocked meanwhile and then does the same again, at the next life. So a message of a seat is one
-that may be handled twice: a computation that leaves its inputs as they are.
+The caller blocks until the message is handled, and repeats it at the next incarnation. A message to a slot
+may therefore be handled twice: it must be a computation that does not change its inputs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
@@ -28,17 +31,87 @@ from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorFailed, DeadActor
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
-from zbmd.training.model_actors.turn import Turn
-from zbmd.transport.errors import LocalProtocolError, OutOfMemory, PeerLost, UserError, ZbmdError
+from zbmd.transport.errors import (
+    DeadlineExceeded,
+    LocalProtocolError,
+    OutOfMemory,
+    PeerLost,
+    UserError,
+    ZbmdError,
+)
+
+TURN_S = 60.0
+"""How long a thread waits for its turn; one message of the actor takes less."""
+
+
+class Turn:
+    """A lock between threads and one event loop, which never blocks the loop and is fair to it.
+
+    Threads use `take` and `give`; code on the loop uses `async with`. If a task on the loop waits, `give`
+    hands the turn to it instead of releasing it.
+    """
+
+    __slots__ = ("_loop", "_waiters", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held by whoever has the turn; released by `give`."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiters: deque[asyncio.Future[None]] = deque()  # tasks of a model's actors: one each
+
+    def take(self, timeout_s: float = TURN_S) -> None:
+        """Wait for the turn. Raises `DeadlineExceeded`."""
+        if not self.lock.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(
+                f"the actor has handled another message for {timeout_s:g} s: look for a blocked handler"
+            )
+
+    def give(self) -> None:
+        """End the turn."""
+        if self._waiters and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._hand_over)
+        else:
+            self.lock.release()
+
+    async def __aenter__(self) -> None:
+        if self.lock.acquire(blocking=False):
+            return
+        self._loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.append(waiter)
+        if self.lock.acquire(blocking=False):  # it was given back before it could be seen that we wait
+            self._waiters.remove(waiter)
+            return
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.give()  # it was ours already
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.give()
+
+    def _hand_over(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self.lock.release()
+
 
 ATTEMPTS_MAX: Final = 8
-"""How often one message is handed to one life after the other."""
+"""How many incarnations one message is given to."""
 RESTART_S: Final = 30.0
-"""How long the next life may take to come, back-off included."""
-LOOK_S: Final = 0.05
-"""Who waits for it looks this often whether it still should."""
+"""How long the next incarnation may take to start, back-off included."""
+POLL_S: Final = 0.05
+"""How often a waiting thread calls `check`."""
 
-SeatedT = TypeVar("SeatedT", bound="SeatedActor")
+SlotActorT = TypeVar("SlotActorT", bound="SlotActor")
 ReplyT = TypeVar("ReplyT", bound=Contract)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,22 +119,27 @@ R = TypeVar("R")
 log: Final = structlog.stdlib.get_logger("zbmd.training.actors")
 
 
-class GivenUp(ZbmdError):
-    """An actor kept failing: its supervisor gave up, or one message failed in one life after the other."""
+class RestartsExhausted(ZbmdError):
+    """An actor kept failing: its supervisor gave up, or one message failed at one incarnation after the
+    other.
+    """
 
 
-ANSWERS: Final = (GivenUp, UserError, MemoryError, OutOfMemory)
-"""What is no failure of the actor, and would be raised again by its next life: it goes to the caller."""
+CALLER_ERRORS: Final = (RestartsExhausted, UserError, MemoryError, OutOfMemory)
+"""Errors that are no failure of the actor, and that its next incarnation would raise again: the caller gets
+them.
+"""
 
 
-class DescribeSeat(Contract, id="zbmd.training.describe"):
-    """Ask a seated actor how it stands."""
+class DescribeSlot(Contract, id="zbmd.training.describe"):
+    """Ask an actor in a slot for its state."""
 
 
-class SeatDescribed(Contract, id="zbmd.training.described"):
-    """life: how many have sat there, this one included; failures: direct calls that failed in all of them.
+class SlotDescription(Contract, id="zbmd.training.described"):
+    """The state of an actor in a slot.
 
-    place: where it computes; moves: how often that has changed.
+    `life`: its incarnations, this one included; `failures`: direct calls that failed in all of them; `place`:
+    the device on which it computes; `moves`: how often that has changed.
     """
 
     kind: str
@@ -72,32 +150,35 @@ class SeatDescribed(Contract, id="zbmd.training.described"):
     moves: int = 0
 
 
-class Seat(Generic[SeatedT]):
-    """The place of one actor, named `name`. Made on the loop; `call` is for compute threads.
+class ActorSlot(Generic[SlotActorT]):
+    """The position of one actor, named `name`. Made on the loop; `call` is for compute threads.
 
-    answers: exceptions that its methods raise for the caller, beside `ANSWERS`.
+    `caller_errors`: exceptions that its methods raise for the caller, in addition to `CALLER_ERRORS`.
     """
 
     def __init__(
         self,
         name: str,
         *,
-        answers: tuple[type[Exception], ...] = (),
+        caller_errors: tuple[type[Exception], ...] = (),
         attempts_max: int = ATTEMPTS_MAX,
         restart_s: float = RESTART_S,
         turn: Turn | None = None,
     ) -> None:
         self.name = name
         self.turn = turn
-        """Shared with the seats that compute together, by all lives; else each life has its own."""
-        self.life: SeatedT | None = None
-        """Who sits here. Written on the loop."""
-        self.lives = 0
+        """Shared with the slots of a joint call, by all incarnations; otherwise each incarnation has its
+        own."""
+        self.actor: SlotActorT | None = None
+        """The current incarnation; None between two. Written on the loop."""
+        self.incarnations = 0
         self.failures = 0
         self.last_failure = ""
         self.check: Callable[[], None] = no_check
-        """Called from time to time by a thread that waits for the next life; what it raises ends the wait."""
-        self._answers: tuple[type[Exception], ...] = (*ANSWERS, *answers)
+        """Called from time to time by a thread that waits for the next incarnation; an exception ends the
+        wait.
+        """
+        self._caller_errors: tuple[type[Exception], ...] = (*CALLER_ERRORS, *caller_errors)
         self._attempts_max = attempts_max
         self._restart_s = restart_s
         self._closed = ""
@@ -105,158 +186,162 @@ class Seat(Generic[SeatedT]):
         self._news: asyncio.Event | None = None
         self._loop_thread = threading.get_ident()
         self.on_change: list[Callable[[bool], None]] = []
-        """Called on the loop when a life begins (True) or is over (False); as many as there are crews."""
+        """Called on the loop when an incarnation attaches (True) or detaches (False); one for each joint
+        call.
+        """
 
     def child(
         self,
-        actor: type[SeatedT],
+        actor: type[SlotActorT],
         *args: Any,
         restart: Restart = Restart.PERMANENT,
         shutdown_s: float | None = None,
     ) -> ChildSpec:
-        """Who sits here, for a supervisor: `actor(seat, *args)`."""
+        """Return the child specification of `actor(slot, *args)`, for a supervisor."""
         return ChildSpec(
             name=self.name, actor=actor, args=(self, *args), restart=restart, shutdown_s=shutdown_s
         )
 
     # From a compute thread.
 
-    def call(self, method: Callable[Concatenate[SeatedT, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Have the actor run `method(actor, …)` here and now; again at its next lives if it fails.
+    def call(
+        self, method: Callable[Concatenate[SlotActorT, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Have the actor run `method(actor, …)` on this thread; again at its next incarnations if it fails.
 
-        The result is of a life that was not over when the method returned. Raises `GivenUp`, the
-        seat's answers, and what `check` raises.
+        The result is from an incarnation that had not ended when the method returned. Raises
+        `RestartsExhausted`, the slot's caller errors, and what `check` raises.
         """
-        life = self.life
-        if life is None:
-            life = self._wait(None)
+        actor = self.actor
+        if actor is None:
+            actor = self._wait(None)
         for attempt in range(self._attempts_max):
-            turn = life.turn
+            turn = actor.turn
             if not turn.lock.acquire(False):
                 turn.take()
             try:
-                result = method(life, *args, **kwargs)
-            except self._answers:
+                result = method(actor, *args, **kwargs)
+            except self._caller_errors:
                 raise
             except Exception as error:  # noqa: BLE001 (let it crash: it is told to its supervisor)
-                self.failed(life, error)
+                self.failed(actor, error)
             else:
-                if self.life is life:
+                if self.actor is actor:
                     if attempt:
                         self.worked()
                     return result
             finally:
                 turn.give()
-            life = self._wait(life)
-        raise GivenUp(
+            actor = self._wait(actor)
+        raise RestartsExhausted(
             f"{self.name} failed {self._attempts_max} times in a row; the last: {self.last_failure}"
         )
 
-    def failed(self, life: SeatedActor, error: Exception) -> None:
-        """A direct call failed: that life is over. From any thread."""
+    def failed(self, actor: SlotActor, error: Exception) -> None:
+        """Note that a direct call failed, which ends that incarnation. From any thread."""
         self.failures += 1
         self.last_failure = f"{type(error).__name__}: {error}"
         log.warning(
             "actor failed in a direct call",
-            seat=self.name,
+            slot=self.name,
             exception="".join(traceback.format_exception(error)),
         )
-        life.fail_soon(error)
+        actor.fail_soon(error)
 
-    def wait_behind(self, life: SeatedActor) -> None:
-        """Wait for the life that comes behind this one. Raises `GivenUp`, and what `check` raises."""
-        self._wait(life)
+    def wait_for_next(self, actor: SlotActor) -> None:
+        """Wait for the incarnation after `actor`. Raises `RestartsExhausted`, and what `check` raises."""
+        self._wait(actor)
 
     def wait(self) -> None:
-        """Wait until somebody sits here. Raises `GivenUp`, and what `check` raises."""
+        """Wait until an actor is attached. Raises `RestartsExhausted`, and what `check` raises."""
         self._wait(None)
 
     def worked(self) -> None:
-        """The message that had failed was handled. From any thread."""
-        life = self.life
-        if life is not None:
-            life.system.loop.call_soon_threadsafe(life.worked)
+        """Note that the message that had failed was handled. From any thread."""
+        actor = self.actor
+        if actor is not None:
+            actor.system.loop.call_soon_threadsafe(actor.worked)
 
-    def _wait(self, behind: SeatedActor | None) -> SeatedT:
+    def _wait(self, before: SlotActor | None) -> SlotActorT:
         if threading.get_ident() == self._loop_thread:
             raise LocalProtocolError(
-                f"{self.name}: called directly on the loop that is to restart it: use ask"
+                f"{self.name}: call() blocks the event loop that restarts the actor: use ask() on the loop"
             )
         end_s = time.monotonic() + self._restart_s
         with self._changed:
-            while self.life is None or self.life is behind:
+            while self.actor is None or self.actor is before:
                 if self._closed:
                     raise self._given_up()
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
-                    raise GivenUp(
+                    raise RestartsExhausted(
                         f"{self.name} has not come back in {self._restart_s:g} s: {self.last_failure}"
                     )
-                self._changed.wait(min(LOOK_S, left_s))
+                self._changed.wait(min(POLL_S, left_s))
                 self.check()
-            return self.life
+            return self.actor
 
-    def _given_up(self) -> GivenUp:
+    def _given_up(self) -> RestartsExhausted:
         last = f"; it failed last by {self.last_failure}" if self.last_failure else ""
-        return GivenUp(f"{self.name} is not coming back: {self._closed}{last}")
+        return RestartsExhausted(f"{self.name} is not coming back: {self._closed}{last}")
 
     # On the loop.
 
     async def ask(self, message: Contract, *, reply: type[ReplyT], timeout: float) -> ReplyT:
-        """Ask whoever sits here, life after life. timeout: seconds, for all of it.
+        """Ask the current incarnation, and the next ones if it fails. `timeout`: seconds, for all of it.
 
-        The message may be handled twice. Raises `GivenUp`, and what `Ref.ask` raises for a deadline or for a
-        message that is not understood.
+        The message may be handled twice. Raises `RestartsExhausted`, and what `Ref.ask` raises for a deadline
+        or for a message that is not understood.
         """
         end_s = time.monotonic() + timeout
-        behind: SeatedActor | None = None
+        before: SlotActor | None = None
         for _ in range(self._attempts_max):
-            life = self.life
-            if life is None or life is behind:
-                life = await self._seated(behind, end_s)
+            actor = self.actor
+            if actor is None or actor is before:
+                actor = await self._next_actor(before, end_s)
             left_s = max(1e-3, end_s - time.monotonic())
             try:
-                return await life.ref.ask(message, reply=reply, timeout=left_s)
+                return await actor.ref.ask(message, reply=reply, timeout=left_s)
             except (ActorFailed, DeadActor, PeerLost) as error:
-                behind, self.last_failure = life, str(error)
+                before, self.last_failure = actor, str(error)
                 self.failures += 1
-        raise GivenUp(
+        raise RestartsExhausted(
             f"{self.name} failed {self._attempts_max} times in a row; the last: {self.last_failure}"
         )
 
-    async def _seated(self, behind: SeatedActor | None, end_s: float) -> SeatedT:
+    async def _next_actor(self, before: SlotActor | None, end_s: float) -> SlotActorT:
         if self._news is None:
             self._news = asyncio.Event()
         async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
-            while (life := self.life) is None or life is behind:
+            while (actor := self.actor) is None or actor is before:
                 if self._closed:
                     raise self._given_up()
                 self._news.clear()
                 await self._news.wait()
-        return life
+        return actor
 
-    def sit(self, life: SeatedT) -> None:
-        """A new life begins."""
+    def attach(self, actor: SlotActorT) -> None:
+        """Take in a new incarnation."""
         with self._changed:
-            self.life, self._closed = life, ""
-            self.lives += 1
+            self.actor, self._closed = actor, ""
+            self.incarnations += 1
             for tell in self.on_change:
                 tell(True)
             self._changed.notify_all()
         self._tell()
 
-    def leave(self, life: SeatedActor, reason: str) -> None:
-        """A life is over."""
-        if self.life is life:
-            self.life = None
+    def detach(self, actor: SlotActor, reason: str) -> None:
+        """Note that an incarnation has ended."""
+        if self.actor is actor:
+            self.actor = None
             for tell in self.on_change:
                 tell(False)
             self.last_failure = self.last_failure or reason
 
     def close(self, reason: str) -> None:
-        """Nobody will sit here again; who waits gets `GivenUp`."""
-        if self.life is not None:
-            self.leave(self.life, reason)
+        """Close the slot: no actor will attach again, and waiting callers get `RestartsExhausted`."""
+        if self.actor is not None:
+            self.detach(self.actor, reason)
         with self._changed:
             self._closed = reason or "it was stopped"
             self._changed.notify_all()
@@ -268,55 +353,56 @@ class Seat(Generic[SeatedT]):
 
 
 def no_check() -> None:
-    """No reason not to wait."""
+    """Do nothing: the wait continues."""
 
 
-class SeatedActor(Actor):
-    """The base of actors that a compute thread calls directly. Its children's first argument is their seat.
+class SlotActor(Actor):
+    """The base of actors that a compute thread calls directly. The first argument of its children is their
+    slot.
 
-    `ready` is what `started` is elsewhere; the seat is taken once it has returned.
+    Override `ready` instead of `started`; the actor is attached once it has returned.
     """
 
     captured = False  # what it computes with is no message
 
-    def __init__(self, seat: Seat[Any]) -> None:
-        self.seat = seat
-        self.turn = seat.turn or Turn()
+    def __init__(self, slot: ActorSlot[Any]) -> None:
+        self.slot = slot
+        self.turn = slot.turn or Turn()
 
     async def ready(self) -> None:
-        """Become what one sits here for."""
+        """Prepare for calls."""
 
     async def started(self) -> None:
-        """Sit down."""
+        """Attach to the slot."""
         self._running_cell().watch(self._over)
         await self.ready()
-        self.seat.sit(self)
+        self.slot.attach(self)
 
-    @on(DescribeSeat)
-    async def describe(self, _: DescribeSeat) -> SeatDescribed:
-        """How it stands."""
-        seat = self.seat
+    @on(DescribeSlot)
+    async def describe(self, _: DescribeSlot) -> SlotDescription:
+        """Reply with the state of the slot."""
+        slot = self.slot
         kind, place, moves = type(self).__name__, self.place, self.moves
-        return SeatDescribed(kind, seat.lives, seat.failures, seat.last_failure, place, moves)
+        return SlotDescription(kind, slot.incarnations, slot.failures, slot.last_failure, place, moves)
 
     @property
     def place(self) -> str:
-        """Where it computes."""
+        """Return where it computes."""
         return self.system.name
 
     @property
     def moves(self) -> int:
-        """How often that has changed, in all lives."""
+        """Return how often that has changed, over all incarnations."""
         return 0
 
     def failed(self, error: Exception) -> None:
-        """A direct call failed, which ends this life."""
+        """Override to act on a failed direct call, which ends this incarnation."""
 
     def worked(self) -> None:
-        """A direct call that had failed has been brought to its end, by this life."""
+        """Override to act on the success, in this incarnation, of a direct call that had failed."""
 
     def fail_soon(self, error: Exception) -> None:
-        """End as one does that raises in a handler. From any thread."""
+        """End like an actor whose handler raises. From any thread."""
         self.system.loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: Exception) -> None:
@@ -325,12 +411,12 @@ class SeatedActor(Actor):
         self._running_cell().request_stop(reason)
 
     def code_state(self) -> dict[str, Any]:
-        """Its attributes, not copied: what it computes with lies elsewhere."""
+        """Return its attributes, not copied: the data it computes with lies elsewhere."""
         return {name: value for name, value in vars(self).items() if name != "_cell"}
 
     def _over(self, down: Down) -> None:
-        self.left(down.reason)
-        self.seat.leave(self, str(down.reason))
+        self.ended(down.reason)
+        self.slot.detach(self, str(down.reason))
 
-    def left(self, reason: Reason) -> None:
-        """Its life is over, killed or not."""
+    def ended(self, reason: Reason) -> None:
+        """Override to act on the end of this incarnation, killed or not."""

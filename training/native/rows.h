@@ -164,7 +164,7 @@ ZBMD_CLONES void NAME(embedding_grad)(REAL *restrict table, const REAL *restrict
     }
 }
 
-/* One block of AdamW, whose new state may be the old one; factors: beta1, beta2, grad_scale, step_size, epsilon, keep (see adamw.py). */
+/* One block of AdamW, whose new state may be the old one; factors: beta1, beta2, grad_scale, step_size, epsilon, keep (see optim/elementwise.py). */
 ZBMD_CLONES void NAME(adamw)(REAL *weights, REAL *mean, REAL *square, const REAL *old_weights,
                              const REAL *old_mean, const REAL *old_square, const REAL *grads, size_t n,
                              const double *factors) {

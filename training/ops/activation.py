@@ -1,13 +1,46 @@
-"""Elementwise non-linearities."""
+"""Elementwise non-linearities, and dropout whose choices depend on the sample alone."""
 
 from __future__ import annotations
 
 import math
 
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.rng import Noise, random_run
 from zbmd.training.autograd.tape import Backward, Tape, Tensor
 from zbmd.training.native import _kernels
 from zbmd.training.ops.native import has_kernels
+
+
+def dropout(
+    tape: Tape,
+    x: Tensor,
+    *,
+    rate: float,
+    noise: Noise,
+    site: int,
+    first_row: int = 0,
+    rows: int | None = None,
+) -> Tensor:
+    """Return `x` with each element zeroed with probability `rate`, the others divided by `1 - rate`.
+
+    x: (samples * T, features), the samples in the order of `noise`; or, if `rows` is given for samples * T,
+    the run of these rows that begins with `first_row`. The choice depends on seed, step, sample, `site` and
+    the element's position in its sample, so the backward pass draws the same numbers again and nothing is
+    stored. N. Srivastava and others, "Dropout", JMLR 15, 2014.
+    """
+    xp = tape.xp
+    least, factor = min(int(rate * 2**32), 2**32 - 1), 1.0 / (1.0 - rate)
+
+    def thinned(values: Array) -> Array:
+        features, all_rows = values.shape[1], len(values) if rows is None else rows
+        start, each = first_row * features, all_rows // len(noise.samples) * features
+        words = random_run(noise, site, each, start, start + values.size, xp=xp)
+        kept: Array = values * (words >= least).reshape(values.shape)
+        kept *= factor
+        return kept
+
+    return tape.record(thinned(x.data), lambda dy: x.accumulate(thinned(dy)))
+
 
 GELU_SCALE = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715

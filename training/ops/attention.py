@@ -19,13 +19,13 @@ FAR_SLOPES = (0.5, 1.0 / 128.0)
 
 
 def causal_distance_bias(xp: ModuleType, heads: int, length: int, dtype: npt.DTypeLike) -> Array:
-    """Return what to add to a score before the softmax, (heads, length): by how many places the key is back.
+    """Return the bias of attention scores by the distance between query and key, (heads, length).
 
     A constant, not learned. Up to half of the heads, at most `NEAR_HEADS_MAX`, are near heads: head i prefers
-    the key i places back, a key that is n places off that has `NEAR_SLOPE * n` less. The others are ALiBi
+    the key i positions back, and a key n positions off that gets `NEAR_SLOPE * n` less. The others are ALiBi
     heads (O. Press and others, 2022, arXiv:2108.12409) with slopes in geometric series from the first to the
-    second of `FAR_SLOPES`. With the near heads a model reads n-grams from its first step: they take 0.15 nats
-    a byte off the loss after 600,000 bytes, against ALiBi alone.
+    second of `FAR_SLOPES`. With the near heads a model reads n-grams from its first step: they reduce the
+    loss by 0.15 nats a byte after 600,000 bytes, compared with ALiBi alone.
     """
     near = min(NEAR_HEADS_MAX, heads // 2)
     slopes = np.concatenate([np.full(near, NEAR_SLOPE), np.geomspace(*FAR_SLOPES, heads - near)])
@@ -38,12 +38,11 @@ def causal_distance_bias(xp: ModuleType, heads: int, length: int, dtype: npt.DTy
 def causal_attention(tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads: int) -> Tensor:
     """Return softmax(q k^T / sqrt(d) + bias) v for each sequence and head, d = features / heads.
 
-    qkv: (batch * T, 3 * features), each row holding q, k and v of all heads in this order; bias:
-    (heads, at least T), by the key's distance from the query; result: (batch * T, features). No query sees a
-    key behind it.
+    qkv: (batch * T, 3 * features), each row holding q, k and v of all heads in this order; bias: (heads, at
+    least T), by the key's distance from the query; result: (batch * T, features). A query sees no later key.
 
-    The numpy device computes in blocks and keeps nothing of (T, T) (training/native/attention.h); elsewhere
-    the whole matrix is kept for the way back.
+    On numpy, the kernel computes in blocks and stores nothing of size (T, T) (training/native/attention.h);
+    elsewhere the whole matrix is kept for the backward pass.
     """
     if has_kernels(tape.xp, qkv.data, bias):
         return _by_kernel(tape, qkv, bias, batch, heads)
@@ -67,7 +66,7 @@ def _by_kernel(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> 
 def _whole(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> tuple[Array, Backward]:
     """The softmax is kept unnormalised, and the (T, d) results are divided instead of the weights.
 
-    The heads are strided views of `qkv`: BLAS takes their strides as leading dimensions, nothing is
+    The heads are strided views of `qkv`: BLAS takes their strides as leading dimensions, so nothing is
     transposed in memory.
     """
     xp = tape.xp
@@ -109,7 +108,7 @@ def _whole(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> tupl
 
 
 def _by_places(xp: ModuleType, bias: Array, length: int) -> Array:
-    """The bias of each head, query and key, (heads, length, length), minus infinity for the future."""
+    """Return the bias of each head, query and key, (heads, length, length), minus infinity for later keys."""
     place = np.arange(length)
     distance = place[:, None] - place[None, :]
     future = np.where(distance < 0, -math.inf, 0.0)

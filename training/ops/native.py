@@ -1,4 +1,4 @@
-"""Which way an op takes: the numpy device has kernels of its own, other modules the general formula."""
+"""Choose between native kernels, for numpy arrays, and the general formula."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zbmd.training.native import _kernels
 
 
 def has_kernels(xp: ModuleType, *arrays: Array) -> bool:
-    """Tell whether `zbmd.training.native._kernels` computes on `arrays`, of the array module `xp`."""
+    """Return whether `zbmd.training.native._kernels` computes on `arrays`, of the array module `xp`."""
     return xp is np and _kernels.fits(*arrays)
 
 
 def as_indices(indices: Array) -> npt.NDArray[np.int64]:
-    """Return integers of any dtype as the kernels take them."""
+    """Return integers of any dtype in the form that the kernels take."""
     return np.ascontiguousarray(indices, dtype=np.int64)

@@ -15,7 +15,7 @@ EPSILON = 1e-5
 
 
 def rms_norm(tape: Tape, x: Tensor, gain: Parameter) -> Tensor:
-    """Return `x / sqrt(mean(x**2) + EPSILON) * gain`, the mean being taken over each row.
+    """Return `x / sqrt(mean(x**2) + EPSILON) * gain`, with the mean over each row.
 
     x and result: (rows, features); gain: (features,); one float dtype. B. Zhang, R. Sennrich, 2019,
     arXiv:1910.07467.
@@ -35,7 +35,7 @@ def rms_norm(tape: Tape, x: Tensor, gain: Parameter) -> Tensor:
 
 
 def layer_norm(tape: Tape, x: Tensor, gain: Parameter, bias: Parameter) -> Tensor:
-    """Return `(x - mean(x)) / sqrt(variance(x) + EPSILON) * gain + bias`, both taken over each row.
+    """Return `(x - mean(x)) / sqrt(variance(x) + EPSILON) * gain + bias`, with both over each row.
 
     x and result: (rows, features); gain, bias: (features,); one float dtype. J. Ba, J. Kiros, G. Hinton,
     2016, arXiv:1607.06450.
@@ -59,7 +59,7 @@ def layer_norm(tape: Tape, x: Tensor, gain: Parameter, bias: Parameter) -> Tenso
 
 
 def _inverse_root(xp: ModuleType, x: Array) -> Array:
-    """1 / sqrt(mean(x**2) + EPSILON) of each row."""
+    """Return 1 / sqrt(mean(x**2) + EPSILON) of each row."""
     inverse: Array = xp.einsum("rf,rf->r", x, x)
     inverse *= 1.0 / x.shape[1]
     inverse += EPSILON

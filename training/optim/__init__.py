@@ -1,7 +1,9 @@
-"""Optimizers. All write the next version of a state out of place, and share one state: weights, two moments.
+"""Optimizers: each writes the next version of a state out of place; all share one state: weights and two
+moments.
 
-An optimizer that keeps one moment neither reads nor writes `square`, which has no room then (`arrays_of`).
-All but Muon are elementwise, so their bits do not depend on how the flat array is cut.
+An optimizer with one moment neither reads nor writes `square`, which is empty then (`arrays_of`). All but
+Muon are elementwise, so their bits do not depend on how the flat array is divided. Imports only `autograd`
+and `ops`. Begin with `Optimizer` and `elementwise`.
 """
 
 from __future__ import annotations
@@ -14,17 +16,34 @@ import numpy as np
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
-from zbmd.training.optim.adamw import ARRAYS, AdamW, AdamWConfig, AdamWState, Shard, StateArray
-from zbmd.training.optim.lion import Lion, LionConfig
-from zbmd.training.optim.muon import Gather, HeldMatrices, HeldMatrix, Muon, MuonConfig, alone, hidden_of
-from zbmd.training.optim.sgd import SGD, SGDConfig
+from zbmd.training.optim.elementwise import (
+    ARRAYS,
+    SGD,
+    AdamW,
+    AdamWConfig,
+    AdamWState,
+    Lion,
+    LionConfig,
+    SGDConfig,
+    Shard,
+    StateArray,
+)
+from zbmd.training.optim.muon import (
+    Gather,
+    HeldMatrices,
+    HeldMatrix,
+    Muon,
+    MuonConfig,
+    gather_alone,
+    hidden_matrices,
+)
 
 OptimizerConfig = AdamWConfig | LionConfig | MuonConfig | SGDConfig
 
 OPTIMIZERS: Final[Mapping[str, OptimizerConfig]] = MappingProxyType(
     {"adamw": AdamWConfig(), "lion": LionConfig(), "muon": MuonConfig(), "sgd": SGDConfig()}
 )
-"""By the names that command lines and recipes have for them."""
+"""Default configurations by the names that command lines and recipes use."""
 
 __all__ = [
     "OPTIMIZERS",
@@ -42,16 +61,16 @@ __all__ = [
     "Optimizer",
     "OptimizerConfig",
     "SGDConfig",
-    "alone",
+    "gather_alone",
     "arrays_of",
-    "hidden_of",
+    "hidden_matrices",
     "optimizer_for",
-    "taken_whole",
+    "whole_parameters",
 ]
 
 
 class Optimizer(Protocol):
-    """What a training step asks of an optimizer; see `AdamW.update`."""
+    """The interface of optimizers; see `AdamW.update`."""
 
     def update(
         self,
@@ -67,13 +86,13 @@ class Optimizer(Protocol):
 
 
 def arrays_of(config: OptimizerConfig) -> tuple[StateArray, ...]:
-    """What the state of an optimizer is made of: weights, and one moment or two."""
+    """Return the arrays in the state of an optimizer: weights, and one moment or two."""
     return ARRAYS[:2] if isinstance(config, LionConfig | SGDConfig) else ARRAYS
 
 
-def taken_whole(config: OptimizerConfig, layout: ParameterLayout) -> tuple[ParameterSlot, ...]:
-    """The parameters that an optimizer works on as a whole, and not block by block."""
-    return hidden_of(layout) if isinstance(config, MuonConfig) else ()
+def whole_parameters(config: OptimizerConfig, layout: ParameterLayout) -> tuple[ParameterSlot, ...]:
+    """Return the parameters that an optimizer processes as a whole instead of block by block."""
+    return hidden_matrices(layout) if isinstance(config, MuonConfig) else ()
 
 
 def optimizer_for(
@@ -85,7 +104,7 @@ def optimizer_for(
     shard: Shard | None = None,
     held: HeldMatrices | None = None,
 ) -> Optimizer:
-    """Return the optimizer that `config` is of; `shard` as in `AdamW`, `held` as in `Muon`."""
+    """Return the optimizer of `config`; `shard` as in `AdamW`, `held` as in `Muon`."""
     match config:
         case AdamWConfig():
             return AdamW(config, layout, xp=xp, dtype=dtype, shard=shard)

@@ -1,4 +1,4 @@
-"""The learning rate over a run: linear warm-up, then down to a fraction of the peak along a curve."""
+"""The learning rate over a run: linear warm-up, then decay to a fraction of the peak along a curve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, assert_never, get_args
 Curve = Literal["cosine", "linear", "wsd", "constant"]
 CURVES: tuple[Curve, ...] = get_args(Curve)
 WSD_DECAY = 0.2
-"""The part of the steps after warm-up in which a WSD schedule goes down."""
+"""The fraction of the steps after warm-up in which a WSD schedule decays."""
 
 
 def learning_rate(
@@ -20,12 +20,12 @@ def learning_rate(
     floor: float,
     curve: Curve = "cosine",
 ) -> float:
-    """Return the rate of `step` (from 0): up to `peak` in `warmup_steps`, then down to `floor * peak`.
+    """Return the rate of `step` (from 0): rising to `peak` in `warmup_steps`, then falling to `floor * peak`.
 
-    The last step, `total_steps - 1`, has the lowest rate; any step after it keeps that. `cosine`:
-    I. Loshchilov, F. Hutter, "SGDR", 2017, arXiv:1608.03983, without restarts; `linear`; `wsd`: at the peak,
-    and down along a line in the last `WSD_DECAY` of the way (S. Hu and others, "MiniCPM", 2024,
-    arXiv:2404.06395); `constant`: at the peak to the end.
+    The last step, `total_steps - 1`, has the lowest rate; later steps keep it. `cosine`: I. Loshchilov, F.
+    Hutter, "SGDR", 2017, arXiv:1608.03983, without restarts; `linear`; `wsd`: at the peak, with a linear
+    decay over the last `WSD_DECAY` of the steps (S. Hu and others, "MiniCPM", 2024, arXiv:2404.06395);
+    `constant`: at the peak to the end.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -1,10 +1,10 @@
-"""Weights and gradients kept in 16 bits, computed with in float32, and updated from float32 masters.
+"""Mixed precision: weights and gradients stored in 16 bits, computed in float32, updated from float32
+masters.
 
-P. Micikevicius and others, "Mixed precision training", 2018, arXiv:1710.03740. bfloat16 has float32's range
-and needs no more; float16 overflows at 65,504 and loses what is below 6e-8, so its gradients are made
-larger by a factor that follows what happens: an attempt at a step whose gradients overflow changes nothing
-and is counted, and the step is attempted anew with a smaller factor. All ranks see one norm, so they decide
-alike.
+P. Micikevicius and others, "Mixed precision training", 2018, arXiv:1710.03740. bfloat16 has the range of
+float32 and needs nothing else. float16 overflows at 65,504 and flushes values below 6e-8, so its gradients
+are multiplied by a dynamic loss scale: an attempt whose gradients overflow changes nothing and is counted,
+and the step is attempted again with a smaller scale. All ranks see one norm, so they decide alike.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SCALE_FACTOR = 2.0
 GROWTH_STEPS = 2_000
 """Steps without an overflow after which the scale is doubled."""
 SKIPPED_MOST = 1 << 24
-"""Attempts that are counted: the last integer that float32 counts to."""
+"""Attempts that are counted: the largest integer up to which float32 is exact."""
 SCALE_NUMBERS: Final = 16
-"""Room for a loss scale beside masters and moments: a cache line of float32."""
+"""Elements that a loss scale takes next to masters and moments: a cache line of float32."""
 
 
 def storage_dtype(storage: Precision) -> np.dtype[Any]:
-    """Return the dtype. Raises `UserError` where bfloat16 is wanted and ml_dtypes is missing."""
+    """Return the dtype of `storage`. Raises `UserError` for bfloat16 if ml_dtypes is missing."""
     match storage:
         case "float32":
             return np.dtype(np.float32)
@@ -55,15 +55,15 @@ def storage_dtype(storage: Precision) -> np.dtype[Any]:
 
 
 def computing_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """What is computed with, and what masters and moments are kept in, where weights are `stored` so."""
+    """Return the dtype of computations, masters and moments if weights are stored as `stored`."""
     return np.dtype(np.float32) if stored.itemsize == 2 else stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """What gradients are multiplied by, and how it came to that. A part of a training's state.
+    """The loss scale and its history, a part of the training state.
 
-    `good_steps` have passed since it changed; `skipped` attempts at steps overflowed so far.
+    `good_steps` have passed since it changed; `skipped` attempts at steps have overflowed so far.
     """
 
     scale: float = SCALE_FIRST
@@ -73,16 +73,17 @@ class LossScale:
 
     @classmethod
     def of(cls, stored: np.dtype[Any], *, first: float = SCALE_FIRST) -> LossScale:
-        """The scale to begin with, of weights and gradients `stored` so: only float16 needs one, `first`.
+        """Return the initial scale for weights and gradients stored as `stored`; only float16 needs one,
+        `first`.
 
-        Raises `UserError` for one out of bounds.
+        Raises `UserError` if `first` is out of bounds.
         """
         if not SCALE_LEAST <= first <= SCALE_MOST:
             raise UserError(f"a loss scale of {first:g} is none of {SCALE_LEAST:g} to {SCALE_MOST:g}.")
         return cls(scale=first) if stored == np.float16 else cls(scale=1.0, dynamic=False)
 
     def after(self, *, finite: bool) -> LossScale:
-        """The scale after an attempt whose gradients were finite, or were not and changed nothing."""
+        """Return the scale after an attempt whose gradients were finite, or were not and changed nothing."""
         if not finite:
             smaller = max(SCALE_LEAST, self.scale / SCALE_FACTOR) if self.dynamic else self.scale
             return replace(self, scale=smaller, good_steps=0, skipped=min(self.skipped + 1, SKIPPED_MOST))
@@ -97,20 +98,21 @@ class LossScale:
 
     @property
     def numbers(self) -> int:
-        """How many numbers of room it takes beside a state: none if it never changes."""
+        """Return the number of elements it takes next to a state: 0 if it never changes."""
         return SCALE_NUMBERS if self.dynamic else 0
 
     def write(self, room: Array) -> None:
-        """Put it into `room`, (numbers,) float32, from which `read` takes it."""
-        room[: len(self.said)] = self.said
+        """Write it to `room`, (numbers,) float32, from which `read` restores it."""
+        room[: len(self.values)] = self.values
 
     @property
-    def said(self) -> tuple[float, ...]:
-        """What `write` puts: nothing if it never changes."""
+    def values(self) -> tuple[float, ...]:
+        """Return the values that `write` stores: none if it never changes."""
         return (self.scale, self.good_steps, self.skipped)[: self.numbers]
 
     def read(self, room: Array) -> LossScale:
-        """The scale in `room`; this one, if there is none. Raises `UserError` for numbers that are none."""
+        """Return the scale in `room`, or this one if `room` is empty. Raises `UserError` for invalid
+        numbers."""
         if not len(room):
             return self
         if not self.dynamic or len(room) < 3:
@@ -125,10 +127,10 @@ class LossScale:
 
 
 def attempted(scale: LossScale, attempt: Callable[[LossScale], float]) -> tuple[float, LossScale]:
-    """Attempt a step until its gradient is finite; its norm, unscaled, and the scale that it was done with.
+    """Attempt a step until its gradient is finite; return its unscaled norm and the scale that was used.
 
-    `attempt(scale)` computes the step's gradient, multiplied by that, and returns its norm, or raises
-    `TrainingDiverged`. Where no smaller scale can help, that is what is raised here.
+    `attempt(scale)` computes the step's gradient, multiplied by the scale, and returns its norm, or raises
+    `TrainingDiverged`. If no smaller scale can help, that error is raised here.
     """
     while True:
         try:

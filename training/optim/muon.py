@@ -1,14 +1,14 @@
-"""Muon, out of place: the momentum of a hidden matrix is made orthogonal before it is a step.
+"""Muon, out of place: the momentum of a hidden matrix is orthogonalised before it is used as a step.
 
 K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks", 2024
-(kellerjordan.github.io/posts/muon). The iteration is Newton and Schulz's, of fifth order, with coefficients
-that bring every singular value near 1 in a few rounds, none exactly. Everything that is no hidden matrix
-(embedding, head, gains) is AdamW's.
+(kellerjordan.github.io/posts/muon). The iteration is Newton-Schulz of fifth order, with coefficients that
+bring every singular value near 1 in a few rounds, none exactly. Everything that is not a hidden matrix
+(embedding, head, gains) is updated by AdamW.
 
-The momentum is elementwise, but to be orthogonal a matrix has to be whole. Ranks that hold parts of one
-(ZeRO's shards, tensor parallelism's columns and rows) gather it; each that holds some works on all of it, and
-takes its own part of the result. It costs an all-gather of the matrix, and has the bits of one that is whole.
-(So do J. Liu and others, "Muon is scalable for LLM training", 2025, arXiv:2502.16982.)
+The momentum is elementwise, but orthogonalisation needs the whole matrix. Ranks that hold slices of a matrix
+(ZeRO's shards, tensor parallelism's columns and rows) gather it; each of them computes the whole result and
+takes its own slice of it. This costs one all-gather per matrix, and the bits are those of an undivided
+matrix. (So do J. Liu and others, "Muon is scalable for LLM training", 2025, arXiv:2502.16982.)
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import msgspec
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array, widened
-from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
-from zbmd.training.checkpoint.parameter_cut import Cut, run_of
-from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState, Shard
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
+from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState, Shard
 
 ROUNDS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -33,7 +32,7 @@ NOT_HIDDEN = ("embed.weight", "head.weight")
 
 
 class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, tag="muon"):
-    """The constants of Muon. The learning rate of what is left to AdamW is `adamw_rate` times Muon's."""
+    """Hyperparameters of Muon. The learning rate of the AdamW part is `adamw_rate` times Muon's."""
 
     momentum: float = 0.95
     weight_decay: float = 0.1
@@ -41,59 +40,62 @@ class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, tag="muon"):
     adamw: AdamWConfig = msgspec.field(default_factory=AdamWConfig)
 
 
-def alone(piece: Array) -> Sequence[Array]:
-    """The pieces of a group of one."""
+def gather_alone(piece: Array) -> Sequence[Array]:
+    """Return the pieces of a group of one."""
     return [piece]
 
 
 Gather = Callable[[Array], Sequence[Array]]
-"""Takes this rank's piece, 1-D, as long as the others'; returns all, in order. All ranks call it together."""
+"""Takes this rank's piece, 1-D, as long as the others'; returns all in rank order. All ranks call it
+together.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMatrix:
     """What this rank holds of a hidden matrix.
 
-    shape: the whole matrix's. span: where its piece lies in the arrays that are updated. cuts: what each of
-    the ranks that hold it together has of it, by place; None: nothing. place: this rank's.
+    `shape`: of the whole matrix. `span`: where its piece lies in the arrays that are updated. `cuts`: the
+    slices of the ranks that hold the matrix together, by position; None: nothing. `place`: the position of
+    this rank.
     """
 
     shape: tuple[int, ...]
     span: slice
-    cuts: tuple[Cut | None, ...]
+    cuts: tuple[ParameterSlice | None, ...]
     place: int = 0
 
     @property
-    def held(self) -> Cut | None:
-        """This rank's part."""
+    def held(self) -> ParameterSlice | None:
+        """Return this rank's slice."""
         return self.cuts[self.place]
 
     @property
     def is_apart(self) -> bool:
-        """Whether it has to be gathered: more than one rank has some of it, and none has all."""
+        """Whether it must be gathered: several ranks hold slices of it, and none holds all."""
         whole = math.prod(self.shape)
         return all(cut is None or math.prod(cut.shape) < whole for cut in self.cuts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMatrices:
-    """The hidden matrices of which ranks hold parts, the same and in the same order on all of them."""
+    """The hidden matrices of which ranks hold slices: the same ones in the same order on all ranks."""
 
     matrices: tuple[HeldMatrix, ...]
-    gather: Gather = alone
+    gather: Gather = gather_alone
 
     @classmethod
     def whole(cls, layout: ParameterLayout) -> HeldMatrices:
-        """Those of a rank that holds all of each."""
+        """Return those of a rank that holds all of each."""
         return cls(
             matrices=tuple(
-                HeldMatrix(shape=slot.shape, span=slot.span, cuts=(run_of(slot.size, 0, slot.size),))
-                for slot in hidden_of(layout)
+                HeldMatrix(shape=slot.shape, span=slot.span, cuts=(flat_slice(slot.size, 0, slot.size),))
+                for slot in hidden_matrices(layout)
             )
         )
 
     def within(self, run: slice) -> HeldMatrices:
-        """Those that lie in this part of the arrays, for who updates it alone."""
+        """Return those that lie in this range of the arrays, for an optimizer that updates only the range."""
         found = [one for one in self.matrices if run.start <= one.span.start and one.span.stop <= run.stop]
         return HeldMatrices(
             matrices=tuple(
@@ -105,10 +107,10 @@ class HeldMatrices:
 
 
 class Muon:
-    """The optimizer of one layout. Of a hidden matrix it keeps one moment, `mean`: the momentum.
+    """Muon for one layout. For a hidden matrix it has one moment, `mean`: the momentum.
 
-    With `held`, the ranks that hold parts of the matrices update together. `shard` as in `AdamW`: what of the
-    arrays is AdamW's.
+    If `held` is given, the ranks that hold slices of the matrices update together. `shard` as in `AdamW`: the
+    part of the arrays that AdamW updates.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Muon:
         self.config = config
         self.layout = layout
         self.xp = xp
-        hidden = hidden_of(layout)
+        hidden = hidden_matrices(layout)
         self._held = HeldMatrices.whole(layout) if held is None else held
         self._rest = AdamW(config.adamw, layout, xp=xp, dtype=dtype, skipped=hidden, shard=shard)
 
@@ -140,7 +142,7 @@ class Muon:
     ) -> None:
         """Write to `new` the state that follows `old` by `grad_scale * grads`; see `AdamW.update`.
 
-        Raises what the gathering raises; then `new` is neither the one nor the other.
+        Raises what `gather` raises; `new` is undefined then.
         """
         rate = learning_rate * self.config.adamw_rate
         self._rest.update(old, new, grads, step=step, learning_rate=rate, grad_scale=grad_scale)
@@ -153,7 +155,7 @@ class Muon:
     def _momentum(
         self, old: AdamWState, new: AdamWState, grads: Array, span: slice, grad_scale: float
     ) -> Array:
-        """Write the new momentum; what it looks ahead to (Nesterov's), of this rank's piece."""
+        """Write the new momentum; return Nesterov's look-ahead of it, for this rank's piece."""
         momentum = self.config.momentum
         slope = widened(grads[span]) * grad_scale
         mean = new.mean[span]
@@ -165,7 +167,7 @@ class Muon:
         return slope
 
     def _orthogonal(self, matrix: HeldMatrix, slope: Array) -> Array | None:
-        """This rank's part of the whole matrix made orthogonal; None if it holds none of it."""
+        """Return this rank's slice of the orthogonalised matrix; None if it holds none."""
         if not matrix.is_apart:
             return None if matrix.held is None else orthogonalized(slope.reshape(matrix.shape), xp=self.xp)
         whole = self._gathered(matrix, slope)
@@ -192,18 +194,20 @@ class Muon:
         new.square[span] = old.square[span]
 
 
-def hidden_of(layout: ParameterLayout) -> tuple[ParameterSlot, ...]:
-    """The parameters that are matrices between hidden layers."""
+def hidden_matrices(layout: ParameterLayout) -> tuple[ParameterSlot, ...]:
+    """Return the parameters that are matrices between hidden layers."""
     return tuple(slot for slot in layout.slots if is_hidden(slot))
 
 
 def is_hidden(slot: ParameterSlot) -> bool:
-    """Tell whether a parameter is a matrix between hidden layers."""
+    """Return whether a parameter is a matrix between hidden layers."""
     return len(slot.shape) == 2 and slot.name not in NOT_HIDDEN
 
 
 def orthogonalized(matrix: Array, *, xp: ModuleType) -> Array:
-    """Return `matrix`, 2-D, with its singular values brought to about 1 (0.7 to 1.2); its vectors stay."""
+    """Return `matrix`, 2-D, with its singular values brought near 1 (0.7 to 1.2) and its singular vectors
+    kept.
+    """
     first, second, third = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x: Array = matrix.T if tall else matrix

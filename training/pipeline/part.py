@@ -7,8 +7,10 @@ cut for tensor parallelism it is a part of this rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -17,6 +19,126 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.autograd.tape import GradReady, Tape, Tensor
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.pipeline.program import Shape
+from zbmd.transport.errors import UserError
+
+
+def layers_of_parts(layers: int, shape: Shape) -> tuple[int, ...]:
+    """Equally many layers for each part. Raises `UserError` if they do not divide."""
+    if layers < 1 or layers % shape.parts:
+        below = layers // shape.parts * shape.parts
+        near = f"{below} or {below + shape.parts}" if below > 0 else f"{shape.parts}"
+        chunks = f" of {shape.chunks} chunks" if shape.chunks > 1 else ""
+        raise UserError(
+            f"{layers} layers do not divide over {shape.stages} stages{chunks}: that makes {shape.parts} "
+            f"parts, which want a multiple of {shape.parts} layers, such as {near}."
+        )
+    return (layers // shape.parts,) * shape.parts
+
+
+def even_cuts(blocks: int, shape: Shape) -> tuple[range, ...]:
+    """The layers of each part: equally many of a model's blocks, with the embedding first and the head last.
+
+    Raises `UserError` if the blocks do not divide over the parts.
+    """
+    if shape.parts == 1:
+        return (range(blocks + 2),)
+    each = layers_of_parts(blocks, shape)[0]
+    starts = [0, *range(1 + each, 1 + blocks, each), blocks + 2]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[range, ...]:
+    """Cut layers of these costs, in their order, into `parts` runs whose dearest is as cheap as can be.
+
+    The linear partition problem, by dynamic programming over prefixes; every run has a layer. Raises
+    `UserError` if there are fewer layers than parts.
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise UserError(f"a model of {count} layers cannot be cut into {parts} parts: take fewer stages.")
+    prefix = [0.0, *accumulate(costs)]
+    best, cuts = prefix[:], list[list[int]]()
+    for part in range(1, parts):
+        row, cut = [0.0] * (count + 1), [0] * (count + 1)
+        for end in range(part + 1, count + 1):
+            cut[end], row[end] = _last_cut(best, prefix, part, end)
+        best = row
+        cuts.append(cut)
+    ends = [count]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    bounds = [0, *reversed(ends)]
+    return tuple(range(start, end) for start, end in pairwise(bounds))
+
+
+def _last_cut(best: Sequence[float], prefix: Sequence[float], first: int, end: int) -> tuple[int, float]:
+    """Where the last run of layers [0, end) begins, at `first` or later, and what its dearest run costs.
+
+    What stands before a cut gets dearer the later it is, what stands behind it cheaper: the best is where
+    they cross.
+    """
+    cross = (
+        bisect_left(range(first, end), True, key=lambda cut: best[cut] >= prefix[end] - prefix[cut]) + first
+    )
+    choices = [cut for cut in (cross - 1, cross) if first <= cut < end]
+    return min(
+        ((cut, max(best[cut], prefix[end] - prefix[cut])) for cut in choices), key=lambda choice: choice[1]
+    )
+
+
+class OwnParts:
+    """The parts of stage `stage` of `model`, cut into the layers `cuts`, one range a part.
+
+    `layout` is that of the stage's flat arrays, `spans` where each part lies in them. A pipeline of one stage
+    and one part has those of the model.
+    """
+
+    def __init__(self, model: GPT, cuts: Sequence[range], *, stages: int, stage: int) -> None:
+        self.stages = stages
+        self.stage = stage
+        self.every = tuple(GPTPart(model, layers) for layers in cuts)
+        self.numbers = range(stage, len(cuts), stages)
+        self.parts = {number: self.every[number] for number in self.numbers}
+        slots = [slot for part in self.parts.values() for slot in part.layout.slots]
+        self.layout = ParameterLayout.of({slot.name: slot.shape for slot in slots})
+        self.spans: dict[int, slice] = {}
+        at = 0
+        for number, part in self.parts.items():
+            self.spans[number] = slice(at, at + part.layout.size)
+            at += part.layout.size
+
+    def shape(self, microbatches: int) -> Shape:
+        """The pipeline of so many micro-batches."""
+        return Shape(stages=self.stages, chunks=len(self.every) // self.stages, microbatches=microbatches)
+
+    def cut(self, flat: Array) -> Array:
+        """What this stage holds of the model's flat array: (layout.size,), a copy."""
+        made: Array = np.concatenate([flat[part.span] for part in self.parts.values()])
+        return made
+
+    def joined(self, every: Array) -> Array:
+        """The model's flat array, of what all stages hold, one behind the other in their order."""
+        whole: Array = np.zeros(self.every[-1].span.stop, dtype=every.dtype)
+        at = 0
+        for number in self.order:
+            span = self.every[number].span
+            whole[span] = every[at : at + span.stop - span.start]
+            at += span.stop - span.start
+        return whole
+
+    @property
+    def order(self) -> list[int]:
+        """All parts in the order in which stages hold them: those of the first stage, then the next's."""
+        return [part for stage in range(self.stages) for part in range(stage, len(self.every), self.stages)]
+
+    @property
+    def size_most(self) -> int:
+        """Elements of the flat array of the stage that holds most."""
+        return max(
+            sum(self.every[part].layout.size for part in range(stage, len(self.every), self.stages))
+            for stage in range(self.stages)
+        )
 
 
 @dataclass(frozen=True, slots=True)

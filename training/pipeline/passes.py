@@ -6,27 +6,27 @@ a rank that has the whole model, so they have the same bits.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import assert_never
+
+import numpy as np
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
-from zbmd.training.autograd import first_non_finite as lookout
-from zbmd.training.autograd import spans
+from zbmd.training.autograd import non_finite_probe, spans
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.first_non_finite import Where
-from zbmd.training.autograd.tape import GradReady
-from zbmd.training.capture_kinds import STAGE, recorded, stage_config
+from zbmd.training.autograd.non_finite_probe import ProbePoint
+from zbmd.training.autograd.tape import GradReady, Tensor
 from zbmd.training.model.gpt import Batch
-from zbmd.training.pipeline.activation_bytes import held_bytes
-from zbmd.training.pipeline.own import OwnParts
-from zbmd.training.pipeline.part import Pass
-from zbmd.training.pipeline.program import Instruction, Message, Op, StageProgram
+from zbmd.training.pipeline.part import OwnParts, Pass
+from zbmd.training.pipeline.program import Boundary, Instruction, Message, Op, StageProgram
 from zbmd.training.pipeline.rings import StageRings
 from zbmd.training.pipeline.schedules import schedule_named
-from zbmd.training.pipeline.stage import StageMachine
-from zbmd.training.pipeline.stage_events import (
+from zbmd.training.pipeline.stage import (
+    STAGE,
     Await,
     Compute,
     Computed,
@@ -37,15 +37,65 @@ from zbmd.training.pipeline.stage_events import (
     Release,
     StageAction,
     StageLost,
+    StageMachine,
     StepBegun,
     StepDone,
+    stage_config,
 )
-from zbmd.training.pipeline.storage import Boundary
-from zbmd.training.profiler.lines import HeldMost
+from zbmd.training.profiler.lines import ActivationPeak
+from zbmd.training.run.reporting import captured_machine
 from zbmd.training.step.accumulate import AccumulationPlan, Buckets, Leaf
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, PeerLost
 from zbmd.transport.native._native import now_ns
+
+OBJECTS_MAX = 100_000
+"""Looked at in one pass; a part of a model has a few hundred."""
+
+
+def held_bytes(done: Pass, apart: Iterable[Array]) -> int:
+    """Bytes of the arrays that `done` keeps alive, but for the memory of `apart` (weights, gradients).
+
+    Views count as the array that they are of, each once; what lies in memory that numpy does not own, such
+    as a slot of a ring or an arena, is not counted.
+    """
+    others = {id(_owner(array)) for array in apart}
+    owners = {id(owner): owner for owner in map(_owner, _arrays(done))}
+    return sum(owner.nbytes for key, owner in owners.items() if key not in others and owner.flags.owndata)
+
+
+def _owner(array: Array) -> Array:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _arrays(done: Pass) -> Iterator[Array]:
+    """All arrays that the way back of a pass can reach."""
+    left: list[object] = [done.input, done.output, *done.tape.kept(), *done.weight_gradients]
+    seen: set[int] = set()
+    while left and len(seen) < OBJECTS_MAX:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        match found:
+            case np.ndarray():
+                yield found
+            case Tensor():
+                left += (found.data, found.grad)
+            case FunctionType():
+                left += (cell.cell_contents for cell in found.__closure__ or ())
+                left += found.__defaults__ or ()
+            case MethodType():
+                left.append(found.__func__)
+            case functools.partial():
+                left += (found.func, *found.args, *found.keywords.values())
+            case tuple() | list():
+                left += found
+            case _:
+                pass
+
 
 COMPUTE_POINT = faults.declare("pipeline.compute", "before a stage computes one of its instructions")
 BACKWARD_POINT = faults.declare("mesh.backward", "in a backward pass on a mesh, before a bucket is sent")
@@ -53,7 +103,7 @@ BACKWARD_POINT = faults.declare("mesh.backward", "in a backward pass on a mesh, 
 TIMES_KEPT = 512
 """Of each operation on each part, the last ones."""
 
-Final = Callable[[slice], None]
+OnFinal = Callable[[slice], None]
 """Told of the elements of the flat gradient that are this rank's sum, and change no more."""
 
 
@@ -78,7 +128,7 @@ class StagePasses:
         self._own, self._plan, self._buffers, self._group = own, plan, buffers, group
         self._machine = StageMachine(programs, own.stage)
         config = stage_config(programs, own.stage)
-        self._tap = recorded(worker, STAGE, f"stage{own.stage}/{epoch}", self._machine, config)
+        self._tap = captured_machine(worker, STAGE, f"stage{own.stage}/{epoch}", self._machine, config)
         self._splits = any(one.op is Op.INPUT_GRADIENT for one in programs[own.stage].instructions)
         self._rings_or_none = rings
         schedule, shape = schedule_named(programs[own.stage].schedule), programs[own.stage].shape
@@ -92,7 +142,7 @@ class StagePasses:
         """What is to be sent, or handed to the next part on this stage."""
         self._weights: Array | None = None
         self._batches: Sequence[Batch] = ()
-        self._final: Final | None = None
+        self._final: OnFinal | None = None
         self._deadline_ns = 0
         self._loss_scale = 1.0
         self.took_ns: dict[tuple[Op, int], deque[int]] = {}
@@ -112,9 +162,9 @@ class StagePasses:
         ]
 
     @property
-    def held_most(self) -> HeldMost:
+    def held_most(self) -> ActivationPeak:
         """What this stage held in the last step."""
-        return HeldMost(
+        return ActivationPeak(
             microbatches=self._held_most,
             nbytes=self._bytes_most,
             microbatches_max=self._held_max,
@@ -127,7 +177,7 @@ class StagePasses:
         batches: Sequence[Batch],
         *,
         deadline_ns: int,
-        final: Final | None,
+        final: OnFinal | None,
         between: Callable[[], None],
         loss_scale: float = 1.0,
     ) -> None:
@@ -236,7 +286,7 @@ class StagePasses:
         assert self._weights is not None
         part, span, leaf = self._own.parts[number], self._own.spans[number], self._plan.leaves[microbatch]
         came = None if part.is_first else self._came(Message(False, number, microbatch), slot)
-        self._look_at(came, Where.FORWARD, part.layers[0])
+        self._look_at(came, ProbePoint.FORWARD, part.layers[0])
         done = part.forward(
             self._weights[span],
             self._buffers[leaf.buffer][span],
@@ -265,13 +315,13 @@ class StagePasses:
         _, number, microbatch = instruction
         part = self._own.parts[number]
         given = None if part.is_last else self._came(Message(True, number, microbatch), slot)
-        self._look_at(given, Where.BACKWARD, part.layers[-1])
+        self._look_at(given, ProbePoint.BACKWARD, part.layers[-1])
         splits = instruction.op is Op.INPUT_GRADIENT
         if not splits:
             self._begin_buckets(number, microbatch)
         gradient = part.backward(self._passes[number, microbatch], given, loss_scale=self._loss_scale)
         if gradient is not None:
-            lookout.given(gradient)
+            non_finite_probe.probe_sent(gradient)
             self._made[Message(True, number - 1, microbatch)] = gradient
         if not splits:
             self._add_up(number, microbatch)
@@ -314,12 +364,12 @@ class StagePasses:
 
         return ready
 
-    def _look_at(self, came: Array | None, where: Where, unit: int) -> None:
-        """Look at what came from another part, if a lookout is on."""
-        watching = lookout.lookout()
+    def _look_at(self, came: Array | None, where: ProbePoint, unit: int) -> None:
+        """Check what came from another stage, if a probe is active."""
+        watching = non_finite_probe.active_probe()
         if watching is not None and came is not None:
             watching.at(where, unit)
-            watching.look(came, came=True)
+            watching.look(came, received=True)
 
     def _came(self, message: Message, slot: int | None) -> Array:
         """What a part needs: in its slot, or as another part of this stage made it."""

@@ -18,12 +18,104 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from zbmd.training.pipeline.errors import ScheduleError
+from zbmd.transport.errors import ZbmdError
+
+# ---- memory of a stage: activations, and slots for messages of other stages
+#
+# The activations of a part and micro-batch live from the forward pass to the end of the backward pass (of the
+# weight-gradient pass where it is split), and so do the messages it was computed from. Messages of one
+# boundary and direction arrive and are freed in the order of the micro-batches, so they share a ring of
+# slots: that of micro-batch i has slot i mod the number of slots.
+
+SLOTS_AHEAD: Final = 1
+"""Slots of a ring beyond what the stage holds by its program: the next message comes while it computes."""
+
+
+class Boundary(NamedTuple):
+    """One side of a part, by what comes in there: its inputs, or the gradients of its outputs."""
+
+    gradient: bool
+    part: int
+
+
+def boundary_of(message: Message) -> Boundary:
+    """Where a message comes in."""
+    return Boundary(message.gradient, message.part)
+
+
+def releases(instruction: Instruction) -> bool:
+    """Whether nothing of its part and micro-batch is needed any more once this has been computed."""
+    return instruction.op in (Op.BACKWARD, Op.WEIGHT_GRADIENT)
+
+
+def activations_peak(program: StageProgram) -> int:
+    """The most pairs of part and micro-batch whose activations the program holds at once."""
+    return max(held_along(program), default=0)
+
+
+def held_along(program: StageProgram) -> Iterator[int]:
+    """How many such pairs are held while each instruction runs."""
+    held = 0
+    for instruction in program.instructions:
+        held += instruction.op is Op.FORWARD
+        yield held
+        held -= releases(instruction)
+
+
+def slots_of(program: StageProgram) -> dict[Boundary, int]:
+    """The ring of each boundary where this stage receives: how many slots it has."""
+    held, most = Counter[Boundary](), Counter[Boundary]()
+    for instruction in program.instructions:
+        if instruction.op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            boundary = boundary_of(message_of(instruction))
+            held[boundary] += 1
+            most[boundary] = max(most[boundary], held[boundary])
+        elif releases(instruction):
+            for gradient in (False, True):
+                held[Boundary(gradient, instruction.part)] -= 1
+    return {boundary: min(peak + SLOTS_AHEAD, program.shape.microbatches) for boundary, peak in most.items()}
+
+
+class ScheduleError(ZbmdError):
+    """The text of a schedule's program is malformed."""
+
+
+class Flaw(Enum):
+    """What is wrong with the programs of a pipeline."""
+
+    MALFORMED = "malformed"
+    WRONG_STAGE = "a part that is not on this stage"
+    OUT_OF_RANGE = "a part or micro-batch that does not exist"
+    REPEATED = "done twice"
+    MISSING = "never done"
+    SPLIT = "a backward pass both whole and split"
+    BEFORE_FORWARD = "a gradient before its forward pass"
+    BEFORE_INPUT_GRADIENT = "a weight gradient before its input gradient"
+    MICROBATCH_ORDER = "micro-batches out of order"
+    BEFORE_RECEIVED = "computes with what was not received"
+    BEFORE_COMPUTED = "sends what was not computed"
+    NO_TRANSFER = "a transfer that this boundary does not have"
+    MEMORY = "holds too many activations"
+    DEADLOCK = "deadlock"
+
+
+class ScheduleFlawed(ZbmdError):
+    """The programs of a pipeline are wrong. `stage` and `index` name the instruction, `flaw` the kind."""
+
+    def __init__(self, flaw: Flaw, stage: int, index: int | None, detail: str) -> None:
+        at = "at its end" if index is None else f"instruction {index}"
+        super().__init__(f"stage {stage}, {at}: {flaw.value}: {detail}")
+        self.flaw = flaw
+        self.stage = stage
+        self.index = index
+
 
 STAGES_MAX: Final = 1024
 CHUNKS_MAX: Final = 64

@@ -19,10 +19,12 @@ from zbmd.actors.rank.member import Worker
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.pipeline.program import StageProgram
-from zbmd.training.pipeline.stage_events import Await, Put, Release, Told
-from zbmd.training.pipeline.storage import Boundary, boundary_of, slots_of
-from zbmd.training.step.gathering import gather_rows
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.pipeline.program import Boundary, Shape, StageProgram, boundary_of, slots_of
+from zbmd.training.pipeline.schedules import activations_max, programs_of
+from zbmd.training.pipeline.stage import Await, Put, Release, Told
+from zbmd.training.pipeline.verifier import verify
+from zbmd.training.step.reduction import gather_rows
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -35,6 +37,22 @@ from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import now_ns
+
+
+def runnable_programs(schedule: str, shape: Shape) -> tuple[StageProgram, ...]:
+    """Verified programs of a schedule that can be run. Raises `UserError`."""
+    programs = programs_of(schedule, shape)
+    verify(programs, activations_max=activations_max(schedule, shape))
+    return programs
+
+
+def traffic_of(
+    model: GPTConfig, config: TrainingConfig, *, dtype: np.dtype[np.floating], tensor_ranks: int = 1
+) -> Traffic:
+    """What passes between stages for one micro-batch, which is a logical shard: this rank's rows of it."""
+    rows = config.sequences_per_shard * model.context // tensor_ranks
+    return Traffic(shape=(rows, model.width), dtype=dtype)
+
 
 CHANNEL_DEFAULT = 4
 """The first of as many notify channels as there are kinds of `Told`; no group may use one of them."""

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from zbmd.training.pipeline.errors import ScheduleError
-from zbmd.training.pipeline.program import Instruction, Op, Shape, StageProgram, require_bounds
+from zbmd.training.pipeline.program import Instruction, Op, ScheduleError, Shape, StageProgram, require_bounds
 from zbmd.transport.errors import UserError
 
 _Order = Iterator[Instruction]

@@ -12,8 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
-from zbmd.training.pipeline.program import SENDS, Instruction, Message, Op, StageProgram, message_of
-from zbmd.training.pipeline.storage import activations_peak
+from zbmd.training.pipeline.program import (
+    SENDS,
+    Instruction,
+    Message,
+    Op,
+    StageProgram,
+    activations_peak,
+    message_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

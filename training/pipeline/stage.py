@@ -8,35 +8,133 @@ backward pass has used it. Counts go on from step to step, so stages need not me
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
-from zbmd.training.pipeline.program import SENDS, Instruction, Message, Op, StageProgram, message_of
-from zbmd.training.pipeline.stage_events import (
-    Await,
-    Compute,
-    Computed,
-    Free,
-    GiveUp,
-    Heard,
-    Put,
-    Release,
-    StageAction,
-    StageEvent,
-    StageLost,
-    StepBegun,
-    StepDone,
-    Told,
-)
-from zbmd.training.pipeline.storage import (
+from zbmd.training.pipeline.program import (
+    SENDS,
     Boundary,
+    Instruction,
+    Message,
+    Op,
+    StageProgram,
     activations_peak,
     boundary_of,
+    format_program,
+    message_of,
+    parse_program,
     releases,
     slots_of,
 )
+from zbmd.training.pipeline.verifier import verify
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+
+class Told(Enum):
+    """What a stage tells a neighbour, by a count that only grows; the value is its number.
+
+    Both sides know the neighbour's program, so the count alone says which messages it is about.
+    """
+
+    ACTIVATIONS = 0
+    GRADIENTS = 1
+    ACTIVATIONS_RELEASED = 2
+    GRADIENTS_RELEASED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBegun:
+    """The stage is to run its program once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """Stage `stage` has told us `count` of `what` in all, since the first step."""
+
+    stage: int
+    what: Told
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """The computation that was asked for is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLost:
+    """A stage has ended: this step can not be finished."""
+
+    stage: int
+    reason: str
+
+
+StageEvent: TypeAlias = StepBegun | Heard | Computed | StageLost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Run `instruction`. `input_slot`, `gradient_slot`: where what it needs has come, if it has come."""
+
+    instruction: Instruction
+    input_slot: int | None
+    gradient_slot: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """Put `message` into `slot` of its ring at `stage`, and tell it `count` of `what` behind that."""
+
+    message: Message
+    stage: int
+    slot: int
+    what: Told
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Tell `stage` that `count` of its messages are needed no more."""
+
+    stage: int
+    what: Told
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Nothing of this part and micro-batch is needed any more."""
+
+    part: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Await:
+    """Nothing can be done until `stage` has told `count` of `what`."""
+
+    stage: int
+    what: Told
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """The program is at its end, and all that it sends has been put."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """The step ends here; what was computed in it is worth nothing."""
+
+    stage: int
+    reason: str
+
+
+StageAction: TypeAlias = Compute | Put | Release | Free | Await | StepDone | GiveUp
 
 
 class StageState(Enum):
@@ -314,3 +412,29 @@ _SENT = {released: sent for sent, released in _RELEASED.items()}
 def _orders_of_sends(program: StageProgram) -> list[Message]:
     """What a step sends, in order."""
     return [message_of(one) for one in program.instructions if one.op in SENDS]
+
+
+# ---- capture
+
+
+def stage_config(programs: Sequence[StageProgram], stage: int) -> dict[str, Any]:
+    """The arguments that make the like of a `StageMachine` that has taken no event yet."""
+    return {"programs": [format_program(program) for program in programs], "stage": stage}
+
+
+def _build_stage(config: Mapping[str, Any]) -> StageMachine:
+    programs, stage = [parse_program(text) for text in config["programs"]], config["stage"]
+    verify(programs, activations_max=[activations_peak(program) for program in programs])
+    if not 0 <= stage < len(programs):
+        raise LocalProtocolError(f"there is no stage {stage} among {len(programs)}")
+    return StageMachine(programs, stage)
+
+
+STAGE: MachineKind[StageEvent, StageAction] = register(
+    "pipeline-stage",
+    1,
+    _build_stage,
+    events=StageEvent,
+    actions=StageAction,
+    states=(StageMachine, MessageOrder),
+)

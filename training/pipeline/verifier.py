@@ -16,17 +16,22 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import assert_never
 
-from zbmd.training.pipeline.errors import Flaw, ScheduleFlawed
 from zbmd.training.pipeline.program import (
     SENDS,
+    Boundary,
+    Flaw,
     Instruction,
     Message,
     Op,
+    ScheduleFlawed,
     Shape,
     StageProgram,
+    boundary_of,
+    held_along,
     message_of,
+    releases,
+    slots_of,
 )
-from zbmd.training.pipeline.storage import Boundary, boundary_of, held_along, releases, slots_of
 
 
 def verify(programs: Sequence[StageProgram], *, activations_max: Sequence[int]) -> None:

@@ -1,1 +1,5 @@
-"""What the time of a rank's steps went into: spans, FLOPs, the machine's peak, and the files that say so."""
+"""The profiler of a training run: spans, FLOPs and the use of a machine, written into the run's directory.
+
+`profiler` is one rank's; `lines` and `ring` are its files; `peak` measures the machine; `summary` adds up a
+run. Imports `model`, `autograd`, `files` and collectives. Begin with `profiler`; see docs/GUIDE_PROFILE.md.
+"""

@@ -1,9 +1,9 @@
-"""The most floating-point operations a second that this machine does in matrix products, measured once.
+"""Measure once how many floating-point operations a second this machine does in matrix products.
 
-Measured as a job uses the machine: as many processes at once as there are ranks and processors for, each with
-its threads of BLAS. Products are timed by the processor time that they take, and the best one of each process
-counts, so what else runs meanwhile takes little off. The result is kept in `$XDG_CACHE_HOME/zbmd/peaks.json`,
-under all that it depends on.
+The measurement uses the machine as a job does: as many processes at once as there are ranks and processors
+for, each with its BLAS threads. Products are timed by the processor time that they take, and the best one of
+each process counts, so other load changes the result little. It is cached in
+`$XDG_CACHE_HOME/zbmd/peaks.json`, under everything that it depends on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 ORDER: Final = 1024
@@ -38,8 +38,8 @@ CPUINFO: Final = Path("/proc/cpuinfo")
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """What a peak depends on. parallel: how many processes compute at once, each with `threads` of BLAS."""
+class MachineDescription(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """What a peak depends on. `parallel`: how many processes compute at once, each with `threads` of BLAS."""
 
     processor: Name
     processors: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -52,20 +52,21 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """FLOPs a second of all processes together."""
 
-    machine: Machine
+    machine: MachineDescription
     flops_per_s: Annotated[float, msgspec.Meta(gt=0.0)]
 
 
 def this_machine(
     *, parallel: int, dtype: str = "float32", environ: Mapping[str, str] | None = None
-) -> Machine:
-    """This machine, used by `parallel` processes with the BLAS threads that the environment gives them.
+) -> MachineDescription:
+    """Return this machine, used by `parallel` processes with the BLAS threads that the environment gives
+    them.
 
-    More of them than there are processors for compute no faster.
+    More processes than fit the processors do not compute faster.
     """
     processors = len(os.sched_getaffinity(0))
     threads = _threads(os.environ if environ is None else environ, processors)
-    return Machine(
+    return MachineDescription(
         processor=_processor(),
         processors=processors,
         blas=_blas(),
@@ -75,13 +76,14 @@ def this_machine(
     )
 
 
-def known_peak(machine: Machine) -> float | None:
-    """FLOPs a second of `machine`, if it was measured before; None if not, or if that cannot be read."""
+def known_peak(machine: MachineDescription) -> float | None:
+    """Return the cached FLOPs a second of `machine`; None if it was not measured or the cache is
+    unreadable."""
     return next((peak.flops_per_s for peak in _read(cache_path()) if peak.machine == machine), None)
 
 
-def peak_of(machine: Machine) -> float:
-    """FLOPs a second of `machine`, which is this one: measured if that was not done yet.
+def peak_of(machine: MachineDescription) -> float:
+    """Return the FLOPs a second of `machine`, which must be this one; measured if not cached.
 
     Raises `UserError` if it cannot be measured.
     """
@@ -95,8 +97,8 @@ def peak_of(machine: Machine) -> float:
     return found
 
 
-def measured(machine: Machine) -> float:
-    """Measure it, in processes of their own: how many threads BLAS has is settled as it is loaded."""
+def measured(machine: MachineDescription) -> float:
+    """Measure in separate processes, because BLAS fixes its number of threads when it is loaded."""
     environ = dict(os.environ) | {name: str(machine.threads) for name in THREADS_VARIABLES}
     command = [sys.executable, "-m", "zbmd.training.profiler.peak", machine.dtype, str(machine.threads)]
     started: list[subprocess.Popen[bytes]] = []
@@ -118,7 +120,7 @@ def measured(machine: Machine) -> float:
 
 
 def _together(processes: Sequence[subprocess.Popen[bytes]]) -> float:
-    """Have all begin once all are warm, and add up what they tell."""
+    """Start all once all are warm, and add up their results."""
     watch = threading.Timer(TIMEOUT_S, _kill, (processes,))
     watch.start()
     try:
@@ -159,7 +161,7 @@ def _read(path: Path) -> list[Peak]:
 
 
 def decode_peaks(data: bytes) -> list[Peak]:
-    """The peaks in a file of these bytes; none if it is damaged: they are measured anew."""
+    """Return the peaks in a file's bytes; empty if it is damaged, so that they are measured again."""
     try:
         return msgspec.json.decode(data, type=list[Peak])[-PEAKS_MAX:]
     except (ValueError, RecursionError):  # text that is no UTF-8 is no MsgspecError
@@ -167,7 +169,7 @@ def decode_peaks(data: bytes) -> list[Peak]:
 
 
 def _processor() -> str:
-    """The processor's name, as the kernel has it."""
+    """Return the processor's name according to the kernel."""
     try:
         text = CPUINFO.read_text(errors="replace")
     except OSError:
@@ -194,7 +196,7 @@ def _threads(environ: Mapping[str, str], processors: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of the processes: warm up, say so, wait for a line, and print FLOPs a second."""
+    """Run one of the processes: warm up, report it, wait for a line, and print FLOPs a second."""
     parser = argparse.ArgumentParser(prog="python -m zbmd.training.profiler.peak", description=__doc__)
     parser.add_argument("dtype", choices=DTYPES)
     parser.add_argument("threads", type=int)

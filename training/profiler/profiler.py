@@ -1,7 +1,7 @@
-"""The profiler of one rank: its spans, step by step, and what they come to, into the directory of the run.
+"""The profiler of one rank: records spans per step and writes their sums to the run's directory.
 
-It is always on unless ZBMD_PROFILE is `off`: a span costs some 0.2 us, and a step's line some 20 us. What it
-cannot write it leaves out, and says so once: no run ends by it.
+It is always on unless ZBMD_PROFILE is `off`: a span costs about 0.2 µs, and a step's line about 20 µs. A
+write that fails is logged once and ends the profile, but not the run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,12 +23,11 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd._spans import CATEGORIES, PER_UNIT, SpanRecorder
 from zbmd.training.autograd.spans import Span
 from zbmd.training.model.gpt import GPT
-from zbmd.training.profiler.flops import unit_flops
 from zbmd.training.profiler.lines import (
     IDLE,
     LINES_BYTES_MAX,
     VERSION,
-    HeldMost,
+    ActivationPeak,
     Overlap,
     RunLine,
     StepLine,
@@ -50,6 +50,59 @@ from zbmd.transport.host.topology.kernel_files import read_text
 if TYPE_CHECKING:
     from zbmd.training.autograd._spans import EndedStep
 
+
+TABLES = frozenset({"embed.weight", "positions.weight"})
+"""Parameters that the first unit looks up; in a tied head the first of them is a matrix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFlops:
+    """The FLOPs of one pass of a unit over one logical shard, on this rank.
+
+    `attention`: the part of `forward` that is attention. `again`: what the backward pass recomputes by
+    itself, the scores of attention.
+    """
+
+    name: str
+    forward: int
+    attention: int
+    backward: int
+    again: int
+
+
+def unit_flops(model: GPT, *, sequences: int, length: int) -> tuple[UnitFlops, ...]:
+    """Return the FLOPs of each unit of `model` (embedding, blocks, head), for `sequences` of `length` tokens.
+
+    For a model that is divided over ranks, those of this rank's part: `model.layout` defines it. A product of
+    (m, k) by (k, n) has 2 m k n; the backward pass has two of that size for each. Causal attention computes
+    each pair of a query and an earlier or equal key, T (T + 1) / 2 of them: two products forwards, four
+    backwards. Norms, activations, softmax and table look-ups are not counted, as in A. Chowdhery and others,
+    "PaLM: Scaling Language Modeling with Pathways", 2022, arXiv:2204.02311, appendix B, which counts all T²
+    pairs.
+    """
+    slots, rows, last = model.layout.slots, sequences * length, model.config.layers + 1
+    made: list[UnitFlops] = []
+    for number, name in enumerate(model.unit_names):
+        shapes = {slots[index].name: slots[index].shape for index in model.unit_parameters(number)}
+        linear = sum(
+            2 * rows * shape[0] * shape[1]
+            for one, shape in shapes.items()
+            if len(shape) == 2 and (number == last or one not in TABLES)
+        )
+        packed = shapes.get(f"{name}.attn.qkv.weight", (0, 0))[1]
+        product = 2 * sequences * (length * (length + 1) // 2) * (packed // 3)
+        made.append(
+            UnitFlops(
+                name=name,
+                forward=linear + 2 * product,
+                attention=2 * product,
+                backward=2 * linear + 4 * product,
+                again=product,
+            )
+        )
+    return tuple(made)
+
+
 log: Final = structlog.stdlib.get_logger("zbmd.training.profiler")
 
 VARIABLE: Final = "ZBMD_PROFILE"
@@ -57,7 +110,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Profiler:
-    """Profiles the rank of `run`, into `directory`/profile; nowhere, if `directory` is None.
+    """Profiles the rank of `run` into `directory`/profile; without files if `directory` is None.
 
     For one thread at a time: the one that is in `recording()`, and others between its spans.
     """
@@ -66,7 +119,7 @@ class Profiler:
         self.run = run
         self.last: StepLine | None = None
         """The step that ended last."""
-        self._held: HeldMost | None = None
+        self._held: ActivationPeak | None = None
         self._followed: dict[int, tuple[int, Group]] = {}
         self._file: RingFile | None = None
         self._lines: int | None = None
@@ -92,11 +145,11 @@ class Profiler:
         self._put(self.run)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Spans of the thread that enters it are this rank's."""
+        """Attribute the spans of the current thread to this rank, within the context."""
         return self._recorder.recording()
 
     def follow(self, *groups: Group | None) -> None:
-        """Take along the operations of these groups from now on, and of no others; cheap if none is new."""
+        """Record the operations of these groups from now on, and of no others; cheap if none is new."""
         wanted = {id(group): group for group in groups if group is not None}
         if wanted.keys() == self._followed.keys():
             return
@@ -111,29 +164,31 @@ class Profiler:
                 self._file.put(GroupLine(channel=channel, epoch=group.epoch, members=members))
 
     def begin_step(self, step: int) -> StepLine | None:
-        """Step `step` begins, and the one before ends: that is returned, if there was one."""
+        """Begin step `step`; return the line of the step that this ends, if any."""
         return self._take(self._recorder.begin_step(step))
 
     def end_step(self) -> StepLine | None:
-        """The step ends, and none begins."""
+        """End the step without beginning another; return its line."""
         return self._take(self._recorder.end_step())
 
     def add(self, span: Span, begin_ns: int, end_ns: int) -> None:
-        """What another thread has done, or waited for, while no span was open here."""
+        """Add a span of another thread, from a time when no span was open here."""
         self._recorder.add(span.category, begin_ns, end_ns)
 
-    def held(self, most: HeldMost | None) -> None:
-        """What the step under way held of activations."""
+    def held(self, most: ActivationPeak | None) -> None:
+        """Set the peak of activations of the current step."""
         self._held = most
 
     def mfu(self, line: StepLine) -> float | None:
-        """Model FLOPs utilisation of a step on this rank: part of its share of the peak; None: unknown."""
+        """Return the model FLOPs utilisation of a step on this rank: a fraction of its share of the peak, or
+        None.
+        """
         if self.run.peak is None or line.wall_ns == 0:
             return None
         return line.flops / (line.wall_ns / 1e9 * self.run.peak)
 
     def close(self) -> None:
-        """End the step and let go of the files. Idempotent."""
+        """End the step and close the files. Idempotent."""
         self.end_step()
         self._recorder.release()
         if self._file is not None:
@@ -183,13 +238,13 @@ class Profiler:
             self._lines = None
 
     def _give_up(self, error: OSError) -> None:
-        # No warning: a run that has no room ends with words of its own, or goes on without a profile.
-        log.info("this rank's profile is not written any further", path=str(self._path), error=str(error))
+        # Not a warning: a run on a full disk reports that itself, or continues without a profile.
+        log.info("profiling stopped: cannot write", path=str(self._path), error=str(error))
         self._close_lines()
 
 
-def step_line(ended: EndedStep, units: tuple[UnitLine, ...], held: HeldMost | None = None) -> StepLine:
-    """What is written of a step, whose passes were of `units`."""
+def step_line(ended: EndedStep, units: tuple[UnitLine, ...], held: ActivationPeak | None = None) -> StepLine:
+    """Return the line of a step, whose passes were of `units`."""
     step, begin_ns, end_ns, totals, by_unit, overlap = ended
     ns = {name: total for name, total in zip(CATEGORIES, totals, strict=True) if total}
     ns[IDLE] = end_ns - begin_ns - sum(totals)
@@ -234,14 +289,14 @@ def open_profiler(
     dtype: str = "float32",
     environ: Mapping[str, str] | None = None,
 ) -> Profiler:
-    """The profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
+    """Return the profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
 
     Raises `UserError` for a ZBMD_PROFILE that is neither on nor off.
     """
     environ = os.environ if environ is None else environ
     wanted = environ.get(VARIABLE, "on")
     if wanted not in ("on", "off"):
-        raise UserError(f'{VARIABLE} is "{wanted}": set it to on or off.')
+        raise UserError(f'{VARIABLE} is "{wanted}": set it to "on" or "off".')
     launched = RankEnvironment.read(environ)
     ranks_on_host = 1 if launched is None else launched.ranks_per_host
     machine = this_machine(parallel=ranks_on_host, dtype=dtype, environ=environ)

@@ -1,13 +1,4 @@
-"""The file that keeps a rank's latest spans: a ring of records in mapped memory, which a kill leaves there.
-
-    0         magic, 8 bytes
-    8         bytes of text that follow, u64
-    16        JSON lines: a `RunLine`, then a `GroupLine` or `OperationLine` for each that records name
-    RING_AT   how many records there have been, u64
-    RING_AT+8 room for `RECORDS_MAX` records: `RECORD`
-
-Numbers are little-endian. Text is only ever added, and its length is set last.
-"""
+"""The span file of a rank: a ring of its latest spans in mapped memory, which survives a kill."""
 
 from __future__ import annotations
 
@@ -58,7 +49,7 @@ _TEXT_AT = len(MAGIC) + _LENGTH.size
 
 
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True, tag="group", tag_field="kind"):
-    """The group with the next number; `members` are ranks."""
+    """Defines the next group number; `members` are ranks."""
 
     channel: Count
     epoch: Count
@@ -66,7 +57,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True, tag="group", tag_fiel
 
 
 class OperationLine(msgspec.Struct, frozen=True, kw_only=True, tag="operation", tag_field="kind"):
-    """The operation with the next number."""
+    """Defines the next operation number."""
 
     name: Name
 
@@ -81,7 +72,7 @@ Records = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What a ring holds; records in the order in which they ended."""
+    """The content of a ring; records in the order in which they ended."""
 
     run: RunLine
     groups: tuple[GroupLine, ...]
@@ -90,18 +81,18 @@ class Spans:
 
 
 def ring_path(directory: Path, rank: int, incarnation: int) -> Path:
-    """Where a life of a rank of the run in `directory` keeps its spans."""
+    """Return the span file of an incarnation of a rank of the run in `directory`."""
     return directory / PROFILE_DIRECTORY / f"rank{rank}-{incarnation}.spans"
 
 
 def forget_rings(directory: Path, rank: int, incarnation: int) -> None:
-    """Delete those of the lives of a rank before its last `RINGS_KEPT`. Raises `OSError`."""
+    """Delete the files of a rank's incarnations before the last `RINGS_KEPT`. Raises `OSError`."""
     for old in range(1, incarnation - RINGS_KEPT + 1):
         ring_path(directory, rank, old).unlink(missing_ok=True)
 
 
 class RingFile:
-    """The file at `path`, made anew, with all of its room. Raises `OSError`."""
+    """A new file at `path`, fully allocated. Raises `OSError`."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -119,7 +110,7 @@ class RingFile:
         self._text_bytes = 0
 
     def put(self, line: RunLine | GroupLine | OperationLine) -> bool:
-        """Add a line; False if there is no room."""
+        """Add a line; return False if it does not fit."""
         data = msgspec.json.encode(line) + b"\n"
         at = _TEXT_AT + self._text_bytes
         if at + len(data) > RING_AT:
@@ -130,14 +121,14 @@ class RingFile:
         return True
 
     def close(self) -> None:
-        """Let go of the memory, once nobody else holds `ring`."""
+        """Release the memory, once nobody else holds `ring`."""
         self.ring.release()
         self._whole.release()
         self._map.close()
 
 
 def read_ring(path: Path) -> Spans:
-    """What the file holds, of a life that has ended or still goes on. Raises `UserError`."""
+    """Return the content of the file, of an incarnation that has ended or still runs. Raises `UserError`."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES + 1)
@@ -147,12 +138,12 @@ def read_ring(path: Path) -> Spans:
 
 
 def decode_ring(data: bytes, path: str) -> Spans:
-    """What a file of these bytes holds; `path` is for the error. Raises `UserError`."""
+    """Return the content of a file's bytes; `path` is for the error. Raises `UserError`."""
     if len(data) != FILE_BYTES or not data.startswith(MAGIC):
-        raise UserError(f"{path} is no file of spans of this version: delete it.")
+        raise UserError(f"{path} is not a span file of this version: delete it.")
     (text_bytes,) = _LENGTH.unpack_from(data, len(MAGIC))
     if text_bytes > RING_AT - _TEXT_AT:
-        raise UserError(f"{path} is damaged: it says that it has {text_bytes} bytes of text. Delete it.")
+        raise UserError(f"{path} is damaged: its header claims {text_bytes} bytes of text. Delete it.")
     groups: list[GroupLine] = []
     operations: list[str] = []
     run: RunLine | None = None
@@ -168,7 +159,7 @@ def decode_ring(data: bytes, path: str) -> Spans:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it.") from None
     if run is None:
-        raise UserError(f"{path} does not say which rank it is of: delete it.")
+        raise UserError(f"{path} has no run line: delete it.")
     return Spans(
         run, tuple(groups), tuple(operations), _records(data, path, run, len(groups), len(operations))
     )
@@ -190,5 +181,5 @@ def _records(data: bytes, path: str, run: RunLine, groups: int, operations: int)
     good &= ~is_step | (found["category"] < len(CATEGORIES))
     good &= ~is_operation | (found["group"] < groups)
     if not good.all():
-        raise UserError(f"{path} is damaged: {int((~good).sum())} of its spans are impossible. Delete it.")
+        raise UserError(f"{path} is damaged: {int((~good).sum())} invalid spans. Delete it.")
     return found

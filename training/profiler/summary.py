@@ -1,4 +1,4 @@
-"""What the profiles of a run come to: shares of its steps' time, FLOPs, and use of the machine."""
+"""Summarise the profiles of a run: shares of its steps' time, FLOPs, and use of the machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.autograd._spans import CATEGORIES
-from zbmd.training.profiler.lines import IDLE, HeldMost, Life, Overlap, StepLine
-from zbmd.training.profiler.peak import Machine
+from zbmd.training.profiler.lines import IDLE, ActivationPeak, Overlap, RankProfile, StepLine
+from zbmd.training.profiler.peak import MachineDescription
 from zbmd.transport.errors import UserError
 
 WARM_UP_STEPS = 1
@@ -19,7 +19,7 @@ PASSES: tuple[str, ...] = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitShare:
-    """A unit of the model, over all ranks and steps: ns of its passes, and the FLOPs of them."""
+    """A unit of the model, over all ranks and steps: ns of its passes, and their FLOPs."""
 
     name: str
     ns: dict[str, int]
@@ -29,8 +29,9 @@ class UnitShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """One rank's steps: `ns` of each category and of `idle`, `wall_ns` all of it; `held`: of activations, in
-    the step that held most; None: not known."""
+    """The steps of one rank: `ns` of each category and of `idle`, `wall_ns` in all, and `held`: the
+    activations of the step that held most, or None if unknown.
+    """
 
     rank: int
     steps: int
@@ -41,10 +42,11 @@ class RankShare:
     hardware_flops: int
     overlap: Overlap
     peak: float | None
-    held: HeldMost | None
+    held: ActivationPeak | None
 
     def utilisation(self, flops: int) -> float | None:
-        """The part that `flops` are of what could have been done meanwhile; None: the peak is unknown."""
+        """Return the fraction that `flops` are of the peak over the rank's time; None: the peak is
+        unknown."""
         if self.peak is None or self.wall_ns == 0:
             return None
         return flops / (self.wall_ns / 1e9 * self.peak)
@@ -52,52 +54,57 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All ranks' steps behind the first of each life. categories: those that have any time, idle last."""
+    """All ranks' steps after the first of each incarnation. `categories`: those with any time, idle last."""
 
     ranks: tuple[RankShare, ...]
     units: tuple[UnitShare, ...]
     categories: tuple[str, ...]
-    machines: tuple[Machine, ...]
+    machines: tuple[MachineDescription, ...]
 
     @property
     def wall_ns(self) -> int:
-        """Of all ranks."""
+        """Return the sum over all ranks."""
         return sum(rank.wall_ns for rank in self.ranks)
 
     def ns(self, category: str) -> int:
-        """Of all ranks."""
+        """Return the sum over all ranks."""
         return sum(rank.ns.get(category, 0) for rank in self.ranks)
 
     @property
     def overlap(self) -> Overlap:
-        """Of all ranks."""
+        """Return the sum over all ranks."""
         return _added([rank.overlap for rank in self.ranks])
 
     @property
     def hidden(self) -> float | None:
-        """The part of the time of operations that ranks were at work beside; None if there were none."""
+        """Return the fraction of the operations' time during which ranks computed; None without
+        operations."""
         found = self.overlap
         return found.hidden_ns / found.under_way_ns if found.under_way_ns else None
 
     def utilisation(self, of: Callable[[RankShare], int]) -> float | None:
-        """MFU if `of` gives the model's FLOPs, HFU if it gives the hardware's; None if a peak is unknown."""
+        """Return MFU if `of` gives the model's FLOPs, HFU if it gives the hardware's; None if a peak is
+        unknown.
+        """
         if any(rank.peak is None for rank in self.ranks) or not self.wall_ns:
             return None
         could = sum(rank.wall_ns / 1e9 * (rank.peak or 0.0) for rank in self.ranks)
         return sum(of(rank) for rank in self.ranks) / could
 
 
-def summary_of(lives: Sequence[Life], peak_of: Callable[[Machine], float | None]) -> Summary:
+def summary_of(
+    lives: Sequence[RankProfile], peak_of: Callable[[MachineDescription], float | None]
+) -> Summary:
     """What all `lives` of a run come to. `peak_of`: of all processes of a machine together, FLOPs a second.
 
     Raises `UserError` if there is no step.
     """
-    by_rank: dict[int, list[Life]] = {}
+    by_rank: dict[int, list[RankProfile]] = {}
     for life in lives:
         by_rank.setdefault(life.run.rank, []).append(life)
     ranks = [share for one in by_rank.values() if (share := _rank(one, peak_of)) is not None]
     if not ranks:
-        raise UserError("no rank of this run has finished a step: there is nothing to tell yet.")
+        raise UserError("no rank of this run has finished a step yet: there is nothing to summarise.")
     units = _units(lives)
     present = {name for rank in ranks for name, ns in rank.ns.items() if ns}
     return Summary(
@@ -108,12 +115,14 @@ def summary_of(lives: Sequence[Life], peak_of: Callable[[Machine], float | None]
     )
 
 
-def counted(life: Life) -> tuple[StepLine, ...]:
-    """The steps that count: all but the first, if there are others."""
+def counted(life: RankProfile) -> tuple[StepLine, ...]:
+    """Return the steps that count: all but the first, if there are others."""
     return life.steps[WARM_UP_STEPS:] or life.steps
 
 
-def _rank(lives: Sequence[Life], peak_of: Callable[[Machine], float | None]) -> RankShare | None:
+def _rank(
+    lives: Sequence[RankProfile], peak_of: Callable[[MachineDescription], float | None]
+) -> RankShare | None:
     steps = [step for life in lives for step in counted(life)]
     if not steps:
         return None
@@ -142,7 +151,7 @@ def _rank(lives: Sequence[Life], peak_of: Callable[[Machine], float | None]) -> 
     )
 
 
-def _units(lives: Sequence[Life]) -> tuple[UnitShare, ...]:
+def _units(lives: Sequence[RankProfile]) -> tuple[UnitShare, ...]:
     names = lives[0].run.units
     totals: list[UnitShare] = []
     for place, unit in enumerate(names):

@@ -1,6 +1,6 @@
 """Drives a rank's mirror of shards: copies its ward's shard beside the passes, pulls its own after a loss.
 
-A shard is what a rank alone holds (`KeptState`), under ZeRO and on a mesh alike.
+A shard is what a rank alone holds (`ProtectedState`), under ZeRO and on a mesh alike.
 
 Nothing is sent: the buddy reads its ward's shard where it lies, in the ward's arena (`RemoteRegion.get`), on
 a thread of its own. That every rank holds a version, and that every copy is whole, is learnt from operations
@@ -11,24 +11,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.commit.driver import Cancellation, WorkCancelled
 from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.redundancy.interface import Digests, Keeper, KeptState
-from zbmd.training.redundancy.wire import ROW_NUMBERS, Row
+from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
+from zbmd.training.redundancy.machine import SLOTS, Copy, Held
 from zbmd.training.replicated.workload import FETCH_ELEMENTS, pull
 from zbmd.training.step.step_hook import VOTE_NUMBERS, Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import now_ns
+
+HANDLES: Final = 2 * SLOTS
+"""The slots of the own shard, then those of copies."""
+_HEAD: Final = 1 + SLOTS
+_PER_COPY: Final = 3
+ROW_NUMBERS: Final = _HEAD + _PER_COPY * SLOTS + 2 * HANDLES
+VERSION_MAX: Final = 1 << 40
+_ADDRESS_MAX: Final = (1 << 63) - 1
+
+Numbers = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldingsRow:
+    """What one rank says. handles: where peers read its slots."""
+
+    held: Held
+    handles: tuple[RegionHandle, ...]
+
+    def encoded(self) -> Numbers:
+        """(ROW_NUMBERS,): a version or a ward is one more than itself, 0 stands for none."""
+        held = self.held
+        numbers = [0 if version is None else version + 1 for version in held.own]
+        numbers.append(held.known)
+        for copy in held.copies:
+            numbers += [0, 0, 0] if copy is None else [copy.ward + 1, copy.version, copy.digest]
+        for handle in self.handles:
+            numbers += [handle.offset, handle.nbytes]
+        return np.array(numbers, np.uint64)
+
+    @classmethod
+    def decoded(cls, row: Numbers, slot: int, incarnation: int) -> HoldingsRow:
+        """What the member in `slot` said. Raises `RemoteProtocolError`: the numbers are a peer's.
+
+        That handles lie in its memory is checked where they are opened.
+        """
+        numbers = [int(number) for number in row]
+        if len(numbers) != ROW_NUMBERS:
+            raise RemoteProtocolError(f"slot {slot} says {len(numbers)} numbers of what it holds")
+        own = [None if number == 0 else number - 1 for number in numbers[:SLOTS]]
+        copies: list[Copy | None] = []
+        for at in range(_HEAD, _HEAD + _PER_COPY * SLOTS, _PER_COPY):
+            ward, version, digest = numbers[at : at + _PER_COPY]
+            copies.append(None if ward == 0 else Copy(ward=ward - 1, version=version, digest=digest))
+        said = [(place, version) for place, version in enumerate(own) if version is not None]
+        said += [(place, copy.version) for place, copy in enumerate(copies) if copy is not None]
+        known, places = numbers[SLOTS], numbers[_HEAD + _PER_COPY * SLOTS :]
+        if known > VERSION_MAX or any(v > VERSION_MAX or v % SLOTS != at for at, v in said):
+            raise RemoteProtocolError(f"slot {slot} says that it holds what there cannot be: {numbers}")
+        if max(places) > _ADDRESS_MAX:
+            raise RemoteProtocolError(f"slot {slot} says that its memory is where there is none: {places}")
+        handles = tuple(
+            RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=False)
+            for offset, nbytes in zip(places[::2], places[1::2], strict=True)
+        )
+        held = Held(own=(own[0], own[1]), known=known, copies=(copies[0], copies[1]))
+        return cls(held=held, handles=handles)
+
 
 COPIES: Final = 1 + zm.SLOTS
 """Copies of shards that a rank has room for: its own last version, and two of its ward's."""
@@ -42,7 +102,7 @@ RESTORE_MIDDLE_POINT = faults.declare("mirror.restore_middle", "half-way through
 RESTORED_POINT = faults.declare("mirror.restored", "when the own shard is back")
 
 
-class BuddyMirror(Keeper):
+class BuddyReplica(RedundancyDriver):
     """`Safekeeping` by a copy at a buddy, of what `own` holds at `place` of `ranks`.
 
     copies: `SLOTS` arrays that peers can read, each with room for the slot of any rank. known: the highest
@@ -53,7 +113,7 @@ class BuddyMirror(Keeper):
     def __init__(
         self,
         worker: Worker,
-        own: KeptState,
+        own: ProtectedState,
         *,
         place: int,
         ranks: int,
@@ -73,7 +133,7 @@ class BuddyMirror(Keeper):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-mirror")
         self._cancellation = Cancellation()
         self._under_way: Future[tuple[int, int | None]] | None = None
-        self._rows: list[Row] = []
+        self._rows: list[HoldingsRow] = []
         self.busy_ns = 0
         """How long copies took so far, beside the passes."""
         self.waited_ns = 0
@@ -84,10 +144,11 @@ class BuddyMirror(Keeper):
     def meet(self, group: Group) -> int:
         """See `Safekeeping`."""
         self._group, self._cancellation = group, Cancellation()
-        mine = Row(held=self._machine.held, handles=self._handles).encoded()
+        mine = HoldingsRow(held=self._machine.held, handles=self._handles).encoded()
         every = group.blocking.all_gather(mine).reshape(group.size, ROW_NUMBERS)
         self._rows = [
-            Row.decoded(row, *self._whose(rank)) for row, rank in zip(every, group.members, strict=True)
+            HoldingsRow.decoded(row, *self._whose(rank))
+            for row, rank in zip(every, group.members, strict=True)
         ]
         entered = zm.Entered(
             held=tuple(row.held for row in self._rows), hosts=hosts_of(group.view, group.members)

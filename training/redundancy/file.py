@@ -15,7 +15,7 @@ from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.redundancy.interface import Digests, Keeper, KeptState
+from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
 from zbmd.training.redundancy.state_file import NO_VERSION, Note, StateFile
 from zbmd.training.step.step_hook import VOTE_NUMBERS, Vote
 from zbmd.transport import kill_points as faults
@@ -25,7 +25,7 @@ STAMP_POINT = faults.declare("file.stamp", "when the next version is written, be
 STAMPED_POINT = faults.declare("file.stamped", "when it is")
 
 
-class PartedState(KeptState, Protocol):
+class SegmentedState(ProtectedState, Protocol):
     """A state that is looked at part by part, always in one order."""
 
     def parts_in(self, slot: int) -> Iterable[Sequence[Array]]:
@@ -33,7 +33,7 @@ class PartedState(KeptState, Protocol):
         ...
 
 
-class FileKeeper(Keeper):
+class FileRedundancy(RedundancyDriver):
     """`Safekeeping` of what `own` holds, at `place` of `ranks`, by `file`, where its slots lie.
 
     known: the highest version that the run is known to have committed; note: what the file is to say of a
@@ -43,7 +43,7 @@ class FileKeeper(Keeper):
     def __init__(
         self,
         worker: Worker,
-        own: PartedState,
+        own: SegmentedState,
         file: StateFile,
         *,
         place: int,

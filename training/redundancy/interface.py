@@ -7,20 +7,65 @@ machine (`mirror`); an erasure code could take their place.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, assert_never
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 from zbmd.actors.rank.member import Worker
+from zbmd.actors.view import View
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.commit.events import FailureKind
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.capture_kinds import MIRROR, mirror_config, recorded
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.step.step_hook import StepWatch, Vote
+from zbmd.training.redundancy.machine import MIRROR, mirror_config
+from zbmd.training.run.reporting import captured_machine
+from zbmd.training.step.step_hook import StepHook, Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.native._native import now_ns
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd(Generic[ResultT]):
+    """The job has come to its end on this rank."""
+
+    result: ResultT | None
+
+
+async def through_epochs(
+    worker: Worker, epoch: Callable[[View | None], Awaitable[JobEnd[ResultT] | None]]
+) -> ResultT | None:
+    """Call `epoch` with each view of all ranks until it says that the job has ended; what that resulted in.
+
+    It is called with None where a view is no view of all, and there is nothing to do but leave the groups of
+    the one before. Raises `StepFailed` if ranks are lost and will not be replaced.
+    """
+    seen = 0
+    while True:
+        view = await worker.view(after=seen)
+        seen = view.epoch
+        whole = not view.finished and is_whole(worker, view)
+        ended = await epoch(view if whole else None)
+        if view.finished:
+            return None  # nobody leaves before what the job makes is on disk
+        if ended is not None:
+            return ended.result
+
+
+def is_whole(worker: Worker, view: View) -> bool:
+    """Whether all ranks are there. Raises `StepFailed` if some will not come back."""
+    if view.lost:
+        lost = ", ".join(map(str, view.lost))
+        raise StepFailed(
+            FailureKind.STATE_LOST,
+            f"rank {lost} is lost and will not be replaced, and the state is cut for {worker.world_size}: "
+            "run with --on-loss replace",
+        )
+    return len(view.members) == worker.world_size
+
 
 COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")
 
@@ -28,7 +73,7 @@ Digests = tuple[int, ...]
 """Of all ranks' shards of one version, by their places."""
 
 
-class KeptState(Protocol):
+class ProtectedState(Protocol):
     """What one rank alone holds, in two slots: version v lies in slot v % SLOTS. Peers can read them."""
 
     slots: list[Array]
@@ -41,7 +86,7 @@ class KeptState(Protocol):
         ...
 
 
-class Safekeeping(StepWatch, Protocol):
+class Redundancy(StepHook, Protocol):
     """Keeps what one rank alone holds, so that it outlives that rank. For the thread that trains."""
 
     def meet(self, group: Group) -> int:
@@ -64,7 +109,7 @@ class Safekeeping(StepWatch, Protocol):
         ...
 
 
-class Keeper(Safekeeping):
+class RedundancyDriver(Redundancy):
     """What every driver of the machine does: its votes, its commits, and how it fails.
 
     on_update: told of each step whose update is done here; on_commit: of each version that is safe, with its
@@ -74,7 +119,7 @@ class Keeper(Safekeeping):
     def __init__(
         self,
         worker: Worker,
-        own: KeptState,
+        own: ProtectedState,
         machine: zm.Mirror,
         *,
         outlives: bool,
@@ -84,12 +129,14 @@ class Keeper(Safekeeping):
         if len(own.slots) != zm.SLOTS:
             raise LocalProtocolError(f"a rank whose state is kept has {zm.SLOTS} slots of it")
         self._own, self._machine = own, machine
-        self._tap = recorded(worker, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives))
+        self._tap = captured_machine(
+            worker, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives)
+        )
         self._on_update, self._on_commit = on_update, on_commit
         self._group: Group | None = None
 
     def settle(self) -> None:
-        """See `Safekeeping`."""
+        """See `Redundancy`."""
         assert self._group is not None, "a version is kept in an epoch"
         blocking = self._group.blocking
         blocking.barrier()
@@ -97,21 +144,21 @@ class Keeper(Safekeeping):
         self.voted(list(blocking.all_gather(self.vote())))
 
     def all_hold(self, version: int) -> None:
-        """See `StepWatch`."""
+        """See `StepHook`."""
         self._tap.mark(version + 1)
         self._keep(version)
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """See `StepWatch`. Raises `StepFailed` if a copy has other bits than its original."""
+        """See `StepHook`. Raises `StepFailed` if a copy has other bits than its original."""
         self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
 
     def updated(self, done: Any) -> None:
-        """See `StepWatch`."""
+        """See `StepHook`."""
         self._perform(self._handle(zm.Updated()))
         self._on_update(done)
 
     def close(self) -> None:
-        """See `Safekeeping`."""
+        """See `Redundancy`."""
         self._tap.close("closed")
 
     # ---- the machine

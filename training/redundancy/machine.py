@@ -27,11 +27,12 @@ it is a copy of ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import assert_never
+from typing import Any, assert_never
 
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 SLOTS = 2
@@ -427,3 +428,33 @@ class Mirror:
     def _fail(self, reason: str, *, lost: bool) -> list[Action]:
         self.state = State.FAILED
         return [Fail(lost=lost, reason=reason)]
+
+
+# ---- capture
+
+
+def mirror_config(machine: Mirror, *, outlives: bool = False) -> dict[str, Any]:
+    """The arguments that make the like of a `Mirror` that has taken no event yet."""
+    return {
+        "place": machine.place,
+        "ranks": machine.ranks,
+        "known": machine.known,
+        "own": list(machine.own),
+        "outlives": outlives,
+    }
+
+
+def _build_mirror(config: Mapping[str, Any]) -> Mirror:
+    first, second = config["own"]
+    return Mirror(
+        place=config["place"],
+        ranks=config["ranks"],
+        known=config["known"],
+        own=(first, second),
+        outlives=config["outlives"],
+    )
+
+
+MIRROR: MachineKind[Event, Action] = register(
+    "mirror", 1, _build_mirror, events=Event, actions=Action, states=(Mirror,)
+)

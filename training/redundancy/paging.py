@@ -12,9 +12,9 @@ from zbmd.training.optim import (
     OptimizerConfig,
     arrays_of,
     optimizer_for,
-    taken_whole,
+    whole_parameters,
 )
-from zbmd.training.optim.adamw import AdamWState, Shard, StateArray, slot_blocks
+from zbmd.training.optim.elementwise import AdamWState, Shard, StateArray, slot_blocks
 from zbmd.training.redundancy.state_file import StateFile
 
 RUN_ELEMENTS: Final = 1 << 20
@@ -72,7 +72,7 @@ class PagedUpdate:
             self._optimizers = [optimizer_for(config, layout, held=held)]
             return
         held = HeldMatrices.whole(layout) if held is None else held
-        shards = list(_runs_of(layout, taken_whole(config, layout)))
+        shards = list(_runs_of(layout, whole_parameters(config, layout)))
         self._runs = [span for span, _ in shards]
         self._optimizers = [
             optimizer_for(config, layout, shard=shard, held=held.within(span)) for span, shard in shards

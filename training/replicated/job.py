@@ -1,4 +1,5 @@
-"""The training job: what `python -m zbmd.training` runs on every rank, alone or under `zbmd-node run`."""
+"""The data-parallel training job of `python -m zbmd.training`, on each rank, alone or under `zbmd-node
+run`."""
 
 from __future__ import annotations
 
@@ -22,8 +23,15 @@ from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.checkpoint.sharded import open_state, require_state, take_state, write_alone
 from zbmd.training.checkpoint.whole import CHECKPOINT_NAME, no_checkpoint
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.data.bigram_baseline import bigram_loss, fit_bigram
-from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus, require_data
+from zbmd.training.data.corpus import (
+    CORPUS_FILE,
+    Corpus,
+    bigram_loss,
+    fit_bigram,
+    prepare_corpus,
+    require_data,
+)
+from zbmd.training.files import DiskFull
 from zbmd.training.model.gpt import GPT, parameter_shapes
 from zbmd.training.model.weights import save_weights
 from zbmd.training.model_actors.model_actors import ModelActors
@@ -33,19 +41,18 @@ from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.workload import TrainingWorkload, arena_bytes_needed
-from zbmd.training.run.atomic_files import NoRoom
 from zbmd.training.run.journal import WEIGHTS_NAME, Journal
 from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, LogHeader, loss_of, read_log, require_no_log
 from zbmd.training.run.repeated_oom import raise_for
-from zbmd.training.run.two_slot_store import Store
 from zbmd.training.step.memory_estimate import (
-    RankNeeds,
+    RankMemory,
     StepOutOfMemory,
     activation_bytes,
-    require_room,
+    require_memory,
     too_large,
 )
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.two_slot_store import Store
 from zbmd.transport.errors import ArenaFull, OutOfMemory, UserError
 from zbmd.transport.shm.death_notice import DeathNotice
 
@@ -54,7 +61,7 @@ FINAL_HELD_OUT_WINDOWS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """One training job. `checkpoint_every` and `evaluate_every` are in steps; 0 is never."""
+    """The options of a training job. `checkpoint_every` and `evaluate_every` are in steps; 0 means never."""
 
     out: Path
     data: str | None = None
@@ -67,7 +74,7 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """What a finished job says of itself; losses in nats per byte."""
+    """The result of a finished job; losses in nats per byte."""
 
     steps: int
     parameters: int
@@ -79,9 +86,10 @@ class JobResult:
 
 
 def open_recipe(options: JobOptions, *, prepare: bool = True) -> Recipe:
-    """The job's model, data and settings. With `prepare`, make the corpus file first if it is not there.
+    """Return the job's model, data and configuration. With `prepare`, create the corpus file if it is
+    missing.
 
-    Raises `UserError` for data that is missing, empty or too short, and for a directory closed to us.
+    Raises `UserError` for data that is missing, empty or too short, and for a directory that is not writable.
     """
     path, context = options.out / CORPUS_FILE, options.model.context
     if prepare:
@@ -90,7 +98,7 @@ def open_recipe(options: JobOptions, *, prepare: bool = True) -> Recipe:
 
 
 def plan_of(recipe: Recipe, *, precision: Precision = "float32", loss_scale: float = SCALE_FIRST) -> str:
-    """See `plan_text`."""
+    """Return the plan of a recipe; see `plan_text`."""
     return plan_text(
         recipe.model.config,
         recipe.config,
@@ -101,12 +109,12 @@ def plan_of(recipe: Recipe, *, precision: Precision = "float32", loss_scale: flo
 
 
 def weights_sha256(weights: Array) -> str:
-    """SHA-256 over the bits of flat float32 weights, padding included, hex."""
+    """Return the SHA-256 of the bits of flat float32 weights, padding included, hex."""
     return hashlib.sha256(to_host(weights).data).hexdigest()
 
 
 def result_of(options: JobOptions, recipe: Recipe, weights: Array, loss_last: float) -> JobResult:
-    """Evaluate final `weights` on the held-out text, beside a bigram table of the training text."""
+    """Evaluate final `weights` on the held-out text, compared with a bigram table of the training text."""
     ids = recipe.corpus.evaluation_ids(FINAL_HELD_OUT_WINDOWS)
     return JobResult(
         steps=recipe.config.steps,
@@ -120,9 +128,9 @@ def result_of(options: JobOptions, recipe: Recipe, weights: Array, loss_last: fl
 
 
 def run_plain(options: JobOptions, *, storage: Storage = "float32") -> JobResult:
-    """The job in this process, without any of the stack: the reference for its bits.
+    """Run the job in this process, without the stack: the reference for its bits.
 
-    Raises `UserError` for settings, data, and a checkpoint that it cannot go on from.
+    Raises `UserError` for invalid settings or data, and for a checkpoint that it cannot resume from.
     """
     launched = RankEnvironment.read(os.environ)
     recipe, loss = open_recipe(options), 0.0
@@ -137,17 +145,17 @@ def run_plain(options: JobOptions, *, storage: Storage = "float32") -> JobResult
         loss = trainer.run_step().loss
         is_due = trainer.step == steps or (every > 0 and trainer.step % every == 0)
         if is_due and (launched is None or launched.rank == 0):
-            scale = trainer.loss_scale.said
+            scale = trainer.loss_scale.values
             write_alone(options.out, trainer.pieces(), version=trainer.step, plan=plan, loss_scale=scale)
     save_weights(options.out / WEIGHTS_NAME, trainer.state.weights, options.model, step=recipe.config.steps)
     return result_of(options, recipe, trainer.state.weights, loss)
 
 
 async def run(options: JobOptions, *, before_step: Callable[[int], None] | None = None) -> JobResult | None:
-    """The job on this rank; the lowest rank of the last epoch returns the result, the others None.
+    """Run the job on this rank; the lowest rank of the last epoch returns the result, the others None.
 
-    `before_step(version)` is called on the event loop before each step. Raises `UserError` for what only a
-    person can mend: settings, data, a full disk, a state that every holder took with it.
+    `before_step(version)` is called on the event loop before each step. Raises `UserError` for what needs a
+    person: settings, data, a full disk, or a state that was lost with all ranks that held it.
     """
     launched = RankEnvironment.read(os.environ)
     replacement = launched is not None and launched.incarnation > 1
@@ -162,8 +170,8 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
     except StepFailed as error:
         again = "start again, with a smaller --checkpoint-every"
         raise UserError(_advice(str(error), options, otherwise=again)) from error
-    except NoRoom as error:
-        again = "start again once there is room"
+    except DiskFull as error:
+        again = "free some space and start again"
         raise UserError(_advice(str(error), options, otherwise=again)) from error
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
@@ -176,26 +184,28 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
 
 
 def check_memory(options: JobOptions, *, ranks: int) -> None:
-    """Raise `UserError` for a model for which `ranks` of one host have no memory, before any is taken."""
+    """Raise `UserError` if `ranks` ranks of one host have too little memory for the model, before allocating
+    any.
+    """
     model, training = options.model, options.training
     layout = ParameterLayout.of(parameter_shapes(model))
     weights_bytes, bias_bytes = 4 * layout.size, 8 * model.heads * model.context**2
-    needs = RankNeeds(
+    needs = RankMemory(
         state_bytes=arena_bytes_needed(layout, training) + weights_bytes + bias_bytes,
         activation_bytes=activation_bytes(model, rows=training.sequences_per_shard * model.context),
     )
     advice = "Choose smaller --width, --layers, --context or --sequences-per-shard, or fewer ranks (-n)."
-    require_room(model, needs, ranks=ranks, advice=advice)
+    require_memory(model, needs, ranks=ranks, advice=advice)
 
 
 def check_data(
     options: JobOptions, *, plan: Callable[[Recipe], str], is_named: bool, has_log: bool = True
 ) -> None:
-    """Raise `UserError` for data or a checkpoint that will not do, before any rank is started.
+    """Raise `UserError` for unsuitable data or a checkpoint that does not fit, before any rank is started.
 
-    is_named: whether `options.out` is the run's directory: then the corpus is made there, once for all ranks.
-    Where it is one that the launcher will name, nothing is made, and what a checkpoint holds is not compared.
-    has_log: whether the job writes a commit log, which must not be there yet.
+    `is_named`: whether `options.out` is the run's directory; the corpus is then created there, once for all
+    ranks. Otherwise the launcher will name the directory: nothing is created, and the content of a checkpoint
+    is not compared. `has_log`: whether the job writes a commit log, which must not exist yet.
     """
     if not is_named:
         require_data(options.data, context=options.model.context)
@@ -209,7 +219,7 @@ def check_data(
 
 
 def require_beginning(options: JobOptions, recipe: Recipe, plan: str) -> None:
-    """Raise `UserError` for a checkpoint that the run cannot go on from; its numbers are not read."""
+    """Raise `UserError` for a checkpoint that the run cannot resume from, without reading its arrays."""
     if options.resume is not None:
         require_state(
             options.resume,
@@ -221,13 +231,13 @@ def require_beginning(options: JobOptions, recipe: Recipe, plan: str) -> None:
 
 
 def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
-    """What happened, and where to go on from; `otherwise`: what to do if no checkpoint is there."""
+    """Return what happened, and the checkpoint to resume from; `otherwise`: what to do if there is none."""
     checkpoint = options.out / CHECKPOINT_NAME
     what_happened = reason if reason.endswith(".") else f"{reason}."
     if not checkpoint.exists():
         return f"{what_happened} No checkpoint had been written yet: {otherwise}."
     return (
-        f"{what_happened} The last durable checkpoint is {checkpoint}: go on from it with "
+        f"{what_happened} The last durable checkpoint is {checkpoint}: resume with "
         f"--resume {checkpoint} and a new --out."
     )
 
@@ -236,7 +246,7 @@ async def _train(
     worker: Worker, options: JobOptions, recipe: Recipe, before_step: Callable[[int], None] | None
 ) -> JobResult | None:
     plan = plan_of(recipe)
-    # On a thread: the loop links up meanwhile, and the others are at work.
+    # On a thread: the event loop connects to peers in the meantime, and other ranks already work.
     store, base_version = await asyncio.to_thread(_initial_store, worker, recipe, options, plan)
     journal = Journal(
         options.out,
@@ -287,7 +297,7 @@ async def _train(
 
 
 def log_header(worker: Worker, recipe: Recipe, plan: str, base_version: int = 0) -> LogHeader:
-    """Of the commit log of this run, whose plan is as of `plan_of`."""
+    """Return the header of the commit log of this run; `plan` as from `plan_of`."""
     return LogHeader(
         format=LOG_FORMAT,
         run_id=f"{worker.job:016x}",
@@ -298,7 +308,7 @@ def log_header(worker: Worker, recipe: Recipe, plan: str, base_version: int = 0)
 
 
 def report_losses(worker: Worker) -> Callable[[], None]:
-    """Report each rank that is lost; the result ends that."""
+    """Report each rank that is lost; call the result to stop."""
 
     def report(rank: int, incarnation: int, notice: DeathNotice) -> None:
         if not notice.clean:
@@ -308,7 +318,9 @@ def report_losses(worker: Worker) -> Callable[[], None]:
 
 
 def _initial_store(worker: Worker, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
-    """A store whose committed slot is filled, and its version: initial weights, or those of a checkpoint."""
+    """Return a store with its committed slot filled, and its version: initial weights, or those of a
+    checkpoint.
+    """
     arena, arrays, layout = worker.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
     store = Store(layout, lambda size: arena.empty((size,), np.float32), arrays=len(arrays))
     state, xp = store.current.state, recipe.model.xp

@@ -1,7 +1,7 @@
-"""The job in one plain process: a loop, with no supervision, no messages and no shared memory.
+"""The job in one plain process: a loop without supervision, messages or shared memory.
 
-It is the reference for the bits (a distributed run ends with the same weights) and for the time (what the
-stack costs is measured against it).
+It is the reference for the bits (a distributed run ends with the same weights) and for the time (the overhead
+of the stack is measured against it).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array, to_host
-from zbmd.training.checkpoint.parameter_cut import run_of
+from zbmd.training.autograd.parameter_layout import flat_slice
 from zbmd.training.checkpoint.sharded import Piece, SavedState, take_state
 from zbmd.training.optim import arrays_of
-from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
@@ -22,7 +22,7 @@ from zbmd.training.step.recipe import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainStep:
-    """What a step reported: its number, training loss (nats per byte) and gradient norm before clipping."""
+    """The report of a step: its number, training loss (nats per byte) and gradient norm before clipping."""
 
     step: int
     loss: float
@@ -32,8 +32,8 @@ class PlainStep:
 class PlainTrainer:
     """Trains `recipe` from its initial weights. `state` and `step` are those of the next step.
 
-    With a `storage` of 16 bits, weights and gradients are kept so, and `state` holds masters and moments.
-    `loss_scale` is what float16 begins with.
+    With a 16-bit `storage`, weights and gradients are stored in it, and `state` holds masters and moments.
+    `loss_scale` is the initial loss scale of float16.
     """
 
     def __init__(
@@ -57,27 +57,28 @@ class PlainTrainer:
         self._loss = 0.0
 
     def begin_from(self, saved: SavedState) -> None:
-        """Begin with the state in a checkpoint, of any job. Raises `UserError` for one that is damaged."""
+        """Start from the state in a checkpoint of any job. Raises `UserError` for a damaged one."""
         model, arrays = self.recipe.model, arrays_of(self.recipe.config.optimizer)
         take_state(saved, self.state, model.layout, arrays, xp=model.xp)
         self.step, self.loss_scale = saved.version, self.loss_scale.read(np.array(saved.loss_scale))
         self._round()
 
     def pieces(self) -> list[Piece]:
-        """What a checkpoint of this holds: every parameter, whole."""
+        """Return the content of a checkpoint: every parameter, whole."""
         views = (
             self.recipe.model.layout.views(to_host(getattr(self.state, name)))
             for name in arrays_of(self.recipe.config.optimizer)
         )
         return [
-            Piece(slot.name, run_of(slot.size, 0, slot.size), tuple(held))
+            Piece(slot.name, flat_slice(slot.size, 0, slot.size), tuple(held))
             for slot, *held in zip(self.recipe.model.layout.slots, *views, strict=True)
         ]
 
     def run_step(self) -> PlainStep:
-        """Do one step, attempted anew with a smaller loss scale where its gradients overflow.
+        """Run one step, attempted again with a smaller loss scale if its gradients overflow.
 
-        Raises `TrainingDiverged` for a gradient that is not finite and no scale helps; the state stays.
+        Raises `TrainingDiverged` for a gradient that is not finite if no scale helps; the state is unchanged
+        then.
         """
         norm, scale = attempted(self.loss_scale, self._attempt)
         self.recipe.apply(
@@ -90,13 +91,13 @@ class PlainTrainer:
         return PlainStep(step=self.step - 1, loss=self._loss, grad_norm=norm)
 
     def _round(self) -> None:
-        """As behind every change of the state."""
+        """Update the 16-bit weights after a change of the state."""
         if self._narrow is not None:
             self._narrow[:] = self.state.weights
 
     @property
     def weights(self) -> Array:
-        """What is computed with; of 16 bits, the masters rounded."""
+        """Return the weights of the forward pass; with 16 bits, the rounded masters."""
         return self.state.weights if self._narrow is None else self._narrow
 
     @property
@@ -105,7 +106,7 @@ class PlainTrainer:
         return self._buffers[total]
 
     def _attempt(self, scale: LossScale) -> float:
-        """Compute the gradient of the step, times `scale`, and its norm."""
+        """Compute the gradient of the step, times `scale`; return its norm."""
         ids, self._loss = self.recipe.sample_ids(self.step), 0.0
         for leaf in self._plan.leaves:
             self._loss += self.recipe.shard_gradient(

@@ -1,10 +1,10 @@
-"""The commit scenario with the training itself for a job: a tiny GPT, real gradients, real optimizer state.
+"""The commit scenario with real training as its job: a tiny GPT with gradients and optimizer state.
 
-Every rank holds two real slots of weights and moments, computes the gradients of its shards and combines them
-along the shard tree; the programs of the all-reduce run in `zbmd.collectives.programs.simulate`, where a
-member that has died meanwhile dies somewhere on the way. Slots are torn while they are written. Each version
-must have the bits that one plain process computes (`zbmd.training.replicated.plain`), whatever died, came
-back or left.
+Every rank holds two slots of weights and moments, computes the gradients of its shards and combines them
+along the shard tree. The programs of the all-reduce run in `zbmd.collectives.programs.simulate`, where a
+member that has died in the meantime dies at some instruction. Slots are torn while they are written. Each
+version must have the bits that one plain process computes (`zbmd.training.replicated.plain`), whatever died,
+came back or left.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from zbmd.collectives.algorithms.catalogue import Operation, Request, build
 from zbmd.collectives.algorithms.shard_tree import Node, assign_to, shard_tree_nodes
 from zbmd.collectives.commit import events as cm
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.programs.program import OUT, input_buffer
 from zbmd.collectives.programs.simulate import Outcome, Result, Simulation
 from zbmd.collectives.scenarios.commit import CommitScenario
@@ -29,23 +30,23 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, Source, write_corpus
 from zbmd.training.model.gpt import GPT
 from zbmd.training.replicated.plain import PlainTrainer
-from zbmd.training.run.two_slot_store import Store, own_memory
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport import sim
 
 MODEL = GPTConfig(context=8, width=8, heads=1, layers=1)
 SHARDS = (2, 3, 5)
 TEXT_BYTES = 4096
 DYING_STEPS_MAX = 60
-"""A member that has died meanwhile dies within so many of its steps in the all-reduce."""
+"""A member that has died in the meantime dies within this many of its steps of the all-reduce."""
 JOBS_KEPT = 64
-"""Recipes and the digests of their versions; steps, shards and seeds make the difference."""
+"""Cached recipes and the digests of their versions, by steps and shards."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """A recipe, and what one plain process makes of it: the digests of all versions, the bits of the last."""
+class ScenarioJob:
+    """A recipe and its results in one plain process: the digests of all versions, the bits of the last."""
 
     recipe: Recipe
     digests: tuple[bytes, ...]
@@ -53,8 +54,8 @@ class Job:
 
 
 @lru_cache(maxsize=JOBS_KEPT)
-def plain_job(steps: int, shards: int) -> Job:
-    """The job of so many steps and shards, done by one plain process."""
+def plain_job(steps: int, shards: int) -> ScenarioJob:
+    """Return the job of that many steps and shards, run in one plain process."""
     config = TrainingConfig(steps=steps, shards=shards, sequences_per_shard=1, warmup_steps=2)
     recipe = Recipe(GPT(MODEL), _corpus(), config)
     trainer, store = PlainTrainer(recipe), Store(recipe.model.layout, own_memory)
@@ -65,12 +66,12 @@ def plain_job(steps: int, shards: int) -> Job:
         slot, state = store.slots[0].state, trainer.state
         slot.weights[:], slot.mean[:], slot.square[:] = state.weights, state.mean, state.square
         digests.append(store.digest(0))
-    return Job(recipe, tuple(digests), store.slots[0].flat.copy())
+    return ScenarioJob(recipe, tuple(digests), store.slots[0].flat.copy())
 
 
 @lru_cache(maxsize=1)
 def _corpus() -> Corpus:
-    """A small corpus that lies in no directory: words drawn from a fixed seed."""
+    """Return a small corpus in memory: words drawn from a fixed seed."""
     rng = random.Random(0)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 7))) for _ in range(64)]
     text = " ".join(rng.choices(words, k=TEXT_BYTES)).encode()[:TEXT_BYTES]
@@ -88,37 +89,39 @@ def _corpus() -> Corpus:
         os.close(corpus_fd)
 
 
-class Training(Contents):
+class TrainingContents(Contents):
     """The memory of all ranks, and the all-reduces between them."""
 
-    def __init__(self, job: Job, simulation: sim.Simulation[Message]) -> None:
+    def __init__(self, job: ScenarioJob, simulation: sim.Simulation[Message]) -> None:
         self.job = job
         self._simulation = simulation
         self._rng = simulation.rng("all-reduce")
-        self._entered: dict[tuple[int, int], dict[cm.MemberId, dict[Node, Array]]] = {}
+        self._entered: dict[tuple[int, int], dict[MemberId, dict[Node, Array]]] = {}
         self._results: dict[tuple[int, int], dict[int, Result]] = {}
 
     def digest_of(self, version: int) -> bytes:
         """See `Contents`."""
         return self.job.digests[version]
 
-    def open(self, member: cm.MemberId) -> Slots:
+    def open(self, member: MemberId) -> Slots:
         """See `Contents`."""
         return TrainingSlots(self, member)
 
-    def enter(self, work: cm.RunStep, member: cm.MemberId, partials: dict[Node, Array]) -> None:
-        """A member has its partial sums ready."""
+    def enter(self, work: cm.RunStep, member: MemberId, partials: dict[Node, Array]) -> None:
+        """Note that a member has its partial sums ready."""
         self._entered.setdefault((work.epoch, work.version), {})[member] = partials
 
     def total(self, work: cm.RunStep, rank: int) -> Array | None:
-        """The gradient that `rank` ends the all-reduce with; None if a member was lost before it had it."""
+        """Return the gradient that the all-reduce gives `rank`; None if a member was lost before it was
+        complete.
+        """
         key = (work.epoch, work.version)
         if key not in self._results:
             self._results[key] = self._reduce(work, self._entered.pop(key))
         result = self._results[key][rank]
         return result.out if result.outcome is Outcome.COMPLETE else None
 
-    def _reduce(self, work: cm.RunStep, entered: dict[cm.MemberId, dict[Node, Array]]) -> dict[int, Result]:
+    def _reduce(self, work: cm.RunStep, entered: dict[MemberId, dict[Node, Array]]) -> dict[int, Result]:
         shards, members = self.job.recipe.config.shards, sorted(entered, key=lambda member: member.rank)
         request = Request(
             operation=Operation.ALL_REDUCE_SHARDS,
@@ -145,7 +148,7 @@ class Training(Contents):
         reduction = Simulation(programs, buffers, size, seed=self._rng.randrange(1 << 32), kills=kills)
         return dict(zip((member.rank for member in members), reduction.run(), strict=True))
 
-    def _lives(self, member: cm.MemberId) -> bool:
+    def _lives(self, member: MemberId) -> bool:
         name = f"rank{member.rank}"
         return self._simulation.lives(name) and self._simulation.incarnation(name) == member.incarnation
 
@@ -153,7 +156,7 @@ class Training(Contents):
 class TrainingSlots(Slots):
     """The store of one incarnation, and what it does to it."""
 
-    def __init__(self, training: Training, member: cm.MemberId) -> None:
+    def __init__(self, training: TrainingContents, member: MemberId) -> None:
         self._training, self._member = training, member
         self._recipe = training.job.recipe
         layout = self._recipe.model.layout
@@ -213,4 +216,4 @@ class TrainingScenario(CommitScenario):
     def contents(self, seed: int | str, options: CommitOptions) -> ContentsOf:
         """The training of one of a few recipes."""
         job = plain_job(options.steps, random.Random(f"{seed}/recipe").choice(SHARDS))
-        return partial(Training, job)
+        return partial(TrainingContents, job)

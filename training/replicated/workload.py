@@ -1,8 +1,8 @@
 """The data-parallel training step as a transactional workload (see `zbmd.collectives.commit.driver`).
 
-A rank computes the gradients of its logical shards, combines them in tree order, and sends each bucket on its
-way as soon as the backward pass of its last shard has made it final. The sum is the same bits for every
-number of ranks, so the update is too.
+A rank computes the gradients of its logical shards, combines them in tree order, and sends each bucket as
+soon as the backward pass of its last shard has made it final. The sum has the same bits for every number of
+ranks, and so has the update.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zbmd.collectives.commit.driver import Cancellation, StepOutcome
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.first_non_finite import Lookout
+from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import TrainingConfig
 from zbmd.training.model_actors.model_actors import ModelActors
@@ -31,12 +31,12 @@ from zbmd.training.optim.clip import TrainingDiverged, non_finite
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.run.journal import Journal
 from zbmd.training.run.ledger import VotePart
-from zbmd.training.run.two_slot_store import Store
 from zbmd.training.step.accumulate import AccumulationPlan, Buckets
-from zbmd.training.step.memory_estimate import told_by_step
-from zbmd.training.step.non_finite import bad_gradient, bad_weights, where_it_began
+from zbmd.training.step.memory_estimate import naming_step
+from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardReduction
+from zbmd.training.step.two_slot_store import Store
 from zbmd.transport import kill_points as faults
 from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
@@ -46,18 +46,18 @@ from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import now_ns
 
 FETCH_ELEMENTS = 1 << 18
-"""A pull looks for its cancellation after every MiB."""
+"""A pull checks for cancellation after every MiB."""
 FETCH_LOOK_NS = 100_000_000
-"""And as often as this, while nothing comes."""
+"""And this often while no data arrives."""
 
 COMMIT_S = 30.0
-"""How long the actor that holds the state may take to change its slots."""
+"""How long the actor that holds the state may take to swap its slots."""
 
 AHEAD_NS = 20_000_000
-"""In steps that take longer, the samples of the next are drawn half-way, when the loop has nothing to do."""
+"""If a step takes longer, the samples of the next are drawn half-way, when the event loop is idle."""
 
 HELD_OUT_WINDOWS = 96
-"""Held-out windows evaluated on the way, all ranks together."""
+"""Held-out windows evaluated during training, all ranks together."""
 
 STEP_BEGIN = faults.declare("step.begin", "before anything of a step is computed")
 STEP_BACKWARD = faults.declare("step.backward", "in the backward pass, before a bucket is sent on its way")
@@ -71,7 +71,8 @@ RECALL_BEGIN = faults.declare("recall.begin", "before it looks for the preserved
 
 
 def arena_bytes_needed(layout: ParameterLayout, config: TrainingConfig) -> int:
-    """Bytes of arena that a rank needs, however few ranks are left: the store, gradients, partial sums."""
+    """Return the arena bytes that a rank needs, for any number of ranks: the store, gradients, partial
+    sums."""
     shards, arrays = config.shards, len(arrays_of(config.optimizer))
     buffers = AccumulationPlan.of(shards, 0, shards).buffers
     flat_bytes = layout.size * np.dtype(np.float32).itemsize
@@ -79,17 +80,17 @@ def arena_bytes_needed(layout: ParameterLayout, config: TrainingConfig) -> int:
 
 
 def _awake() -> None:
-    """Nothing: for who comes to it is awake."""
+    """Do nothing: the call wakes the loop."""
 
 
 class _Rehearsed(Exception):
-    """The others are done: no time is left to compute for nothing."""
+    """The other ranks are done: no time is left for a warm-up."""
 
 
 class TrainingWorkload:
-    """Trains on `worker`, with `actors` whose state is in `store`; what is committed goes to `journal`.
+    """Trains on `worker`, with `actors` whose state is in `store`; `journal` records what is committed.
 
-    What it computes, it asks of the actors; memory that peers read, it knows by the store.
+    Computation goes through the actors; the store describes the memory that peers read.
     """
 
     def __init__(
@@ -110,9 +111,9 @@ class TrainingWorkload:
         self.journal = journal
         self.profiler = profiler
         self._prepared_ns = 0
-        """When the last step was ready to be voted for."""
+        """When the last step was ready for its vote."""
         self._took_ns = 0
-        """Until then, from its beginning."""
+        """The duration of the last step up to then."""
         self._evaluate_every = evaluate_every
         self._before_step = before_step
         self._buckets = Buckets(store.layout)
@@ -120,12 +121,12 @@ class TrainingWorkload:
         self._total: Array = worker.segment.arena.empty((store.layout.size,), np.float32)
         self._total[:] = 0.0
         self._ahead: tuple[int, np.ndarray] | None = None
-        """A step to come, and its samples."""
+        """The next step, and its samples."""
         self._settled = False
-        """Whether a step has been committed since this rank is up."""
+        """Whether a step has been committed since this rank started."""
 
     def handle(self) -> bytes:
-        """Where peers read the slots."""
+        """Return where peers read the slots."""
         regions = self.worker.segment.regions
         handles = [regions.register(slot.flat) for slot in self.store.slots]
         return msgspec.msgpack.encode(handles)
@@ -137,7 +138,7 @@ class TrainingWorkload:
         began_ns = now_ns()
         self.profiler.follow(group)
         self.profiler.begin_step(work.version)
-        with self.profiler.recording(), told_by_step(self.worker.rank, work.version - 1):
+        with self.profiler.recording(), naming_step(self.worker.rank, work.version - 1):
             outcome = self._run_step(work, group, cancellation)
         self._prepared_ns = now_ns()
         self._took_ns = self._prepared_ns - began_ns
@@ -199,11 +200,12 @@ class TrainingWorkload:
         step: int,
         cancellation: Cancellation,
     ) -> str:
-        """Where the first value that is not finite arose; all ranks together.
+        """Describe where the first non-finite value arose; called by all ranks together.
 
-        They agree, for all have the sum's bits. Each computes its shards once more, and looks.
+        All ranks have the same bits of the sum, so they agree to come here. Each computes its shards again
+        with a probe.
         """
-        model, plan, watching = self.recipe.model, reduction.plan, Lookout()
+        model, plan, watching = self.recipe.model, reduction.plan, NonFiniteProbe()
         partials = [reduction.buffers[place] for place in plan.partials.values()]
         gradient = bad_gradient([non_finite(model.layout, grads, xp=np) for grads in partials], model)
         weights = self.actors.tensors.call(TensorActor.weights)
@@ -213,14 +215,14 @@ class TrainingWorkload:
                 cancellation.check()
                 grads = reduction.buffers[leaf.buffer]
                 self.recipe.shard_gradient(weights, grads, ids[leaf.shard], step=step)
-        return where_it_began(group, model, watching.first or gradient)
+        return describe_first_non_finite(group, model, watching.first or gradient)
 
     def _run_leaf(
         self, index: int, step: int, ids: np.ndarray, reduction: ShardReduction, cancellation: Cancellation
     ) -> float:
-        """Compute one shard; behind the last one, hand over each bucket as it becomes final.
+        """Compute one shard; after the last one, submit each bucket as it becomes final.
 
-        Who is alone hands over nothing. Additions amid the backward pass would cost it its caches then.
+        A rank that is alone submits nothing. Additions during the backward pass would evict its caches then.
         """
         cancellation.check()
         leaf, last = reduction.plan.leaves[index], index == len(reduction.plan.leaves) - 1
@@ -251,7 +253,7 @@ class TrainingWorkload:
         reduction: ShardReduction,
         cancellation: Cancellation,
     ) -> None:
-        """Compute a shard to come, for nothing, while others compute theirs: the first takes longest."""
+        """Compute a future shard without using the result, while other ranks compute theirs, to warm up."""
         shards = self.recipe.config.shards
         lo, hi = assign_shards(shards, len(work.members))[work.members.index(self.worker.rank)]
         if lo == hi:
@@ -278,7 +280,7 @@ class TrainingWorkload:
         return self._buffers
 
     def _evaluate(self, work: cm.RunStep) -> tuple[float, int]:
-        """This rank's part of the held-out loss of the committed version, on some steps."""
+        """Return this rank's part of the held-out loss of the committed version, on some steps."""
         if self._evaluate_every == 0 or (work.version - 1) % self._evaluate_every:
             return (0.0, 0)
         index, size = work.members.index(self.worker.rank), len(work.members)
@@ -310,10 +312,10 @@ class TrainingWorkload:
         return digest
 
     def _source(self, work: cm.Fetch, nbytes: int) -> tuple[RemoteRegion, PeerMemory]:
-        """The peer's slot that `work` names, which must have `nbytes`, and all of its memory."""
+        """Return the peer's slot that `work` names, which must have `nbytes`, and the peer's memory."""
         peer = self.worker.peers.get(work.source)
         if peer is None:
-            raise RemoteProtocolError(f"rank {work.source} is to be read, and is no peer")
+            raise RemoteProtocolError(f"cannot read from rank {work.source}: it is not a peer")
         own, memory = self.worker.segment, peer.memory
         found = open_state(work.handle, work.source_slot, memory, own, rank=work.source, nbytes=nbytes)
         return found, memory
@@ -332,7 +334,7 @@ class TrainingWorkload:
     # ---- on the event loop
 
     async def before_step(self, work: cm.RunStep) -> None:
-        """Call the hook that the job was given, if any; and draw the next step's samples amid this one."""
+        """Call the hook of the job, if any, and schedule drawing the next step's samples."""
         if self._before_step is not None:
             self._before_step(work.version)
         if self._took_ns > AHEAD_NS:
@@ -343,11 +345,11 @@ class TrainingWorkload:
             self._ahead = step, self.recipe.sample_ids(step)
 
     async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
-        """Let the journal catch up with what the last writer may not have lived to write."""
+        """Let the journal write what the last writer may not have lived to write."""
         await self.journal.epoch_installed(epoch, members, whole=whole)
 
     async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
-        """Flip the slots and write the record."""
+        """Swap the slots and write the record."""
         self.profiler.add(spans.COMM, self._prepared_ns, now_ns())
         await self._commit(commit.version, commit.slot)
         self._settle()
@@ -361,14 +363,14 @@ class TrainingWorkload:
         )
 
     def _settle(self) -> None:
-        """Once a step is done, nobody waits for this rank to come up any more: give it huge pages."""
+        """Give this rank huge pages once its first step is done and no other rank waits for its start."""
         if not self._settled:
             self._settled = True
             move = self.worker.segment.use_huge_pages
             threading.Thread(target=move, name="zbmd-huge-pages", daemon=True).start()
 
     async def adopted(self, adopted: cm.Adopted) -> None:
-        """Flip the slots: the pulled version is ours."""
+        """Swap the slots: the pulled version is ours."""
         await self._commit(adopted.version, adopted.slot)
         self.journal.adopted(adopted)
 
@@ -388,7 +390,7 @@ def pull(
     *,
     source: int,
 ) -> None:
-    """Fill `into` from byte `offset`; a source that stands still holds us no longer than our epoch lasts."""
+    """Fill `into` from byte `offset`; a source that hangs delays us only until our epoch ends."""
     transfer = region.get(into, offset)
     try:
         while not transfer.done:
@@ -406,14 +408,14 @@ def pull(
 def open_state(
     handle: bytes, slot: int, peer: PeerMemory, own: Segment, *, rank: int, nbytes: int
 ) -> RemoteRegion:
-    """The state in a slot of `rank`, which must have `nbytes`; `handle`: what it said of its slots.
+    """Return the state in a slot of `rank`, which must have `nbytes`; `handle`: its description of its slots.
 
-    Raises `RemoteProtocolError` if that is not what it should be.
+    Raises `RemoteProtocolError` if the description is invalid.
     """
     try:
         described = msgspec.msgpack.decode(handle, type=list[RegionHandle])[slot]
     except (IndexError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
-        raise RemoteProtocolError(f"rank {rank} sent a handle of no use: {error}") from error
+        raise RemoteProtocolError(f"rank {rank} sent an invalid handle: {error}") from error
     if described.nbytes != nbytes:
         raise RemoteProtocolError(f"rank {rank} holds {described.nbytes} bytes of state, this rank {nbytes}")
     return peer.open_region(described, own)

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes on: the commit log, checkpoints, and reports of progress.
+"""The journal of a run: commit log, checkpoints, and progress reports.
 
 Every member keeps the journal; the lowest rank of the epoch writes it.
 """
@@ -25,7 +25,7 @@ from zbmd.training.checkpoint.whole import (
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.weights import save_weights
 from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, VotePart, loss_of
-from zbmd.training.run.two_slot_store import Slot
+from zbmd.training.step.two_slot_store import Slot
 from zbmd.transport.errors import RemoteProtocolError
 
 WEIGHTS_NAME = "weights.safetensors"
@@ -36,7 +36,7 @@ Report = dict[str, Any]
 class Journal:
     """The journal of one rank for the run in `directory`.
 
-    `report` takes progress for the host, and must not block.
+    `report` sends progress to the host, and must not block.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Journal:
         self._last_record: CommitRecord | None = None
         self._saving: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
-        """The last record: written before anything is handled that comes in on the loop later."""
+        """The last record; written before anything that arrives later is handled on the loop."""
 
     def _is_writer(self) -> bool:
         return self._members[0] == self._rank
 
     async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
-        """Write our last record if the last writer died before it had; let the next writer have the log.
+        """Write our last record if the last writer died before it did; close the log for the next writer.
 
-        whole: all members of the epoch before go on, so the last writer lives. Raises `UserError` as
+        `whole`: all members of the previous epoch continue, so the last writer lives. Raises `UserError` as
         `committed`.
         """
         await self._written()
@@ -79,11 +79,12 @@ class Journal:
     async def committed(self, commit: cm.Commit, members: tuple[int, ...], slot: Slot) -> None:
         """Record a commit; the writer logs and reports it, and starts a checkpoint when one is due.
 
-        It logs a turn of the loop later, beside the beginning of the next step and before it can vote for
-        that one: if it dies in between, the others have this record as their last, and log it.
+        It logs one turn of the loop later, in parallel to the beginning of the next step and before it can
+        vote for that one: if it dies in between, this record is the last of the other members, and they log
+        it.
 
-        Raises `UserError` when the disk is full, also for the log of the commit before and the checkpoint
-        begun at an earlier one.
+        Raises `UserError` if the disk is full, also for the log of the previous commit and the checkpoint
+        that was started at an earlier one.
         """
         if not commit.parts:
             return  # learnt from a report: a member that has the votes logs it
@@ -104,7 +105,7 @@ class Journal:
         self._report(step_report(record, grad_norm))
 
     async def _written(self) -> None:
-        """Wait for the record under way. Raises what writing it raised, once."""
+        """Wait for the record that is being written. Raises its error, once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
@@ -114,7 +115,8 @@ class Journal:
         self._report(adopted_report(adopted.version, adopted.epoch))
 
     def preserved(self, version: int, *, elements: int) -> Array | None:
-        """The state of `version`, (elements,) float32, if that is the checkpoint on disk; else None.
+        """Return the state of `version`, (elements,) float32, if the checkpoint on disk has it; otherwise
+        None.
 
         Raises `UserError` if the checkpoint is damaged or of another run.
         """
@@ -132,7 +134,8 @@ class Journal:
         await asyncio.to_thread(save_weights, path, weights, self._model, step=version)
 
     async def settle(self) -> None:
-        """Wait for record and checkpoint under way and close the log. Raises what writing them raised."""
+        """Wait for the record and checkpoint that are being written, and close the log. Raises their
+        errors."""
         await self._written()
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -150,7 +153,7 @@ class Journal:
 
 
 def step_report(record: CommitRecord, grad_norm: float) -> Report:
-    """What the host is told of a step that is logged."""
+    """Return the report to the host about a logged step."""
     return {
         "kind": "step",
         "version": record.version,
@@ -164,12 +167,12 @@ def step_report(record: CommitRecord, grad_norm: float) -> Report:
 
 
 def adopted_report(version: int, epoch: int) -> Report:
-    """What the host is told when a rank has caught up with `version`."""
+    """Return the report to the host that a rank has caught up with `version`."""
     return {"kind": "adopted", "version": version, "epoch": epoch, "at_ns": time.monotonic_ns()}
 
 
 def read_parts(parts: tuple[bytes, ...]) -> list[VotePart]:
-    """The members' shares of the ledger, in rank order. Raises `RemoteProtocolError`."""
+    """Return the members' shares of the ledger, in rank order. Raises `RemoteProtocolError`."""
     try:
         return [msgspec.msgpack.decode(part, type=VotePart) for part in parts]
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The commit log: what each committed step was made of, and the audit that proves no sample was lost.
+"""The commit log: what each committed step consisted of, and the audit that proves that no sample was lost.
 
-The log is a stream of MessagePack objects that any msgpack tool can read: one header, then one record a
-committed version. The lowest rank of an epoch appends; after its death the next one cuts off a torn last
-record and goes on. A version that is in the log already is not written again (its digest must be the same).
+The log is a stream of MessagePack objects that any msgpack tool can read: one header, then one record per
+committed version. The lowest rank of an epoch appends; after its death the next one truncates a torn last
+record and continues. A version that is already in the log is not written again (its digest must be equal).
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
-from zbmd.training.run.atomic_files import NO_ROOM, NoRoom
+from zbmd.training.files import DISK_FULL_ERRNOS, DiskFull
 from zbmd.transport.errors import UserError, ZbmdError
 
 LOG_FORMAT = 1
 RECORD_BYTES_MAX = 1 << 20
-"""A record larger than this is not ours: reading stops there."""
+"""A larger record cannot be ours: reading stops there."""
 
 LOG_NAME = "commits.zlog"
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Which run the log belongs to: a log of another run is never appended to."""
+    """The run that the log belongs to; a log of another run is never appended to."""
 
     format: int
     run_id: str
     base_version: int
     plan: str
-    """What fixes the bits of the run: model, data digest, shards, batch, reduction tree, optimizer."""
+    """What determines the bits of the run: model, data digest, shards, batch, reduction tree, optimizer."""
     seed: int
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One committed version: who computed which logical shard from which samples, and what came out."""
+    """One committed version: which rank computed which logical shard from which samples, and the results."""
 
     version: int
     epoch: int
     members: tuple[int, ...]
     shards: dict[int, tuple[int, ...]]
-    """Logical shard → sample ids, as the ranks that computed them voted."""
+    """Logical shard → sample ids, as voted by the ranks that computed them."""
     losses: dict[int, float]
     rng_key: tuple[int, int]
     digest: str
@@ -55,17 +55,17 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: int
     """CLOCK_MONOTONIC of the writer, ns."""
     held_out_loss: float | None = None
-    """Nats per byte of the version before, on held-out text; None where the step did not evaluate it."""
+    """Nats per byte of the previous version on held-out text; None for steps that did not evaluate."""
 
 
 class VotePart(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's share of the record, carried by its vote: per shard the sample ids and the loss."""
+    """A rank's share of the record, carried by its vote: the sample ids and the loss of each shard."""
 
     shards: dict[int, tuple[int, ...]]
     losses: dict[int, float]
     grad_norm: float
     held_out: tuple[float, int] = (0.0, 0)
-    """Sum of losses and number of held-out windows evaluated on the version before; (0, 0) mostly."""
+    """Sum of losses and number of held-out windows evaluated on the previous version; usually (0, 0)."""
 
 
 class LedgerBroken(ZbmdError):
@@ -73,7 +73,7 @@ class LedgerBroken(ZbmdError):
 
 
 class _Damaged(Exception):
-    """No object of a log begins where one should, and it is not that the last one is cut short."""
+    """An object of the log is invalid, and it is not a truncated last one."""
 
     def __init__(self, offset: int, why: object) -> None:
         super().__init__(f"it is damaged at byte {offset}: {why}")
@@ -83,7 +83,7 @@ _pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
 
 
 def _objects(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
-    """The whole objects of a log from the offset `start` on, with the offset behind each.
+    """Yield the complete objects of a log from offset `start` on, with the offset after each.
 
     Stops at a torn end. Raises `_Damaged`.
     """
@@ -111,7 +111,7 @@ def _objects(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
 
 
 def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
-    """The header and all whole records of a commit log, up to where it is damaged.
+    """Return the header and all complete records of a commit log, up to where it is damaged.
 
     Raises `UserError` if the file is missing or is not a commit log of this format.
     """
@@ -135,11 +135,12 @@ def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
 
 
 class CommitLog:
-    """The appending side. One regular writer at a time: the lowest rank of the epoch.
+    """Appends to the log. There is one regular writer at a time: the lowest rank of the epoch.
 
     A member that saw a commit which the writer did not live to log appends it too, at the change of epochs.
-    So each record is written under the file's lock, and behind what has come meanwhile. The lock is held for
-    that record alone: a writer whose host was cut off lives on for a while, and nobody waits for its end.
+    So each record is written under the file's lock, after reading what was appended in the meantime. The lock
+    is held for that record only: a writer on a host that was cut off may live on for a while, and nobody
+    waits for its end.
     """
 
     def __init__(self, path: Path, header: LogHeader) -> None:
@@ -150,10 +151,11 @@ class CommitLog:
         self._last = header.base_version
         """The highest version that is known to be in the log."""
         self._read = (0, 0)
-        """The file that was read (its inode), and up to which offset: nothing before it changes any more."""
+        """The inode of the file that was read, and the offset up to which it was; earlier bytes never
+        change."""
 
     def last_version(self) -> int:
-        """The highest version in the log on disk; the header's base version if there is no log yet.
+        """Return the highest version in the log on disk, or the header's base version if there is no log yet.
 
         Raises `UserError` if the log belongs to another run.
         """
@@ -164,10 +166,10 @@ class CommitLog:
         return max((record.version for record in records), default=header.base_version)
 
     def append(self, record: CommitRecord) -> None:
-        """Write `record`, unless its version is in the log already.
+        """Write `record`, unless its version is already in the log.
 
         Raises `LedgerBroken` if the log has the version with another digest or a gap before it, and
-        `UserError` when the disk is full.
+        `UserError` if the disk is full.
         """
         if self._file is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
@@ -203,7 +205,7 @@ class CommitLog:
             self._file = None
 
     def _catch_up(self, file: int) -> None:
-        """Know all that is in the log, whose lock is held, and have it end behind a whole record."""
+        """Read what is new in the log, whose lock is held, and truncate it after its last complete record."""
         status = os.fstat(file)
         if status.st_size and self._read == (status.st_ino, status.st_size):
             return
@@ -218,9 +220,9 @@ class CommitLog:
         self._read = inode, end + len(data)
 
     def _read_known(self, status: os.stat_result) -> int:
-        """Take in the digests of what is in the log; return the offset behind its last whole record.
+        """Read the digests in the log; return the offset after its last complete record.
 
-        Only a record that was cut short is left out. Damage is not: what is behind it may be the run's.
+        Only a truncated record is left out. Damage raises, because records of the run may follow it.
         """
         inode, end = self._read
         if inode != status.st_ino or end > status.st_size:
@@ -250,7 +252,7 @@ class CommitLog:
 
 
 def require_no_log(path: Path) -> None:
-    """Raise `UserError` if there is a log at `path`: a run that begins has none."""
+    """Raise `UserError` if there is a log at `path`, where a new run begins."""
     if path.exists():
         raise _of_another_run(path, read_log(path)[0])
 
@@ -268,7 +270,7 @@ def _write(file: int, data: bytes, path: Path) -> None:
         try:
             view = view[os.write(file, view) :]
         except OSError as error:
-            kind = NoRoom if error.errno in NO_ROOM else UserError
+            kind = DiskFull if error.errno in DISK_FULL_ERRNOS else UserError
             raise kind(
                 f"cannot write the commit log {path}: {error.strerror}. Free some space there, or choose "
                 "another directory with --out."
@@ -276,13 +278,13 @@ def _write(file: int, data: bytes, path: Path) -> None:
 
 
 def loss_of(record: CommitRecord) -> float:
-    """The training loss of a step, nats per byte: its shards' parts added in their order."""
+    """Return the training loss of a step, nats per byte: its shards' losses added in their order."""
     return sum(record.losses[shard] for shard in sorted(record.losses))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What the ledger proves about a run."""
+    """The result of an audit of a run."""
 
     steps: int
     steps_lost: int

@@ -1,4 +1,4 @@
-"""The weights that a run has left, wherever they lie: in a file of their own, or in a checkpoint."""
+"""Load the weights of a run from its weights file or its latest checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from zbmd.training.optim import arrays_of
 from zbmd.training.run.journal import WEIGHTS_NAME
 
 Trained = tuple[npt.NDArray[np.float32], GPTConfig, int]
-"""Flat parameters, the configuration of their model, and the step behind which they are."""
+"""Flat parameters, the configuration of their model, and the step after which they were saved."""
 
 
 def load_trained(path: Path) -> Trained:
-    """The weights at `path`: weights, a checkpoint of any job, or a run's directory, whose last ones count.
+    """Load the weights at `path`: a weights file, a checkpoint of any job, or a run's directory (the latest
+    counts).
 
-    Of a checkpoint of 16 bits, the masters. Raises `UserError` if there are none, or they are damaged.
+    Returns the float32 masters of a 16-bit checkpoint. Raises `UserError` if there are no weights, or they
+    are damaged.
     """
     if not path.is_dir():
         return _of_checkpoint(path) if _is_checkpoint(path) else load_weights(path)
@@ -43,7 +45,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint. Raises `UserError` if what names its shards cannot be read."""
+    """Return the step of a checkpoint. Raises `UserError` if its index cannot be read."""
     if checkpoint.suffix == ".json":
         return read_names(checkpoint).version
     return checkpoint_version(checkpoint) or 0

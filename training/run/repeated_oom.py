@@ -1,7 +1,8 @@
-"""A step that runs out of memory again: a rank's first such failure is noted, the second one ends the job.
+"""End the job if a replaced rank runs out of memory again at the same step.
 
-Memory that others had taken may be there again, so a rank that runs out of it is replaced once. A
-replacement that meets the same at that step, or at the first that it computes, will meet it each time.
+A rank that runs out of memory is replaced once, since memory that other processes had taken may be free
+again; the failure is recorded in a note. A replacement that fails in the same way at that step, or at the
+first step that it computes, would fail each time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.training.checkpoint.sharded import checkpoint_in
-from zbmd.training.run.atomic_files import write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.training.step.memory_estimate import StepOutOfMemory
 from zbmd.transport.errors import UserError
 
@@ -22,7 +23,7 @@ NOTE_BYTES_MAX = 1 << 12
 
 
 class ShortNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """That rank `rank` of job `job`, in incarnation `incarnation`, had no memory for step `step`."""
+    """Notes that rank `rank` of job `job`, in incarnation `incarnation`, had no memory for step `step`."""
 
     job: int
     rank: int
@@ -33,7 +34,7 @@ class ShortNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def raise_for(error: StepOutOfMemory, out: Path, launched: RankEnvironment | None) -> NoReturn:
     """Raise `error`, for which the rank is replaced, or a `UserError`, which ends the job.
 
-    out: the run's directory, where the first failure is noted for whoever replaces this rank.
+    `out`: the run's directory, where the first failure is noted for the replacement of this rank.
     """
     if launched is None:
         raise UserError(f"{error} {_last_in(out)}") from error
@@ -59,7 +60,7 @@ def raise_for(error: StepOutOfMemory, out: Path, launched: RankEnvironment | Non
 
 
 def read_note(path: Path) -> ShortNote | None:
-    """The note at `path`, or None if there is none that can be read."""
+    """Return the note at `path`, or None if there is no readable one."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(NOTE_BYTES_MAX), type=ShortNote)
@@ -68,8 +69,8 @@ def read_note(path: Path) -> ShortNote | None:
 
 
 def _last_in(out: Path) -> str:
-    """Where to go on from."""
+    """Say from which checkpoint to resume."""
     path = checkpoint_in(out)
     if path is None:
-        return "No checkpoint had been written yet: start again, with a smaller --checkpoint-every."
-    return f"The last checkpoint is {path}: go on from it with --resume {path} and a new --out."
+        return "No checkpoint had been written yet: start again with a smaller --checkpoint-every."
+    return f"The last checkpoint is {path}: resume with --resume {path} and a new --out."

@@ -21,14 +21,12 @@ from zbmd.collectives.group.group import Group, group
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler, open_profiler
-from zbmd.training.redundancy.buddy import BuddyMirror
-from zbmd.training.redundancy.epochs import Ended, through_epochs
-from zbmd.training.redundancy.file import FileKeeper
-from zbmd.training.redundancy.interface import Digests, Safekeeping
+from zbmd.training.redundancy.buddy import BuddyReplica
+from zbmd.training.redundancy.file import FileRedundancy
+from zbmd.training.redundancy.interface import Digests, JobEnd, Redundancy, through_epochs
 from zbmd.training.redundancy.state_file import Note, StateFile
 from zbmd.training.run.journal import adopted_report
-from zbmd.training.sharded.groups import MeshGroups
-from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.sharded.mesh import Mesh, MeshGroups
 from zbmd.training.sharded.stages import SLOTS
 from zbmd.training.sharded.trainer import MeshStep, MeshTrainer
 from zbmd.transport import kill_points as faults
@@ -79,7 +77,7 @@ class MeshTask(Protocol[TaskResultT]):
         """What a step of this rank spent its time on, behind it."""
         ...
 
-    def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
+    def reached(self, trainer: MeshTrainer, keeper: Redundancy) -> None:
         """All have come to `trainer.step`; again behind a loss."""
         ...
 
@@ -96,7 +94,7 @@ class MeshJob(Generic[ResultT]):
         self._world: Group | None = None
         self._groups: MeshGroups | None = None
         self._trainer: MeshTrainer | None = None
-        self._keeper: Safekeeping | None = None
+        self._keeper: Redundancy | None = None
         self._profiler: Profiler | None = None
         self._base = 0
         """The step that version 0 of the state begins."""
@@ -116,7 +114,7 @@ class MeshJob(Generic[ResultT]):
             if self._profiler is not None:
                 self._profiler.close()
 
-    async def _epoch(self, view: View | None) -> Ended[ResultT] | None:
+    async def _epoch(self, view: View | None) -> JobEnd[ResultT] | None:
         await self._leave_groups()
         if view is None:
             return None
@@ -162,7 +160,7 @@ class MeshJob(Generic[ResultT]):
 
     # ---- on the thread that trains
 
-    def _in_epoch(self, groups: MeshGroups) -> Ended[ResultT] | None:
+    def _in_epoch(self, groups: MeshGroups) -> JobEnd[ResultT] | None:
         """Train in one epoch; the end, if that was the last one."""
         try:
             self._task.agree(groups.world)
@@ -179,7 +177,7 @@ class MeshJob(Generic[ResultT]):
             if self._keeper is not None:
                 self._keeper.epoch_over()
 
-    def _opened(self, groups: MeshGroups) -> tuple[MeshTrainer, Safekeeping]:
+    def _opened(self, groups: MeshGroups) -> tuple[MeshTrainer, Redundancy]:
         if self._trainer is None or self._keeper is None:
             trainer = self._trainer = self._task.trainer(groups)
             self._base = trainer.step
@@ -188,10 +186,10 @@ class MeshJob(Generic[ResultT]):
             self._keeper = self._keeper_of(trainer, groups.world)
         return self._trainer, self._keeper
 
-    def _keeper_of(self, trainer: MeshTrainer, world: Group) -> Safekeeping:
+    def _keeper_of(self, trainer: MeshTrainer, world: Group) -> Redundancy:
         place, known = world.members.index(self._worker.rank), max(0, self._task.known - self._base)
         if trainer.file is not None:
-            return FileKeeper(
+            return FileRedundancy(
                 self._worker,
                 trainer,
                 trainer.file,
@@ -202,7 +200,7 @@ class MeshJob(Generic[ResultT]):
                 on_commit=self._committed,
                 note=self._row_of,
             )
-        return BuddyMirror(
+        return BuddyReplica(
             self._worker,
             trainer,
             place=place,
@@ -227,7 +225,7 @@ class MeshJob(Generic[ResultT]):
         if self._trainer is not None and self._trainer.file is not None:
             self._trainer.file.remove()
 
-    def _train(self, groups: MeshGroups, trainer: MeshTrainer, keeper: Safekeeping) -> Ended[ResultT]:
+    def _train(self, groups: MeshGroups, trainer: MeshTrainer, keeper: Redundancy) -> JobEnd[ResultT]:
         faults.hit(MEET_POINT)
         version = keeper.meet(groups.world)
         self._share(groups.world, version)
@@ -251,7 +249,7 @@ class MeshJob(Generic[ResultT]):
         groups.world.blocking.barrier()
         faults.hit(PARTED_POINT)
         self._remove_state()
-        return Ended(result)
+        return JobEnd(result)
 
     def _profiled(self, groups: MeshGroups, trainer: MeshTrainer) -> Profiler:
         if self._profiler is None:

@@ -32,16 +32,14 @@ from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.profiler.lines import StepLine
-from zbmd.training.redundancy.interface import Safekeeping
+from zbmd.training.redundancy.interface import Redundancy
 from zbmd.training.redundancy.state_file import StateFile, StateName, require_folder
 from zbmd.training.replicated.job import weights_sha256
 from zbmd.training.run.journal import WEIGHTS_NAME
 from zbmd.training.run.repeated_oom import raise_for
-from zbmd.training.run.result import tell_result
-from zbmd.training.sharded.axes import require_axes
-from zbmd.training.sharded.groups import MeshGroups
+from zbmd.training.run.reporting import report_result
 from zbmd.training.sharded.job import MeshJob, MeshTask
-from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.sharded.mesh import Mesh, MeshGroups, require_axes
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.records import Records, require_board
 from zbmd.training.sharded.stages import (
@@ -53,10 +51,10 @@ from zbmd.training.sharded.stages import (
 )
 from zbmd.training.sharded.trainer import MeshStep, MeshTrainer
 from zbmd.training.step.memory_estimate import (
-    RankNeeds,
+    RankMemory,
     StepOutOfMemory,
     activation_bytes,
-    require_room,
+    require_memory,
     too_large,
 )
 from zbmd.training.step.recipe import Recipe, learning_rate_of
@@ -162,7 +160,7 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     microbatches = -(-training.shards // mesh.size("dp"))
     shape = Shape(stages=mesh.size("pp"), chunks=stages.chunks, microbatches=microbatches)
     held = schedule_named(stages.schedule).activations_max(shape, 0)
-    needs = RankNeeds(
+    needs = RankMemory(
         state_bytes=needed.arena + needed.inbox,
         activation_bytes=activation_bytes(
             config,
@@ -175,7 +173,7 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     )
     ranks = mesh.world_size if launched is None else launched.ranks_per_host
     advice = "Choose a smaller model or batch, --recompute on, or a mesh with more tp or pp."
-    require_room(config, needs, ranks=ranks, advice=advice)
+    require_memory(config, needs, ranks=ranks, advice=advice)
 
 
 def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankBytes:
@@ -321,7 +319,7 @@ class _Run(MeshTask[TrainResult]):
         if self._records is not None:
             self._records.put_profile(line, mfu=mfu)
 
-    def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
+    def reached(self, trainer: MeshTrainer, keeper: Redundancy) -> None:
         """Evaluate, and write the checkpoint, if it is time."""
         step = trainer.step
         if self._due(step, self.options.evaluate_every):
@@ -352,7 +350,7 @@ class _Run(MeshTask[TrainResult]):
             weights_sha256=weights_sha256(weights),
             directory=str(self.options.out),
         )
-        tell_result(self._worker, result)
+        report_result(self._worker, result)
         return result
 
     @property
@@ -392,7 +390,7 @@ class _Run(MeshTask[TrainResult]):
             trainer.pieces(),
             version=trainer.step,
             plan=self._plan,
-            loss_scale=trainer.loss_scale.said,
+            loss_scale=trainer.loss_scale.values,
         )
 
     def _save(self, weights: Array) -> None:

@@ -11,13 +11,10 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import OptimizerConfig, arrays_of
 from zbmd.training.optim.mixed_precision import LossScale, computing_dtype
-from zbmd.training.pipeline.layers import even_cuts
-from zbmd.training.pipeline.own import OwnParts
+from zbmd.training.pipeline.part import OwnParts, even_cuts
 from zbmd.training.pipeline.program import Shape, StageProgram
-from zbmd.training.pipeline.rings import inbox_bytes_needed
-from zbmd.training.pipeline.runnable import runnable_programs, traffic_of
-from zbmd.training.sharded.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
-from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.pipeline.rings import inbox_bytes_needed, runnable_programs, traffic_of
+from zbmd.training.sharded.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.tensor.model import PartOfGPT
 from zbmd.transport.errors import UserError

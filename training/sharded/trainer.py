@@ -1,10 +1,10 @@
-"""Training on a mesh of `dp × pp × tp` ranks: the driver of a step, for one thread that may wait.
+"""Run training steps on a mesh of `dp × pp × tp` ranks; blocking, for one thread.
 
-Along `dp` ranks share out the logical shards of the recipe, and sum the gradients along their tree: bucket
-after bucket, while the last backward pass goes on. Along `pp` each holds some of the layers, and shards pass
-through as micro-batches (`zbmd.training.pipeline`). So the bits depend neither on the sizes of `dp` and `pp`,
-nor on schedule and overlap. Along `tp` each holds a part of the parameters; there the order of sums depends
-on the size.
+Along `dp`, ranks divide the logical shards of the recipe and sum the gradients along the shard tree, bucket
+by bucket, while the last backward pass still runs. Along `pp`, each rank holds some of the layers, and shards
+pass through as micro-batches (`zbmd.training.pipeline`). The resulting bits depend neither on the sizes of
+`dp` and `pp`, nor on the schedule or the overlap. Along `tp`, each rank holds a slice of the parameters;
+there the order of summation depends on the size.
 """
 
 from __future__ import annotations
@@ -21,38 +21,32 @@ from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.first_non_finite import Lookout
-from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
+from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.autograd.rng import Noise
-from zbmd.training.checkpoint.parameter_cut import Cut, run_of
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
 from zbmd.training.model.gpt import GPT, Batch
-from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_of
-from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_matrices
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
+from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, attempted, computing_dtype
-from zbmd.training.pipeline.own import OwnParts
+from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.program import Op
-from zbmd.training.pipeline.rings import RingMemory, StageRings
-from zbmd.training.pipeline.runnable import traffic_of
+from zbmd.training.pipeline.rings import RingMemory, StageRings, traffic_of
 from zbmd.training.pipeline.simulate import Costs, simulate
-from zbmd.training.profiler.lines import HeldMost
+from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.redundancy.paging import PagedUpdate
 from zbmd.training.redundancy.state_file import StateFile
-from zbmd.training.sharded.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
-from zbmd.training.sharded.groups import MeshGroups
-from zbmd.training.sharded.held_out_relay import relayed_loss
-from zbmd.training.sharded.mesh import Mesh
-from zbmd.training.sharded.norm import mesh_norm
+from zbmd.training.sharded.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
+from zbmd.training.sharded.norm import mesh_norm, relayed_loss
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.step.accumulate import AccumulationPlan
-from zbmd.training.step.gathering import gather_pieces, gather_rows
-from zbmd.training.step.memory_estimate import told_by_step
-from zbmd.training.step.non_finite import bad_gradient, bad_weights, where_it_began
+from zbmd.training.step.memory_estimate import naming_step
+from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.reduction import ShardReduction, is_alone
-from zbmd.training.step.step_hook import ALONE, VOTE_NUMBERS, StepWatch
+from zbmd.training.step.reduction import ShardReduction, gather_pieces, gather_rows, is_alone
+from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook
 from zbmd.training.tensor.model import ParallelGPT
 from zbmd.training.tensor.shards import cut_of
 from zbmd.transport.native._native import now_ns
@@ -156,7 +150,7 @@ class MeshTrainer:
         if not isinstance(self.recipe.model, ParallelGPT):
             return None
         place, parts = self.groups.place(TENSOR_AXIS), self.groups.size(TENSOR_AXIS)
-        shards, hidden, held = self.recipe.model.shards, hidden_of(self.own.layout), list[HeldMatrix]()
+        shards, hidden, held = self.recipe.model.shards, hidden_matrices(self.own.layout), list[HeldMatrix]()
         for (slot, own), here in zip(self._cuts, self.own.layout.slots, strict=True):
             is_cut = bool(cut_of(slot.name)[1])
             cuts = tuple(shards.piece(slot, part) for part in range(parts)) if is_cut else (own,)
@@ -296,7 +290,7 @@ class MeshTrainer:
             self._passes_or_none = None
 
     @property
-    def held_most(self) -> HeldMost | None:
+    def held_most(self) -> ActivationPeak | None:
         """What this rank held of activations in the last step; None if it computed none in this view."""
         return None if self._passes_or_none is None else self._passes_or_none.held_most
 
@@ -351,7 +345,7 @@ class MeshTrainer:
 
     # ---- steps
 
-    def run_step(self, watch: StepWatch = ALONE) -> MeshStep:
+    def run_step(self, watch: StepHook = NO_HOOK) -> MeshStep:
         """Do one step; all ranks together.
 
         Raises `PeerLost` or `OperationAborted` when a rank is lost, `DeadlineExceeded` when one stands still,
@@ -359,7 +353,7 @@ class MeshTrainer:
         before the step, or, where others had not come so far, that behind it: see
         `zbmd.training.redundancy.machine`. Go on behind `enter`.
         """
-        with told_by_step(self.groups.world.rank, self.step):
+        with naming_step(self.groups.world.rank, self.step):
             try:
                 return self._run_step(watch)
             except BaseException:
@@ -370,9 +364,9 @@ class MeshTrainer:
     def _reduction(self) -> ShardReduction:
         return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._room)
 
-    def _run_step(self, watch: StepWatch) -> MeshStep:
+    def _run_step(self, watch: StepHook) -> MeshStep:
         world = self.groups.world
-        held = _Held(watch, self.step - self.base, None if watch is ALONE else _begun(world))
+        held = _Held(watch, self.step - self.base, None if watch is NO_HOOK else _begun(world))
         self._compute_ns = self._waited_ns = 0
         try:
             norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
@@ -442,16 +436,16 @@ class MeshTrainer:
 
     def _named(self, error: TrainingDiverged, held: _Held) -> TrainingDiverged:
         """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
-        model, layout, watching = self.recipe.model, self.own.layout, Lookout()
+        model, layout, watching = self.recipe.model, self.own.layout, NonFiniteProbe()
         partials = [self._buffers[place] for place in self._plan.partials.values()]
         gradient = bad_gradient([non_finite(layout, grads, xp=np) for grads in partials], model)
         watching.first = bad_weights(layout, self.params, model)
         with watching.on(), contextlib.suppress(TrainingDiverged):
             self._attempt(self._scale, held)
-        began = where_it_began(self.groups.world, model, watching.first or gradient)
+        began = describe_first_non_finite(self.groups.world, model, watching.first or gradient)
         return TrainingDiverged(f"step {self.step}: {error} {began}")
 
-    def _meet(self, watch: StepWatch) -> tuple[float, tuple[int, ...]]:
+    def _meet(self, watch: StepHook) -> tuple[float, tuple[int, ...]]:
         """Tell all ranks the votes, the losses of shards and how long each computed: one operation.
 
         Returns the sum of all shards' losses, in their order, and the times.
@@ -487,13 +481,13 @@ class MeshTrainer:
         self.step += 1
 
 
-def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, Cut]]:
+def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, ParameterSlice]]:
     """Each parameter in `own`, as it is in the whole model, and which part of it a rank of `model` holds."""
     if isinstance(model, ParallelGPT):
         whole, shards, part = model.shards.whole, model.shards, model.part
         cuts = {slot.name: (slot, shards.piece(slot, part)) for slot in whole.slots}
     else:
-        cuts = {slot.name: (slot, run_of(slot.size, 0, slot.size)) for slot in model.layout.slots}
+        cuts = {slot.name: (slot, flat_slice(slot.size, 0, slot.size)) for slot in model.layout.slots}
     return [cuts[slot.name] for slot in own.slots]
 
 
@@ -506,7 +500,7 @@ def _begun(world: Group) -> Future[None]:
 class _Held:
     """Tells the watch once that all ranks have begun the step, so that each holds the version before it."""
 
-    def __init__(self, watch: StepWatch, version: int, begun: Future[None] | None) -> None:
+    def __init__(self, watch: StepHook, version: int, begun: Future[None] | None) -> None:
         self._watch, self._version, self._begun = watch, version, begun
 
     def look(self) -> None:

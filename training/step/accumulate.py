@@ -1,8 +1,8 @@
-"""Gradient accumulation over a rank's logical shards, in the order of the shard tree.
+"""Accumulate gradients over a rank's logical shards, in the order of the shard tree.
 
-A rank walks its shards from left to right and adds buffers as soon as a subtree is complete, so it needs a
-buffer a level of the tree, not one a shard. The additions behind the last shard are left to be done bucket by
-bucket, since that is when buckets become final while the backward pass still runs.
+A rank visits its shards from left to right and adds two buffers as soon as a subtree is complete, so it needs
+one buffer per level of the tree, not one per shard. The additions after the last shard are done bucket by
+bucket, because buckets become final one after the other while the last backward pass still runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 
 PLANS_MAX = 256
-"""Plans kept: each step asks for the one of the step before."""
+"""Cached plans; each step asks for the plan of the step before."""
 BUCKET_ELEMENTS = 1 << 18
 """A bucket is closed by the parameter that makes it at least this large: 1 MiB of float32."""
 
@@ -44,7 +44,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class AccumulationPlan:
-    """What a rank that holds shards [lo, hi) does; `partials` maps its tree nodes to their buffers."""
+    """The plan of a rank that holds the shards [lo, hi); `partials` maps its tree nodes to their buffers."""
 
     leaves: tuple[Leaf, ...]
     partials: Mapping[Node, int]
@@ -53,7 +53,9 @@ class AccumulationPlan:
     @classmethod
     @lru_cache(maxsize=PLANS_MAX)
     def of(cls, shards: int, lo: int, hi: int) -> AccumulationPlan:
-        """The plan for the shards [lo, hi) of the tree over [0, shards). Raises `ProgramError` if invalid."""
+        """Return the plan for the shards [lo, hi) of the tree over [0, shards). Raises `ProgramError` if
+        invalid.
+        """
         visits: list[tuple[int, int, list[Add]]] = []
         free: list[int] = []
         buffers = 0
@@ -78,20 +80,21 @@ class AccumulationPlan:
 
     @staticmethod
     def perform(additions: Sequence[Add], buffers: Sequence[Array], span: slice) -> None:
-        """Do `additions` on the elements `span` of the flat `buffers`, in place."""
+        """Perform `additions` on the elements `span` of the flat `buffers`, in place."""
         with spans.BACKWARD:
             for addition in additions:
                 add_onto(buffers[addition.target][span], buffers[addition.source][span])
 
 
 def add_onto(target: Array, source: Array) -> None:
-    """Add `source` onto `target`, in place: a node of the tree. 16-bit floats are rounded at each one."""
+    """Add `source` onto `target`, in place: one node of the tree. 16-bit floats are rounded at each node."""
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is seen in the norm
         target += source
 
 
 class Buckets:
-    """The flat gradient cut into spans that become final together, from the last parameters to the first."""
+    """The flat gradient divided into spans that become final together, from the last parameters to the
+    first."""
 
     def __init__(self, layout: ParameterLayout, *, bucket_elements: int = BUCKET_ELEMENTS) -> None:
         self.spans: list[slice] = []
@@ -110,11 +113,13 @@ class Buckets:
         self._left = list(self._sizes)
 
     def begin(self) -> None:
-        """Start a backward pass: no parameter is ready."""
+        """Start a backward pass: no parameter is final yet."""
         self._left = list(self._sizes)
 
     def ready(self, parameter: int) -> slice | None:
-        """Note that `parameter` is final; the bucket's span if that was the last one it waited for."""
+        """Note that `parameter` is final; return the span of its bucket if that was its last missing
+        parameter.
+        """
         bucket = self._bucket_of[parameter]
         self._left[bucket] -= 1
         return self.spans[bucket] if self._left[bucket] == 0 else None

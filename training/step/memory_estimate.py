@@ -1,4 +1,6 @@
-"""What a rank needs of memory: told before a run begins, and by name where a step runs out of it."""
+"""Estimate the memory that a rank needs before a run starts, and report out-of-memory errors of a step by
+name.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,31 @@ _ITEM_BYTES = 4
 
 
 _DONE: set[bool] = set()
-"""Not empty once this process has done a step."""
+"""Not empty once this process has completed a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankNeeds:
-    """What one rank needs at least, bytes. state: weights, moments, gradients, copies; all in its arena."""
+class RankMemory:
+    """The memory that one rank needs at least, in bytes.
+
+    `state_bytes`: weights, moments, gradients and copies; all of it lies in the rank's arena.
+    """
 
     state_bytes: int
     activation_bytes: int
 
     @property
     def nbytes(self) -> int:
-        """Both."""
+        """Return the sum of both."""
         return self.state_bytes + self.activation_bytes
 
 
 class StepOutOfMemory(ZbmdError):
-    """There was no memory for an array of a step. The state before that step is as it was.
+    """An array of a step could not be allocated. The state before that step is unchanged.
 
-    For a supervisor it is a failure like any, and it replaces the rank: memory that others have taken may be
-    there again. Where it is not, `zbmd.training.run.repeated_oom` ends the job. is_first: this process has
-    done no step before.
+    To a supervisor this is a failure like any other: it replaces the rank, since memory that other processes
+    had taken may be free again. If it is not, `zbmd.training.run.repeated_oom` ends the job. `is_first`: this
+    process had not completed a step before.
     """
 
     def __init__(self, rank: int, step: int, asked: str, *, is_first: bool) -> None:
@@ -58,11 +63,11 @@ def activation_bytes(
     tensor_ranks: int = 1,
     recompute: bool = False,
 ) -> int:
-    """Bytes of activations that a rank holds at its peak, at least; real peaks are up to 15 % above it.
+    """Return the bytes of activations that a rank holds at its peak; real peaks are up to 15 % above it.
 
-    rows: tokens of a micro-batch; passes: forward passes that wait for their backward passes at once; blocks:
-    those of the model that this rank computes, by default all. Counted in arrays of (rows, width): what ops
-    keep of a block and what a backward pass makes besides, as a count of the arrays of real passes gave it.
+    `rows`: tokens of a micro-batch. `passes`: forward passes that wait for their backward passes at the same
+    time. `blocks`: blocks of the model that this rank computes, by default all. The unit is an array of
+    (rows, width); the counts of what ops keep and of what a backward pass allocates come from real passes.
     """
     width, held = config.width, config.layers if blocks is None else blocks
     thinned = config.dropout > 0.0
@@ -76,11 +81,12 @@ def activation_bytes(
     return _ITEM_BYTES * rows * (passes * one + beside) // tensor_ranks
 
 
-def require_room(config: GPTConfig, needs: RankNeeds, *, ranks: int, advice: str) -> None:
-    """Raise `UserError` where `ranks` ranks of one host have no room for the model, before it is taken.
+def require_memory(config: GPTConfig, needs: RankMemory, *, ranks: int, advice: str) -> None:
+    """Raise `UserError` if the model does not fit into the memory of this host, before any of it is
+    allocated.
 
-    Without a launcher, which says what its ranks may use together, what this machine and its cgroup have
-    available counts. advice: what to choose instead.
+    Under a launcher, the memory that it grants to its ranks counts; otherwise what this machine and its
+    cgroup have available. `advice`: what to choose instead.
     """
     available_bytes, launched = host_memory_bytes(os.environ), RankEnvironment.read(os.environ)
     if available_bytes is None:
@@ -97,14 +103,14 @@ def require_room(config: GPTConfig, needs: RankNeeds, *, ranks: int, advice: str
 
 
 def too_large(config: GPTConfig) -> str:
-    """Says what does not fit."""
+    """Describe the model that does not fit."""
     shape = f"{config.layers} layers of width {config.width}, contexts of {config.context}"
     return f"the model ({shape}) does not fit into memory"
 
 
 @contextlib.contextmanager
-def told_by_step(rank: int, step: int) -> Generator[None]:
-    """What runs out of memory within is raised as `StepOutOfMemory`: rank, step, what was asked for."""
+def naming_step(rank: int, step: int) -> Generator[None]:
+    """Raise `StepOutOfMemory`, with rank and step, for an out-of-memory error in the block."""
     try:
         yield
     except (MemoryError, OutOfMemory) as error:

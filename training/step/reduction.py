@@ -1,31 +1,114 @@
-"""The reductions of a step's gradients: bucket after bucket, each on its way as soon as it is final.
+"""Reduce the gradients of a step: each bucket is sent as soon as it is final.
 
-16-bit floats are rounded at every node of the shard tree, whoever computes it: so their bits depend no more
-on who holds which shards than those of float32 do.
+16-bit floats are rounded at every node of the shard tree, whichever rank computes it, so their bits are as
+independent of the assignment of shards to ranks as those of float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
+from zbmd.collectives.algorithms.shard_tree import Assignment, Node, assign_shards, shard_tree_nodes, split
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, is_narrow
-from zbmd.training.step.accumulate import AccumulationPlan
-from zbmd.training.step.shard_sum import ShardSum
+from zbmd.training.step.accumulate import AccumulationPlan, add_onto
+from zbmd.transport import kill_points as faults
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSum:
+    """Reduce-scatter of `shards` logical shards over `ranks` ranks, in an order independent of their number.
+
+    A rank adds up the subtrees that it holds completely (`AccumulationPlan`), sends each other rank its slice
+    of these partial sums, and folds the slices it receives along the rest of the tree
+    (`zbmd.collectives.algorithms.shard_tree`). The traffic is that of any reduce-scatter if each rank's
+    shards are one subtree, as with 2, 4 or 8 ranks whose number divides that of the shards; otherwise a rank
+    sends as many slices as it holds subtrees. `nodes[r]`: the subtrees that rank r holds completely.
+    """
+
+    shards: int
+    ranks: int
+    nodes: tuple[tuple[Node, ...], ...]
+
+    @classmethod
+    def of(cls, shards: int, ranks: int) -> ShardSum:
+        """Divide the shards into contiguous ranges (`assign_shards`). Raises `ProgramError` for a number out
+        of range.
+        """
+        ranges = assign_shards(shards, ranks)
+        return cls(shards, ranks, tuple(tuple(shard_tree_nodes(shards, *own)) for own in ranges))
+
+    @property
+    def width(self) -> int:
+        """Return the number of partial sums that every rank sends: that of the rank with the most
+        subtrees."""
+        return max(map(len, self.nodes))
+
+    def plan(self, rank: int) -> AccumulationPlan:
+        """Return how `rank` computes its partial sums."""
+        return AccumulationPlan.of(self.shards, *assign_shards(self.shards, self.ranks)[rank])
+
+    def fold(self, received: Sequence[Array]) -> Array:
+        """Return the sum of all shards, (slice,). `received[k]`, (ranks, slice): each rank's k-th partial
+        sum.
+
+        16-bit floats are rounded at every node. Partial sums that a rank does not have are not read; the
+        others are overwritten.
+        """
+        partials = {
+            node: received[k][rank] for rank, nodes in enumerate(self.nodes) for k, node in enumerate(nodes)
+        }
+
+        def value(node: Node) -> Array:
+            found: Array | None = partials.get(node)
+            if found is not None:
+                return found
+            left, right = (value(child) for child in split(node))
+            add_onto(left, right)
+            return left
+
+        return value((0, self.shards))
+
+
+GATHER_POINT: Final = faults.declare(
+    "optimizer.gather", "in an update: this rank has its piece of a matrix, and not the others' yet"
+)
+
+
+def gather_pieces(group: Group, piece: Array) -> Sequence[Array]:
+    """Return the `piece` of each member, in member order; called by all members together. Pieces have one
+    length.
+
+    Used by optimizers that need whole matrices (`zbmd.training.optim.muon`). Blocks the calling thread.
+    """
+    faults.hit(GATHER_POINT)
+    end_ns = group.deadline_ns()
+    with spans.COMM:
+        every: Array = group.submit(lambda c: c.all_gather(piece, deadline_ns=end_ns)).result()
+        return list(every)
+
+
+def gather_rows(group: Group, rows: Array) -> Array:
+    """Return the `rows` of all members, concatenated in member order; their numbers may differ. Blocks."""
+    end_ns = group.deadline_ns()
+    with spans.COMM:
+        every: Array = group.submit(lambda c: c.all_gather_v(rows, deadline_ns=end_ns)).result()
+        return every
 
 
 class ShardReduction:
-    """The reductions of one step under way, of this rank's `buffers` into `total`, along the shard tree.
+    """The reductions of one step, of this rank's `buffers` into `total`, along the shard tree.
 
-    `assignment[i]` are the shards of the i-th member of `group`, `plan` what this one does with its own. Who
-    is alone has the sum as soon as its shards are done: then nothing is sent on its way, nor copied, and it
-    needs neither `group` nor `total`.
+    `assignment[i]` are the shards of the i-th member of `group`; `plan` is what this rank does with its own.
+    A rank that is alone has the sum as soon as its shards are done: nothing is sent or copied, and it needs
+    neither `group` nor `total`.
     """
 
     def __init__(
@@ -44,7 +127,7 @@ class ShardReduction:
         nodes = tuple(tuple(shard_tree_nodes(self._shards, *own)) for own in assignment)
         self._sums = ShardSum(self._shards, len(assignment), nodes)
         self.total: Array
-        """Where the sum is, once `finish` has returned."""
+        """Where the sum is after `finish` has returned."""
         if self._group is None:
             (whole,) = plan.partials.values()
             self.total = buffers[whole]
@@ -72,12 +155,12 @@ class ShardReduction:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing is sent on its way."""
+        """Return whether one rank holds all shards, so that nothing is sent."""
         return self._group is None
 
     @property
     def done(self) -> bool:
-        """Whether all that was submitted has ended."""
+        """Return whether everything that was submitted has ended."""
         return all(future.done() for future in self._futures)
 
     def finish(self) -> None:
@@ -87,12 +170,12 @@ class ShardReduction:
                 future.result()
 
     def drain(self) -> None:
-        """Return once nothing touches the buffers any more."""
+        """Wait until nothing accesses the buffers any more."""
         wait(self._futures)
 
 
 def is_alone(assignment: Assignment) -> bool:
-    """Whether one rank has all shards: then it needs no room for a sum beside its buffers."""
+    """Return whether one rank holds all shards; it then needs no separate memory for the sum."""
     return len(assignment) == 1
 
 
@@ -106,8 +189,8 @@ def reduce_rounded(
 ) -> Array:
     """Sum the `partials` of all ranks along the shard tree into `out`, rounding at each node.
 
-    As `Communicator.all_reduce_shards`, which rounds once: each rank folds a slice of what all have sent it,
-    and slices are gathered.
+    Unlike `Communicator.all_reduce_shards`, which rounds once: here each rank folds one slice of the partial
+    sums of all ranks, and the slices are gathered.
     """
     ranks, each = sums.ranks, -(-out.size // sums.ranks)
     sent = np.zeros((sums.width, ranks * each), out.dtype)

@@ -1,4 +1,4 @@
-"""Who goes along with a training step: what a trainer tells, and asks, so that a state outlives its rank."""
+"""The hook of a trainer that redundancy implements: it sees each step and takes part in its vote."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 VOTE_NUMBERS: Final = 4
-"""What a rank says beside its part of a step's results, so many u64; see `StepWatch.vote`."""
+"""Length of a vote, which a rank sends together with its share of a step's results; see `StepHook.vote`."""
 
 Vote = NDArray[np.uint64]
 """(VOTE_NUMBERS,)."""
 
 
-class StepWatch(Protocol):
-    """Who goes along with a step: the mirror of another rank's state. Called on the thread that trains."""
+class StepHook(Protocol):
+    """Watches steps, to keep a replica of a rank's state. Called on the thread that trains."""
 
     def all_hold(self, version: int) -> None:
-        """Every rank holds `version` now, and none changes its state before it has `voted`."""
+        """Note that every rank holds `version` now; no rank changes its state before it has `voted`."""
         ...
 
     def vote(self) -> Vote:
-        """Something for all ranks to see, before any state changes. May wait."""
+        """Return numbers for all ranks to see, before any state changes. May wait."""
         ...
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """All ranks' votes, in their order; what it raises, ends the step with nothing changed."""
+        """Take the votes of all ranks, in rank order. An exception ends the step with the state unchanged."""
         ...
 
     def updated(self, done: Any) -> None:
-        """This rank's state is that behind the step that reported `done`."""
+        """Note that this rank's state is that after the step that reported `done`."""
         ...
 
 
-class _Alone(StepWatch):
-    """Nobody goes along."""
+class _NoHook(StepHook):
+    """The hook of a run without redundancy."""
 
     def all_hold(self, version: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def vote(self) -> Vote:
-        """Nothing to say."""
+        """Return zeros."""
         return np.zeros(VOTE_NUMBERS, np.uint64)
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def updated(self, done: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
-ALONE: Final = _Alone()
+NO_HOOK: Final = _NoHook()

@@ -15,7 +15,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training import ops
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.first_non_finite import given, taken
+from zbmd.training.autograd.non_finite_probe import probe_received, probe_sent
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 
 
@@ -33,10 +33,10 @@ class SharedParameter(Parameter):
 
         def reduced(out: Array) -> None:
             write(out)
-            given(out)
+            probe_sent(out)
             with spans.COMM:
                 self._group.blocking.all_reduce(out)
-            taken(out)
+            probe_received(out)
 
         super().receive(reduced, lasting=lasting)
 
@@ -60,20 +60,20 @@ def scatter_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(rows: Array, group: Group) -> Array:
-    given(rows)
+    probe_sent(rows)
     with spans.COMM:
         every: Array = group.blocking.all_gather(np.ascontiguousarray(rows))
-    taken(every)
+    probe_received(every)
     return every.reshape(-1, rows.shape[1])
 
 
 def _reduced(rows: Array, group: Group) -> Array:
-    given(rows)
+    probe_sent(rows)
     with spans.COMM:
         mine: Array = group.blocking.reduce_scatter(
             np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
         )
-    taken(mine)
+    probe_received(mine)
     return mine.reshape(-1, rows.shape[1])
 
 
@@ -109,19 +109,19 @@ def vocabulary_cross_entropy(
     rows = np.flatnonzero((targets >= first) & (targets < stop))
     places = targets[rows].astype(np.int64) - first
     own_most = logits.data.max(axis=1)
-    given(logits.data)
+    probe_sent(logits.data)
     with spans.COMM:
         most: Array = group.blocking.all_reduce(own_most, op="max")
-    taken(most)
+    probe_received(most)
     odds = logits.data - most[:, None]
     sums: Array = np.zeros((2, len(targets)), dtype=odds.dtype)
     sums[1, rows] = odds[rows, places]
     np.exp(odds, out=odds)
     odds.sum(axis=1, out=sums[0])
-    given(sums)
+    probe_sent(sums)
     with spans.COMM:
         group.blocking.all_reduce(sums)
-    taken(sums)
+    probe_received(sums)
     total, picked = sums
     loss = np.asarray((np.log(total) - picked).sum() * weight, dtype=odds.dtype)
 

@@ -14,8 +14,7 @@ from math import prod
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
-from zbmd.training.checkpoint.parameter_cut import Cut, run_of
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.transport.errors import UserError
@@ -76,14 +75,14 @@ class TensorShards:
         """The tokens, from and to, whose rows of the tables rank `part` holds."""
         return span_of(self.config.vocabulary, part, self.parts)
 
-    def piece(self, slot: ParameterSlot, part: int) -> Cut:
+    def piece(self, slot: ParameterSlot, part: int) -> ParameterSlice:
         """Where what rank `part` holds of the whole parameter `slot` lies."""
         axis, beside = cut_of(slot.name)
         if not beside:
-            return run_of(slot.size, 0, slot.size)
+            return flat_slice(slot.size, 0, slot.size)
         each = slot.shape[axis] // beside
         outer, inner = beside * prod(slot.shape[:axis]), prod(slot.shape[axis + 1 :])
-        return Cut(outer, each, inner, *span_of(each, part, self.parts))
+        return ParameterSlice(outer, each, inner, *span_of(each, part, self.parts))
 
     def cut(self, flat: Array, part: int) -> Array:
         """What rank `part` holds of a whole flat array, (whole.size,): (layout(part).size,), a copy."""

@@ -30,10 +30,9 @@ from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.profiler.profiler import open_profiler
-from zbmd.training.redundancy.buddy import COPIES, BuddyMirror
-from zbmd.training.redundancy.epochs import Ended, through_epochs
-from zbmd.training.redundancy.file import FileKeeper
-from zbmd.training.redundancy.interface import Digests, Safekeeping
+from zbmd.training.redundancy.buddy import COPIES, BuddyReplica
+from zbmd.training.redundancy.file import FileRedundancy
+from zbmd.training.redundancy.interface import Digests, JobEnd, Redundancy, through_epochs
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.state_file import Note, StateFile, StateName, require_folder
 from zbmd.training.replicated.job import (
@@ -50,11 +49,11 @@ from zbmd.training.replicated.job import (
 from zbmd.training.run.journal import WEIGHTS_NAME, adopted_report, step_report
 from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
 from zbmd.training.run.repeated_oom import raise_for
-from zbmd.training.run.result import tell_result
-from zbmd.training.step.memory_estimate import RankNeeds, StepOutOfMemory, activation_bytes, require_room
+from zbmd.training.run.reporting import report_result
+from zbmd.training.step.memory_estimate import RankMemory, StepOutOfMemory, activation_bytes, require_memory
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.rank import ZeroRank, slot_elements
-from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed, shards_of
+from zbmd.training.zero.trainer import ZeroOptions, ZeroStepResult, ZeroTrainer, arena_bytes_needed, shards_of
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
 from zbmd.transport.native._native import now_ns
@@ -112,7 +111,7 @@ def check_memory(options: JobOptions, zero: ZeroOptions, *, ranks: int, ranks_he
     """
     training = options.training
     arena_bytes = arena_bytes_needed(GPT(options.model), training, zero, ranks=ranks, copies=COPIES)
-    needs = RankNeeds(
+    needs = RankMemory(
         state_bytes=arena_bytes,
         activation_bytes=activation_bytes(
             options.model,
@@ -120,7 +119,7 @@ def check_memory(options: JobOptions, zero: ZeroOptions, *, ranks: int, ranks_he
             passes=max(stop - start for start, stop in assign_shards(training.shards, ranks)),
         ),
     )
-    require_room(options.model, needs, ranks=ranks_here, advice=_SMALLER)
+    require_memory(options.model, needs, ranks=ranks_here, advice=_SMALLER)
     return arena_bytes
 
 
@@ -165,11 +164,11 @@ class ZeroJob:
         self._base = base
         self._log = CommitLog(path, log_header(worker, recipe, self._plan, base))
         self._trainer: ZeroTrainer | None = None
-        self._keeper: Safekeeping | None = None
+        self._keeper: Redundancy | None = None
         self._again = again
         self._file: StateFile | None = None
         self._group: Group | None = None
-        self._records: dict[int, ZeroDone] = {}
+        self._records: dict[int, ZeroStepResult] = {}
         self._profiler = open_profiler(options.out, recipe.model, sequences=recipe.config.sequences_per_shard)
 
     async def run(self) -> JobResult | None:
@@ -191,7 +190,7 @@ class ZeroJob:
             self._profiler.close()
             self._log.close()
 
-    async def _epoch(self, view: View | None) -> Ended[JobResult] | None:
+    async def _epoch(self, view: View | None) -> JobEnd[JobResult] | None:
         if self._group is not None:
             await self._group.close()
             self._group = None
@@ -202,7 +201,7 @@ class ZeroJob:
 
     # ---- on the thread that trains
 
-    def _in_epoch(self, group: Group) -> Ended[JobResult] | None:
+    def _in_epoch(self, group: Group) -> JobEnd[JobResult] | None:
         """Train in one epoch; the end, if that was the last one."""
         trainer, keeper = self._opened(group)
         self._profiler.follow(group)
@@ -221,7 +220,7 @@ class ZeroJob:
                     trainer.run_step(keeper)
                     self._reached(group, trainer, keeper)
             self._profiler.end_step()
-            return Ended(self._finish(group, trainer, keeper))
+            return JobEnd(self._finish(group, trainer, keeper))
         except (PeerLost, OperationAborted):
             return None
         finally:
@@ -229,7 +228,7 @@ class ZeroJob:
             keeper.epoch_over()
             self._log.close()
 
-    def _opened(self, group: Group) -> tuple[ZeroTrainer, Safekeeping]:
+    def _opened(self, group: Group) -> tuple[ZeroTrainer, Redundancy]:
         if self._trainer is None or self._keeper is None:
             if self._zero.offload is not None:
                 self._file = self._state_file(group, self._zero.offload)
@@ -248,11 +247,11 @@ class ZeroJob:
         name = StateName(run=self._worker.job, place=place, ranks=group.size, elements=elements, note=note)
         return StateFile(folder, name, again=self._again)
 
-    def _keeper_of(self, own: ZeroRank, group: Group) -> Safekeeping:
+    def _keeper_of(self, own: ZeroRank, group: Group) -> Redundancy:
         known = self._log.last_version() - self._base
         if self._file is not None:
             self._take_notes(self._file)
-            return FileKeeper(
+            return FileRedundancy(
                 self._worker,
                 own,
                 self._file,
@@ -263,7 +262,7 @@ class ZeroJob:
                 on_commit=self._committed,
                 note=self._row_of,
             )
-        return BuddyMirror(
+        return BuddyReplica(
             self._worker,
             own,
             place=own.rank,
@@ -274,18 +273,18 @@ class ZeroJob:
             on_commit=self._committed,
         )
 
-    def _reached(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> None:
+    def _reached(self, group: Group, trainer: ZeroTrainer, keeper: Redundancy) -> None:
         """All have come to `trainer.step`; again behind a loss. Write the checkpoint, if it is time."""
         every, step = self._options.checkpoint_every, trainer.step
         if step != self._recipe.config.steps and (not every or step % every):
             return
         with spans.CHECKPOINT:
             keeper.settle()  # nobody goes back behind what the files hold
-            scale = trainer.own.loss_scale.said
+            scale = trainer.own.loss_scale.values
             pieces = trainer.own.pieces()
             write_shards(group, self._options.out, pieces, version=step, plan=self._plan, loss_scale=scale)
 
-    def _keep(self, done: ZeroDone) -> None:
+    def _keep(self, done: ZeroStepResult) -> None:
         self._records[done.step] = done
         self._records.pop(done.step - RECORDS_KEPT, None)
 
@@ -305,7 +304,7 @@ class ZeroJob:
         for version, row in sorted((v, row.tolist()) for v, row in whole if v and len(row)):
             self._keep(_done_of(row, self._base + version))
 
-    def _row_of(self, done: ZeroDone | None) -> Note:
+    def _row_of(self, done: ZeroStepResult | None) -> Note:
         row = np.zeros(NOTE_HEAD + self._recipe.config.shards)
         if done is not None:
             row[:NOTE_HEAD] = 1.0, done.grad_norm, done.loss_scale, done.skipped
@@ -338,7 +337,7 @@ class ZeroJob:
         scaled = {"loss_scale": done.loss_scale, "skipped": done.skipped} if done.loss_scale != 1.0 else {}
         self._worker.report({**step_report(record, done.grad_norm), **scaled})
 
-    def _finish(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> JobResult | None:
+    def _finish(self, group: Group, trainer: ZeroTrainer, keeper: Redundancy) -> JobResult | None:
         """The weights on disk and the last record in the log; then all ranks may part."""
         keeper.settle()
         weights, result = trainer.weights(), None
@@ -346,7 +345,7 @@ class ZeroJob:
             save_weights(self._options.out / WEIGHTS_NAME, weights, self._options.model, step=trainer.step)
             loss_last = self._records[trainer.step].loss
             result = result_of(self._options, self._recipe, weights, loss_last)
-            tell_result(self._worker, result)
+            report_result(self._worker, result)
         faults.hit(SAVED_POINT)
         group.blocking.barrier()
         faults.hit(PARTED_POINT)
@@ -358,10 +357,10 @@ class ZeroJob:
             self._file.remove()
 
 
-def _done_of(row: Sequence[float], step: int) -> ZeroDone:
+def _done_of(row: Sequence[float], step: int) -> ZeroStepResult:
     """What `step` reported, from a row that has it."""
     _, grad_norm, loss_scale, skipped, *losses = row
-    return ZeroDone(
+    return ZeroStepResult(
         step=step,
         losses=dict(enumerate(losses)),
         grad_norm=grad_norm,

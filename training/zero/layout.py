@@ -17,14 +17,82 @@ arXiv:2304.11277.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout, ParameterSlot
-from zbmd.training.checkpoint.parameter_cut import Cut, run_of
+from zbmd.training.autograd.parameter_layout import (
+    ALIGNMENT,
+    ParameterLayout,
+    ParameterSlice,
+    ParameterSlot,
+    flat_slice,
+)
 from zbmd.transport.errors import UserError
+
+
+class MemoryKind(Enum):
+    """What memory is for. Model state is all but `WORKING`, given back within a step, `MIRROR`, and
+    `OFFLOADED`."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    WORKING = "working"
+    MIRROR = "mirror"
+    """Copies of another rank's state."""
+    OFFLOADED = "offloaded"
+    """In a file; what of it is in memory, the kernel decides."""
+
+
+_ELSEWHERE = (MemoryKind.WORKING, MemoryKind.MIRROR, MemoryKind.OFFLOADED)
+
+
+Make = Callable[[int, npt.DTypeLike], Array]
+"""Makes a 1-D array of so many elements; what is in it does not matter."""
+
+
+def own_memory(size: int, dtype: npt.DTypeLike) -> Array:
+    """A `Make`: of this process's own memory, where no peer reads."""
+    return np.empty(size, dtype=dtype)
+
+
+@dataclass(slots=True)
+class Accountant:
+    """Hands out zeroed arrays, made by `make`, and counts them."""
+
+    make: Make = own_memory
+    held: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
+    most: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
+    state_bytes_most: int = 0
+
+    def allocate(self, kind: MemoryKind, size: int, dtype: npt.DTypeLike) -> Array:
+        """Return (size,) zeros of `dtype`."""
+        array = self.make(size, dtype)
+        array[:] = 0
+        self.count(kind, array)
+        return array
+
+    def count(self, kind: MemoryKind, array: Array) -> None:
+        """Count an array that was made elsewhere."""
+        self.held[kind] += array.nbytes
+        self.most[kind] = max(self.most[kind], self.held[kind])
+        self.state_bytes_most = max(self.state_bytes_most, self.state_bytes)
+
+    def free(self, kind: MemoryKind, array: Array) -> None:
+        """Count `array` as given back; its owner drops it."""
+        self.held[kind] -= array.nbytes
+        assert self.held[kind] >= 0, f"more {kind.value} memory was given back than taken"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of model state held now."""
+        return sum(nbytes for kind, nbytes in self.held.items() if kind not in _ELSEWHERE)
+
 
 RANKS_MAX = 1 << 16
 
@@ -49,11 +117,11 @@ class Unit:
         """Where a rank's part lies in its shard."""
         return slice(self.shard_start, self.shard_start + self.part)
 
-    def cut_of(self, slot: ParameterSlot, rank: int) -> Cut | None:
+    def cut_of(self, slot: ParameterSlot, rank: int) -> ParameterSlice | None:
         """What of this parameter is in the part of `rank`; None: nothing."""
         own = self.of_rank(rank)
         start, stop = max(own.start, slot.span.start), min(own.stop, slot.span.stop)
-        return run_of(slot.size, start - slot.offset, stop - slot.offset) if start < stop else None
+        return flat_slice(slot.size, start - slot.offset, stop - slot.offset) if start < stop else None
 
     def of_rank(self, rank: int) -> slice:
         """What of the flat array is in the part of `rank`: empty, or shorter than `part`, behind the end."""

@@ -10,10 +10,12 @@ the state, and comes when every reduction has ended: a step that is abandoned be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import assert_never
+from typing import Any, assert_never
 
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 PREFETCH_MAX = 64
@@ -315,3 +317,15 @@ class ZeroStep:
         self.state, self._computing = State.IDLE, False
         self._here, self._coming, self._reducing = set(), set(), set()
         return [Abandon(units=released, torn=torn, reason=reason)]
+
+
+# ---- capture
+
+
+def _build_zero(config: Mapping[str, Any]) -> ZeroStep:
+    return ZeroStep(stage=config["stage"], units=config["units"], prefetch=config["prefetch"])
+
+
+ZERO_STEP: MachineKind[Event, Action] = register(
+    "zero-step", 1, _build_zero, events=Event, actions=Action, states=(ZeroStep,)
+)

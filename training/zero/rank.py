@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.first_non_finite import Lookout, Where, lookout
-from zbmd.training.autograd.parameter_layout import ParameterSlot
+from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, active_probe
+from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
-from zbmd.training.checkpoint.parameter_cut import Cut
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.optim import (
@@ -29,19 +28,18 @@ from zbmd.training.optim import (
     HeldMatrix,
     Optimizer,
     OptimizerConfig,
-    alone,
     arrays_of,
+    gather_alone,
     optimizer_for,
-    taken_whole,
+    whole_parameters,
 )
-from zbmd.training.optim.adamw import AdamWState, Shard, update_blocks
+from zbmd.training.optim.clip import Pieces, norm_of, pieces_length, pieces_of
+from zbmd.training.optim.elementwise import AdamWState, Shard, update_blocks
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
-from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.redundancy.paging import Paging, state_in
 from zbmd.training.redundancy.state_file import StateFile
-from zbmd.training.step.shard_sum import ShardSum
-from zbmd.training.zero.layout import ShardLayout, Unit
-from zbmd.training.zero.memory_accounting import Accountant, Kind
+from zbmd.training.step.reduction import ShardSum
+from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout, Unit
 
 
 @dataclass(slots=True)
@@ -78,7 +76,7 @@ class ZeroRank:
         keep_previous: bool = False,
         loss_scale: float = SCALE_FIRST,
         offload: StateFile | None = None,
-        gather: Gather = alone,
+        gather: Gather = gather_alone,
     ) -> None:
         self.model = model
         self.shards = shards
@@ -101,26 +99,26 @@ class ZeroRank:
         if offload is not None:
             self.slots = offload.slots
             for slot in self.slots:
-                self.memory.count(Kind.OFFLOADED, slot)
+                self.memory.count(MemoryKind.OFFLOADED, slot)
         else:
-            self.slots = [take(Kind.OPTIMIZER, size, np.float32)]
+            self.slots = [take(MemoryKind.OPTIMIZER, size, np.float32)]
         """Masters and moments of the shard, one behind the other, and the loss scale, if it changes:
         what this rank alone holds."""
         if keep_previous and offload is None:
-            self.slots.append(take(Kind.MIRROR, size, np.float32))
+            self.slots.append(take(MemoryKind.MIRROR, size, np.float32))
         self.slot = 0
         """The one in use."""
         self._whole: dict[int, Array] = {}
         self._grads: dict[int, Array] = {}
         self._outgoing: dict[int, list[Array]] = {}
-        self._parts = self._sharded(Kind.WEIGHTS) if stage == 3 else {}
-        self._grad_parts = self._sharded(Kind.GRADIENTS) if stage > 1 else {}
+        self._parts = self._sharded(MemoryKind.WEIGHTS) if stage == 3 else {}
+        self._grad_parts = self._sharded(MemoryKind.GRADIENTS) if stage > 1 else {}
         for number, unit in enumerate(shards.units):
             if stage < 3:
-                self._whole[number] = take(Kind.WEIGHTS, shards.ranks * unit.part, self.dtype)
+                self._whole[number] = take(MemoryKind.WEIGHTS, shards.ranks * unit.part, self.dtype)
                 self._parts[number] = self._own(self._whole[number], unit)
             if stage == 1:
-                self._grads[number] = take(Kind.GRADIENTS, shards.ranks * unit.part, self.dtype)
+                self._grads[number] = take(MemoryKind.GRADIENTS, shards.ranks * unit.part, self.dtype)
                 self._grad_parts[number] = self._own(self._grads[number], unit)
         self._optimizers = self._optimizers_of(optimizer, gather)
         self._seed = seed
@@ -131,7 +129,7 @@ class ZeroRank:
     def _optimizers_of(self, config: OptimizerConfig, gather: Gather) -> list[Optimizer]:
         """That of each unit, for this rank's part of it."""
         layout = self.model.layout
-        whole = taken_whole(config, layout)
+        whole = whole_parameters(config, layout)
         blocks = update_blocks(layout, whole)
         return [
             optimizer_for(
@@ -186,13 +184,13 @@ class ZeroRank:
             for slot, cut, at in self._held()
         ]
 
-    def _held(self) -> Iterator[tuple[ParameterSlot, Cut, int]]:
+    def _held(self) -> Iterator[tuple[ParameterSlot, ParameterSlice, int]]:
         """Each parameter that this rank holds a part of, which part, and where in the shard it lies."""
         for unit in self.shards.units:
             for slot, cut, at in self._held_in(unit):
                 yield slot, cut, unit.shard_start + at
 
-    def _held_in(self, unit: Unit) -> Iterator[tuple[ParameterSlot, Cut, int]]:
+    def _held_in(self, unit: Unit) -> Iterator[tuple[ParameterSlot, ParameterSlice, int]]:
         """The same of one unit, and where in this rank's part of it."""
         for slot in self.model.layout.slots[unit.parameters]:
             cut = unit.cut_of(slot, self.rank)
@@ -216,7 +214,7 @@ class ZeroRank:
     def mirror_copies(self) -> list[Array]:
         """Room for both versions of another rank's shard."""
         size, take = self.slots[0].size, self.memory.allocate
-        return [take(Kind.MIRROR, size, np.float32) for _ in self.slots]
+        return [take(MemoryKind.MIRROR, size, np.float32) for _ in self.slots]
 
     @property
     def state_flat(self) -> Array:
@@ -246,7 +244,7 @@ class ZeroRank:
     def _state_in(self, slot: int) -> AdamWState:
         return AdamWState.of(self.slots[slot], self.shards.shard_size, len(self._arrays))
 
-    def _sharded(self, kind: Kind) -> dict[int, Array]:
+    def _sharded(self, kind: MemoryKind) -> dict[int, Array]:
         shard = self.memory.allocate(kind, self.shards.shard_size, self.dtype)
         return {number: shard[unit.in_shard] for number, unit in enumerate(self.shards.units)}
 
@@ -260,7 +258,7 @@ class ZeroRank:
 
     def _working(self, unit: int, dtype: np.dtype[np.generic] | type[np.generic]) -> Array:
         size = self.shards.ranks * self.shards.units[unit].part
-        return self.memory.allocate(Kind.WORKING, size, dtype)
+        return self.memory.allocate(MemoryKind.WORKING, size, dtype)
 
     # ---- weights
 
@@ -279,7 +277,7 @@ class ZeroRank:
         for one in self._passes.get(unit, ()):
             for parameter in one.parameters:
                 parameter.stored = parameter.stored[:0]
-        self.memory.free(Kind.WORKING, self._whole.pop(unit))
+        self.memory.free(MemoryKind.WORKING, self._whole.pop(unit))
 
     # ---- passes
 
@@ -340,38 +338,38 @@ class ZeroRank:
     def _hand_out(self, unit: int, buffers: list[Array]) -> None:
         """Keep the partial sums for the group; give back what is not sent."""
         out = [buffers[place] for place in self._plan.partials.values()] or buffers[:1]
-        watching = lookout()
+        watching = active_probe()
         if watching is not None:
             self._look(watching, unit, [buffers[place] for place in self._plan.partials.values()])
         sent = {id(array) for array in out}
         for array in buffers:
             if id(array) not in sent and array is not self._grads.get(unit):
-                self.memory.free(Kind.WORKING, array)
+                self.memory.free(MemoryKind.WORKING, array)
         self._outgoing[unit] = out
 
-    def _look(self, watching: Lookout, unit: int, partials: list[Array]) -> None:
+    def _look(self, watching: NonFiniteProbe, unit: int, partials: list[Array]) -> None:
         """Look at what `unit` passes back, and at its gradients, the last parameter's first."""
         for slope in self._slopes:
             watching.look(slope)
         for every in reversed(list(zip(*(self._views(unit, grads) for grads in partials), strict=True))):
             for index, view in every:
-                watching.at(Where.GRADIENT, index)
+                watching.at(ProbePoint.GRADIENT, index)
                 watching.look(view)
 
-    def look_at_weights(self, watching: Lookout) -> None:
+    def look_at_weights(self, watching: NonFiniteProbe) -> None:
         """Look at this rank's own weights, and at what it has of others' between steps."""
         for number, unit in enumerate(self.shards.units):
             for slot, cut, at in self._held_in(unit):
-                watching.at(Where.WEIGHTS, self.model.layout.slots.index(slot))
+                watching.at(ProbePoint.WEIGHTS, self.model.layout.slots.index(slot))
                 watching.look(self._parts[number][at : at + cut.stop - cut.start])
         for number in sorted(self._whole):
             self.look_at_gathered(watching, number)
 
-    def look_at_gathered(self, watching: Lookout, unit: int) -> None:
+    def look_at_gathered(self, watching: NonFiniteProbe, unit: int) -> None:
         """Look at the weights of `unit` that came from all ranks."""
         for index, view in self._views(unit, self._whole[unit]):
-            watching.at(Where.WEIGHTS, index)
-            watching.look(view, came=True)
+            watching.at(ProbePoint.WEIGHTS, index)
+            watching.look(view, received=True)
 
     def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
         unit, slots = self.shards.units[number], self.model.layout.slots
@@ -397,7 +395,7 @@ class ZeroRank:
     def _drop(self, unit: int) -> None:
         for array in self._outgoing.pop(unit):
             if array is not self._grads.get(unit):
-                self.memory.free(Kind.WORKING, array)
+                self.memory.free(MemoryKind.WORKING, array)
 
     # ---- the update
 

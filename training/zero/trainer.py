@@ -24,26 +24,24 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.first_non_finite import Lookout, lookout
+from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, active_probe
 from zbmd.training.autograd.rng import Noise
-from zbmd.training.capture_kinds import ZERO_STEP, recorded
 from zbmd.training.checkpoint.sharded import SavedState
 from zbmd.training.config import TrainingConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import arrays_of
-from zbmd.training.optim.clip import TrainingDiverged, clip_scale
+from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
-from zbmd.training.pipeline.norm import Pieces
 from zbmd.training.redundancy.state_file import StateFile
-from zbmd.training.step.gathering import gather_pieces
-from zbmd.training.step.memory_estimate import told_by_step
-from zbmd.training.step.non_finite import NOT_FOUND, where_it_began
+from zbmd.training.run.reporting import captured_machine
+from zbmd.training.step.memory_estimate import naming_step
+from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.shard_sum import ShardSum
-from zbmd.training.step.step_hook import ALONE, VOTE_NUMBERS, StepWatch
+from zbmd.training.step.reduction import ShardSum, gather_pieces
+from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook
 from zbmd.training.zero import machine as zm
-from zbmd.training.zero.layout import ShardLayout
-from zbmd.training.zero.memory_accounting import Accountant, Kind
+from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout
+from zbmd.training.zero.machine import ZERO_STEP
 from zbmd.training.zero.rank import ZeroRank
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -88,7 +86,7 @@ class ZeroOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroDone:
+class ZeroStepResult:
     """What a step reported, the same on all ranks. step: how many are done with it; losses: of the
     logical shards, nats per byte; loss_scale: what its gradients were multiplied by; skipped: attempts
     that overflowed, so far.
@@ -173,9 +171,9 @@ class ZeroTrainer:
         """How many steps are behind the shard."""
         units = len(self.own.shards.units)
         config = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
-        self._machine = recorded(worker, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
+        self._machine = captured_machine(worker, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
         self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
-        self._watch: StepWatch = ALONE
+        self._watch: StepHook = NO_HOOK
         self._told = self._voted = False
         self._usable: bool | None = None
         """Whether the attempt under way came to an end that changed the state; None: it is under way."""
@@ -189,7 +187,7 @@ class ZeroTrainer:
 
     # ---- steps
 
-    def run_step(self, watch: StepWatch = ALONE) -> ZeroDone:
+    def run_step(self, watch: StepHook = NO_HOOK) -> ZeroStepResult:
         """Do one step; all ranks together.
 
         Raises `PeerLost` when a rank has ended, `OperationAborted` when one has given up, `DeadlineExceeded`
@@ -197,14 +195,14 @@ class ZeroTrainer:
         but the last, ranks may be at two versions: see `zbmd.training.redundancy.machine`.
         """
         self._watch, self._told, self._voted = watch, False, False
-        with told_by_step(self.group.rank, self.step):
+        with naming_step(self.group.rank, self.step):
             try:
                 return self._run_step()
             except BaseException as error:
                 self._give_up(f"{type(error).__name__}: {error}")
                 raise
 
-    def _run_step(self) -> ZeroDone:
+    def _run_step(self) -> ZeroStepResult:
         if self.options.stage < 3:  # the last step ended with weights that all ranks have updated
             self._tell()
         try:
@@ -215,7 +213,7 @@ class ZeroTrainer:
 
     def _named(self, error: TrainingDiverged) -> TrainingDiverged:
         """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
-        watching, step, known = Lookout(), self.step, self._known_of_attempt()
+        watching, step, known = NonFiniteProbe(), self.step, self._known_of_attempt()
         self.own.look_at_weights(watching)
         otherwise = NOT_FOUND
         with watching.on(), contextlib.suppress(TrainingDiverged):
@@ -224,7 +222,7 @@ class ZeroTrainer:
                 f"It did not come again when the step was computed once more. The first time {known}. "
                 "The same numbers give the same bits, so look for a processor or memory that errs there."
             )
-        began = where_it_began(self.group, self.recipe.model, watching.first, otherwise=otherwise)
+        began = describe_first_non_finite(self.group, self.recipe.model, watching.first, otherwise=otherwise)
         return TrainingDiverged(f"step {step}: {error} {began}")
 
     def _known_of_attempt(self) -> str:
@@ -358,7 +356,7 @@ class ZeroTrainer:
 
         def gathered(_: Any) -> zm.Event:
             self._tell()
-            watching = lookout()
+            watching = active_probe()
             if watching is not None:
                 self.own.look_at_gathered(watching, unit)
             return zm.Gathered(unit=unit)
@@ -368,7 +366,7 @@ class ZeroTrainer:
     def _reduce(self, unit: int) -> None:
         ranks, end_ns = self.group.size, self.group.deadline_ns()
         sent = [array.reshape(ranks, -1) for array in self.own.outgoing(unit)]
-        received = [self.memory.allocate(Kind.WORKING, array.size, array.dtype) for array in sent]
+        received = [self.memory.allocate(MemoryKind.WORKING, array.size, array.dtype) for array in sent]
 
         def operation(c: Communicator) -> Array:
             blocks = [array.reshape(ranks, -1) for array in received]
@@ -379,7 +377,7 @@ class ZeroTrainer:
         def reduced(total: Array) -> zm.Event:
             self.own.take_reduced(unit, total)
             for array in received:
-                self.memory.free(Kind.WORKING, array)
+                self.memory.free(MemoryKind.WORKING, array)
             return zm.Reduced(unit=unit)
 
         self._submit(operation, reduced)
@@ -432,8 +430,8 @@ class ZeroTrainer:
         self._watch.updated(self._result())
         faults.hit(UPDATED_POINT)
 
-    def _result(self) -> ZeroDone:
-        return ZeroDone(
+    def _result(self) -> ZeroStepResult:
+        return ZeroStepResult(
             step=self.step,
             losses=self._losses,
             grad_norm=self._norm / self._scale.scale,

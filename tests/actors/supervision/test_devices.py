@@ -123,7 +123,7 @@ async def test_a_device_that_is_not_healthy_takes_no_worker(system: ActorSystem,
 
 
 async def test_a_kind_of_device_that_is_not_there_is_told(system: ActorSystem) -> None:
-    cuda = DeviceSpec(name="cuda0", kind="zbmd.training.model_actors.cuda_device:CudaDevice", index=0)
+    cuda = DeviceSpec(name="cuda0", kind="zbmd.training.model_actors.operator_devices:CudaDevice", index=0)
     missing = DeviceSpec(name="gone", kind="no_such_module:Device", index=0)
     for device, words in ((missing, "there is no kind of device 'no_such_module:Device'"), (cuda, "cuda")):
         workers = ProcessPool(system, [device])
@@ -199,7 +199,7 @@ async def test_a_command_that_ends_before_it_is_ready_says_why(system: ActorSyst
 
 
 def test_a_device_without_hardware_says_so() -> None:
-    from zbmd.training.model_actors.cuda_device import CudaDevice
+    from zbmd.training.model_actors.operator_devices import CudaDevice
 
     with pytest.raises(UserError, match=r"cupy|GPU"):
         CudaDevice(0).bind()

@@ -9,6 +9,7 @@ import pytest
 
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import CommitState, StepCommit
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.scenarios.commit import build, run
 from zbmd.collectives.scenarios.commit_world import CommitOptions, oracle
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -30,7 +31,7 @@ def machine(rank: int = 0, *, version: int = 0, known_version: int = 0) -> StepC
 
 def epoch(number: int, *ranks: int) -> cm.EpochInstalled:
     return cm.EpochInstalled(
-        epoch=number, members=tuple(cm.MemberId(rank=rank, incarnation=number) for rank in ranks)
+        epoch=number, members=tuple(MemberId(rank=rank, incarnation=number) for rank in ranks)
     )
 
 
@@ -199,7 +200,7 @@ def test_a_report_of_what_nobody_can_hold_is_a_breach(change: dict[str, int]) ->
 
 
 def ready(number: int, *ranks: int) -> cm.EpochReady:
-    return cm.EpochReady(epoch=number, members=tuple(cm.MemberId(rank=r, incarnation=2) for r in ranks))
+    return cm.EpochReady(epoch=number, members=tuple(MemberId(rank=r, incarnation=2) for r in ranks))
 
 
 def in_its_first_step() -> StepCommit:
@@ -242,7 +243,7 @@ def test_a_new_epoch_is_entered_at_once_if_the_step_cannot_be_committed() -> Non
     parted = in_its_first_step()
     parted.handle(ready(3, 0, 1, 2), now_ns=0)
     parted.handle(ended(1), now_ns=0)
-    lost = cm.PeerEnded(member=cm.MemberId(rank=1, incarnation=2), reason="its link ended")
+    lost = cm.PeerEnded(member=MemberId(rank=1, incarnation=2), reason="its link ended")
     assert kinds(parted.handle(lost, now_ns=0)) == ["SendGaveUp", "EnterEpoch"]
     told = in_its_first_step()
     told.handle(ended(1), now_ns=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from zbmd.collectives.commit.work_thread import WorkThread
+from zbmd.collectives.commit.driver import WorkThread
 
 
 def test_pieces_are_done_one_after_the_other_and_their_ends_told() -> None:

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import zbmd
-from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.errors import Desynchronised, OperationAborted
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Channels, Offer
 from zbmd.collectives.repair.splits import (
     Split,
     SplitLedger,
-    SplitsTold,
-    Wish,
+    SplitRequest,
+    SplitsReply,
     agree_on,
     check_repeated,
     row_of,
@@ -99,13 +99,15 @@ def test_a_single_group_follows_by_its_next_operation_and_others_a_rank_that_com
     assert machine.handle(more, now_ns=0) == [vm.Enter(epoch=4), vm.Follow(group=2, epoch=4)]
 
 
-def agreed(wishes: dict[int, Wish], offers: dict[int, Offer] | None = None) -> Split:
+def agreed(wishes: dict[int, SplitRequest], offers: dict[int, Offer] | None = None) -> Split:
     rows = np.stack([row_of(wish, (offers or {}).get(rank, FREE)) for rank, wish in wishes.items()])
     return agree_on(next(iter(wishes.values())), rows, tuple(wishes))
 
 
 def test_members_agree_on_parts_their_order_and_channels() -> None:
-    wishes = {rank: Wish(color=rank % 2, key=-rank) for rank in range(4)} | {4: Wish(color=None)}
+    wishes = {rank: SplitRequest(color=rank % 2, key=-rank) for rank in range(4)} | {
+        4: SplitRequest(color=None)
+    }
     used = [0] * SUBGROUPS_MAX
     used[1], used[2] = 7, 9
     busy = Offer(free=FREE.free & ~1, used=tuple(used))
@@ -116,36 +118,36 @@ def test_members_agree_on_parts_their_order_and_channels() -> None:
         9,
     )
     assert [split.part_of(rank) for rank in range(5)] == [(2, 0), (3, 1), (2, 0), (3, 1), ()]
-    some = agreed({0: Wish(color=0, ranks=(3, 0)), 1: Wish(color=None, ranks=(3, 0))})
+    some = agreed({0: SplitRequest(color=0, ranks=(3, 0)), 1: SplitRequest(color=None, ranks=(3, 0))})
     assert some.part_of(3) == (3, 0) and some.part_of(1) == ()
     with pytest.raises(Desynchronised, match="different ranks"):
-        agreed({0: Wish(color=0, ranks=(3, 0)), 1: Wish(color=None, ranks=(0, 3))})
+        agreed({0: SplitRequest(color=0, ranks=(3, 0)), 1: SplitRequest(color=None, ranks=(0, 3))})
     with pytest.raises(LocalProtocolError, match="close one"):
         agreed(wishes, {3: Offer(free=1, used=FREE.used)})
     with pytest.raises(UserError, match="out of bounds"):
-        row_of(Wish(color=2**70), FREE)
+        row_of(SplitRequest(color=2**70), FREE)
 
 
 def test_who_comes_later_is_told_and_must_ask_for_the_same() -> None:
-    split = agreed({rank: Wish(color=rank % 2) for rank in range(4)})
+    split = agreed({rank: SplitRequest(color=rank % 2) for rank in range(4)})
     ledger = SplitLedger()
     closed = msgspec.structs.replace(split, closed=True)
-    ledger.learn({0: SplitsTold(splits=(closed, split)), 3: SplitsTold(splits=(split, split))}, rank=1)
+    ledger.learn({0: SplitsReply(splits=(closed, split)), 3: SplitsReply(splits=(split, split))}, rank=1)
     assert ledger.splits == [split, split], "rank 0 has closed its part, which is not rank 1's"
     assert [ledger.call() for _ in range(3)] == [(0, split), (1, split), (2, None)]
-    check_repeated(split, Wish(color=1), 1)
+    check_repeated(split, SplitRequest(color=1), 1)
     with pytest.raises(UserError, match="and had 1 when"):
-        check_repeated(split, Wish(color=0), 1)
+        check_repeated(split, SplitRequest(color=0), 1)
     with pytest.raises(UserError, match="was not there"):
-        check_repeated(split, Wish(color=0), 7)
+        check_repeated(split, SplitRequest(color=0), 7)
     with pytest.raises(OperationAborted, match="have closed"):
-        check_repeated(closed, Wish(color=1), 1)
+        check_repeated(closed, SplitRequest(color=1), 1)
     with pytest.raises(RemoteProtocolError, match="says rank 3"):
         other = msgspec.structs.replace(split, base=5)
-        ledger.learn({0: SplitsTold(splits=(split,)), 3: SplitsTold(splits=(other,))}, rank=1)
+        ledger.learn({0: SplitsReply(splits=(split,)), 3: SplitsReply(splits=(other,))}, rank=1)
     with pytest.raises(RemoteProtocolError, match="split 0 is"):
         twice = msgspec.structs.replace(split, places=((1, 0, 0), (1, 1, 0)))
-        ledger.learn({0: SplitsTold(splits=(twice,))}, rank=1)
+        ledger.learn({0: SplitsReply(splits=(twice,))}, rank=1)
     ledger.learn({}, rank=1)
     with pytest.raises(OperationAborted, match="nobody is left"):
         ledger.call()

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from support.machines.state_followers import follow_all
 
-from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
-from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
-from zbmd.collectives.p2p.elastic_machine import ElasticTagMachine, Way
+from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS, ElasticTagMachine, Way, tags_config
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError

@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 
 from zbmd.actors.view import RANKS_MAX
-from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.communicator.cost_model import Model
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Failure, Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair.machine import RepairMachine, RepairState
-from zbmd.collectives.repair.measured_model import Measured
-from zbmd.collectives.repair.verdict import Kind, decide
-from zbmd.collectives.repair.wire import Told, decode_report, encode_report
+from zbmd.collectives.repair.verdict import VerdictKind, decide
+from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
 from zbmd.collectives.scenarios.commit_world import CommitOptions
 from zbmd.collectives.scenarios.repair import build, run
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -89,7 +88,7 @@ def test_the_same_seed_gives_the_same_history() -> None:
 def test_a_result_that_one_holds_is_copied() -> None:
     reports = {0: report(3, Phase.PENDING), 1: report(3, Phase.HELD)}
     verdict = decide(2, members(0, 1), reports, NOBODY)
-    assert (verdict.kind, verdict.source, verdict.runners) == (Kind.COPY, 1, (0,))
+    assert (verdict.kind, verdict.source, verdict.runners) == (VerdictKind.COPY, 1, (0,))
     assert verdict.contributors == members(0, 1, 2)
 
 
@@ -97,8 +96,8 @@ def test_what_each_has_for_itself_is_made_again_by_all_who_live() -> None:
     own = replace(SUM, own=True)
     held, pending = report(3, Phase.HELD, call=own), report(3, Phase.PENDING, call=own)
     verdict = decide(2, members(0, 1), {0: held, 1: pending}, NOBODY)
-    assert (verdict.kind, verdict.runners, verdict.contributors) == (Kind.RERUN, (0, 1), members(0, 1))
-    assert decide(2, members(0, 1), {0: held, 1: held}, NOBODY).kind is Kind.COMPLETE
+    assert (verdict.kind, verdict.runners, verdict.contributors) == (VerdictKind.RERUN, (0, 1), members(0, 1))
+    assert decide(2, members(0, 1), {0: held, 1: held}, NOBODY).kind is VerdictKind.COMPLETE
     rooted = replace(own, needs=2)
     reports = {0: replace(held, call=rooted), 1: replace(pending, call=rooted)}
     failed = decide(2, members(0, 1), reports, NOBODY).failed
@@ -109,7 +108,7 @@ def test_what_nobody_holds_is_made_again_by_the_living() -> None:
     reports = {0: report(3, Phase.PENDING), 1: report(3, Phase.PENDING), 2: FRESH_REPORT}
     back = (*members(0, 1), MemberId(rank=2, incarnation=2))
     verdict = decide(2, back, reports, NOBODY)
-    assert (verdict.kind, verdict.runners, verdict.contributors) == (Kind.RERUN, (0, 1), members(0, 1))
+    assert (verdict.kind, verdict.runners, verdict.contributors) == (VerdictKind.RERUN, (0, 1), members(0, 1))
 
 
 def test_a_published_contribution_of_the_dead_counts() -> None:
@@ -128,34 +127,34 @@ def test_spoiled_inputs_fail_on_all() -> None:
     assert "rank 2 died in it; the inputs of ranks [1] are overwritten" in verdict.reason
 
 
-@pytest.mark.parametrize(("gone", "kind"), [((), Kind.WAIT), ((2,), Kind.FAIL)])
-def test_waiting_for_a_replacement(gone: tuple[int, ...], kind: Kind) -> None:
+@pytest.mark.parametrize(("gone", "kind"), [((), VerdictKind.WAIT), ((2,), VerdictKind.FAIL)])
+def test_waiting_for_a_replacement(gone: tuple[int, ...], kind: VerdictKind) -> None:
     waiting = replace(SUM, on_loss=OnLoss.WAIT_FOR_REPLACEMENT)
     reports = {rank: report(3, Phase.PENDING, call=waiting) for rank in (0, 1)}
     assert decide(2, members(0, 1), reports, frozenset(gone)).kind is kind
     back = (*members(0, 1), MemberId(rank=2, incarnation=2))
     verdict = decide(3, back, {**reports, 2: FRESH_REPORT}, frozenset())
-    assert (verdict.kind, verdict.sequence) == (Kind.RUN, 3)
+    assert (verdict.kind, verdict.sequence) == (VerdictKind.RUN, 3)
 
 
 def test_abort_completes_only_what_all_the_living_hold() -> None:
     abort = replace(SUM, on_loss=OnLoss.ABORT)
     held, pending = report(3, Phase.HELD, call=abort), report(3, Phase.PENDING, call=abort)
-    assert decide(2, members(0, 1), {0: held, 1: held}, NOBODY).kind is Kind.COMPLETE
+    assert decide(2, members(0, 1), {0: held, 1: held}, NOBODY).kind is VerdictKind.COMPLETE
     failed = decide(2, members(0, 1), {0: held, 1: pending}, NOBODY).failed
     assert failed is not None and failed.failure is Failure.LOST
     cut = decide(2, members(0, 1, 2), {0: held, 1: pending, 2: pending}, NOBODY)
-    assert (cut.kind, cut.source) == (Kind.COPY, 0), "a link was lost, and nobody has died"
+    assert (cut.kind, cut.source) == (VerdictKind.COPY, 0), "a link was lost, and nobody has died"
 
 
 def test_who_is_behind_follows_who_has_gone_on() -> None:
     ahead = report(4, Phase.PENDING)
-    assert decide(2, members(0, 1), {0: ahead, 1: report(3, Phase.HELD)}, NOBODY).kind is Kind.COMPLETE
+    assert decide(2, members(0, 1), {0: ahead, 1: report(3, Phase.HELD)}, NOBODY).kind is VerdictKind.COMPLETE
     failed = rm.Failed(sequence=3, failure=Failure.SPOILED, reason="gone")
     verdict = decide(
         2, members(0, 1), {0: replace(ahead, failed=failed), 1: report(3, Phase.SPOILED)}, NOBODY
     )
-    assert (verdict.kind, verdict.failed) == (Kind.FAIL, failed)
+    assert (verdict.kind, verdict.failed) == (VerdictKind.FAIL, failed)
     with pytest.raises(RemoteProtocolError, match="have no result of it"):
         decide(2, members(0, 1), {0: ahead, 1: report(3, Phase.PENDING)}, NOBODY)
     with pytest.raises(RemoteProtocolError, match="cannot be so far apart"):
@@ -260,5 +259,7 @@ def test_the_longest_report_comes_as_it_was_sent(ranks: int) -> None:
         failed=failed,
     )
     model = Model(alpha_ns=1e11 / 3, beta_ns_per_byte=1e11 / 3, gamma_ns_per_byte=1e11 / 3, cores=65535)
-    told = Told(report=said, record_at=2**47, measured=Measured(model=model, far=True), reading=2**47)
+    told = ExchangedReport(
+        report=said, record_at=2**47, measured=MeasuredModel(model=model, far=True), reading=2**47
+    )
     assert decode_report(encode_report(told, ranks=ranks), 1) == told

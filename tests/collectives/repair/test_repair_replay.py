@@ -19,12 +19,10 @@ from support.jobs.elastic_job import ElasticJob
 from support.machines.state_followers import follow_all
 
 from zbmd.actors.view import Outcome
-from zbmd.collectives.capture_kinds import REPAIR, repair_config
 from zbmd.collectives.repair import events as rm
-from zbmd.collectives.repair.machine import RepairMachine, RepairState
+from zbmd.collectives.repair.machine import REPAIR, RepairMachine, RepairState, repair_config
 from zbmd.collectives.scenarios import repair as repair_scenario
-from zbmd.collectives.scenarios.commit_world import CommitOptions
-from zbmd.collectives.scenarios.killing import draw_kills
+from zbmd.collectives.scenarios.commit_world import CommitOptions, draw_kills
 from zbmd.tools.entry import zbmd as cli
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock

@@ -15,20 +15,20 @@ from zbmd.collectives.execution.remote_slots import slot_payload_bytes
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
 from zbmd.collectives.scale._timeline import Timeline
 from zbmd.collectives.scale.bounds import bound_ns, least_ns
-from zbmd.collectives.scale.fabric import Fabric
-from zbmd.collectives.scale.flat_ring import ROUNDS, ring_ends, ring_instructions
-from zbmd.collectives.scale.placement import Placement, place
-from zbmd.collectives.scale.roles import AT_SCALE, roles_of
+from zbmd.collectives.scale.fabric import Fabric, Placement, place
+from zbmd.collectives.scale.roles import AT_SCALE, code_of, roles_of, schedule_of
 from zbmd.collectives.scale.scaling import (
-    Measured,
+    ROUNDS,
     Recovery,
+    ScaleMeasurement,
     eager_bytes_max,
     refusal,
     repeat_after_deaths,
+    ring_ends,
+    ring_instructions,
     simulate,
     walk,
 )
-from zbmd.collectives.scale.schedules import code_of, schedule_of
 from zbmd.transport.errors import UserError
 
 FABRIC = Fabric()
@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 def all_reduce(
     algorithm: str, n: int, nbytes: int, fabric: Fabric, *, skew_ns: float = 0, seed: int = 0
-) -> Measured:
+) -> ScaleMeasurement:
     return simulate(ALL_REDUCE, algorithm, n, nbytes, fabric, skew_ns=skew_ns, seed=seed)
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.collectives.scenarios.commit import CommitScenario, build
-from zbmd.collectives.scenarios.commit_world import CommitOptions
-from zbmd.collectives.scenarios.killing import draw_kills, names_of
+from zbmd.collectives.scenarios.commit_world import CommitOptions, draw_kills, names_of
 from zbmd.transport.sim import (
     Crash,
     Fault,

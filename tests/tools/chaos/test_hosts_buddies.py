@@ -43,7 +43,7 @@ sys.exit(import_module(module).main())
     ("module", "options"),
     [
         ("zbmd.training.__main__", ("--zero", "3")),
-        ("zbmd.training.pipeline.__main__", ("--layers", "2", "--schedule", "1f1b")),
+        ("zbmd.training.pipeline_job", ("--layers", "2", "--schedule", "1f1b")),
     ],
 )
 def test_what_a_lost_host_held_comes_from_the_other(

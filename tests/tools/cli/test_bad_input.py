@@ -202,7 +202,7 @@ def test_a_recipe_that_cannot_be_is_told_before_any_rank_is_started(
 
 def test_a_pipeline_of_too_few_layers_is_told_before_any_rank_is_started(launcher: Launcher) -> None:
     write_text(launcher.directory / "text")
-    job = ("-m", "zbmd.training.pipeline", "--data", "text", "--out", "run", *SMALL)
+    job = ("-m", "zbmd.training.pipeline_job", "--data", "text", "--out", "run", *SMALL)
     ended = launcher.run("run", "-n", "4", *RECORDED, *job)
     assert_one_paragraph(ended, "a model of 3 layers cannot be cut into 4 parts: take fewer stages")
     assert not started(launcher), "it was told by a rank"
@@ -346,9 +346,9 @@ NO_ROOM = "cannot write run/checkpoint.safetensors: there is no room for it"
 
 
 @pytest.mark.parametrize(("limited_from", "advice"), [
-    (1, "No checkpoint had been written yet: start again once there is room"),
+    (1, "No checkpoint had been written yet: free some space and start again"),
     # The checkpoint of step 4 is begun when that of step 2 is there; whether it is written by now is open.
-    (5, r"The last durable checkpoint is run/checkpoint.safetensors: go on from it with --resume "),
+    (5, r"The last durable checkpoint is run/checkpoint.safetensors: resume with --resume "),
 ])  # fmt: skip
 def test_a_checkpoint_that_finds_no_room_ends_the_run_and_keeps_the_last_one(
     launcher: Launcher, limited_from: int, advice: str

@@ -15,7 +15,7 @@ LINES_OF_TWO_VERSIONS_MAX = 70
 SAYS = {
     "join.py": ["rank 0 of 3", "rank 2 of 3", "with [0, 1, 2]"],
     "actors.py": ["the counter said 6"],
-    "operators.py": ["180, by 5 lives of one operator, after 4 failures"],
+    "operators.py": ["180, by 5 incarnations of one operator, after 4 failures"],
     "upgrade.py": ["Upgraded(actors=1", "rank0/counter Add: ValueError: this version is wrong", "version 2"],
     "blocking.py": ["ranks sum to 3, ranks + 1 to 6"],
     "all_reduce.py": ["ranks sum to 3, ranks + 1 to 6"],

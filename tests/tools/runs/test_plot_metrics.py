@@ -10,8 +10,8 @@ import pytest
 from zbmd.tools.runs.plot_draw import headline, told
 from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
 from zbmd.tools.runs.plot_read import read_picture
-from zbmd.training.profiler.lines import Life, RunLine, StepLine, lines_path
-from zbmd.training.profiler.peak import Machine
+from zbmd.training.profiler.lines import RankProfile, RunLine, StepLine, lines_path
+from zbmd.training.profiler.peak import MachineDescription
 from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
 
@@ -26,7 +26,7 @@ def metrics(directory: Path, *lines: dict[str, float]) -> Path:
     return path
 
 
-def life(rank: int, incarnation: int, ms_of: dict[int, int]) -> Life:
+def life(rank: int, incarnation: int, ms_of: dict[int, int]) -> RankProfile:
     run = RunLine(
         version=1,
         rank=rank,
@@ -38,11 +38,11 @@ def life(rank: int, incarnation: int, ms_of: dict[int, int]) -> Life:
         monotonic_ns=0,
         unix_ns=0,
         ranks_on_host=2,
-        machine=Machine(processor="m", processors=2, blas="b"),
+        machine=MachineDescription(processor="m", processors=2, blas="b"),
         peak=None,
         units=(),
     )
-    return Life(run, tuple(step(number, ms) for number, ms in ms_of.items()))
+    return RankProfile(run, tuple(step(number, ms) for number, ms in ms_of.items()))
 
 
 def step(number: int, ms: int) -> StepLine:

@@ -18,7 +18,7 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.runs.plot_read import read_picture
 from zbmd.tools.runs.trace import clocks_of
-from zbmd.training.profiler.lines import Life, read_lives
+from zbmd.training.profiler.lines import RankProfile, read_profiles
 from zbmd.training.profiler.ring import RECORD, GroupLine, Spans, read_ring, ring_path
 from zbmd.transport import kill_points as faults
 
@@ -87,7 +87,7 @@ def table(runs: Sequence[Path], capsys: pytest.CaptureFixture[str]) -> dict[str,
     return found
 
 
-def flops_of(lives: Sequence[Life], step: int) -> int:
+def flops_of(lives: Sequence[RankProfile], step: int) -> int:
     return sum(line.flops for life in lives for line in life.steps if line.step == step)
 
 
@@ -95,7 +95,7 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "run"
     arguments = (*SIZES, "--data", data, "--out", str(out), "--evaluate-every", "3")
     await run("zbmd.training", arguments, fault="rank1#1:step.update:3", on_loss=OnLoss.REPLACE)
-    lives = read_lives(out)
+    lives = read_profiles(out)
     assert [(life.run.rank, life.run.incarnation) for life in lives] == [(0, 1), (1, 1), (1, 2)]
     survivor, killed, replacement = lives
     assert [line.step for line in survivor.steps if line.step != 3] == [1, 2, 4, 5, 6]
@@ -135,7 +135,7 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
 async def test_zero(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--zero", "3")
     await run("zbmd.training", arguments)
-    lives = read_lives(tmp_path / "run")
+    lives = read_profiles(tmp_path / "run")
     each = sum(unit.forward + unit.backward for unit in lives[0].run.units)
     assert flops_of(lives, 4) == 4 * each
     events = checked_trace([tmp_path / "run"], capsys)
@@ -149,8 +149,8 @@ async def test_a_pipeline(
     schedule: str, promised: list[int], data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--schedule", schedule)
-    await run("zbmd.training.pipeline", arguments)
-    lives = read_lives(tmp_path / "run")
+    await run("zbmd.training.pipeline_job", arguments)
+    lives = read_profiles(tmp_path / "run")
     for life, most in zip(lives, promised, strict=True):
         for line in life.steps:
             assert line.held is not None and line.held.microbatches == line.held.microbatches_max == most
@@ -206,7 +206,7 @@ async def test_clocks_of_hosts_are_brought_together_by_operations(data: str, tmp
 
 def test_what_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
-        (["profile", str(tmp_path)], "holds no profile"),
+        (["profile", str(tmp_path)], "no profile in"),
         (["trace", str(tmp_path)], "no spans"),
         (["trace", str(tmp_path), "--steps", "4:2"], "first and the last"),
     ):

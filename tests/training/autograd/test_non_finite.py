@@ -11,47 +11,54 @@ from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.tools.chaos.small_job import SHAPE, write_text
-from zbmd.training.autograd.first_non_finite import Lookout, Sighting, Where, given, lookout, taken
-from zbmd.training.step.non_finite import first_of
+from zbmd.training.autograd.non_finite_probe import (
+    NonFiniteProbe,
+    NonFiniteValues,
+    ProbePoint,
+    active_probe,
+    probe_received,
+    probe_sent,
+)
+from zbmd.training.step.non_finite import earliest
 
 NAN = np.array([1.0, np.nan])
 FINE = np.ones(2)
 
 
-def seen(where: Where, place: int, *, came: bool = False) -> Sighting:
-    return Sighting(where=where, place=place, is_nan=True, bad=1, size=2, came=came)
+def seen(where: ProbePoint, place: int, *, received: bool = False) -> NonFiniteValues:
+    return NonFiniteValues(where=where, place=place, is_nan=True, bad=1, size=2, received=received)
 
 
 @pytest.mark.parametrize(
     ("sightings", "rank"),
     [
-        ([seen(Where.FORWARD, 1, came=True), seen(Where.FORWARD, 1)], 1),
-        ([seen(Where.FORWARD, 2), seen(Where.FORWARD, 1)], 1),
-        ([seen(Where.BACKWARD, 1), seen(Where.BACKWARD, 2)], 1),
-        ([seen(Where.GRADIENT, 0), None, seen(Where.BACKWARD, 0)], 2),
-        ([seen(Where.FORWARD, 0), seen(Where.WEIGHTS, 9)], 1),
-        ([seen(Where.FORWARD, 1), seen(Where.FORWARD, 1)], 0),
-        ([None, seen(Where.FORWARD, 1, came=True)], 1),
+        ([seen(ProbePoint.FORWARD, 1, received=True), seen(ProbePoint.FORWARD, 1)], 1),
+        ([seen(ProbePoint.FORWARD, 2), seen(ProbePoint.FORWARD, 1)], 1),
+        ([seen(ProbePoint.BACKWARD, 1), seen(ProbePoint.BACKWARD, 2)], 1),
+        ([seen(ProbePoint.GRADIENT, 0), None, seen(ProbePoint.BACKWARD, 0)], 2),
+        ([seen(ProbePoint.FORWARD, 0), seen(ProbePoint.WEIGHTS, 9)], 1),
+        ([seen(ProbePoint.FORWARD, 1), seen(ProbePoint.FORWARD, 1)], 0),
+        ([None, seen(ProbePoint.FORWARD, 1, received=True)], 1),
         ([None, None], -1),
     ],
 )
 def test_the_first_is_made_and_not_come_and_early_in_the_step(
-    sightings: Sequence[Sighting | None], rank: int
+    sightings: Sequence[NonFiniteValues | None], rank: int
 ) -> None:
-    assert first_of(list(enumerate(sightings)))[0] == rank
+    assert earliest(list(enumerate(sightings)))[0] == rank
 
 
-def test_a_lookout_keeps_what_it_sees_first_and_whether_it_came() -> None:
-    taken(NAN)  # nobody looks
-    watching = Lookout()
+def test_a_probe_keeps_what_it_finds_first_and_whether_it_was_received() -> None:
+    probe_received(NAN)  # nobody looks
+    watching = NonFiniteProbe()
     with watching.on():
-        watching.at(Where.BACKWARD, 3)
-        given(FINE)
-        assert lookout() is watching and watching.first is None
-        taken(NAN)
-        given(NAN)
-    assert lookout() is None
-    assert watching.first == seen(Where.BACKWARD, 3, came=True)
+        watching.at(ProbePoint.BACKWARD, 3)
+        probe_sent(FINE)
+        assert active_probe() is watching and watching.first is None
+        probe_received(NAN)
+        probe_sent(NAN)
+    assert active_probe() is None
+    assert watching.first == seen(ProbePoint.BACKWARD, 3, received=True)
 
 
 POISONED_RANK = """

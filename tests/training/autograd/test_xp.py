@@ -12,8 +12,8 @@ from support.devices.array_modules import Witness
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import Activation, GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState
 from zbmd.training.optim.clip import global_norm
+from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
 from zbmd.transport.errors import UserError
 
 # What cupy's reference lists with the same meaning; its einsum takes no `out`.

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zbmd.training.data.bigram_baseline import SMOOTHING, bigram_loss, fit_bigram
-from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.data.corpus import SMOOTHING, Corpus, bigram_loss, fit_bigram, prepare_corpus
 
 
 def make(directory: Path, data: bytes) -> Corpus:

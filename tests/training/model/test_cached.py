@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from zbmd.training.config import GPTConfig
-from zbmd.training.model.generate import generate_tokens
+from zbmd.training.model.generate import CachedGPT, generate_tokens
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.kv_cache import CachedGPT
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 CONFIGS = [

@@ -18,8 +18,8 @@ from zbmd.training.config import Activation, GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.model.gpt import GPT
 from zbmd.training.ops.norm import EPSILON
-from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState
 from zbmd.training.optim.clip import clip_scale, global_norm
+from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe
 

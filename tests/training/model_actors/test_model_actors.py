@@ -21,17 +21,24 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Tensor
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.model.gpt import GPT, Operators
-from zbmd.training.model_actors.arrays import ArrayData, pack, unpack
 from zbmd.training.model_actors.layer_actor import Activations, Forward, LayerActor
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_actor import OperatorActor
-from zbmd.training.model_actors.slot import GivenUp
-from zbmd.training.model_actors.tensor_actor import CommitSlot, Committed, TensorActor, read_tensor
+from zbmd.training.model_actors.slot import RestartsExhausted
+from zbmd.training.model_actors.tensor_actor import (
+    ArrayData,
+    CommitSlot,
+    Committed,
+    TensorActor,
+    pack,
+    read_tensor,
+    unpack,
+)
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.replicated import job
 from zbmd.training.replicated.scenario import plain_job
-from zbmd.training.run.two_slot_store import Store, own_memory
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 TEXT = " ".join(str(n) for n in range(2000))
@@ -86,7 +93,7 @@ async def test_failures_forwards_and_backwards_leave_no_trace(
     for _ in range(4):
         found = await asyncio.to_thread(gradient, actors.recipe, store)
         assert found == plain, flaky.failed
-    assert sum(seat.failures for seat in actors.seats) == len(flaky.failed)
+    assert sum(slot.failures for slot in actors.slots) == len(flaky.failed)
     await actors.stop()
 
 
@@ -102,7 +109,9 @@ async def test_who_fails_is_who_ends(
     await actors.start(system)
     while not flaky.failed:
         await asyncio.to_thread(gradient, actors.recipe, store)
-    assert {seat.name: seat.lives for seat in actors.seats if seat.lives > 1} == {f"model.{name}": 2}
+    assert {slot.name: slot.incarnations for slot in actors.slots if slot.incarnations > 1} == {
+        f"model.{name}": 2
+    }
     await actors.stop()
 
 
@@ -123,7 +132,7 @@ async def test_a_layer_that_fails_beside_its_operators_is_restarted(
 
     monkeypatch.setattr(LayerActor, "compute", failing)
     assert await asyncio.to_thread(gradient, actors.recipe, store) == plain
-    lives = {seat.name: seat.lives for seat in actors.seats if seat.lives > 1}
+    lives = {slot.name: slot.incarnations for slot in actors.slots if slot.incarnations > 1}
     assert lives == {"model.blocks.0": 3}
     await actors.stop()
 
@@ -133,7 +142,9 @@ async def test_an_operator_that_never_works_is_given_up(system: ActorSystem, rec
     recipe.model.operators = flaky.around(recipe.model.operators)
     actors = ModelActors(recipe, store)
     await actors.start(system)
-    with pytest.raises(GivenUp, match="model was interrupted 8 times in a row; the last: Broken: embedding"):
+    with pytest.raises(
+        RestartsExhausted, match="model was interrupted 8 times in a row; the last: Broken: embedding"
+    ):
         await asyncio.to_thread(gradient, actors.recipe, store)
     await actors.stop()
 
@@ -146,11 +157,11 @@ async def test_any_actor_may_be_killed_while_it_works(system: ActorSystem, recip
     rng = np.random.default_rng(seed)
     for _ in range(10):
         working = asyncio.create_task(asyncio.to_thread(gradient, actors.recipe, store))
-        seat = actors.seats[rng.integers(len(actors.seats))]
+        slot = actors.slots[rng.integers(len(actors.slots))]
         for _ in range(int(rng.integers(20))):
             await asyncio.sleep(0)
-        if seat.life is not None:
-            system.exit(seat.life.ref, Reason(ReasonKind.KILLED, "a test"))
+        if slot.actor is not None:
+            system.exit(slot.actor.ref, Reason(ReasonKind.KILLED, "a test"))
         assert await working == plain
     await actors.stop()
 
@@ -170,7 +181,7 @@ async def test_what_the_hook_raises_is_the_callers(system: ActorSystem, recipe: 
 
     with pytest.raises(InterruptedError):
         await asyncio.to_thread(run)
-    assert all(seat.failures == 0 for seat in actors.seats)
+    assert all(slot.failures == 0 for slot in actors.slots)
     await actors.stop()
 
 
@@ -194,13 +205,13 @@ async def test_state_outlives_the_actor_that_holds_it(system: ActorSystem, recip
     await actors.start(system)
     store.slots[1].state.weights[:] = 0.5
     await actors.tensors.ask(CommitSlot(7, 1), reply=Committed, timeout=5)
-    first = actors.tensors.life
+    first = actors.tensors.actor
     assert first is not None
     system.exit(first.ref, Reason(ReasonKind.KILLED, "a test"))
     version, gain = await read_tensor(actors.tensors, "blocks.0.attn.norm.weight", timeout=5)
-    assert actors.tensors.life is not first
+    assert actors.tensors.actor is not first
     assert version == 7 and gain.tolist() == [0.5] * recipe.model.config.width
-    with pytest.raises(UserError, match="there is no 'nobody'"):
+    with pytest.raises(UserError, match="unknown parameter 'nobody'"):
         await read_tensor(actors.tensors, "nobody", timeout=5)
     root = actors.root
     assert root is not None
@@ -221,19 +232,19 @@ async def test_layers_answer_messages_with_the_committed_weights(system: ActorSy
     actors = ModelActors(recipe, store)
     await actors.start(system)
     tokens = rng.integers(0, 256, (3, 4))
-    x, layers = tokens.reshape(-1), actors.model.layer_seats.values()
-    for seat in layers:
-        made = await seat.ask(Forward(pack(x), 3), reply=Activations, timeout=10)
+    x, layers = tokens.reshape(-1), actors.model.layer_slots.values()
+    for slot in layers:
+        made = await slot.ask(Forward(pack(x), 3), reply=Activations, timeout=10)
         assert made.y is not None, made.problem
         x = unpack(made.y)
     wanted = recipe.model.logits(store.current.state.weights, tokens)
     assert x.tobytes() == wanted.tobytes()
-    wrong = await actors.model.layer_seats["head"].ask(Forward(pack(tokens)), reply=Activations, timeout=10)
-    assert wrong.y is None and "head takes no int64 of shape" in wrong.problem
-    high = await actors.model.layer_seats["embed"].ask(
+    wrong = await actors.model.layer_slots["head"].ask(Forward(pack(tokens)), reply=Activations, timeout=10)
+    assert wrong.y is None and "head: unexpected int64 of shape" in wrong.problem
+    high = await actors.model.layer_slots["embed"].ask(
         Forward(pack(np.array([256]))), reply=Activations, timeout=10
     )
-    assert "takes tokens from 0 to 255" in high.problem
+    assert "expected tokens from 0 to 255" in high.problem
     await actors.stop()
 
 
@@ -265,7 +276,7 @@ async def test_a_job_whose_operators_fail_has_the_bits_of_the_plain_run(
         op = self.op
 
         def run(*arguments: Any, **options: Any) -> Tensor:
-            called.append(self.seat.name)
+            called.append(self.slot.name)
             return op(*arguments, **options)
 
         self.op = run

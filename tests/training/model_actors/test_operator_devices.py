@@ -17,15 +17,15 @@ from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model_actors.device_choice import (
     RETRIES_MAX,
-    Action,
-    Check,
-    Checked,
+    CheckDevice,
+    DeviceAction,
+    DeviceChecked,
     DeviceChoice,
-    Event,
-    Failed,
-    LifeBegins,
-    Use,
-    Worked,
+    DeviceEvent,
+    IncarnationStarted,
+    MessageFailed,
+    MessageHandled,
+    UseDevice,
 )
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import (
@@ -35,10 +35,10 @@ from zbmd.training.model_actors.operator_devices import (
     OperatorDevice,
     check_product,
 )
-from zbmd.training.model_actors.slot import DescribeSeat, SeatDescribed
+from zbmd.training.model_actors.slot import DescribeSlot, SlotDescription
 from zbmd.training.replicated.scenario import plain_job
-from zbmd.training.run.two_slot_store import Store, own_memory
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.errors import LocalProtocolError
 
 
@@ -80,7 +80,7 @@ async def test_a_fault_moves_all_who_compute_there(system: ActorSystem, recipe: 
     assert broken.failures == 1, "nobody tries it again"
     assert sick.failures == 0, "nobody goes where the check has found something"
     for name in ("linear", "embedding", "cross_entropy"):
-        told = await system.ref(f"here/model.{name}").ask(DescribeSeat(), reply=SeatDescribed, timeout=5)
+        told = await system.ref(f"here/model.{name}").ask(DescribeSlot(), reply=SlotDescription, timeout=5)
         assert (told.kind, told.place, told.moves, told.life) == ("OperatorActor", "cpu:2", 1, 2)
     assert actors.model.moves == len(actors.model.places)
 
@@ -120,27 +120,27 @@ def test_an_operator_is_always_somewhere_and_leaves_for_a_reason(
     choice, names = DeviceChoice("abc"[:count]), "abc"[:count]
     failures, leaves = 0, False
 
-    def step(event: Event) -> list[Action]:
+    def step(event: DeviceEvent) -> list[DeviceAction]:
         actions = choice.handle(event)
         choice.check_invariants()
         return actions
 
     for what in happenings:
         if what in ("fault", "failed"):
-            assert step(Failed(fault=what == "fault", reason="x")) == []
+            assert step(MessageFailed(fault=what == "fault", reason="x")) == []
             failures += 1
             leaves = leaves or what == "fault" or failures > RETRIES_MAX
         elif what == "worked":
-            assert step(Worked()) == []
+            assert step(MessageHandled()) == []
             failures = 0
         else:
-            before, (action,) = choice.device, step(LifeBegins())
+            before, (action,) = choice.device, step(IncarnationStarted())
             looked: list[str] = []
-            while isinstance(action, Check) and what == "life":
+            while isinstance(action, CheckDevice) and what == "life":
                 looked.append(action.device)
                 problem = data.draw(st.sampled_from(["", "broken"]))
-                (action,) = step(Checked(device=action.device, problem=problem))
-            if isinstance(action, Use):
+                (action,) = step(DeviceChecked(device=action.device, problem=problem))
+            if isinstance(action, UseDevice):
                 here = names.index(before)
                 assert looked == [*names[here + 1 :], *names[:here]][: len(looked)], "round the list"
                 assert leaves or not looked
@@ -150,10 +150,10 @@ def test_an_operator_is_always_somewhere_and_leaves_for_a_reason(
 
 
 def test_misuse_is_refused() -> None:
-    with pytest.raises(LocalProtocolError, match="devices of different names"):
+    with pytest.raises(LocalProtocolError, match="distinct device names"):
         DeviceChoice(["a", "a"])
-    with pytest.raises(LocalProtocolError, match="nobody asked"):
-        DeviceChoice(["a"]).handle(Checked(device="a", problem=""))
+    with pytest.raises(LocalProtocolError, match="was not requested"):
+        DeviceChoice(["a"]).handle(DeviceChecked(device="a", problem=""))
 
 
 async def test_seeds_of_failures_faults_and_kills_end_with_the_undisturbed_bits(seed: int) -> None:

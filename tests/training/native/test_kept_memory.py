@@ -10,7 +10,7 @@ import resource
 import numpy as np
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.step.malloc_tuning import keep_freed_memory
+from zbmd.training.step.recipe import keep_freed_memory
 
 keep_freed_memory()
 model = GPT(GPTConfig(layers=2))

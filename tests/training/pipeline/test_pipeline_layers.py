@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training.pipeline.layers import balanced_cuts, layers_of_parts
+from zbmd.training.pipeline.part import balanced_cuts, layers_of_parts
 from zbmd.training.pipeline.program import Shape
 from zbmd.transport.errors import UserError
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from zbmd.training.config import Activation, GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.optim.clip import NORM_BLOCK, TrainingDiverged, global_norm
-from zbmd.training.pipeline.activation_bytes import held_bytes
-from zbmd.training.pipeline.norm import norm_of, pieces_of
+from zbmd.training.optim.clip import NORM_BLOCK, TrainingDiverged, global_norm, norm_of, pieces_of
 from zbmd.training.pipeline.part import GPTPart, Pass, layers_in
+from zbmd.training.pipeline.passes import held_bytes
 from zbmd.transport.errors import RemoteProtocolError
 
 CONFIG = GPTConfig(context=8, width=16, heads=2, layers=3)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training.pipeline.errors import Flaw, ScheduleFlawed
-from zbmd.training.pipeline.program import COMPUTE, Instruction, Op, Shape, StageProgram
+from zbmd.training.pipeline.program import COMPUTE, Flaw, Instruction, Op, ScheduleFlawed, Shape, StageProgram
 from zbmd.training.pipeline.schedules import SCHEDULES, activations_max, programs_of
 from zbmd.training.pipeline.verifier import verify
 

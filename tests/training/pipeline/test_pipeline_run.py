@@ -15,7 +15,7 @@ from zbmd.actors.rank_env import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training import __main__ as training
-from zbmd.training.pipeline.__main__ import PipelineResult, main
+from zbmd.training.pipeline_job import PipelineResult, main
 from zbmd.training.replicated.job import JobResult, run_plain
 from zbmd.transport import kill_points as faults
 
@@ -46,7 +46,7 @@ async def pipeline(
 ) -> Heard:
     heard = Heard()
     config = HostConfig(
-        target="zbmd.training.pipeline",
+        target="zbmd.training.pipeline_job",
         is_module=True,
         arguments=(*SHAPE, "--data", str(data), "--out", str(directory), *options),
         world_size=ranks,

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training.pipeline.errors import ScheduleError
 from zbmd.training.pipeline.program import (
     MICROBATCHES_MAX,
     STAGES_MAX,
     Instruction,
     Op,
+    ScheduleError,
     Shape,
     StageProgram,
+    activations_peak,
     format_program,
     parse_program,
     parse_programs,
 )
 from zbmd.training.pipeline.schedules import SCHEDULES, activations_max, program_of, programs_of
 from zbmd.training.pipeline.simulate import Costs, Timeline, simulate
-from zbmd.training.pipeline.storage import activations_peak
 from zbmd.training.pipeline.verifier import verify
 from zbmd.transport.errors import UserError
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training.capture_kinds import STAGE, stage_config
-from zbmd.training.pipeline.program import COMPUTE, Instruction, Message, Shape
+from zbmd.training.pipeline.program import COMPUTE, Instruction, Message, Shape, boundary_of, slots_of
 from zbmd.training.pipeline.schedules import SCHEDULES, programs_of
-from zbmd.training.pipeline.stage import StageMachine, StageState
-from zbmd.training.pipeline.stage_events import (
+from zbmd.training.pipeline.stage import (
+    STAGE,
     Await,
     Compute,
     Computed,
@@ -26,11 +25,13 @@ from zbmd.training.pipeline.stage_events import (
     StageAction,
     StageEvent,
     StageLost,
+    StageMachine,
+    StageState,
     StepBegun,
     StepDone,
     Told,
+    stage_config,
 )
-from zbmd.training.pipeline.storage import boundary_of, slots_of
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, ZbmdError
 
 TURNS_MAX = 100_000

@@ -12,9 +12,8 @@ from zbmd.training.autograd import spans
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler import lines, peak, profiler
-from zbmd.training.profiler.flops import unit_flops
-from zbmd.training.profiler.lines import IDLE, StepLine, lines_path, old_path, read_lives
-from zbmd.training.profiler.profiler import Profiler, open_profiler
+from zbmd.training.profiler.lines import IDLE, StepLine, lines_path, old_path, read_profiles
+from zbmd.training.profiler.profiler import Profiler, open_profiler, unit_flops
 from zbmd.training.profiler.ring import RINGS_KEPT, read_ring, ring_path
 from zbmd.training.profiler.summary import summary_of
 from zbmd.training.tensor.shards import TensorShards
@@ -105,10 +104,10 @@ def test_steps_are_written_as_they_end_and_add_up(tmp_path: Path) -> None:
         ended = step(made, 2)
         assert ended is not None and ended.step == 1 and made.last == ended
         # What is there before the end is there after a kill too.
-        (life,) = read_lives(tmp_path)
+        (life,) = read_profiles(tmp_path)
         assert [one.step for one in life.steps] == [1]
         assert len(read_ring(ring_path(tmp_path, 0, 1)).records) == 6
-    (life,) = read_lives(tmp_path)
+    (life,) = read_profiles(tmp_path)
     assert [one.step for one in life.steps] == [1, 2]
     block = life.run.units[1]
     for line in life.steps:
@@ -129,8 +128,8 @@ def test_it_can_be_switched_off_and_says_what_it_does_not_know(tmp_path: Path) -
         step(made, 1)
         assert step(made, 2) is not None
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match="keep none"):
-        read_lives(tmp_path)
+    with pytest.raises(UserError, match="ZBMD_PROFILE=off"):
+        read_profiles(tmp_path)
     with pytest.raises(UserError, match="ZBMD_PROFILE"):
         opened(tmp_path, ZBMD_PROFILE="maybe")
 
@@ -142,7 +141,7 @@ def test_a_full_file_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             step(made, number)
     path = lines_path(tmp_path, 0, 1)
     assert path.stat().st_size <= 4096 and old_path(path).stat().st_size <= 4096
-    steps = [line.step for life in read_lives(tmp_path) for line in life.steps]
+    steps = [line.step for life in read_profiles(tmp_path) for line in life.steps]
     assert steps == list(range(steps[0], 60)) and steps[0] > 0
 
 
@@ -169,7 +168,7 @@ def test_damage_is_told_and_the_line_that_a_kill_cut_off_is_not(tmp_path: Path) 
     path, ring = lines_path(tmp_path, 0, 1), ring_path(tmp_path, 0, 1)
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
-    assert [one.step for one in read_lives(tmp_path)[0].steps] == [1]
+    assert [one.step for one in read_profiles(tmp_path)[0].steps] == [1]
     for damaged, words in (
         (whole.replace(b'"forward"', b'"fo\xffward"', 1), "line 2"),
         (whole.replace(b'"end_ns":', b'"end_ns":1', 1), "do not add up"),
@@ -178,13 +177,13 @@ def test_damage_is_told_and_the_line_that_a_kill_cut_off_is_not(tmp_path: Path) 
     ):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=words):
-            read_lives(tmp_path)
+            read_profiles(tmp_path)
     bits = bytearray(ring.read_bytes())
     for place, value, words in (
-        (0, 0, "no file of spans"),
+        (0, 0, "not a span file"),
         (14, 0xFF, "bytes of text"),
         (17, 0xFF, "damaged"),
-        ((1 << 20) + 8 + 37, 9, "impossible"),
+        ((1 << 20) + 8 + 37, 9, "invalid spans"),
     ):
         before = bits[place]
         bits[place] = value
@@ -193,7 +192,7 @@ def test_damage_is_told_and_the_line_that_a_kill_cut_off_is_not(tmp_path: Path) 
             read_ring(ring)
         bits[place] = before
     ring.write_bytes(bits[:-1])
-    with pytest.raises(UserError, match="no file of spans"):
+    with pytest.raises(UserError, match="not a span file"):
         read_ring(ring)
 
 

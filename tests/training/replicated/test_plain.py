@@ -9,11 +9,10 @@ import pytest
 
 from zbmd.collectives.algorithms.shard_tree import reduce_shards
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.data.bigram_baseline import bigram_loss, fit_bigram
-from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.data.corpus import Corpus, bigram_loss, fit_bigram, prepare_corpus
 from zbmd.training.model.gpt import GPT
-from zbmd.training.optim.adamw import AdamWState
 from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError

@@ -11,7 +11,7 @@ from zbmd.collectives.programs.simulate import Outcome as End
 from zbmd.collectives.scenarios.commit import build
 from zbmd.collectives.scenarios.commit_world import CommitOptions
 from zbmd.training.replicated.plain import PlainTrainer
-from zbmd.training.replicated.scenario import Training, TrainingScenario, TrainingSlots, plain_job
+from zbmd.training.replicated.scenario import TrainingContents, TrainingScenario, TrainingSlots, plain_job
 from zbmd.transport.sim import Options, Outcome, Simulation, SimulationFailure, run_scenario
 
 SCENARIO = TrainingScenario()
@@ -40,7 +40,7 @@ def test_the_oracle_is_the_plain_trainer() -> None:
 
 def test_a_calm_run_computes_every_shard_on_its_rank() -> None:
     job = plain_job(2, 5)
-    simulation, world = build(1, CommitOptions(world_size=3, steps=2), lambda sim: Training(job, sim))
+    simulation, world = build(1, CommitOptions(world_size=3, steps=2), lambda sim: TrainingContents(job, sim))
     simulation.run()
     assert world.finished == {0, 1, 2}
     for slots in world.slots.values():
@@ -50,14 +50,14 @@ def test_a_calm_run_computes_every_shard_on_its_rank() -> None:
 
 def test_a_death_in_the_all_reduce_cuts_steps_short(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: set[End] = set()
-    reduce = Training._reduce
+    reduce = TrainingContents._reduce
 
     def watched(*arguments: object) -> object:
         results = reduce(*arguments)  # type: ignore[arg-type]
         ends.update(result.outcome for result in results.values())
         return results
 
-    monkeypatch.setattr(Training, "_reduce", watched)
+    monkeypatch.setattr(TrainingContents, "_reduce", watched)
     for seed in range(120):
         options = Options(ranks=3, length=2, faults=2)
         run_scenario(SCENARIO, seed, options, SCENARIO.draw_plan(seed, options), tell=None)
@@ -75,7 +75,7 @@ def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TrainingSlots, "step", erring)
     job = plain_job(1, 2)
-    simulation, _ = build(1, CommitOptions(world_size=1, steps=1), lambda sim: Training(job, sim))
+    simulation, _ = build(1, CommitOptions(world_size=1, steps=1), lambda sim: TrainingContents(job, sim))
     assert isinstance(simulation, Simulation)
     with pytest.raises(SimulationFailure, match="holds a wrong 1"):
         simulation.run()

@@ -14,7 +14,7 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
 from zbmd.training.run.journal import Journal, Report
 from zbmd.training.run.ledger import LOG_FORMAT, LogHeader, VotePart, read_log
-from zbmd.training.run.two_slot_store import Store, own_memory
+from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.errors import UserError
 
 HEADER = LogHeader(format=LOG_FORMAT, run_id="run", base_version=0, plan="{}", seed=1)

@@ -22,7 +22,7 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.weights import load_weights
 from zbmd.training.replicated.job import run_plain
-from zbmd.training.step.memory_estimate import StepOutOfMemory, activation_bytes, told_by_step
+from zbmd.training.step.memory_estimate import StepOutOfMemory, activation_bytes, naming_step
 from zbmd.transport.memory.arena import Allocator
 
 OURS = GPTConfig(context=32, width=64, heads=4, layers=3)
@@ -52,7 +52,7 @@ def test_an_arena_that_is_full_at_a_step_is_told_by_rank_and_step() -> None:
         pytest.raises(
             StepOutOfMemory, match=r"rank 3 ran out of memory at step 7: no room for 2\.0 MiB in the arena"
         ),
-        told_by_step(3, 7),
+        naming_step(3, 7),
     ):
         arena.allocate(2 << 20)
 
@@ -157,5 +157,5 @@ async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_seco
     assert "rank 1 ran out of memory at step " in told and "Unable to allocate 1.00 PiB" in told, told
     assert "It was replaced for that before, at step " in told, told
     named = checkpoint_in(out)
-    assert named is not None and f"go on from it with --resume {named}" in told, told
+    assert named is not None and f"resume with --resume {named}" in told, told
     assert not list(out.glob("out-of-memory-*"))

@@ -20,7 +20,7 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.model.gpt import GPT, parameter_shapes
 from zbmd.training.optim import MuonConfig
-from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision, Storage
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.step.accumulate import AccumulationPlan

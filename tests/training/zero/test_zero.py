@@ -17,13 +17,12 @@ from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import LionConfig, OptimizerConfig, SGDConfig
-from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState
 from zbmd.training.optim.clip import clip_scale, global_norm
+from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
 from zbmd.training.optim.mixed_precision import Storage
-from zbmd.training.step.shard_sum import ShardSum
+from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero import machine as zm
-from zbmd.training.zero.layout import ShardLayout
-from zbmd.training.zero.memory_accounting import Kind
+from zbmd.training.zero.layout import MemoryKind, ShardLayout
 from zbmd.training.zero.rank import ZeroRank
 from zbmd.transport.errors import LocalProtocolError, UserError
 
@@ -178,7 +177,7 @@ class World:
         for rank in range(len(self.ranks)):
             if rank != dead:
                 self._handle(rank, zm.Lost(reason=f"rank {dead} was killed"))
-                assert self.ranks[rank].memory.held[Kind.WORKING] == 0
+                assert self.ranks[rank].memory.held[MemoryKind.WORKING] == 0
 
     def _handle(self, rank: int, event: zm.Event) -> None:
         for action in self.machines[rank].handle(event, now_ns=0):
@@ -297,7 +296,7 @@ def test_every_stage_gives_the_same_bits_and_the_weights_of_one_process(size: in
     assert difference <= 1e-5 * np.linalg.norm(wanted)
     for stage, world in enumerate(worlds, start=1):
         for rank in world.ranks:
-            assert rank.memory.held[Kind.WORKING] == 0
+            assert rank.memory.held[MemoryKind.WORKING] == 0
             if stage < 3:
                 whole = np.concatenate(
                     [rank.room(u)[: unit.size] for u, unit in enumerate(rank.shards.units)]
@@ -314,7 +313,9 @@ def test_an_optimizer_with_one_moment_has_room_for_one(optimizer: SGDConfig | Li
             assert world.run_step()
     assert len({weights_of(world).tobytes() for world in worlds}) == 1
     for two, one in zip((world_of(4, 1), world_of(4, 3)), worlds[1:], strict=True):
-        saved = two.ranks[0].memory.held[Kind.OPTIMIZER] - one.ranks[0].memory.held[Kind.OPTIMIZER]
+        saved = (
+            two.ranks[0].memory.held[MemoryKind.OPTIMIZER] - one.ranks[0].memory.held[MemoryKind.OPTIMIZER]
+        )
         assert saved == 4 * one.ranks[0].shards.shard_size
         assert one.ranks[0].state.square.size == 0
         assert all(len(piece.arrays) == 2 for piece in one.ranks[0].pieces())
@@ -357,4 +358,4 @@ def test_peak_bytes_of_model_state_are_those_of_the_paper(size: int) -> None:
             assert rank.memory.state_bytes_most == pytest.approx(goal * count, rel=0.03)
         largest = max(unit.size for unit in world.ranks[0].shards.units) * 2
         held = {1: 0, 2: 1, 3: 3}[stage] + len(world.ranks[0].shards.units)
-        assert world.ranks[0].memory.most[Kind.WORKING] <= held * largest * 1.03 + 4 * largest / 2
+        assert world.ranks[0].memory.most[MemoryKind.WORKING] <= held * largest * 1.03 + 4 * largest / 2

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training.capture_kinds import MIRROR, mirror_config
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.redundancy.wire import ROW_NUMBERS, Row
+from zbmd.training.redundancy.buddy import ROW_NUMBERS, HoldingsRow
+from zbmd.training.redundancy.machine import MIRROR, mirror_config
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
 
@@ -424,8 +424,8 @@ def test_what_a_rank_says_comes_as_it_was_said(
         RegionHandle(slot=3, incarnation=2, offset=offset, nbytes=nbytes, writable=False)
         for offset, nbytes in zip(places[::2], places[1::2], strict=True)
     )
-    said = Row(held=zm.Held(own=own, known=5, copies=(first, second)), handles=handles)
-    assert Row.decoded(said.encoded(), 3, 2) == said
+    said = HoldingsRow(held=zm.Held(own=own, known=5, copies=(first, second)), handles=handles)
+    assert HoldingsRow.decoded(said.encoded(), 3, 2) == said
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=0, max_size=20))
@@ -433,7 +433,7 @@ def test_whatever_numbers_a_peer_sends_are_a_row_or_refused(numbers: list[int]) 
     padded = np.array(numbers + [0] * (ROW_NUMBERS - len(numbers)), np.uint64)
     for row in (padded[:ROW_NUMBERS], padded[:-1]):
         try:
-            found = Row.decoded(row, 0, 1)
+            found = HoldingsRow.decoded(row, 0, 1)
         except RemoteProtocolError:
             continue
         assert found.held.known < 2**41

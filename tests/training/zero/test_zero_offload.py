@@ -12,7 +12,7 @@ from zbmd.training import __main__ as training
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import OPTIMIZERS
-from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.training.redundancy import paging
 from zbmd.training.redundancy.state_file import StateFile, StateName

@@ -18,7 +18,7 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.training import __main__ as training
 from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
 from zbmd.training.model.weights import load_weights
-from zbmd.training.optim import MuonConfig, hidden_of
+from zbmd.training.optim import MuonConfig, hidden_matrices
 from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.replicated.job import open_recipe, run_plain
 from zbmd.training.replicated.plain import PlainTrainer
@@ -162,7 +162,7 @@ async def test_every_stage_has_the_bits_of_one_process(
         cut = [
             unit.cut_of(slot, 0)
             for unit in shards_of(recipe.model, ranks).units
-            for slot in hidden_of(recipe.model.layout)
+            for slot in hidden_matrices(recipe.model.layout)
         ]
         assert any(one is not None and 0 < one.stop < one.each for one in cut), "no matrix is cut"
     wanted = {"float32": alone(recipe, "float32", STEPS)}

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from zbmd.tools.fuzzing.target import Broken, Target
-from zbmd.training.model_actors.arrays import ArrayData, pack, unpack
+from zbmd.training.model_actors.tensor_actor import ArrayData, pack, unpack
 from zbmd.transport.errors import RemoteProtocolError
 
 _SEEDS = (np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.int64), np.array(True))

@@ -20,9 +20,9 @@ from zbmd.actors.cluster.capture_kinds import cluster_config
 from zbmd.actors.cluster.jobs.table import JobSpec, Submit
 from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.replay.recording import captured_system
-from zbmd.collectives.capture_kinds import commit_config
 from zbmd.collectives.commit import events as cm
-from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.commit.machine import StepCommit, commit_config
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.collectives.repair import events as rm
@@ -41,11 +41,10 @@ from zbmd.tools.replay.kinds import (
     STAGE,
     STEP_COMMIT,
 )
-from zbmd.training.capture_kinds import mirror_config, stage_config
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import programs_of
-from zbmd.training.pipeline.stage_events import Computed, Heard, StepBegun, Told
-from zbmd.training.redundancy.machine import AllHold, Copied, Entered, Event, Held, Mirror
+from zbmd.training.pipeline.stage import Computed, Heard, StepBegun, Told, stage_config
+from zbmd.training.redundancy.machine import AllHold, Copied, Entered, Event, Held, Mirror, mirror_config
 from zbmd.transport import capture
 from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureError
@@ -139,7 +138,7 @@ def _record_membership(log: capture.Recorder) -> capture.Tap[view.Event, view.Ac
 def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.CommitAction]:
     tap = log.machine(STEP_COMMIT, "step-commit", STEP_COMMIT.build(COMMIT_CONFIG), COMMIT_CONFIG)
     held = cm.Held(version=0, digest=bytes(16), slot=0, handle=b"h", known=0, fresh=True)
-    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     vote = cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"1" * 16, part=b"p")
     events: list[cm.CommitEvent] = [
         cm.EpochInstalled(epoch=1, members=members),
@@ -156,7 +155,7 @@ def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.Comm
 def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.RepairAction]:
     config = {"rank": 0}
     tap = log.machine(REPAIR, "elastic0", REPAIR.build(config), config)
-    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     call = rm.Call(text="sum", on_loss=rm.OnLoss.SURVIVORS, inputs=rm.Inputs.PRESERVE)
     new = rm.Report(born=0, sequence=1, phase=rm.Phase.IDLE)
     events: list[rm.RepairEvent] = [
@@ -174,7 +173,7 @@ def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.Repa
 def _record_tags(log: capture.Recorder) -> capture.Tap[em.ElasticTagEvent, em.ElasticTagAction]:
     config = {"rank": 0}
     tap = log.machine(ELASTIC_TAGS, "elastic0.tags", ELASTIC_TAGS.build(config), config)
-    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     first = (1 << em.SESSION_BITS) + 1
     events: list[em.ElasticTagEvent] = [
         em.Settled(epoch=1, members=members),

@@ -25,6 +25,7 @@ from zbmd.collectives.execution.executor import Call, MappedExecutor
 from zbmd.collectives.execution.plan import Plan, plan_of
 from zbmd.collectives.group import flight_dump, priority_machine
 from zbmd.collectives.group.priority_driver import decode_told, encode_told
+from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.native._program import READ
 from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.p2p import elastic_machine as elastic_tag_machine
@@ -34,11 +35,10 @@ from zbmd.collectives.programs.program import IN, OUT
 from zbmd.collectives.repair.adoption import Publication, read_published
 from zbmd.collectives.repair.events import Call as RepairCall
 from zbmd.collectives.repair.events import Inputs, OnLoss, Phase, Report
-from zbmd.collectives.repair.measured_model import Measured
 from zbmd.collectives.repair.operations_uneven import blocks_of
-from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsTold
+from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsReply
 from zbmd.collectives.repair.verdict import decide
-from zbmd.collectives.repair.wire import Told, decode_report, encode_report
+from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
 from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.fuzzing.targets.actors import DECODED
@@ -98,7 +98,7 @@ def _from(sender: int, message: Contract) -> bytes:
 def _commit(data: bytes) -> None:
     """A rank in a group of three of which the others send anything; our own work always ends well."""
     machine = StepCommit(rank=0, version=0, digest=bytes(16), handle=b"own", last_version=LAST_VERSION)
-    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    members = tuple(MemberId(rank=rank, incarnation=1) for rank in RANKS)
     _perform(machine, cm.EpochInstalled(epoch=EPOCH, members=members))
     for body in read_blocks(data, MESSAGES_MAX):
         message = _codec().decode_contract(body[1:])
@@ -157,16 +157,18 @@ def _told(data: bytes) -> None:
 
 
 def _report_seeds() -> tuple[bytes, ...]:
-    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    members = tuple(MemberId(rank=rank, incarnation=1) for rank in RANKS)
     call = RepairCall(text="all_reduce", on_loss=OnLoss.SURVIVORS, inputs=Inputs.ADOPT)
     reports = (
         Report(born=0, sequence=1, phase=Phase.IDLE),
         Report(born=1, sequence=2, phase=Phase.PENDING, call=call, attempted=members, readable=members[2:]),
         Report(born=1, sequence=2, phase=Phase.HELD, call=call, attempted=members, contributors=members),
     )
-    measured = (None, Measured(model=Model(cores=2), far=True), Measured(model=Model(), far=False))
+    measured = (None, MeasuredModel(model=Model(cores=2), far=True), MeasuredModel(model=Model(), far=False))
     return tuple(
-        encode_report(Told(report=report, record_at=4096, measured=each, reading=k), ranks=62).tobytes()
+        encode_report(
+            ExchangedReport(report=report, record_at=4096, measured=each, reading=k), ranks=62
+        ).tobytes()
         for k, (report, each) in enumerate(zip(reports, measured, strict=True))
     )
 
@@ -177,7 +179,7 @@ def _reports(data: bytes) -> None:
     told = decode_report(np.frombuffer(data, np.uint8), RANKS[1])
     if told.measured is not None and not told.measured.model.alpha_ns > 0:
         raise Broken(f"a model of {told.measured}")
-    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS[:2])
+    members = tuple(MemberId(rank=rank, incarnation=1) for rank in RANKS[:2])
     verdict = decide(EPOCH + 1, members, {0: sound, 1: told.report}, frozenset())
     if not set(verdict.runners) <= set(RANKS[:2]):
         raise Broken(f"ranks {verdict.runners} are to run")
@@ -186,13 +188,13 @@ def _reports(data: bytes) -> None:
 def _splits_seeds() -> tuple[bytes, ...]:
     split = Split(channel=8, mend=9, base=3, places=((0, 1, 0), (1, 1, -1), (2, 0, 0)))
     both = (split, msgspec.structs.replace(split, closed=True))
-    return tuple(_from(0, SplitsTold(splits=both[:k])) for k in range(3))
+    return tuple(_from(0, SplitsReply(splits=both[:k])) for k in range(3))
 
 
 def _splits(data: bytes) -> None:
     """Two elders tell rank 1 the same anything of how a group was split."""
     told = _codec().decode_contract(data[1:])
-    if not isinstance(told, SplitsTold):
+    if not isinstance(told, SplitsReply):
         return
     ledger = SplitLedger()
     ledger.learn({0: told, 2: told}, rank=1)
@@ -404,7 +406,7 @@ def _tagged(data: bytes) -> None:
 def _tagged_elastic(data: bytes) -> None:
     """Messages of others to a member of an elastic group, that has sent one of its own."""
     machine = elastic_tag_machine.ElasticTagMachine(RANKS[0])
-    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    members = tuple(MemberId(rank=rank, incarnation=1) for rank in RANKS)
     machine.handle(elastic_tag_machine.Settled(epoch=EPOCH, members=members), now_ns=0)
     machine.handle(SendPosted(key=1, to=RANKS[1], tag=0), now_ns=0)
     for body in read_blocks(data, MESSAGES_MAX):

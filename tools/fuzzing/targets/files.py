@@ -32,8 +32,7 @@ from zbmd.tools.cli import settings
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
 from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
-from zbmd.training.autograd.parameter_layout import ParameterLayout
-from zbmd.training.checkpoint.parameter_cut import run_of
+from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.plan import read_plan
 from zbmd.training.checkpoint.sharded import (
     SHARDS_FORMAT,
@@ -214,7 +213,7 @@ def _shard_files() -> tuple[bytes, bytes]:
     with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
         flats = [np.arange(slot.size, dtype=np.float32) for slot in SLOTS]
         pieces = [
-            Piece(slot.name, run_of(slot.size, 0, slot.size), (flat, flat, flat))
+            Piece(slot.name, flat_slice(slot.size, 0, slot.size), (flat, flat, flat))
             for slot, flat in zip(SLOTS, flats, strict=True)
         ]
         write_shard(Path(made) / SHARD_NAME, pieces)

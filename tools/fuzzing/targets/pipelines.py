@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from zbmd.tools.fuzzing.target import Broken, Target
-from zbmd.training.pipeline.errors import ScheduleError, ScheduleFlawed
-from zbmd.training.pipeline.program import Shape, format_program, parse_programs
+from zbmd.training.pipeline.program import (
+    ScheduleError,
+    ScheduleFlawed,
+    Shape,
+    format_program,
+    parse_programs,
+)
 from zbmd.training.pipeline.rings import RingOffer, decode_offers, encode_offers
 from zbmd.training.pipeline.schedules import programs_of
 from zbmd.training.pipeline.simulate import Costs, simulate

@@ -18,9 +18,9 @@ from zbmd.training.profiler.lines import (
     StepLine,
     UnitLine,
     lines_path,
-    read_lives,
+    read_profiles,
 )
-from zbmd.training.profiler.peak import Machine, decode_peaks
+from zbmd.training.profiler.peak import MachineDescription, decode_peaks
 from zbmd.training.profiler.ring import (
     MAGIC,
     RECORD,
@@ -35,7 +35,7 @@ from zbmd.transport.errors import UserError
 
 BETWEEN = b"\nring\n"
 """Between the text and the ring of a seed, so that mutations need not find their way through zeros."""
-MACHINE = Machine(processor="p", processors=2, blas="b")
+MACHINE = MachineDescription(processor="p", processors=2, blas="b")
 RUN = RunLine(
     version=VERSION,
     rank=0,
@@ -69,7 +69,7 @@ def _lines(data: bytes) -> None:
         path = lines_path(Path(made), 0, 1)
         path.parent.mkdir()
         path.write_bytes(data)
-        table_of(summary_of(read_lives(Path(made)), lambda machine: None))
+        table_of(summary_of(read_profiles(Path(made)), lambda machine: None))
 
 
 def _line_seeds() -> tuple[bytes, ...]:

@@ -30,7 +30,7 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import HostDevice, cuda_device
 from zbmd.training.replicated.scenario import plain_job
-from zbmd.training.run.two_slot_store import Store, own_memory
+from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.cuda.facts import choose_way, why_no_ipc
 from zbmd.transport.cuda.handle import DeviceHandle, decode
 from zbmd.transport.cuda.peer import CudaPeer

@@ -28,9 +28,9 @@ from zbmd.training import ops
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import VOCABULARY, GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState
 from zbmd.training.optim.clip import clip_scale, global_norm
-from zbmd.training.step.malloc_tuning import keep_freed_memory
+from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
+from zbmd.training.step.recipe import keep_freed_memory
 from zbmd.transport.errors import UserError
 
 Run = Callable[[], object]

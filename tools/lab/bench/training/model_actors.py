@@ -26,8 +26,8 @@ from zbmd.actors.system import ActorSystem
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.replicated.job import JobOptions, open_recipe
 from zbmd.training.replicated.overhead import median_interval
-from zbmd.training.run.two_slot_store import Store, own_memory
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.errors import UserError
 
 WARMUP_ROUNDS = 5

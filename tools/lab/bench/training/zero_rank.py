@@ -16,18 +16,18 @@ from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.group.group import Group, group
 from zbmd.training import __main__ as training
-from zbmd.training.redundancy.buddy import COPIES, BuddyMirror
-from zbmd.training.redundancy.file import FileKeeper
+from zbmd.training.redundancy.buddy import COPIES, BuddyReplica
+from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import Digests
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.state_file import NO_NOTE, StateFile, StateName
 from zbmd.training.replicated.job import open_recipe
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.step_hook import ALONE, StepWatch
-from zbmd.training.zero.memory_accounting import Kind
+from zbmd.training.step.step_hook import NO_HOOK, StepHook
+from zbmd.training.zero.layout import MemoryKind
 from zbmd.training.zero.trainer import (
-    ZeroDone,
     ZeroOptions,
+    ZeroStepResult,
     ZeroTrainer,
     arena_bytes_needed,
 )
@@ -62,7 +62,7 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
     plain = ZeroTrainer(worker, made, recipe, options)
     file = _file(folder, plain, made.size)
     filed = ZeroTrainer(worker, made, recipe, options, offload=file)
-    keeper = FileKeeper(
+    keeper = FileRedundancy(
         worker,
         filed.own,
         file,
@@ -74,7 +74,7 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
         note=lambda _: NO_NOTE,
     )
     kept = ZeroTrainer(worker, made, recipe, options, keep_previous=True)
-    mirror = BuddyMirror(
+    mirror = BuddyReplica(
         worker,
         kept.own,
         place=kept.own.rank,
@@ -87,7 +87,7 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
     try:
         kept.enter(made, mirror.meet(made))
         filed.enter(made, keeper.meet(made))
-        turns = ((plain, ALONE), (kept, mirror), (filed, keeper))
+        turns = ((plain, NO_HOOK), (kept, mirror), (filed, keeper))
         for trainer, watch in turns:
             trainer.run_step(watch)
         mirror.busy_ns = mirror.waited_ns = 0
@@ -101,9 +101,9 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
         return RankCost(
             parameters=recipe.model.layout.parameter_count,
             state_bytes=plain.memory.state_bytes_most,
-            buddy_bytes=kept.memory.most[Kind.MIRROR] - shard_bytes,
-            previous_bytes=kept.memory.most[Kind.MIRROR] - SLOTS * shard_bytes,
-            working_bytes=plain.memory.most[Kind.WORKING],
+            buddy_bytes=kept.memory.most[MemoryKind.MIRROR] - shard_bytes,
+            previous_bytes=kept.memory.most[MemoryKind.MIRROR] - SLOTS * shard_bytes,
+            working_bytes=plain.memory.most[MemoryKind.WORKING],
             step_ns=[one[0] for one in times],
             mirrored_ns=[one[1] for one in times],
             offloaded_ns=[one[2] for one in times],
@@ -125,13 +125,13 @@ def _file(folder: Path, like: ZeroTrainer, ranks: int) -> StateFile:
     return StateFile(folder, name, again=False)
 
 
-def _timed(trainer: ZeroTrainer, watch: StepWatch) -> int:
+def _timed(trainer: ZeroTrainer, watch: StepHook) -> int:
     began_ns = now_ns()
     trainer.run_step(watch)
     return now_ns() - began_ns
 
 
-def _ignore_update(done: ZeroDone) -> None:
+def _ignore_update(done: ZeroStepResult) -> None:
     """Nobody is told."""
 
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Write files atomically, lock directories, and read files of JSON lines."""
 
 from __future__ import annotations
 
@@ -7,29 +7,57 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from zbmd.transport.errors import UserError
+
+LineT = TypeVar("LineT")
+
+
+def read_json_lines(
+    path: Path, decode: Callable[[bytes], LineT], *, bytes_max: int, what: str, advice: str
+) -> Iterator[LineT]:
+    """Yield each line, decoded by `decode`. A last line that was cut off by a kill is left out.
+
+    `what`, `advice`: words for error messages: what such a file is, and what to do. Raises `UserError` if the
+    file cannot be read, is larger than `bytes_max`, or `decode` raises for a line.
+    """
+    try:
+        if path.stat().st_size > bytes_max:
+            raise UserError(f"{path} is larger than any {what} written: {advice}.")
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            yield decode(line)
+        except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+            if not data.endswith(b"\n") and number == data.count(b"\n") + 1:
+                return
+            raise UserError(f"line {number} of {path} is damaged ({error}): {advice}.") from None
+
 
 # What file systems without O_TMPFILE answer: overlay and 9p of older kernels, NFS, vfat.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """A full disk, a full quota, and a limit on the size of a file (`ulimit -f`)."""
 
 
-class NoRoom(UserError):
+class DiskFull(UserError):
     """A file did not fit: the disk, a quota or a limit on file sizes is full."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace the file `path` by what `write(file)` writes: durable on return, or `path` is untouched.
+    """Replace the file `path` by what `write(file)` writes: durable on return, or `path` is unchanged.
 
-    The data goes to an unnamed file first (where the file system has them), so that a kill -9 while it is
-    written leaves nothing behind. Raises `NoRoom` for a full disk, and `UserError` for a directory that
-    cannot be made or is closed to us.
+    The data goes to an unnamed file first, if the file system supports that, so that a kill during the write
+    leaves nothing behind. Raises `DiskFull` for a full disk, and `UserError` for a directory that cannot be
+    created or written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +76,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 @contextlib.contextmanager
 def locked_directory(directory: Path) -> Generator[None]:
-    """Make the directory if it is not there, and let one process of this host at a time into the block.
+    """Create the directory if it is missing, and let one process of this host at a time into the block.
 
-    Raises `UserError` if it cannot be made or opened.
+    Raises `UserError` if it cannot be created or opened.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +97,7 @@ def locked_directory(directory: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def _replacement(path: Path, directory: int) -> Generator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, and is gone if the block raises."""
+    """Yield a new file that replaces `path` at the end of the block, or is removed if the block raises."""
     name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     unnamed = _unnamed(path.parent)
     with unnamed or name.open("xb") as file:
@@ -94,8 +122,8 @@ def _unnamed(directory: Path) -> BinaryIO | None:
 
 
 def _explained(path: Path, error: OSError) -> UserError:
-    if error.errno in NO_ROOM:
-        return NoRoom(
+    if error.errno in DISK_FULL_ERRNOS:
+        return DiskFull(
             f"cannot write {path}: there is no room for it ({error.strerror}). Free some space there, or "
             "choose another directory; what the file held before, if it existed, is unchanged."
         )

@@ -1,4 +1,4 @@
-"""The machines of this layer as kinds that can be recorded and replayed."""
+"""Sans-I/O log of the operations of a group's data plane, and its capture kind."""
 
 from __future__ import annotations
 
@@ -6,80 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from zbmd.collectives.commit.events import CommitAction, CommitEvent
-from zbmd.collectives.commit.machine import StepCommit
-from zbmd.collectives.elastic.views_machine import ViewsAction, ViewsEvent, ViewsMachine
-from zbmd.collectives.p2p.elastic_machine import ElasticTagAction, ElasticTagEvent, ElasticTagMachine
-from zbmd.collectives.repair.events import RepairAction, RepairEvent
-from zbmd.collectives.repair.machine import RepairMachine
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
-
-
-def commit_config(machine: StepCommit) -> dict[str, Any]:
-    """The arguments that make the like of a `StepCommit` that has taken no event yet."""
-    return {
-        "rank": machine.rank,
-        "version": machine.version,
-        "digest": machine.digest,
-        "handle": machine.slots_handle,
-        "last_version": machine.last_version,
-        "known_version": machine.known_version,
-    }
-
-
-def _build_commit(config: Mapping[str, Any]) -> StepCommit:
-    return StepCommit(**config)
-
-
-STEP_COMMIT: MachineKind[CommitEvent, CommitAction] = register(
-    "step-commit", 2, _build_commit, events=CommitEvent, actions=CommitAction, states=(StepCommit,)
-)
-
-
-def repair_config(machine: RepairMachine) -> dict[str, Any]:
-    """The arguments that make the like of a `RepairMachine` that has taken no event yet."""
-    return {"rank": machine.rank}
-
-
-def _build_repair(config: Mapping[str, Any]) -> RepairMachine:
-    return RepairMachine(**config)
-
-
-REPAIR: MachineKind[RepairEvent, RepairAction] = register(
-    "repair", 1, _build_repair, events=RepairEvent, actions=RepairAction, states=(RepairMachine,)
-)
-
-
-def tags_config(machine: ElasticTagMachine) -> dict[str, Any]:
-    """The arguments that make the like of an `ElasticTagMachine` that has taken no event yet."""
-    return {"rank": machine.rank}
-
-
-def _build_tags(config: Mapping[str, Any]) -> ElasticTagMachine:
-    return ElasticTagMachine(**config)
-
-
-ELASTIC_TAGS: MachineKind[ElasticTagEvent, ElasticTagAction] = register(
-    "elastic-tags",
-    1,
-    _build_tags,
-    events=ElasticTagEvent,
-    actions=ElasticTagAction,
-    states=(ElasticTagMachine,),
-)
-
-
-def _build_views(config: Mapping[str, Any]) -> ViewsMachine:
-    return ViewsMachine()
-
-
-VIEWS: MachineKind[ViewsEvent, ViewsAction] = register(
-    "elastic-views", 1, _build_views, events=ViewsEvent, actions=ViewsAction, states=(ViewsMachine,)
-)
-
-
-# ---- the operations of a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,161 @@
+"""Memory that is not there: an estimate that holds against real passes, and a step that runs out of it."""
+
+from __future__ import annotations
+
+import hashlib
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.processes.kept_lines import Lines
+
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.tools.chaos.small_job import SHAPE, write_text
+from zbmd.tools.cli.train import merged
+from zbmd.tools.cli.train import options_of as recipe_of
+from zbmd.training import __main__ as training
+from zbmd.training.autograd.rng import Noise
+from zbmd.training.checkpoint.sharded import checkpoint_in
+from zbmd.training.config import GPTConfig
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model.weights import load_weights
+from zbmd.training.replicated.job import run_plain
+from zbmd.training.step.memory_estimate import StepOutOfMemory, activation_bytes, naming_step
+from zbmd.transport.memory.arena import Allocator
+
+OURS = GPTConfig(context=32, width=64, heads=4, layers=3)
+GPT2 = replace(OURS, family="gpt2", activation="gelu")
+WIDE = replace(OURS, width=128, layers=6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("config", [OURS, replace(OURS, dropout=0.1), GPT2, WIDE])
+def test_the_estimate_is_near_the_peak_of_a_real_pass_and_below(config: GPTConfig, recompute: bool) -> None:
+    model = GPT(config, recompute=recompute)
+    params = model.init(0)
+    grads, tokens = np.zeros_like(params), np.zeros((4, config.context + 1), np.int64)
+    noise = Noise(0, 0, np.arange(4))
+    model.loss_and_grads(params, grads, tokens, global_batch=4, noise=noise)
+    tracemalloc.start()
+    model.loss_and_grads(params, grads, tokens, global_batch=4, noise=noise)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    estimate = activation_bytes(config, rows=4 * config.context, recompute=recompute)
+    assert 0.85 * peak_bytes <= estimate <= peak_bytes
+
+
+def test_an_arena_that_is_full_at_a_step_is_told_by_rank_and_step() -> None:
+    arena = Allocator(0, 1 << 20)
+    with (
+        pytest.raises(
+            StepOutOfMemory, match=r"rank 3 ran out of memory at step 7: no room for 2\.0 MiB in the arena"
+        ),
+        naming_step(3, 7),
+    ):
+        arena.allocate(2 << 20)
+
+
+SHORT_OF_MEMORY = """
+import os, resource, sys
+import numpy as np, uvloop
+from zbmd.training import __main__ as training, ops
+from zbmd.training.replicated import job
+
+def limited(version):
+    global short
+    short = (os.environ["RANK"], os.environ["ZBMD_INCARNATION"], version) == ("1", "1", 3)
+    if short:
+        with open("/proc/self/statm") as file:
+            now_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now_bytes + (64 << 20), resource.RLIM_INFINITY))
+
+def activation(tape, x):
+    if short:
+        np.empty(256 << 20, np.uint8)
+    return original(tape, x)
+
+short, original = False, ops.squared_relu
+ops.squared_relu = activation
+options = training.options_of(training.parser().parse_args(sys.argv[1:]))
+uvloop.run(job.run(options, before_step=limited))
+"""
+
+
+async def test_a_rank_that_is_short_of_memory_at_a_step_loses_nothing(tmp_path: Path) -> None:
+    """It says so, and is replaced; the state that was committed is at its peer."""
+    script, output, data = tmp_path / "job.py", Lines(), write_text(tmp_path / "text")
+    script.write_text(SHORT_OF_MEMORY)
+    shared = (*SHAPE, "--steps", "4", "--data", str(data), "--evaluate-every", "0")
+    plain = run_plain(training.options_of(training.parser().parse_args([*shared, "--out", str(tmp_path)])))
+    out = tmp_path / "run"
+    config = HostConfig(
+        target=str(script),
+        arguments=(*shared, "--out", str(out)),
+        world_size=2,
+        preload=("zbmd.training.replicated.job",),
+    )
+    ended = await Host(config, output=output).run()
+    told = "\n".join(output.lines)
+    assert ended.exit_code == 0, told
+    assert "rank 1 ran out of memory at step 2: Unable to allocate 256. MiB" in told, told
+    assert [down.rank for down in ended.failures] == [1]
+    weights = load_weights(out / "weights.safetensors")[0]
+    assert hashlib.sha256(weights.data).hexdigest() == plain.weights_sha256
+
+
+SHORT_AT_EVERY_STEP = """
+import os, sys
+import numpy as np
+from zbmd.training import __main__ as training, ops
+from zbmd.training.sharded import __main__ as mesh
+
+def activation(tape, x):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and (os.environ["ZBMD_INCARNATION"] != "1" or calls > 6):
+        np.empty(1 << 50, np.uint8)
+    return original(tape, x)
+
+calls, original = 0, ops.squared_relu
+ops.squared_relu = activation
+sys.exit((mesh if len(sys.argv) == 2 else training).main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["job", "zero", "mesh"])
+async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_second_failure(
+    kind: str, tmp_path: Path
+) -> None:
+    """Once it is replaced, and not as often as it may be; what there is to go on from is named."""
+    script, output, out = tmp_path / "job.py", Lines(), tmp_path / "run"
+    script.write_text(SHORT_AT_EVERY_STEP)
+    data = str(write_text(tmp_path / "text"))
+    every = {"steps": "40", "data": data, "out": str(out), "evaluate_every": "0", "checkpoint_every": "1"}
+    shape = dict(zip((flag.removeprefix("--") for flag in SHAPE[::2]), SHAPE[1::2], strict=True))
+    if kind == "mesh":
+        found = merged({**every, **shape, "mesh": "dp=2", "ranks": "2"}, {}, None)
+        arguments: tuple[str, ...] = (
+            recipe_of({name: value for name, (value, _) in found.items()}).encode(),
+        )
+    else:
+        pairs = ((f"--{name.replace('_', '-')}", value) for name, value in every.items())
+        arguments = (*SHAPE, *(text for pair in pairs for text in pair))
+        arguments += ("--zero", "2") if kind == "zero" else ()
+    config = HostConfig(
+        target=str(script),
+        arguments=arguments,
+        world_size=2,
+        max_restarts=8,
+        preload=("zbmd.training.zero.job", "zbmd.training.sharded.run"),
+    )
+    ended = await Host(config, output=output).run()
+    told = "\n".join([*output.lines, ended.reason])
+    assert ended.exit_code != 0, told
+    assert [down.rank for down in ended.failures if down.rank == 1] == [1, 1], told
+    assert "rank 1 ran out of memory at step " in told and "Unable to allocate 1.00 PiB" in told, told
+    assert "It was replaced for that before, at step " in told, told
+    named = checkpoint_in(out)
+    assert named is not None and f"resume with --resume {named}" in told, told
+    assert not list(out.glob("out-of-memory-*"))

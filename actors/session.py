@@ -177,9 +177,9 @@ class Session:
         """As `Ref.tell`."""
         self.run(self.ref(ref).tell(message))
 
-    def cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
-        """As `ActorSystem.cast`."""
-        return self.run(self.system.cast(refs, message))
+    def tell_all(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
+        """As `ActorSystem.tell_all`."""
+        return self.run(self.system.tell_all(refs, message))
 
     def terminate(self, ref: Ref | str, *, timeout: float = STOP_S) -> Down:
         """As `ActorSystem.terminate`."""

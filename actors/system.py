@@ -17,7 +17,7 @@ from zbmd.actors.directory import names
 from zbmd.actors.directory.driver import Directory
 from zbmd.actors.directory.names import CALL_S, Group
 from zbmd.actors.hangs.loop_watch import watch_loop
-from zbmd.actors.routing.routes import Ways
+from zbmd.actors.routing.routes import Routes
 from zbmd.actors.supervision.events import AutoShutdown, BackOff, Strategy
 from zbmd.actors.supervision.supervisor import ChildSpec, Supervisor
 from zbmd.actors.upgrade.driver import ANSWER_S, PROBATION_S, Upgraded, upgrade
@@ -138,7 +138,7 @@ class ActorSystem(CoreSystem):
 
         At most `PROCESSES_TOLD_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
         """
-        ways = self.service(Ways)
+        ways = self.service(Routes)
         return () if ways is None else (await ways.processes()).processes
 
 

@@ -1,4 +1,4 @@
-"""What a node knows of the ways to processes: the nodes and jobs of the view that it acts on."""
+"""What a node knows of the routes to processes: the nodes and jobs of the view that it acts on."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from zbmd.actors.routing.contracts import (
     Enrol,
     Enrolled,
     Gone,
-    NoWay,
+    NoRoute,
     ProcessesReply,
     ProcessesRequest,
+    Route,
+    RouteRequest,
     UntilGone,
-    Way,
-    WayRequest,
-    guests_address,
+    external_address,
 )
-from zbmd.actors.routing.end_notice import Heeding
-from zbmd.actors.routing.routes import Ways
+from zbmd.actors.routing.end_notice import EndNotices
+from zbmd.actors.routing.routes import Routes
 from zbmd.actors.view import child_id
 from zbmd.transport.errors import LocalProtocolError
 
@@ -57,7 +57,7 @@ class _Heeded:
 
 
 @dataclass(slots=True)
-class WayFinder(Heeding):
+class WayFinder(EndNotices):
     """See the module. To be told of each view; `where` asks other nodes. A `Finder` of its own node."""
 
     where: WhereActors
@@ -82,25 +82,25 @@ class WayFinder(Heeding):
                 self._heeded.discard(one)
                 one.tell(f"{gone} in view {view.epoch} ({reason})"[:REASON_CHARACTERS_MAX])
 
-    async def find(self, process: str) -> Way | NoWay:
+    async def find(self, process: str) -> Route | NoRoute:
         """Where a process listens. process: as all call it (`zbmd.actors.core.scopes`)."""
         if not self.view.epoch:
-            return NoWay("the node is in no cluster at the moment")
+            return NoRoute("the node is in no cluster at the moment")
         node = self._nodes.get(process)
         if node is not None:
             address = await self.where(node.key)
             if not address:
-                return NoWay(f"{node} does not say where its actors listen")
-            return Way(process, node.key.incarnation, "", "", address)
+                return NoRoute(f"{node} does not say where its actors listen")
+            return Route(process, node.key.incarnation, "", "", address)
         if owner_of(process):
-            return NoWay(f"where {process} is, {owner_of(process)} knows")
+            return NoRoute(f"where {process} is, {owner_of(process)} knows")
         entry = self._entries.get(process)
         if entry is None:
-            return NoWay(f"no node or rank of the cluster is called {process}")
+            return NoRoute(f"no node or rank of the cluster is called {process}")
         if entry.state is not RankState.UP:
-            return NoWay(f"{process} is {entry.state.value}: it takes links once it has joined its job")
-        near = guests_address(entry.address) if entry.host else ""
-        return Way(process, entry.incarnation, entry.host, near, entry.tcp_address)
+            return NoRoute(f"{process} is {entry.state.value}: it takes links once it has joined its job")
+        near = external_address(entry.address) if entry.host else ""
+        return Route(process, entry.incarnation, entry.host, near, entry.tcp_address)
 
     def gone(self, process: str, life: int) -> str:
         """Why the cluster goes on without that life; empty while it does not."""
@@ -119,7 +119,7 @@ class WayFinder(Heeding):
         vacant = entry.incarnation == life and entry.state is RankState.VACANT
         return f"{process} is {entry.state.value}" if over or vacant else ""
 
-    def heed(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
         """Call `tell`, once, when that life is gone; returns what undoes it. Raises `TooManyPending`."""
         gone = self.gone(process, life)
         if gone:
@@ -160,7 +160,7 @@ class WayFinder(Heeding):
 
 
 class WaysActor(Actor):
-    """Answers whoever is linked with its process, at `WAYS_ACTOR`."""
+    """Answers whoever is linked with its process, at `ROUTES_ACTOR`."""
 
     captured = False
 
@@ -170,8 +170,8 @@ class WaysActor(Actor):
         self._finding: set[asyncio.Task[None]] = set()
         """As many as askers may be owed answers."""
 
-    @on(WayRequest)
-    async def find(self, message: WayRequest) -> Way | NoWay | Later:
+    @on(RouteRequest)
+    async def find(self, message: RouteRequest) -> Route | NoRoute | Later:
         """See `WayFinder.find`. Another node may take its time to answer: others do not wait for that."""
         later = self.defer()
         task = asyncio.get_running_loop().create_task(self._find(message.process, later))
@@ -180,8 +180,8 @@ class WaysActor(Actor):
         return later
 
     async def _find(self, process: str, later: Deferred) -> None:
-        ways = self._owner_of(process)
-        found = await (self._finder if ways is None else ways.guests).find(process)
+        routes = self._owner_of(process)
+        found = await (self._finder if routes is None else routes.clients).find(process)
         with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
             later.reply(found)
 
@@ -191,14 +191,14 @@ class WaysActor(Actor):
         return await self._finder.processes()
 
     @on(Enrol)
-    async def enrol(self, message: Enrol) -> Enrolled | NoWay:
+    async def enrol(self, message: Enrol) -> Enrolled | NoRoute:
         """See `Enrol`: who is linked with us speaks for itself alone."""
         process = sender_process()
-        ways, peer = self._owner_of(process), self.system.peer(process)
-        if ways is None or peer is None:
-            return NoWay(f"{process} is not in the cluster by way of {self.system.name}")
-        way = Way(process, peer.incarnation, message.host, message.near, message.far)
-        return Enrolled() if ways.guests.enrol(way) else NoWay(f"another life of {process} is linked")
+        routes, peer = self._owner_of(process), self.system.peer(process)
+        if routes is None or peer is None:
+            return NoRoute(f"{process} is not in the cluster by way of {self.system.name}")
+        way = Route(process, peer.incarnation, message.host, message.near, message.far)
+        return Enrolled() if routes.clients.enrol(way) else NoRoute(f"another life of {process} is linked")
 
     @on(UntilGone)
     async def until_gone(self, message: UntilGone) -> Gone | Later:
@@ -216,17 +216,17 @@ class WaysActor(Actor):
             with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
                 later.reply(Gone(reason))
 
-        ways = self._owner_of(message.process)
-        knows = self._finder if ways is None else ways.guests
-        undo = knows.heed(message.process, message.life, tell)
+        routes = self._owner_of(message.process)
+        knows = self._finder if routes is None else routes.clients
+        undo = knows.notify_end(message.process, message.life, tell)
         if not told:
             self._waits[key] = (later, undo)
         return later
 
-    def _owner_of(self, process: str) -> Ways | None:
-        """Our ways, if that process is in the cluster by way of this one."""
-        ways = self.system.service(Ways)
-        return ways if ways is not None and ways.owns(process) else None
+    def _owner_of(self, process: str) -> Routes | None:
+        """Our routes, if that process is in the cluster by way of this one."""
+        routes = self.system.service(Routes)
+        return routes if routes is not None and routes.owns(process) else None
 
     async def stopping(self, reason: object) -> None:
         """Nobody is told any more."""

@@ -10,10 +10,10 @@ from zbmd.actors.cluster.jobs.hosted_job import memory_domain
 from zbmd.actors.cluster.node.client import ASK_S, desk_of
 from zbmd.actors.cluster.node.contracts import ActorsDoorReply, ActorsDoorRequest
 from zbmd.actors.core.scopes import owned_name, owner_of
-from zbmd.actors.routing.contracts import Enrol, Way, guests_address
-from zbmd.actors.routing.guest_dialer import GuestDoor
-from zbmd.actors.routing.guest_lease import Stay
-from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.actors.routing.contracts import Enrol, Route, external_address
+from zbmd.actors.routing.dialer import ExternalDialer
+from zbmd.actors.routing.lease import Lease
+from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import UserError
@@ -65,10 +65,10 @@ class _SessionDoor:
         self._host = memory_domain()
         cookie, settings = load_or_create_cookie(), tcp_settings(os.environ)
         incarnation = system.incarnation
-        self._door = GuestDoor(system.name, incarnation, 0, cookie, settings, derive(), host=self._host)
-        self._ways = Ways(system, AskedFinder(system, owner_of(system.name)), self._door.dial)
-        self.stay = Stay(system, self._ways, self._link_up)
-        self._near = guests_address(f"zbmd-{system.name}")
+        self._door = ExternalDialer(system.name, incarnation, 0, cookie, settings, derive(), host=self._host)
+        self._ways = Routes(system, RemoteLocator(system, owner_of(system.name)), self._door.dial)
+        self.stay = Lease(system, self._ways, self._link_up)
+        self._near = external_address(f"zbmd-{system.name}")
         self._door.listen_near(self._near, self._ways)
         self._far = ""
 
@@ -76,7 +76,7 @@ class _SessionDoor:
         node = await _ask_door(self._at)
         if node.process != self.stay.owner:
             raise UserError(f"{node.process} is there now, not {self.stay.owner}: make another session.")
-        link = await self._door.dial(Way(node.process, node.incarnation, "", "", node.address))
+        link = await self._door.dial(Route(node.process, node.incarnation, "", "", node.address))
         if not self._far and isinstance(link, TcpLink):
             try:  # where our node sees us, others of its network do
                 self._far = await self._door.listen_far(link.local_address.host, self._ways)

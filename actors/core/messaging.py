@@ -1,4 +1,4 @@
-"""Sending: tell, ask and cast, their envelopes and deadlines."""
+"""Sending: tell, ask and tell_all, their envelopes and deadlines."""
 
 from __future__ import annotations
 
@@ -142,17 +142,17 @@ class Messaging(Asker):
         elif asked.cell is not None:
             await self._wait_for_room(asked.cell, asked.delivery, asked.deadline_ns, asked.timeout_ns)
 
-    async def cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
+    async def tell_all(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
         """Tell many the same message; returns those to whom it could not be sent, and why.
 
         It is encoded once, and a process gets it once for all its actors. Order is kept as by `tell`, with
         which it may be mixed. Waits while a local mailbox or a link is full, for the others first.
         """
         if self.tracer is not None:
-            return await self.tracer.tell_all(refs, message, lambda: self._cast(refs, message))
-        return await self._cast(refs, message)
+            return await self.tracer.tell_all(refs, message, lambda: self._tell_all(refs, message))
+        return await self._tell_all(refs, message)
 
-    async def _cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
+    async def _tell_all(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
         trace_id, sender = self._envelope(message)
         failed: dict[Ref, ZbmdError] = {}
         full: list[tuple[Ref, ActorCell, Delivery]] = []
@@ -171,7 +171,7 @@ class Messaging(Asker):
             except (ActorError, SystemStopped) as error:
                 failed[ref] = error
         if remote:
-            await self._cast_remote(remote, sender, message, trace_id, failed)
+            await self._tell_all_remote(remote, sender, message, trace_id, failed)
         for ref, cell, delivery in full:
             try:
                 await self._tell_when_room(cell, delivery)
@@ -179,7 +179,7 @@ class Messaging(Asker):
                 failed[ref] = error
         return failed
 
-    async def _cast_remote(
+    async def _tell_all_remote(
         self,
         remote: dict[tuple[str, int], list[Ref]],
         sender: str,
@@ -189,14 +189,14 @@ class Messaging(Asker):
     ) -> None:
         body = wire.encode_body(message)
         for (process, incarnation), refs in remote.items():
-            for first in range(0, len(refs), wire.CAST_ADDRESSEES_MAX):
-                some = refs[first : first + wire.CAST_ADDRESSEES_MAX]
+            for first in range(0, len(refs), wire.TELL_ALL_ADDRESSEES_MAX):
+                some = refs[first : first + wire.TELL_ALL_ADDRESSEES_MAX]
                 try:
                     try:
                         peer = self._peer(process, incarnation)
                     except PeerLost:
                         peer = await self.reached(process, incarnation, 0)
-                    payload = wire.encode_cast(
+                    payload = wire.encode_tell_all(
                         [(r.actor, r.incarnation) for r in some], sender, message, body
                     )
                     await peer.send(payload, trace_id)

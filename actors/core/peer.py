@@ -76,16 +76,16 @@ class Peer(PeerCore):
         link: Link,
         on_closed: Callable[[ZbmdError | None], None] | None,
         *,
-        guest: str | None = None,
+        external: str | None = None,
     ) -> None:
-        self.name = link.peer.name if guest is None else guest
-        self.is_guest = guest is not None
+        self.name = link.peer.name if external is None else external
+        self.is_external = external is not None
         """Of no view of ours: its references are put into our words."""
         self.incarnation = link.peer.incarnation
         self.link = link
         self.lost: PeerLost | None = None
         self._system: PeerSystem = system
-        self._codec = system.codec if guest is None else wire.Codec(self._bind)
+        self._codec = system.codec if external is None else wire.Codec(self._bind)
         self._on_closed = on_closed
         self._watches: dict[int, tuple[Ref, Callable[[Down], None]]] = {}
         self._next_watch = 0
@@ -305,14 +305,14 @@ class Peer(PeerCore):
                 cell = self._find(envelope.to, envelope.incarnation)
                 if cell is not None:
                     cell.withdraw(RemoteReply(self, envelope.call))
-            case wire.Cast():
-                self._on_cast(envelope, trace_id)
+            case wire.TellAll():
+                self._on_tell_all(envelope, trace_id)
             case wire.Ask() | wire.Reply() | wire.Tell():
                 raise LocalProtocolError(f"{type(envelope).__name__} is none of the rarer envelopes")
             case _:
                 assert_never(envelope)
 
-    def _on_cast(self, m: wire.Cast, trace_id: int) -> None:
+    def _on_tell_all(self, m: wire.TellAll, trace_id: int) -> None:
         message: Contract | None = None
         for to, incarnation in m.to:
             tag = "unknown"

@@ -1,10 +1,10 @@
-"""Names of processes beyond the view that they are members of.
+"""Names of processes outside of their own view.
 
-Ranks of every job are called alike. Within a job a name is enough; beyond it a **scope** is put behind it:
-`rank0@1f` is rank 0 of job 1f. A node has a name that no other process of the cluster has, and no scope.
-Who is in the cluster by way of another process, its **owner**, says so in its name: `session-7@node2` is a
-script that is in by node 2, which knows where it listens. A reference is turned into the words of whoever
-decodes it, so it names the same actor wherever it is sent.
+Ranks of all jobs have the same names. Within a job a name is enough; outside of it a **scope** is appended:
+`rank0@1f` is rank 0 of job 1f. The name of a node is unique in the cluster and has no scope. A process that
+joined the cluster by way of another, its **owner**, has that in its name: `session-7@node2` is a script that
+joined by node 2, which knows its address. A reference is translated for the process that decodes it, so it
+names the same actor wherever it is sent.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def at_home(process: str, scope: str) -> str:
     return base if mark and where == scope else process
 
 
-def guest_name(process: str, scope: str) -> str:
+def external_name(process: str, scope: str) -> str:
     """Return the name in the hello of a link outside of views: always with the mark."""
     return f"{process}{MARK}{scope}"
 
 
-def of_guest(hello: str) -> str | None:
+def name_of_external(hello: str) -> str | None:
     """Return the name in such a hello; None if it is of another kind."""
     base, mark, scope = hello.rpartition(MARK)
     if not mark or not all(base.split(MARK)) or (not scope and not is_global(base)):

@@ -101,7 +101,7 @@ class Tracer(Protocol):
         message: Contract,
         perform: Callable[[], Coroutine[Any, Any, dict[Ref, ZbmdError]]],
     ) -> dict[Ref, ZbmdError]:
-        """As `CoreSystem.cast`."""
+        """As `CoreSystem.tell_all`."""
         ...
 
     async def spawn(

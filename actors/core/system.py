@@ -405,7 +405,7 @@ class CoreSystem(Messaging):
         carries = known is None or known.incarnation < incarnation
         if known is not None and carries:
             known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
-        peer = Peer(self, link, on_closed, guest=name)
+        peer = Peer(self, link, on_closed, external=name)
         if carries:
             self._peers[name] = peer
         else:
@@ -416,7 +416,7 @@ class CoreSystem(Messaging):
     def dismiss(self, process: str, incarnation: int, reason: str) -> None:
         """Close all links to that incarnation of a process outside of our views."""
         for peer in [*self._peers.values(), *self._spare]:
-            if peer.is_guest and (peer.name, peer.incarnation) == (process, incarnation):
+            if peer.is_external and (peer.name, peer.incarnation) == (process, incarnation):
                 peer.close(PeerLost(process, reason))
 
     def detach(self, process: str, reason: str = "detached") -> None:
@@ -434,7 +434,7 @@ class CoreSystem(Messaging):
     def peers(self) -> dict[str, int]:
         """Attached processes by name, with their incarnations, but for those of no view of ours."""
         self._unrecorded("system.peers")
-        return {name: peer.incarnation for name, peer in self._peers.items() if not peer.is_guest}
+        return {name: peer.incarnation for name, peer in self._peers.items() if not peer.is_external}
 
     # Monitors and links between actors.
 
@@ -554,7 +554,7 @@ class CoreSystem(Messaging):
         self._spare.discard(peer)
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-            if not peer.is_guest:
+            if not peer.is_external:
                 for service in self._services.values():
                     service.link_down(peer.name, peer.incarnation)
 

@@ -23,7 +23,7 @@ from zbmd.transport.memory.scattered import Scattered
 TEXT_CHARS_MAX = 4096
 ACTOR_NAME_CHARS_MAX = 128
 SPAWN_ARGUMENTS_MAX = 64
-CAST_ADDRESSEES_MAX = 256
+TELL_ALL_ADDRESSEES_MAX = 256
 
 # Up to 2**63 - 1: msgspec's constraints end there, and no counter here gets near.
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -185,10 +185,10 @@ class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=14):
     incarnation: int
 
 
-class Cast(msgspec.Struct, array_like=True, frozen=True, tag=15):
+class TellAll(msgspec.Struct, array_like=True, frozen=True, tag=15):
     """A `Tell` to several actors, by name and incarnation."""
 
-    to: Annotated[list[tuple[Addressee, int]], msgspec.Meta(max_length=CAST_ADDRESSEES_MAX)]
+    to: Annotated[list[tuple[Addressee, int]], msgspec.Meta(max_length=TELL_ALL_ADDRESSEES_MAX)]
     sender: Sender
     body: msgspec.Raw
 
@@ -209,7 +209,7 @@ Envelope: TypeAlias = (
     | Spawn
     | Unspawn
     | Withdraw
-    | Cast
+    | TellAll
 )
 
 
@@ -234,16 +234,16 @@ def encode_tell(to: str, incarnation: int, sender: str, message: Any) -> Payload
 
 
 def encode_body(message: Any) -> msgspec.Raw:
-    """Return a message by itself, for `encode_cast`. Raises `InvalidMessage`."""
+    """Return a message by itself, for `encode_tell_all`. Raises `InvalidMessage`."""
     try:
         return msgspec.Raw(_encode(message))
     except Exception as error:
         raise InvalidMessage(f"{_name(message)} cannot be encoded: {error}") from error
 
 
-def encode_cast(to: list[tuple[str, int]], sender: str, message: Any, body: msgspec.Raw) -> bytes:
-    """Return a `Cast` of `message`, whose bytes are `body`. Raises `InvalidMessage`."""
-    return _checked(encode(Cast(to, sender, body)), message)
+def encode_tell_all(to: list[tuple[str, int]], sender: str, message: Any, body: msgspec.Raw) -> bytes:
+    """Return a `TellAll` of `message`, whose bytes are `body`. Raises `InvalidMessage`."""
+    return _checked(encode(TellAll(to, sender, body)), message)
 
 
 def encode_ask(call: int, to: str, incarnation: int, timeout_ns: int, sender: str, message: Any) -> Payload:

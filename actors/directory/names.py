@@ -103,8 +103,9 @@ class Group:
         await directory_of(self._system, ref).ask(message, timeout=timeout)
 
     async def broadcast(self, message: Contract) -> dict[Ref, ZbmdError]:
-        """Send a message to all members; return the failed ones and their errors, as `ActorSystem.cast`."""
-        return await self._system.cast(self.members, message)
+        """Send a message to all members; return the failed ones and their errors, as
+        `ActorSystem.tell_all`."""
+        return await self._system.tell_all(self.members, message)
 
     def changes(self) -> AsyncGenerator[GroupChange]:
         """Yield changes of the membership from now on; the first has all present members.

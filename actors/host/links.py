@@ -29,7 +29,7 @@ from zbmd.actors.host.contracts import (
     ReportsTaken,
     StatusRequest,
 )
-from zbmd.actors.routing.contracts import WAYS_ACTOR
+from zbmd.actors.routing.contracts import ROUTES_ACTOR
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX, child_id, rank_of
 from zbmd.transport.capture.recorder import Recorder
@@ -176,7 +176,7 @@ class HostLinks:
         await self.system.spawn(HostActor, self._desk, name=HOST_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
         if self._finder is not None:
-            await self.system.spawn(WaysActor, self._finder, name=WAYS_ACTOR)
+            await self.system.spawn(WaysActor, self._finder, name=ROUTES_ACTOR)
         self._sender = self._loop.create_task(self._send(), name="host outbox")
         self._listener = listen(self._address, self._on_link, self._endpoint)
 

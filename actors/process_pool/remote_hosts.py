@@ -19,7 +19,7 @@ from typing import Final
 import structlog
 
 from zbmd.actors.process_pool.process_actor import Places, ProcessActor
-from zbmd.actors.routing.routes import Ways
+from zbmd.actors.routing.routes import Routes
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import ZbmdError
@@ -65,12 +65,12 @@ class NodeProcess(ProcessActor):
 
     async def until_lost(self) -> str:
         """See `ProcessActor`: the cluster goes on without it."""
-        ways = self.system.service(Ways)
-        if self._life is None or ways is None:
+        routes = self.system.service(Routes)
+        if self._life is None or routes is None:
             return await super().until_lost()
         while True:
             try:
-                reason = await ways.until_gone(*self._life)
+                reason = await routes.until_gone(*self._life)
             except ZbmdError as error:
                 log.info("nobody tells whether a node is lost", node=self._life[0], reason=str(error))
                 await asyncio.sleep(ASK_AGAIN_S)

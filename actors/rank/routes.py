@@ -6,9 +6,9 @@ import os
 
 from zbmd.actors.host.contracts import NODE_NAME
 from zbmd.actors.rank_env import RankEnvironment
-from zbmd.actors.routing.contracts import guests_address
-from zbmd.actors.routing.guest_dialer import GuestDoor
-from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.actors.routing.contracts import external_address
+from zbmd.actors.routing.dialer import ExternalDialer
+from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.link.interface import Link
@@ -21,7 +21,7 @@ class RankWays:
     def __init__(
         self, system: ActorSystem, environment: RankEnvironment, cookie: bytes, deadlines: Deadlines
     ) -> None:
-        self._door = GuestDoor(
+        self._door = ExternalDialer(
             system.name,
             environment.incarnation,
             environment.job,
@@ -30,11 +30,11 @@ class RankWays:
             deadlines,
             host=environment.host,
         )
-        self._ways = Ways(system, AskedFinder(system, NODE_NAME), self._door.dial)
+        self._ways = Routes(system, RemoteLocator(system, NODE_NAME), self._door.dial)
 
     def listen(self, address: str) -> None:
         """Take links of guests of this host, until the system stops. address: where siblings find us."""
-        self._door.listen_near(guests_address(address), self._ways)
+        self._door.listen_near(external_address(address), self._ways)
 
     def accepted(self, link: Link) -> None:
         """Take a link of a guest, from wherever it came."""

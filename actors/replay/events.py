@@ -205,7 +205,7 @@ class Replied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastTo:
-    """`ActorSystem.cast`."""
+    """`ActorSystem.tell_all`."""
 
     call: int
     to: list[str]

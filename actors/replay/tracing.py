@@ -121,8 +121,8 @@ class Tracing:
         message: Contract,
         perform: Callable[[], Coroutine[Any, Any, dict[Ref, ZbmdError]]],
     ) -> dict[Ref, ZbmdError]:
-        """As `CoreSystem.cast`."""
-        life, strand = _turn("cast()")
+        """As `CoreSystem.tell_all`."""
+        life, strand = _turn("tell_all()")
         if life is None or strand is None:
             return await perform()
         refs = list(refs)

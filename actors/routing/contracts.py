@@ -1,4 +1,4 @@
-"""What processes ask a node of the cluster about the ways to others."""
+"""Requests of processes to the nodes of a cluster: the routes to other processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 from zbmd.actors.contracts import Contract
 
-WAYS_ACTOR: Final = "ways"
-"""Answers in every process that knows the cluster's view, in the host of each job, and in who has guests."""
+ROUTES_ACTOR: Final = "ways"
+"""The actor that answers, in every process that knows the cluster's view or has external clients."""
 REASON_CHARACTERS_MAX: Final = 1000
 PROCESSES_TOLD_MAX: Final = 4096
 
@@ -19,15 +19,15 @@ Address = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS_MAX)]
 
 
-class WayRequest(Contract, id="zbmd.way.request"):
-    """Where does a process listen? By its name everywhere (`zbmd.actors.core.scopes`)."""
+class RouteRequest(Contract, id="zbmd.way.request"):
+    """Request the address of a process, by its global name (`zbmd.actors.core.scopes`)."""
 
     process: Process
 
 
-class Way(Contract, id="zbmd.way"):
-    """Where a process listens, and which life of it. host: its memory domain; near: the abstract socket for
-    processes of that domain, far: TCP's HOST:PORT; either may be empty.
+class Route(Contract, id="zbmd.way"):
+    """The addresses of one incarnation of a process. host: its memory domain; near: the abstract socket for
+    processes of that domain; far: HOST:PORT of TCP. Either address may be empty.
     """
 
     process: Process
@@ -37,15 +37,15 @@ class Way(Contract, id="zbmd.way"):
     far: Address
 
 
-class NoWay(Contract, id="zbmd.way.none"):
-    """There is no such process, or it does not listen (yet)."""
+class NoRoute(Contract, id="zbmd.way.none"):
+    """There is no such process, or it does not listen yet."""
 
     reason: Text
 
 
 class Enrol(Contract, id="zbmd.way.enrol"):
-    """A process asks its owner (`zbmd.actors.core.scopes`) to tell others where it listens, while it is
-    linked. Of whose link it comes is known.
+    """Ask the owner (`zbmd.actors.core.scopes`) to give this process's addresses to others while they are
+    linked. The link identifies the sender.
     """
 
     host: Text
@@ -54,33 +54,33 @@ class Enrol(Contract, id="zbmd.way.enrol"):
 
 
 class Enrolled(Contract, id="zbmd.way.enrolled"):
-    """From now on others find it."""
+    """The process is registered: others find it from now on."""
 
 
 class UntilGone(Contract, id="zbmd.way.until_gone"):
-    """Answer once this life of the process is out of the cluster."""
+    """Request a reply once this incarnation of the process has left the cluster."""
 
     process: Process
     life: Life
 
 
 class Gone(Contract, id="zbmd.way.gone"):
-    """It is."""
+    """The incarnation has left the cluster."""
 
     reason: Text
 
 
 class ProcessesRequest(Contract, id="zbmd.way.processes_request"):
-    """Which processes of the cluster have actors that can be reached?"""
+    """Request the processes of the cluster whose actors can be reached."""
 
 
 class ProcessesReply(Contract, id="zbmd.way.processes"):
-    """(process, its life, the node that it runs on as people call it), nodes first; others are counted."""
+    """Processes as (name, incarnation, name of its node), nodes first; `more`: how many are left out."""
 
     processes: Annotated[tuple[tuple[Process, Life, Text], ...], msgspec.Meta(max_length=PROCESSES_TOLD_MAX)]
     more: int = 0
 
 
-def guests_address(address: str) -> str:
+def external_address(address: str) -> str:
     """Return the address for external links of a rank whose siblings link at `address`."""
     return f"{address}-g"

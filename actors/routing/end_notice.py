@@ -1,4 +1,4 @@
-"""Being told of the end of a life of a process: by a call, or by waiting for it."""
+"""End notices: a callback, or a wait, for the end of one incarnation of a process."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 
-class Heeding(ABC):
-    """Who knows when processes go."""
+class EndNotices(ABC):
+    """Reports the ends of processes."""
 
     __slots__ = ()
 
     @abstractmethod
-    def heed(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
-        """Call `tell`, once, when that life is gone; returns what undoes it. Raises `TooManyPending`."""
+    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+        """Call `tell`, once, when that incarnation has ended; return a function that undoes it.
+
+        Raises `TooManyPending`.
+        """
 
     async def until_gone(self, process: str, life: int) -> str:
-        """Wait until it is; why. Raises `TooManyPending`."""
+        """Wait for the end and return the reason. Raises `TooManyPending`."""
         gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def tell(reason: str) -> None:
             if not gone.done():
                 gone.set_result(reason)
 
-        undo = self.heed(process, life, tell)
+        undo = self.notify_end(process, life, tell)
         try:
             return await gone
         finally:

@@ -1,8 +1,8 @@
-"""Which links to processes beyond our views are made, and what becomes of those who wait for one.
+"""The route machine (sans-I/O): links to processes outside of our views, and who waits for them.
 
-A machine: its driver (`ways`) asks where a process listens, dials it, and tells. A link that the other side
-has dialed serves as well. Two that dial each other at once have two links: each goes on to send on the one
-that it had first, so that no link in use is ever closed, and none of two messages overtakes the other.
+Its driver (`routes`) locates a process, dials it, and reports the result. A link that the other side dialed
+serves as well. Two processes that dial each other at once have two links: each keeps sending on the one that
+it had first, so that no link in use is closed and messages stay in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TICKETS_MAX: Final = 4096
 """Messages and the like that wait for a link."""
 
 
-class Kind(Enum):
+class RefusalKind(Enum):
     """Why there is no link."""
 
     LOST = "lost"
@@ -117,12 +117,12 @@ class Refuse:
 
     ticket: int
     process: str
-    kind: Kind
+    kind: RefusalKind
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heed:
+class AwaitEnd:
     """Have the cluster tell when this life is over."""
 
     process: str
@@ -138,7 +138,7 @@ class Detach:
     reason: str
 
 
-Action: TypeAlias = Seek | Dial | Arrive | Refuse | Heed | Detach
+Action: TypeAlias = Seek | Dial | Arrive | Refuse | AwaitEnd | Detach
 
 
 class Phase(Enum):
@@ -150,7 +150,7 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class Place:
+class RouteState:
     """A process. linked: the life that there is a link to, or 0; waiting: the life wanted, by ticket."""
 
     phase: Phase = Phase.IDLE
@@ -158,11 +158,11 @@ class Place:
     waiting: dict[int, int] = field(default_factory=dict[int, int])
 
 
-class WaysMachine:
+class RouteMachine:
     """See the module. `handle` returns what the driver is to do, in order."""
 
     def __init__(self) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, RouteState] = {}
         self._tickets: dict[int, str] = {}
 
     def handle(self, event: Event) -> list[Action]:
@@ -219,12 +219,12 @@ class WaysMachine:
             return [_dead(ticket, process, place.linked)]
         if place is None and len(self.places) >= PROCESSES_MAX:
             reason = f"{PROCESSES_MAX} processes beyond the own view are linked with already"
-            return [Refuse(ticket=ticket, process=process, kind=Kind.TOO_MANY, reason=reason)]
+            return [Refuse(ticket=ticket, process=process, kind=RefusalKind.TOO_MANY, reason=reason)]
         if len(self._tickets) >= TICKETS_MAX:
             reason = f"{TICKETS_MAX} messages wait for links already"
-            return [Refuse(ticket=ticket, process=process, kind=Kind.TOO_MANY, reason=reason)]
+            return [Refuse(ticket=ticket, process=process, kind=RefusalKind.TOO_MANY, reason=reason)]
         if place is None:
-            place = self.places[process] = Place()
+            place = self.places[process] = RouteState()
         place.waiting[ticket] = life
         self._tickets[ticket] = process
         if place.phase is not Phase.IDLE:
@@ -243,7 +243,7 @@ class WaysMachine:
                 actions.append(_dead(ticket, process, life))
             elif wanted > life:
                 reason = f"its incarnation {wanted} is not known yet, only {life}"
-                actions.append(Refuse(ticket=ticket, process=process, kind=Kind.LOST, reason=reason))
+                actions.append(Refuse(ticket=ticket, process=process, kind=RefusalKind.LOST, reason=reason))
             else:
                 continue
             self._forget(place, ticket)
@@ -259,7 +259,8 @@ class WaysMachine:
         if place is None:
             return []
         actions: list[Action] = [
-            Refuse(ticket=ticket, process=process, kind=Kind.LOST, reason=reason) for ticket in place.waiting
+            Refuse(ticket=ticket, process=process, kind=RefusalKind.LOST, reason=reason)
+            for ticket in place.waiting
         ]
         for ticket in list(place.waiting):
             self._forget(place, ticket)
@@ -268,9 +269,9 @@ class WaysMachine:
         return actions
 
     def _linked(self, process: str, life: int) -> list[Action]:
-        place = self.places.setdefault(process, Place())
+        place = self.places.setdefault(process, RouteState())
         place.linked = life
-        actions: list[Action] = [Heed(process=process, life=life)]
+        actions: list[Action] = [AwaitEnd(process=process, life=life)]
         for ticket, wanted in list(place.waiting.items()):
             if wanted in (0, life):
                 actions.append(Arrive(ticket=ticket))
@@ -286,14 +287,14 @@ class WaysMachine:
             actions.append(Seek(process=process))
         return actions
 
-    def _forget(self, place: Place, ticket: int) -> None:
+    def _forget(self, place: RouteState, ticket: int) -> None:
         del place.waiting[ticket], self._tickets[ticket]
 
-    def _tidy(self, process: str, place: Place) -> None:
+    def _tidy(self, process: str, place: RouteState) -> None:
         if not place.linked and place.phase is Phase.IDLE:
             del self.places[process]
 
 
 def _dead(ticket: int, process: str, life: int) -> Refuse:
     reason = f"{process} is now incarnation {life}"
-    return Refuse(ticket=ticket, process=process, kind=Kind.DEAD, reason=reason)
+    return Refuse(ticket=ticket, process=process, kind=RefusalKind.DEAD, reason=reason)

@@ -1,8 +1,8 @@
-"""Links to processes beyond our own views, made when something is sent there: the driver of `machine`.
+"""Links to processes outside of the own views, made when something is sent there: the driver of `machine`.
 
-Whoever is in the cluster, a node, a rank of any job, or a session, asks a node where the other listens and
-dials it: shared memory within one memory domain, TCP elsewhere. Of a process that has an owner, as a session
-has, that one is asked (`guests`). Both ends have proved the cluster's cookie.
+A process of the cluster (a node, a rank of any job, a session) asks a node for the address of the other and
+dials it: by shared memory within one memory domain, by TCP elsewhere. The address of a process that has an
+owner, such as a session, is requested from its owner (`clients`). Both ends have proved the cluster's cookie.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never
 import structlog
 
 from zbmd.actors.core import wire
-from zbmd.actors.core.scopes import abroad, at_home, is_global, of_guest, owner_of, scope_of_job
+from zbmd.actors.core.scopes import abroad, at_home, is_global, name_of_external, owner_of, scope_of_job
 from zbmd.actors.core.services import Service
 from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorError, DeadActor, TooManyPending
 from zbmd.actors.routing import machine as w
+from zbmd.actors.routing.clients import ExternalClients
 from zbmd.actors.routing.contracts import (
-    WAYS_ACTOR,
+    ROUTES_ACTOR,
     Gone,
-    NoWay,
+    NoRoute,
     ProcessesReply,
     ProcessesRequest,
+    Route,
+    RouteRequest,
     UntilGone,
-    Way,
-    WayRequest,
 )
-from zbmd.actors.routing.guests import Guests
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
 
 if TYPE_CHECKING:
@@ -42,35 +42,35 @@ if TYPE_CHECKING:
     from zbmd.actors.core.system import CoreSystem
     from zbmd.transport.link.interface import Link
 
-log: Final = structlog.stdlib.get_logger("zbmd.actors.ways")
+log: Final = structlog.stdlib.get_logger("zbmd.actors.routes")
 
 FIND_S: Final = 5.0
-"""How long a node may take to say where a process listens."""
+"""Timeout of a request for an address, seconds."""
 REACH_S: Final = 15.0
-"""For how long who has no deadline waits for a link: to find the process, and to dial it."""
-HEED_S: Final = 24 * 3600.0
-"""How long a node is asked to wait for the end of a process; then it is asked again."""
+"""Timeout of a link for a message without a deadline, seconds: to locate the process and to dial it."""
+WAIT_END_S: Final = 24 * 3600.0
+"""Timeout of one request for the end of a process, seconds; then it is sent again."""
 
-DialWay = Callable[[Way], Awaitable["Link"]]
+DialRoute = Callable[[Route], Awaitable["Link"]]
 """Raises as a link's dial does."""
 
 
-class Door(Protocol):
-    """Takes links until it is closed."""
+class Listener(Protocol):
+    """Accepts links until it is closed."""
 
     def close(self) -> None:
-        """Take no more. Idempotent."""
+        """Accept no more links. Idempotent."""
         ...
 
     async def wait_closed(self) -> None:
-        """Wait until nothing of it is under way."""
+        """Wait until its work is done."""
         ...
 
 
-class Asked(Protocol):
-    """Who knows of some processes."""
+class Locator(Protocol):
+    """Locates some processes."""
 
-    async def find(self, process: str) -> Way | NoWay:
+    async def find(self, process: str) -> Route | NoRoute:
         """Return where a process listens. Raises `ZbmdError` if nobody can be asked."""
         ...
 
@@ -79,53 +79,55 @@ class Asked(Protocol):
         ...
 
 
-class Finder(Asked, Protocol):
-    """Who knows the cluster."""
+class ClusterLocator(Locator, Protocol):
+    """Locates all processes of the cluster."""
 
     async def processes(self) -> ProcessesReply:
         """Return all that can be found. Raises as `find`."""
         ...
 
 
-class AskedFinder:
-    """By asking the `ways` of a node. process: the one that it is in, linked with ours."""
+class RemoteLocator:
+    """Locates processes by requests to the `ways` actor of a node. process: a linked node."""
 
     def __init__(self, system: CoreSystem, process: str) -> None:
-        self._ways = system.ref(f"{process}/{WAYS_ACTOR}")
+        self._routes = system.ref(f"{process}/{ROUTES_ACTOR}")
 
-    async def find(self, process: str) -> Way | NoWay:
-        """See `Finder`."""
+    async def find(self, process: str) -> Route | NoRoute:
+        """See `ClusterLocator`."""
         try:
-            found = await self._ways.ask(WayRequest(process), timeout=FIND_S)
+            found = await self._routes.ask(RouteRequest(process), timeout=FIND_S)
         except DeadActor:
-            return NoWay("this process is in no cluster with nodes: its view is all that it reaches")
-        assert isinstance(found, (Way, NoWay)), "the contract of `ways`"
+            return NoRoute("this process is in no cluster: it reaches the processes of its view only")
+        assert isinstance(found, (Route, NoRoute)), "the contract of `ways`"
         return found
 
     async def processes(self) -> ProcessesReply:
-        """See `Finder`."""
-        return await self._ways.ask(ProcessesRequest(), reply=ProcessesReply, timeout=FIND_S)
+        """See `ClusterLocator`."""
+        return await self._routes.ask(ProcessesRequest(), reply=ProcessesReply, timeout=FIND_S)
 
     async def until_gone(self, process: str, life: int) -> str:
-        """See `Finder`."""
+        """See `ClusterLocator`."""
         while True:
             try:
-                return (await self._ways.ask(UntilGone(process, life), reply=Gone, timeout=HEED_S)).reason
+                return (
+                    await self._routes.ask(UntilGone(process, life), reply=Gone, timeout=WAIT_END_S)
+                ).reason
             except DeadlineExceeded:
                 continue
 
 
-class Ways(Service):
-    """The links of one system to processes beyond its views, which closes it when it stops.
+class Routes(Service):
+    """Links of one system to processes outside of its views; closed with the system.
 
-    leads_to: which processes are ours to reach (default: all with a name that others have, too).
+    leads_to: whether links to a process are made here (default: to all with a global name).
     """
 
     def __init__(
         self,
         system: CoreSystem,
-        finder: Finder,
-        dial: DialWay,
+        finder: ClusterLocator,
+        dial: DialRoute,
         *,
         leads_to: Callable[[str], bool] = is_global,
     ) -> None:
@@ -133,19 +135,19 @@ class Ways(Service):
         self._system = system
         self._finder = finder
         self._dial = dial
-        self._machine = w.WaysMachine()
+        self._machine = w.RouteMachine()
         self._tickets = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._found: dict[str, Way] = {}
+        self._found: dict[str, Route] = {}
         self._work: dict[str, asyncio.Task[None]] = {}
-        self._heeding: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._notices: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Not in the context of whoever sends: an actor's task is told by it.
+        # Not in the context of a sender: an actor's tasks are recognised by it.
         self._context = contextvars.copy_context()
         self._closed = False
-        self._doors: list[Door] = []
-        self.guests = Guests()
-        """Who is in the cluster by way of this process."""
+        self._doors: list[Listener] = []
+        self.clients = ExternalClients()
+        """The processes that joined the cluster by way of this one."""
         system.routes = self
         system.add_service(self)
 
@@ -171,19 +173,19 @@ class Ways(Service):
         await self.reach(process, incarnation, deadline_left_s(deadline_ns))
 
     async def processes(self) -> ProcessesReply:
-        """See `Finder`."""
+        """See `ClusterLocator`."""
         return await self._finder.processes()
 
     async def until_gone(self, process: str, life: int) -> str:
-        """See `Finder`."""
+        """See `ClusterLocator`."""
         return await self._finder_of(process).until_gone(process, life)
 
     def accepted(self, link: Link) -> None:
-        """Take a link that a guest has dialed, or close it."""
-        name = of_guest(link.peer.name)
+        """Take a link dialed by an external client, or close it."""
+        name = name_of_external(link.peer.name)
         own = name is None or at_home(name, self._system.scope) == self._system.name
         if name is None or own or self._closed or not self._machine.has_room(name):
-            log.warning("link of a guest closed", name=link.peer.name)
+            log.warning("external link refused", name=link.peer.name)
             link.close()
             return
         self._take(name, link)
@@ -194,7 +196,7 @@ class Ways(Service):
         return self._closed
 
     def end(self) -> None:
-        """Seek and dial no more; who waits is told. Idempotent."""
+        """Locate and dial no more; waiting senders fail. Idempotent."""
         self._closed = True
         for future in self._waiting.values():
             if not future.done():
@@ -212,27 +214,27 @@ class Ways(Service):
         """The system has stopped."""
         await self.close()
 
-    def listens(self, door: Door) -> None:
-        """Links are taken there for us; it is closed with us."""
+    def listens(self, door: Listener) -> None:
+        """Add a listener whose links come here; it is closed with the routes."""
         self._doors.append(door)
 
     def owns(self, process: str) -> bool:
-        """Return whether it is in the cluster by way of this process."""
+        """Return whether a process joined the cluster by way of this one."""
         return owner_of(process) == abroad(self._system.name, self._system.scope)
 
     def dialed(self, process: str, link: Link) -> None:
-        """Take a link that was dialed to begin with."""
+        """Take a link that was dialed elsewhere."""
         self._take(process, link)
 
     async def close(self) -> None:
-        """The same, and wait until nothing is under way any more."""
+        """End, and wait until all work is done."""
         self.end()
         if self._tasks:
             await asyncio.wait(self._tasks)
         for door in self._doors:
             await door.wait_closed()
 
-    # What does not wait, once there is a link.
+    # Requests that wait for a link in the background.
 
     def watch(self, ref: Ref, callback: Callable[[Down], None]) -> Callable[[], None]:
         """As `ActorSystem.watch`."""
@@ -255,7 +257,7 @@ class Ways(Service):
         return cancel
 
     def link(self, cell: ActorCell, other: Ref) -> None:
-        """Tell the other end of a link between actors; `cell` has been told."""
+        """Link `cell`, which has noted it, with an actor of another process."""
 
         async def begin() -> None:
             ours = cell.ref
@@ -279,7 +281,7 @@ class Ways(Service):
             try:
                 await self.reach(ref.process, ref.process_incarnation)
             except ZbmdError as error:
-                log.info("nobody there to be stopped", actor=ref.address, reason=str(error))
+                log.info("cannot stop an actor: no link to it", actor=ref.address, reason=str(error))
                 return
             self._post(ref, wire.Stop(ref.actor, ref.incarnation, wire.reason_data(reason)))
 
@@ -310,27 +312,27 @@ class Ways(Service):
             case w.Refuse():
                 if not self._waiting[action.ticket].done():
                     self._waiting[action.ticket].set_exception(_error(action))
-            case w.Heed(process=process, life=life):
-                if (process, life) not in self._heeding and not self._closed:
-                    task = self.task(self._heed(process, life), f"heed {process}")
-                    self._heeding[process, life] = task
-                    task.add_done_callback(lambda _: self._heeding.pop((process, life), None))
+            case w.AwaitEnd(process=process, life=life):
+                if (process, life) not in self._notices and not self._closed:
+                    task = self.task(self._await_end(process, life), f"await the end of {process}")
+                    self._notices[process, life] = task
+                    task.add_done_callback(lambda _: self._notices.pop((process, life), None))
             case w.Detach(process=process, life=life, reason=reason):
                 self._system.dismiss(process, life, reason)
             case _:
                 assert_never(action)
 
-    def _finder_of(self, process: str) -> Asked:
+    def _finder_of(self, process: str) -> Locator:
         """Return the locator of a process: this process, its owner, or the cluster's nodes."""
         owner = owner_of(process)
         if not owner:
             return self._finder
         if self.owns(process):
-            return self.guests
-        return AskedFinder(self._system, at_home(owner, self._system.scope))
+            return self.clients
+        return RemoteLocator(self._system, at_home(owner, self._system.scope))
 
     def _works(self, process: str, work: Coroutine[Any, Any, None]) -> None:
-        """What is under way for a process; what was before counts no more."""
+        """Start work for a process; results of earlier work are ignored."""
         task = self._work[process] = self.task(work, f"way to {process}")
 
         def over(_: object) -> None:
@@ -347,17 +349,17 @@ class Ways(Service):
             found = await self._finder_of(process).find(process)
         except ZbmdError as error:
             whom = owner_of(process) or "any node of the cluster"
-            found = NoWay(f"{whom} could not be asked where it is: {error}")
+            found = NoRoute(f"{whom} could not be asked for its address: {error}")
         if not self._counts(process):
             return
-        if isinstance(found, NoWay):
+        if isinstance(found, NoRoute):
             self._feed(w.NotFound(process=process, reason=found.reason))
         else:
             self._found[process] = found
             self._feed(w.Found(process=process, life=found.life))
             self._found.pop(process, None)
 
-    async def _reach_at(self, way: Way) -> None:
+    async def _reach_at(self, way: Route) -> None:
         process = way.process
         try:
             link = await self._dial(way)
@@ -369,48 +371,48 @@ class Ways(Service):
             link.close()
             return
         hello = link.peer.name
-        found = of_guest(hello) or abroad(hello, scope_of_job(link.peer.job))
+        found = name_of_external(hello) or abroad(hello, scope_of_job(link.peer.job))
         if (found, link.peer.incarnation) != (process, way.life):
             link.close()
             if self._counts(process):
-                other = f"{found}#{link.peer.incarnation} listens where it was"
+                other = f"{found}#{link.peer.incarnation} listens at its address"
                 self._feed(w.NotFound(process=process, reason=other))
             return
         if not self._take(process, link) and self._counts(process):
-            self._feed(w.NotFound(process=process, reason="its link was not taken"))
+            self._feed(w.NotFound(process=process, reason="its link was refused"))
 
     def _take(self, process: str, link: Link) -> bool:
         life = link.peer.incarnation
         try:
             carries = self._system.admit(link, process, on_closed=partial(self._ended, process, life))
         except (ActorError, ZbmdError) as error:
-            log.warning("link of a guest not taken", name=process, reason=str(error))
+            log.warning("external link not taken", name=process, reason=str(error))
             link.close()
             return False
         if carries:
             if self.owns(process):
-                self.guests.linked(process, life)
+                self.clients.linked(process, life)
             self._feed(w.Linked(process=process, life=life))
         return True
 
     def _ended(self, process: str, life: int, _: ZbmdError | None) -> None:
         if self._system.peer(process) is None:
-            heeding = self._heeding.get((process, life))
-            if heeding is not None:
-                heeding.cancel()
-            self.guests.left(process, life)
+            notice = self._notices.get((process, life))
+            if notice is not None:
+                notice.cancel()
+            self.clients.left(process, life)
             self._feed(w.Ended(process=process, life=life))
 
-    async def _heed(self, process: str, life: int) -> None:
+    async def _await_end(self, process: str, life: int) -> None:
         try:
             reason = await self._finder_of(process).until_gone(process, life)
         except ZbmdError as error:
-            log.info("nobody tells of the end of a process", process=process, reason=str(error))
+            log.info("the end of a process is not reported", process=process, reason=str(error))
             return
         self._feed(w.Gone(process=process, life=life, reason=reason))
 
     def task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Do it, not for longer than until we are closed."""
+        """Run a task until it ends or the routes are closed."""
         task = self._system.loop.create_task(work, name=name, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -418,7 +420,7 @@ class Ways(Service):
 
 
 def deadline_left_s(deadline_ns: int) -> float:
-    """Return how long a message with that deadline may wait for a link; 0: it has none."""
+    """Return how long a message may wait for a link, seconds. deadline_ns: monotonic, 0 for none."""
     if not deadline_ns:
         return REACH_S
     return min(REACH_S, max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))
@@ -426,11 +428,11 @@ def deadline_left_s(deadline_ns: int) -> float:
 
 def _error(refused: w.Refuse) -> ZbmdError:
     match refused.kind:
-        case w.Kind.LOST:
+        case w.RefusalKind.LOST:
             return PeerLost(refused.process, refused.reason)
-        case w.Kind.DEAD:
+        case w.RefusalKind.DEAD:
             return DeadActor(refused.reason)
-        case w.Kind.TOO_MANY:
+        case w.RefusalKind.TOO_MANY:
             return TooManyPending(refused.reason)
         case _:
             assert_never(refused.kind)

@@ -6,9 +6,9 @@ import asyncio
 
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import owner_of
-from zbmd.actors.routing.contracts import Enrol, Way
-from zbmd.actors.routing.guest_lease import Stay
-from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.actors.routing.contracts import Enrol, Route
+from zbmd.actors.routing.lease import Lease
+from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.simulated.clients import CALM_ROUND_S, RETRY_S, ROUND_S, Client, Talker, Tormentor
 from zbmd.actors.simulated.node import accept_guests, dial_guest
 from zbmd.actors.simulated.stand import ERRAND, Stand
@@ -67,20 +67,20 @@ class Guest:
         """Until the simulation ends."""
         name = process.name
 
-        async def dial(way: Way) -> Link:
+        async def dial(way: Route) -> Link:
             return await dial_guest(process, way, name)
 
         system = ActorSystem(name, process.incarnation)
-        ways = Ways(system, AskedFinder(system, owner_of(name)), dial)
+        ways = Routes(system, RemoteLocator(system, owner_of(name)), dial)
         accept_guests(process, ways.accepted)
 
         async def link_up() -> tuple[Link, Enrol]:
             node = owner_of(name)
-            return await dial(Way(node, 0, "", "", node)), Enrol("", "", name)
+            return await dial(Route(node, 0, "", "", node)), Enrol("", "", name)
 
         while True:
             try:
-                await Stay(system, ways, link_up).enter()
+                await Lease(system, ways, link_up).enter()
                 break
             except ZbmdError as error:
                 self._stand.note(f"{name}: {error}")

@@ -19,8 +19,8 @@ from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.port import ClusterListener
 from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.core.scopes import guest_name
-from zbmd.actors.routing.contracts import Way
+from zbmd.actors.core.scopes import external_name
+from zbmd.actors.routing.contracts import Route
 from zbmd.transport.link.interface import Link
 from zbmd.transport.sim import SimProcess
 
@@ -36,16 +36,16 @@ class Packet(Contract, id="sim.cluster.packet"):
     body: bytes
 
 
-async def dial_guest(process: SimProcess, way: Way, name: str) -> Link:
+async def dial_guest(process: SimProcess, way: Route, name: str) -> Link:
     """A link to a process, as its guest. name: what all call us. Raises as `SimProcess.dial`."""
     return await process.dial(
-        way.far, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S, hello=guest_name(name, "")
+        way.far, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S, hello=external_name(name, "")
     )
 
 
 def accept_guests(process: SimProcess, accept: Callable[[Link], None]) -> None:
     """Take links of all, as a guest does."""
-    process.listen(accept, contracts=fingerprints(), hello=guest_name(process.name, ""))
+    process.listen(accept, contracts=fingerprints(), hello=external_name(process.name, ""))
 
 
 class SimDoor:
@@ -63,7 +63,7 @@ class SimDoor:
         """See `ActorDoor`."""
         return await self._process.dial(address, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S)
 
-    async def dial_way(self, way: Way) -> Link:
+    async def dial_way(self, way: Route) -> Link:
         """See `ActorDoor`."""
         return await dial_guest(self._process, way, self._process.name)
 

@@ -26,9 +26,9 @@ from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.scopes import MARK, is_global
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
-from zbmd.actors.routing.contracts import WAYS_ACTOR, Way
-from zbmd.actors.routing.guest_dialer import GuestDoor
-from zbmd.actors.routing.routes import Ways
+from zbmd.actors.routing.contracts import ROUTES_ACTOR, Route
+from zbmd.actors.routing.dialer import ExternalDialer
+from zbmd.actors.routing.routes import Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.transport.clock.deadlines import Deadlines, derive
@@ -74,7 +74,7 @@ class ActorDoor(Protocol):
         """A link to whoever listens there."""
         ...
 
-    async def dial_way(self, way: Way) -> Link:
+    async def dial_way(self, way: Route) -> Link:
         """A link to a process of the cluster, as its guest."""
         ...
 
@@ -99,7 +99,7 @@ class TcpDoor:
             contracts=fingerprints(),
         )
         self._endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
-        self._guest = GuestDoor(identity.name, identity.incarnation, 0, cookie, settings, deadlines)
+        self._guest = ExternalDialer(identity.name, identity.incarnation, 0, cookie, settings, deadlines)
         self._settings = settings
         self._listener: tcp.Listener | None = None
 
@@ -113,7 +113,7 @@ class TcpDoor:
         """See `ActorDoor`."""
         return await tcp.dial(address, self._endpoint, settings=self._settings)
 
-    async def dial_way(self, way: Way) -> Link:
+    async def dial_way(self, way: Route) -> Link:
         """See `ActorDoor`."""
         return await self._guest.dial(way)
 
@@ -247,7 +247,7 @@ class _Life:
     ) -> None:
         self.system = ActorSystem(process_name(me.id), me.key.incarnation)
         self._node = node
-        self._ways = Ways(self.system, node.finder, door.dial_way, leads_to=self._leads_to)
+        self._ways = Routes(self.system, node.finder, door.dial_way, leads_to=self._leads_to)
         self._code = CodeKeeper(self.system, lambda name: node_key(name, 1) is not None)
         self._directory = self.system.open_directory(alone=False)
         self._me = me
@@ -339,7 +339,7 @@ class _Life:
         await start(self.system)
 
     async def _listen(self) -> None:
-        await self.system.spawn(WaysActor, self._node.finder, name=WAYS_ACTOR)
+        await self.system.spawn(WaysActor, self._node.finder, name=ROUTES_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
         await self._code.open()
         self._address = await self._door.listen(self._accepted)

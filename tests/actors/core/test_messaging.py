@@ -213,7 +213,7 @@ async def test_a_cast_reaches_all_in_order_and_names_those_it_could_not_reach(pa
     stranger = here.ref("rank9/pad")
     far = [here.ref(ref.address) for ref in refs]
     for number in range(20):
-        failed = await here.cast([*far, dead, stranger], Note(number))
+        failed = await here.tell_all([*far, dead, stranger], Note(number))
         assert {ref: type(error) for ref, error in failed.items()} == {dead: DeadActor, stranger: PeerLost}
         await far[-1].tell(Note(100 + number))
     wanted = [n for number in range(20) for n in (number, 100 + number)]
@@ -231,7 +231,7 @@ async def test_a_cast_to_a_dead_actor_of_another_process_comes_back(pair: Pair) 
 
         @on(Note)
         async def note(self, message: Note) -> None:
-            assert await self.system.cast([here.ref("rank1/nobody"), alive], message) == {}
+            assert await self.system.tell_all([here.ref("rank1/nobody"), alive], message) == {}
 
         @on(Undelivered)
         async def undelivered(self, signal: Undelivered) -> None:
@@ -266,7 +266,7 @@ async def test_a_cast_serves_those_with_room_before_it_waits(system: ActorSystem
     await holding.wait()
     await full.tell(Note(1))
     free = await system.spawn(Pad)
-    cast = asyncio.create_task(system.cast([full, free], Note(2)))
+    cast = asyncio.create_task(system.tell_all([full, free], Note(2)))
     await asyncio.sleep(0)
     assert await free.ask(Read(), timeout=5) == Notes([2])
     assert not cast.done()

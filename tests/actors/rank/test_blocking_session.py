@@ -64,7 +64,7 @@ def session() -> Iterator[Session]:
 def test_a_script_spawns_asks_tells_and_terminates(session: Session) -> None:
     counter = session.spawn(Counter, 1, name="counter")
     session.tell(counter, Add(2))
-    assert session.cast([counter], Add(3)) == {}
+    assert session.tell_all([counter], Add(3)) == {}
     assert session.ask("counter", Add(4), reply=Total) == Total(10)
     assert [(a.name, a.handled) for a in session.actors()] == [("counter", 3)]
     assert "counter" in str(session.terminate(counter).ref)

@@ -106,7 +106,7 @@ class Store(Actor):
 
     @on(Fan)
     async def fan(self, message: Fan) -> Item:
-        failed = await self.system.cast(message.to, Note(message.number))
+        failed = await self.system.tell_all(message.to, Note(message.number))
         return Item(len(failed))
 
     @on(Never)

@@ -15,10 +15,10 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.signals import Down, Exited, ReasonKind
 from zbmd.actors.errors import UnknownActorClass
-from zbmd.actors.routing.contracts import Enrol, Way
-from zbmd.actors.routing.guest_dialer import GuestDoor
-from zbmd.actors.routing.guest_lease import Stay
-from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.actors.routing.contracts import Enrol, Route
+from zbmd.actors.routing.dialer import ExternalDialer
+from zbmd.actors.routing.lease import Lease
+from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import PeerLost
@@ -207,14 +207,14 @@ async def test_a_start_that_fails_is_told(nodes: Nodes) -> None:
 
 async def stay(script: ActorSystem, nodes: Nodes) -> None:
     """Put a script into the cluster by way of node 2, as `Session.connect` does."""
-    guest = GuestDoor(script.name, script.incarnation, 0, COOKIE, TcpSettings(), derive())
-    ways = Ways(script, AskedFinder(script, "node2"), guest.dial)
+    guest = ExternalDialer(script.name, script.incarnation, 0, COOKIE, TcpSettings(), derive())
+    ways = Routes(script, RemoteLocator(script, "node2"), guest.dial)
     far = await guest.listen_far("127.0.0.1", ways)
 
     async def link_up() -> tuple[Link, Enrol]:
-        return await guest.dial(Way("node2", 1, "", "", nodes.where[2])), Enrol("", "", far)
+        return await guest.dial(Route("node2", 1, "", "", nodes.where[2])), Enrol("", "", far)
 
-    await Stay(script, ways, link_up).enter()
+    await Lease(script, ways, link_up).enter()
 
 
 async def test_a_script_is_found_by_all_and_again_once_its_link_is_back(nodes: Nodes) -> None:

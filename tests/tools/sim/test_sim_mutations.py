@@ -426,7 +426,7 @@ MUTATIONS = [
     Mutation(
         "everybody takes itself for the owner of all scripts",
         "actors",
-        (Edit("zbmd.actors.routing.routes:Ways._finder_of", "if self.owns(process):", "if True:"),),
+        (Edit("zbmd.actors.routing.routes:Routes._finder_of", "if self.owns(process):", "if True:"),),
         (Outcome.LIVENESS,),
         CALM_PAIR,
         seed=1,

@@ -99,7 +99,7 @@ def _envelopes() -> tuple[bytes, ...]:
         encode(wire.Exit("enemys", 1, "echo", 0, reason)),
         encode(wire.Stop("echo", 0, reason)),
         encode(wire.Withdraw(1, "echo", 0)),
-        wire.encode_cast([("echo", 0), ("nobody", 7)], "sender", ping, wire.encode_body(ping)),
+        wire.encode_tell_all([("echo", 0), ("nobody", 7)], "sender", ping, wire.encode_body(ping)),
         encode(wire.Spawn(9, 1_000_000_000, f"{__name__}:Echo", "", None, [1])),
         encode(wire.Spawn(8, 1_000_000_000, "no.such:Class", "name", parent, [None, "a", 1.5, True])),
         encode(wire.Unspawn(9)),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.routing import guest_registry as b
+from zbmd.actors.routing import client_registry as b
 
 NAMES = ["session-1@node1", "session-2@node1"]
 
@@ -16,7 +16,7 @@ NAMES = ["session-1@node1", "session-2@node1"]
 class Owner:
     """A book, and guests that come, go, come back under the same life or the next, and are waited for."""
 
-    def __init__(self, seed: int, book: b.GuestBook) -> None:
+    def __init__(self, seed: int, book: b.ClientRegistry) -> None:
         self.rng = random.Random(seed)
         self.book = book
         self.lives = dict.fromkeys(NAMES, 1)
@@ -34,11 +34,11 @@ class Owner:
         self.book.check_invariants()
         for action in actions:
             match action:
-                case b.Tell(ticket=ticket):
+                case b.SendNotice(ticket=ticket):
                     process, life = self.open.pop(ticket)
                     assert self.links.get(process) != life, "that life is linked"
                     assert life < self.links.get(process, 0) or life <= max(self.was[process]), "not seen yet"
-                case b.Strike(process=process, life=life):
+                case b.Forget(process=process, life=life):
                     assert self.kept.pop(process) == life
                 case b.Refuse():
                     raise AssertionError("there are few")
@@ -69,7 +69,7 @@ class Owner:
         self.next += 1
         life = max(1, self.lives[process] + self.rng.choice((-1, 0, 0, 1)))
         self.open[self.next] = (process, life)
-        self.feed(b.Heeded(ticket=self.next, process=process, life=life))
+        self.feed(b.NoticeWanted(ticket=self.next, process=process, life=life))
 
     def step(self) -> None:
         process = self.rng.choice(NAMES)
@@ -93,7 +93,7 @@ class Owner:
                 if self.open:
                     ticket = self.rng.choice(list(self.open))
                     del self.open[ticket]
-                    self.feed(b.Unheeded(ticket=ticket))
+                    self.feed(b.NoticeDropped(ticket=ticket))
 
     def settle(self) -> None:
         """All go; who waits for one that others could find has been told by then."""
@@ -103,7 +103,7 @@ class Owner:
             assert life > max(self.was[process], default=0), f"nobody tells {ticket} of {process}#{life}"
 
 
-def run(seed: int, book: b.GuestBook) -> None:
+def run(seed: int, book: b.ClientRegistry) -> None:
     owner = Owner(seed, book)
     for _ in range(100):
         owner.step()
@@ -112,17 +112,17 @@ def run(seed: int, book: b.GuestBook) -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_everybody_who_waits_is_told_once(seed: int) -> None:
-    run(seed, b.GuestBook())
+    run(seed, b.ClientRegistry())
 
 
-class ForgetsWhoWaits(b.GuestBook):
+class ForgetsWhoWaits(b.ClientRegistry):
     """The end of a guest is told to nobody."""
 
     def _strike(self, process: str) -> list[b.Action]:
-        return [action for action in super()._strike(process) if not isinstance(action, b.Tell)]
+        return [action for action in super()._strike(process) if not isinstance(action, b.SendNotice)]
 
 
-class EndsTheNextLife(b.GuestBook):
+class EndsTheNextLife(b.ClientRegistry):
     """The end of a link strikes whatever life is linked by then."""
 
     def handle(self, event: b.Event) -> list[b.Action]:
@@ -132,7 +132,7 @@ class EndsTheNextLife(b.GuestBook):
         return super().handle(event)
 
 
-class FindsTheDead(b.GuestBook):
+class FindsTheDead(b.ClientRegistry):
     """Who has not said where it listens is found where its last life did."""
 
     def _linked(self, process: str, life: int) -> list[b.Action]:
@@ -144,7 +144,7 @@ class FindsTheDead(b.GuestBook):
 
 
 @pytest.mark.parametrize("planted", [ForgetsWhoWaits, EndsTheNextLife, FindsTheDead])
-def test_planted_bugs_are_found(planted: type[b.GuestBook]) -> None:
+def test_planted_bugs_are_found(planted: type[b.ClientRegistry]) -> None:
     def finds(seed: int) -> bool:
         try:
             run(seed, planted())
@@ -156,10 +156,10 @@ def test_planted_bugs_are_found(planted: type[b.GuestBook]) -> None:
 
 
 def test_bounds_are_kept() -> None:
-    book, process = b.GuestBook(), NAMES[0]
+    book, process = b.ClientRegistry(), NAMES[0]
     for ticket in range(b.HEEDED_MAX):
         book._heeded[ticket] = (process, 1)
-    (refused,) = book.handle(b.Heeded(ticket=b.HEEDED_MAX, process=process, life=1))
+    (refused,) = book.handle(b.NoticeWanted(ticket=b.HEEDED_MAX, process=process, life=1))
     assert isinstance(refused, b.Refuse)
     for number in range(b.SEEN_MAX + 1):
         name = f"session-{number}@node1"

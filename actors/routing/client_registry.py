@@ -1,8 +1,8 @@
-"""Who is in the cluster by way of this process: the processes that it says where to find, and when they go.
+"""The registry of external clients (sans-I/O): the processes that joined the cluster by way of this one.
 
-A machine: a guest is in the book for as long as it is linked with us and has said where it listens. Whoever
-wants to be told of its end is told once, also if it comes back under the same life: as after a network that
-was cut, references to its actors are good again then.
+A client is registered while it is linked with this process and has reported its addresses. Each request for a
+notice of its end gets one, also if the client comes back with the same incarnation: references to its actors
+become valid again then, as after a network partition.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, assert_never
 
 HEEDED_MAX: Final = 16_384
-"""Ends of guests that are waited for, by all who ask."""
+"""Bound of pending notices of the ends of external clients."""
 SEEN_MAX: Final = 4096
 """Guests that were in the book, the newest."""
 
@@ -43,7 +43,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heeded:
+class NoticeWanted:
     """Whoever has this ticket wants to know when that life is over."""
 
     ticket: int
@@ -52,19 +52,19 @@ class Heeded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unheeded:
+class NoticeDropped:
     """Not any more."""
 
     ticket: int
 
 
-Event: TypeAlias = Linked | Enrolled | Left | Heeded | Unheeded
+Event: TypeAlias = Linked | Enrolled | Left | NoticeWanted | NoticeDropped
 
 # --- actions --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class SendNotice:
     """That life is over, and why."""
 
     ticket: int
@@ -80,18 +80,18 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
+class Forget:
     """What was kept of where that life listens is void."""
 
     process: str
     life: int
 
 
-Action: TypeAlias = Tell | Refuse | Strike
+Action: TypeAlias = SendNotice | Refuse | Forget
 
 
 @dataclass(slots=True)
-class Guest:
+class Client:
     """A process that is linked with us. enrolled: whether it has said where it listens."""
 
     life: int
@@ -99,12 +99,12 @@ class Guest:
 
 
 @dataclass(slots=True)
-class GuestBook:
+class ClientRegistry:
     """See the module. `handle` returns what the driver is to do, in order. linked: as many as there are
     links.
     """
 
-    linked: dict[str, Guest] = field(default_factory=dict[str, Guest])
+    linked: dict[str, Client] = field(default_factory=dict[str, Client])
     _seen: dict[str, int] = field(default_factory=dict[str, int])
     """The last life of each that was in the book."""
     _heeded: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
@@ -117,28 +117,28 @@ class GuestBook:
             case Enrolled(process=process, life=life):
                 return self._enrolled(process, life)
             case Left(process=process, life=life):
-                guest = self.linked.get(process)
-                if guest is None or guest.life != life:
+                client = self.linked.get(process)
+                if client is None or client.life != life:
                     return []
                 return self._strike(process)
-            case Heeded():
-                return self._heed(event)
-            case Unheeded(ticket=ticket):
+            case NoticeWanted():
+                return self._await_end(event)
+            case NoticeDropped(ticket=ticket):
                 self._heeded.pop(ticket, None)
                 return []
             case _:
                 assert_never(event)
 
     def life_of(self, process: str) -> int:
-        """Return the life of a guest that is in the book, or 0."""
-        guest = self.linked.get(process)
-        return guest.life if guest is not None and guest.enrolled else 0
+        """Return the incarnation of a registered client, or 0."""
+        client = self.linked.get(process)
+        return client.life if client is not None and client.enrolled else 0
 
     def gone(self, process: str, life: int) -> str:
         """Return why that life is known to be over; empty if it is not."""
-        guest = self.linked.get(process)
-        if guest is not None and guest.life >= life:
-            return "" if guest.life == life else f"{process} is incarnation {guest.life}"
+        client = self.linked.get(process)
+        if client is not None and client.life >= life:
+            return "" if client.life == life else f"{process} is incarnation {client.life}"
         return f"{process} has ended, or lost its link" if self._seen.get(process, 0) >= life else ""
 
     def check_invariants(self) -> None:
@@ -152,14 +152,14 @@ class GuestBook:
         if known is not None and known.life >= life:
             return []
         actions = [] if known is None else self._strike(process)
-        self.linked[process] = Guest(life)
+        self.linked[process] = Client(life)
         return [*actions, *self._tell(process)]
 
     def _enrolled(self, process: str, life: int) -> list[Action]:
-        guest = self.linked.get(process)
-        if guest is None or guest.life != life:
+        client = self.linked.get(process)
+        if client is None or client.life != life:
             return []  # its link has ended meanwhile
-        guest.enrolled = True
+        client.enrolled = True
         self._seen.pop(process, None)  # so that the newest are last
         self._seen[process] = life
         while len(self._seen) > SEEN_MAX:
@@ -167,8 +167,8 @@ class GuestBook:
         return []
 
     def _strike(self, process: str) -> list[Action]:
-        guest = self.linked.pop(process)
-        struck: list[Action] = [Strike(process=process, life=guest.life)] if guest.enrolled else []
+        client = self.linked.pop(process)
+        struck: list[Action] = [Forget(process=process, life=client.life)] if client.enrolled else []
         return [*struck, *self._tell(process)]  # also if only its last stay was in the book
 
     def _tell(self, process: str) -> list[Action]:
@@ -176,13 +176,13 @@ class GuestBook:
         for ticket, (name, life) in list(self._heeded.items()):
             if name == process and (reason := self.gone(process, life)):
                 del self._heeded[ticket]
-                actions.append(Tell(ticket=ticket, reason=reason))
+                actions.append(SendNotice(ticket=ticket, reason=reason))
         return actions
 
-    def _heed(self, event: Heeded) -> list[Action]:
+    def _await_end(self, event: NoticeWanted) -> list[Action]:
         reason = self.gone(event.process, event.life)
         if reason:
-            return [Tell(ticket=event.ticket, reason=reason)]
+            return [SendNotice(ticket=event.ticket, reason=reason)]
         if len(self._heeded) >= HEEDED_MAX:
             refusal = f"the ends of {HEEDED_MAX} processes are waited for"
             return [Refuse(ticket=event.ticket, reason=refusal)]

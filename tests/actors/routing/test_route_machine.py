@@ -1,4 +1,4 @@
-"""Ways to processes beyond a view: everybody who waits is told once, and nobody for the wrong life."""
+"""Routes to processes outside of a view: each waiting sender gets one result, for the right incarnation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.route_table import WayFinder
 from zbmd.actors.cluster.view import ClusterView
-from zbmd.actors.core.scopes import abroad, at_home, guest_name, is_global, of_guest, owner_of, scope_of
+from zbmd.actors.core.scopes import (
+    abroad,
+    at_home,
+    external_name,
+    is_global,
+    name_of_external,
+    owner_of,
+    scope_of,
+)
 from zbmd.actors.routing import machine as w
 
 NAMES = ("node1", "rank0@1f", "rank1@1f")
@@ -20,7 +28,7 @@ NAMES = ("node1", "rank0@1f", "rank1@1f")
 class Cluster:
     """A machine, and processes that come to new lives and dial us, in any order."""
 
-    def __init__(self, seed: int, machine: w.WaysMachine) -> None:
+    def __init__(self, seed: int, machine: w.RouteMachine) -> None:
         self.rng = random.Random(seed)
         self.machine = machine
         self.lives: dict[str, int] = dict.fromkeys(NAMES, 1)
@@ -47,9 +55,9 @@ class Cluster:
                 assert life in (0, self.links[process]), "a link to another life than was wanted"
             case w.Refuse(ticket=ticket, kind=kind):
                 process, life = self.open.pop(ticket)
-                if kind is w.Kind.DEAD:
+                if kind is w.RefusalKind.DEAD:
                     assert life < self.lives[process], "that life is not over"
-            case w.Heed(process=process, life=life):
+            case w.AwaitEnd(process=process, life=life):
                 assert self.links[process] == life
             case w.Detach(process=process):
                 self.end(process)
@@ -116,7 +124,7 @@ class Cluster:
         assert not self.open, f"nobody tells {self.open}"
 
 
-def run(seed: int, machine: w.WaysMachine) -> None:
+def run(seed: int, machine: w.RouteMachine) -> None:
     cluster = Cluster(seed, machine)
     for _ in range(120):
         cluster.step()
@@ -125,10 +133,10 @@ def run(seed: int, machine: w.WaysMachine) -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_everybody_who_waits_is_told_once(seed: int) -> None:
-    run(seed, w.WaysMachine())
+    run(seed, w.RouteMachine())
 
 
-class TakesAnyLife(w.WaysMachine):
+class TakesAnyLife(w.RouteMachine):
     """Whoever waits is content with any life."""
 
     def _linked(self, process: str, life: int) -> list[w.Action]:
@@ -138,7 +146,7 @@ class TakesAnyLife(w.WaysMachine):
         return super()._linked(process, life)
 
 
-class Forgets(w.WaysMachine):
+class Forgets(w.RouteMachine):
     """Who wants a later life than the one that has dialed us meanwhile is forgotten."""
 
     def _linked(self, process: str, life: int) -> list[w.Action]:
@@ -146,7 +154,7 @@ class Forgets(w.WaysMachine):
 
 
 @pytest.mark.parametrize("planted", [TakesAnyLife, Forgets])
-def test_planted_bugs_are_found(planted: type[w.WaysMachine]) -> None:
+def test_planted_bugs_are_found(planted: type[w.RouteMachine]) -> None:
     def finds(seed: int) -> bool:
         try:
             run(seed, planted())
@@ -158,16 +166,16 @@ def test_planted_bugs_are_found(planted: type[w.WaysMachine]) -> None:
 
 
 def test_bounds_are_kept() -> None:
-    machine = w.WaysMachine()
+    machine = w.RouteMachine()
     for number in range(w.PROCESSES_MAX):
         machine.handle(w.Linked(process=f"node{number + 1}", life=1))
     assert not machine.has_room("node9999") and machine.has_room("node1")
     (refused,) = machine.handle(w.Wanted(process="node9999", life=0, ticket=1))
-    assert isinstance(refused, w.Refuse) and refused.kind is w.Kind.TOO_MANY
+    assert isinstance(refused, w.Refuse) and refused.kind is w.RefusalKind.TOO_MANY
     for ticket in range(w.TICKETS_MAX):
         machine.handle(w.Wanted(process="node1", life=2, ticket=ticket))
     (refused,) = machine.handle(w.Wanted(process="node2", life=2, ticket=w.TICKETS_MAX))
-    assert isinstance(refused, w.Refuse) and refused.kind is w.Kind.TOO_MANY
+    assert isinstance(refused, w.Refuse) and refused.kind is w.RefusalKind.TOO_MANY
     machine.check_invariants()
 
 
@@ -180,8 +188,8 @@ def test_a_name_means_the_same_process_wherever_it_is_sent(process: str, scope: 
     assert is_global(outside) and abroad(outside, "d") == outside
     assert at_home(outside, scope) == process
     assert at_home(outside, "d") == outside
-    hello = guest_name(process, "" if is_global(process) else scope)
-    assert of_guest(hello) == outside
+    hello = external_name(process, "" if is_global(process) else scope)
+    assert name_of_external(hello) == outside
 
 
 def test_a_name_says_who_owns_the_process() -> None:
@@ -193,7 +201,7 @@ def test_a_name_says_who_owns_the_process() -> None:
 
 @pytest.mark.parametrize("hello", ["rank0", "rank0@", "@1f", "a@@c", "a@b@@", "@", ""])
 def test_what_is_no_guest_is_none(hello: str) -> None:
-    assert of_guest(hello) is None
+    assert name_of_external(hello) is None
 
 
 def view(epoch: int, *keys: NodeKey) -> ClusterView:
@@ -208,8 +216,8 @@ def test_a_process_is_gone_once_it_was_in_a_view_and_not_before() -> None:
     """Who links with us may be in a view that this node does not act on yet."""
     finder, told = WayFinder(nowhere), list[str]()
     finder.acts_on(view(1, NodeKey(1, 1)), "test")
-    undo = finder.heed("node2", 1, told.append)
-    finder.heed("session-7@node1", 1, told.append)
+    undo = finder.notify_end("node2", 1, told.append)
+    finder.notify_end("session-7@node1", 1, told.append)
     assert not told, "it is not known yet"
     finder.acts_on(view(2, NodeKey(1, 1), NodeKey(2, 1)), "test")
     finder.acts_on(ClusterView(epoch=0, nodes=()), "this node is out")

@@ -1,0 +1,71 @@
+"""External clients: the processes that joined the cluster by way of this one. Driver of `client_registry`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import assert_never
+
+from zbmd.actors.errors import TooManyPending
+from zbmd.actors.routing import client_registry as b
+from zbmd.actors.routing.contracts import REASON_CHARACTERS_MAX, NoRoute, Route
+from zbmd.actors.routing.end_notice import EndNotices
+
+
+class ExternalClients(EndNotices):
+    """Locates external clients. The routes report all links to them, and their ends."""
+
+    def __init__(self) -> None:
+        self._book = b.ClientRegistry()
+        self._routes: dict[str, Route] = {}
+        self._tickets = itertools.count(1)
+        self._tell: dict[int, Callable[[str], None]] = {}
+
+    def linked(self, process: str, life: int) -> None:
+        """Note a link that carries messages."""
+        self._feed(b.Linked(process=process, life=life))
+
+    def left(self, process: str, life: int) -> None:
+        """Note the end of that link."""
+        self._feed(b.Left(process=process, life=life))
+
+    def enrol(self, way: Route) -> bool:
+        """Register a client's address; return whether that incarnation of it is linked with this process."""
+        self._feed(b.Enrolled(process=way.process, life=way.life))
+        if self._book.life_of(way.process) != way.life:
+            return False
+        self._routes[way.process] = way
+        return True
+
+    async def find(self, process: str) -> Route | NoRoute:
+        """See `Locator`."""
+        if not self._book.life_of(process):
+            return NoRoute(f"{process} has ended, has lost the link to its owner, or does not listen")
+        return self._routes[process]
+
+    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+        """See `EndNotices`."""
+        ticket = next(self._tickets)
+        self._tell[ticket] = tell
+        self._feed(b.NoticeWanted(ticket=ticket, process=process, life=life))
+
+        def undo() -> None:
+            if self._tell.pop(ticket, None) is not None:
+                self._feed(b.NoticeDropped(ticket=ticket))
+
+        return undo
+
+    def _feed(self, event: b.Event) -> None:
+        actions = self._book.handle(event)
+        self._book.check_invariants()
+        for action in actions:
+            match action:
+                case b.SendNotice(ticket=ticket, reason=reason):
+                    self._tell.pop(ticket)(reason[:REASON_CHARACTERS_MAX])
+                case b.Refuse(ticket=ticket, reason=reason):
+                    del self._tell[ticket]
+                    raise TooManyPending(reason)
+                case b.Forget(process=process):
+                    del self._routes[process]
+                case _:
+                    assert_never(action)

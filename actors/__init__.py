@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zbmd.actors.core.context import sender_process as sender_process
     from zbmd.actors.core.context import trace_id as trace_id
     from zbmd.actors.core.deferred import Deferred as Deferred
-    from zbmd.actors.core.deferred import Later as Later
+    from zbmd.actors.core.deferred import DeferredReply as DeferredReply
     from zbmd.actors.core.mailbox import MailboxSpec as MailboxSpec
     from zbmd.actors.core.ref import Ref as Ref
     from zbmd.actors.core.signals import Down as Down
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zbmd.actors.core.timers import Timer as Timer
     from zbmd.actors.directory.contracts import GroupNews as GroupNews
     from zbmd.actors.directory.driver import GroupChange as GroupChange
-    from zbmd.actors.directory.names import Group as Group
+    from zbmd.actors.directory.names import ActorGroup as ActorGroup
     from zbmd.actors.errors import ActorError as ActorError
     from zbmd.actors.errors import ActorFailed as ActorFailed
     from zbmd.actors.errors import ActorStartFailed as ActorStartFailed
@@ -117,12 +117,12 @@ __all__ = [
     "DeviceWorker",
     "Down",
     "Exited",
-    "Group",
+    "ActorGroup",
     "GroupChange",
     "GroupNews",
     "HeldNotice",
     "InvalidMessage",
-    "Later",
+    "DeferredReply",
     "MailboxFull",
     "MailboxMemoryFull",
     "MailboxSpec",
@@ -181,7 +181,7 @@ _HOMES = {
     ),
     "zbmd.actors.core.deferred": (
         "Deferred",
-        "Later",
+        "DeferredReply",
     ),
     "zbmd.actors.core.mailbox": ("MailboxSpec",),
     "zbmd.actors.core.ref": ("Ref",),
@@ -198,7 +198,7 @@ _HOMES = {
     "zbmd.actors.core.timers": ("Timer",),
     "zbmd.actors.directory.contracts": ("GroupNews",),
     "zbmd.actors.directory.driver": ("GroupChange",),
-    "zbmd.actors.directory.names": ("Group",),
+    "zbmd.actors.directory.names": ("ActorGroup",),
     "zbmd.actors.errors": (
         "ActorError",
         "ActorFailed",

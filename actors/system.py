@@ -15,7 +15,7 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.directory import names
 from zbmd.actors.directory.driver import Directory
-from zbmd.actors.directory.names import CALL_S, Group
+from zbmd.actors.directory.names import CALL_S, ActorGroup
 from zbmd.actors.hangs.loop_watch import watch_loop
 from zbmd.actors.routing.routes import Routes
 from zbmd.actors.supervision.events import AutoShutdown, BackOff, Strategy
@@ -124,10 +124,10 @@ class ActorSystem(CoreSystem):
         self.open_directory(alone=True)
         return await names.unregister(self, name, timeout)
 
-    async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
+    async def group(self, name: str, *, timeout: float = CALL_S) -> ActorGroup:
         """Return the group of that name, once every process of the view has reported its members."""
         self._unrecorded("system.group()")
-        group = Group(self, self.open_directory(alone=True), names.checked(name))
+        group = ActorGroup(self, self.open_directory(alone=True), names.checked(name))
         await group.settled(timeout=timeout)
         return group
 

@@ -14,7 +14,7 @@ from zbmd.actors.cluster.peer_links import process_name
 from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
-from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.scopes import abroad, owner_of, scope_of_job
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.routing.contracts import (
@@ -171,19 +171,19 @@ class WaysActor(Actor):
         """As many as askers may be owed answers."""
 
     @on(RouteRequest)
-    async def find(self, message: RouteRequest) -> Route | NoRoute | Later:
+    async def find(self, message: RouteRequest) -> Route | NoRoute | DeferredReply:
         """See `WayFinder.find`. Another node may take its time to answer: others do not wait for that."""
-        later = self.defer()
-        task = asyncio.get_running_loop().create_task(self._find(message.process, later))
+        deferred = self.defer()
+        task = asyncio.get_running_loop().create_task(self._find(message.process, deferred))
         self._finding.add(task)
         task.add_done_callback(self._finding.discard)
-        return later
+        return deferred
 
-    async def _find(self, process: str, later: Deferred) -> None:
+    async def _find(self, process: str, deferred: Deferred) -> None:
         routes = self._owner_of(process)
         found = await (self._finder if routes is None else routes.clients).find(process)
         with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
-            later.reply(found)
+            deferred.reply(found)
 
     @on(ProcessesRequest)
     async def processes(self, _: ProcessesRequest) -> ProcessesReply:
@@ -201,27 +201,27 @@ class WaysActor(Actor):
         return Enrolled() if routes.clients.enrol(way) else NoRoute(f"another life of {process} is linked")
 
     @on(UntilGone)
-    async def until_gone(self, message: UntilGone) -> Gone | Later:
+    async def until_gone(self, message: UntilGone) -> Gone | DeferredReply:
         """See `WayFinder.heed`. One answer is owed to each process that asks, for each that it asks about."""
         self._forget_askers_that_are_gone()
         key = (sender_process(), message.process, message.life)
         before = self._waits.pop(key, None)
         if before is not None:
             before[1]()
-        later, told = self.defer(), list[str]()
+        deferred, told = self.defer(), list[str]()
 
         def tell(reason: str) -> None:
             told.append(reason)
             self._waits.pop(key, None)
             with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
-                later.reply(Gone(reason))
+                deferred.reply(Gone(reason))
 
         routes = self._owner_of(message.process)
         knows = self._finder if routes is None else routes.clients
         undo = knows.notify_end(message.process, message.life, tell)
         if not told:
-            self._waits[key] = (later, undo)
-        return later
+            self._waits[key] = (deferred, undo)
+        return deferred
 
     def _owner_of(self, process: str) -> Routes | None:
         """Our routes, if that process is in the cluster by way of this one."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from zbmd.actors.core.actor_base import ActorBase
 from zbmd.actors.core.actor_base import on as on
 from zbmd.actors.core.context import ActorClock
-from zbmd.actors.core.deferred import LATER, Deferred, Later
+from zbmd.actors.core.deferred import DEFERRED, Deferred, DeferredReply
 from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.transport.errors import LocalProtocolError
 
@@ -24,38 +24,38 @@ SEED_BYTES = 8
 
 
 class Actor(ActorBase):
-    """The base of every actor. Its state is its own, and it handles one message at a time.
+    """The base of every actor. An actor owns its state and handles one message at a time.
 
-    An exception in a handler ends the actor ("let it crash"): the asker gets `ActorFailed`, linked actors
-    and its supervisor learn of it. The constructor runs in the spawner; `started()` is the first thing that
-    runs in the actor and `stopping()` the last, unless it is killed.
+    An exception in a handler ends the actor ("let it crash"): the asker gets `ActorFailed`; linked actors and
+    the supervisor are notified. The constructor runs in the spawner; `started()` runs first in the actor and
+    `stopping()` last, unless the actor is killed.
 
-    An actor that is recorded can be replayed if what it does follows from its constructor's arguments and
-    from what it takes in through its own interface: messages, signals, answers, `clock` and `random`. Tasks,
-    `asyncio.sleep`, timeouts, queues and locks between its tasks are fine. Instead of `time.time()` and
-    `time.monotonic()` use `clock`; instead of `random` and `secrets` use `random`; iterate over a dict or a
-    sorted list, not over a set; leave I/O, threads and callbacks of the event loop (`call_later`) to another
-    actor and ask it.
+    A recorded actor can be replayed if its behaviour depends only on its constructor's arguments and on what
+    it receives through its own interface: messages, signals, replies, `clock` and `random`. Tasks,
+    `asyncio.sleep`, timeouts, queues and locks between its tasks are fine. Use `clock` instead of
+    `time.time()` and `time.monotonic()`, and `random` instead of the modules `random` and `secrets`. Iterate
+    over a dict or a sorted list, not over a set. Leave I/O, threads and callbacks of the event loop
+    (`call_later`) to another actor and ask it.
     """
 
     @property
     def ref(self) -> Ref:
-        """This actor's own reference."""
+        """Return this actor's own reference."""
         return self._running_cell().ref
 
     @property
     def system(self) -> CoreSystem:
-        """The system this actor runs in."""
+        """Return the system in which this actor runs."""
         return cast("CoreSystem", self._running_cell().system)
 
     @property
     def clock(self) -> ActorClock:
-        """The time, as it can be replayed."""
+        """Return the actor's clocks, whose readings can be replayed."""
         return ActorClock(self._running_cell())
 
     @property
     def random(self) -> Random:
-        """Return a generator of this life's own, seeded with a number that is recorded. Not for secrets."""
+        """Return a random generator of this incarnation; its seed is recorded. Not for secrets."""
         cell = self._running_cell()
         if cell.random is None:
             life = cell.life
@@ -67,7 +67,7 @@ class Actor(ActorBase):
         self.system.monitor(ref, to=self.ref)
 
     def link(self, ref: Ref) -> None:
-        """Tie the two lives: when one ends other than normally, so does the other (see `trap_exit`)."""
+        """Link with another actor: unless it ends normally, each ends with the other (see `trap_exit`)."""
         self.system.link(self.ref, ref)
 
     def unlink(self, ref: Ref) -> None:
@@ -84,36 +84,36 @@ class Actor(ActorBase):
     # Its own messages.
 
     def after(self, delay_s: float, message: Contract) -> Timer:
-        """Send itself `message` in `delay_s` seconds, in the order of the mailbox; see `Timer.cancel`.
+        """Send itself `message` in `delay_s` seconds, in the order of the mailbox.
 
-        A timer's message comes even if the mailbox is full. Raises `LocalProtocolError` if it has no handler,
-        `TooManyPending` past `TIMERS_PER_ACTOR_MAX` timers. They end with the actor.
+        The message arrives even if the mailbox is full. Raises `LocalProtocolError` if it has no handler,
+        `TooManyPending` past `TIMERS_PER_ACTOR_MAX` timers. Timers end with the actor.
         """
         return self._running_cell().timers.set(message, delay_s, again=False)
 
     def every(self, period_s: float, message: Contract) -> Timer:
-        """As `after`, again and again. While the last one waits, no other comes (`Timer.missed` counts)."""
+        """Send itself `message` every `period_s` seconds, unless the last one still waits."""
         return self._running_cell().timers.set(message, period_s, again=True)
 
     def defer(self) -> Deferred:
-        """Take the answer to the current message over: to be given later, by any task.
+        """Defer the reply to the current message: it can be given later, by any task.
 
-        The handler returns what this returns, and says so: `async def take(self, m: Take) -> Item | Later`.
+        The handler returns the result: `async def take(self, m: Take) -> Item | DeferredReply`.
         """
         cell = self._running_cell()
         return cell.deferred.defer(cell.handling("defer()"))
 
-    def stash(self) -> Later:
-        """Put the current message aside, until `unstash`. Its handler returns what this does (see `defer`).
+    def stash(self) -> DeferredReply:
+        """Stash the current message until `unstash`. The handler returns the result, as with `defer`.
 
-        As many may be aside as the mailbox may hold; raises `StashFull`. If the actor ends, their askers get
-        `DeadActor`; those whose deadline passes are not handled.
+        The stash holds as many messages as the mailbox; raises `StashFull`. If the actor ends, the askers get
+        `DeadActor`. Messages whose deadline has passed are not handled.
         """
         self._running_cell().stash()
-        return LATER
+        return DEFERRED
 
     def unstash(self) -> None:
-        """Handle all that is aside next, in the order in which it came, before what waits in the mailbox."""
+        """Handle all stashed messages next, in the order of their arrival, before those in the mailbox."""
         self._running_cell().unstash()
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from zbmd.actors.contracts import Contract, fingerprint, older_versions, renewed
-from zbmd.actors.core.deferred import Later
+from zbmd.actors.core.deferred import DeferredReply
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.signals import Reason, Signal
 from zbmd.actors.errors import ContractError, UnknownActorClass
@@ -29,7 +29,7 @@ STOPPING_S = 5.0
 
 ActorT = TypeVar("ActorT", bound="ActorBase")
 MessageT = TypeVar("MessageT", bound="Contract | Signal")
-ReplyT = TypeVar("ReplyT", bound="Contract | Later | None")
+ReplyT = TypeVar("ReplyT", bound="Contract | DeferredReply | None")
 HandlerOf = Callable[[ActorT, MessageT], Awaitable[ReplyT]]
 
 
@@ -57,12 +57,12 @@ def on(message: type[Contract], *, pool: Literal["thread", "process"]) -> Pooled
 def on(message: type[Any], *, pool: Literal["thread", "process"] | None = None) -> Callable[..., Any]:
     """Mark an async method as the handler of one contract or signal.
 
-    Its return annotation names the reply: a contract, None, or a union of such; with `Later` in it, the
-    handler may put its answer off (`Actor.defer`, `Actor.stash`).
+    The return annotation declares the reply: a contract, None, or a union. With `DeferredReply` in it, the
+    handler may defer the reply (`Actor.defer`, `Actor.stash`).
 
-    pool: for what computes. "thread": a plain method, called in a thread; it has the actor for itself, and
-    leaves the loop, other actors and `clock` alone. "process": a static method (`@staticmethod` above `@on`)
-    of a class that can be imported, called with the message in another process. The next message waits.
+    pool: for handlers that compute. "thread": a plain method, called in a thread; it has the actor for itself
+    and must not use the loop, other actors or `clock`. "process": a static method (`@staticmethod` above
+    `@on`) of an importable class, called with the message in another process. The next message waits.
     """
 
     def mark(function: Any) -> Any:
@@ -80,23 +80,23 @@ class Handler(NamedTuple):
     function: Callable[[Any, Any], Awaitable[Any]]
     replies: frozenset[type]
     puts_off: bool
-    """Whether it may return `Later`."""
+    """Whether it may return `DeferredReply`."""
 
 
 class ActorBase:
     """The part of an actor that its cell runs: handlers, bounds, and the hooks at its start and end."""
 
     captured: ClassVar[bool] = True
-    """Whether its lives are recorded where a recorder is attached. False for what only hands messages on."""
+    """Whether its lives are recorded where a recorder is attached. False if it only forwards."""
 
     trap_exit: ClassVar[bool] = False
     """Receive `Exited` when a linked actor ends, instead of ending too."""
     mailbox: ClassVar[MailboxSpec] = MailboxSpec()
-    """The bounds of the mailbox, unless `spawn` gives others."""
+    """Bounds of the mailbox, unless `spawn` gives others."""
     stopping_s: float = STOPPING_S
     """Time limit of `stopping()`, seconds."""
     version: ClassVar[int] = 1
-    """Of its code: given as `class Counter(Actor, version=2)`. See `code_change`."""
+    """Version of its code, set by `class Counter(Actor, version=2)`. See `code_change`."""
     progress_deadline_s: ClassVar[float | None] = None
     """Time for which a handler may await one thing before it is reported, s; None: the process's."""
 
@@ -106,7 +106,7 @@ class ActorBase:
     """The `ActorCell` that runs it, once it is spawned."""
 
     def __init_subclass__(cls, *, remote: bool = False, version: int | None = None, **kwargs: Any) -> None:
-        """`remote=True` lets other processes spawn the class; `version`: of its code."""
+        """Register the handlers of a class. remote: other processes may spawn it; version: of its code."""
         super().__init_subclass__(**kwargs)
         if version is not None:
             cls.version = version
@@ -122,10 +122,10 @@ class ActorBase:
             register_remote(cls)
 
     async def started(self) -> None:
-        """Runs once, before the first message. If it raises, `spawn` raises `ActorStartFailed`."""
+        """Run once, before the first message. If it raises, `spawn` raises `ActorStartFailed`."""
 
     async def stopping(self, reason: Reason) -> None:
-        """Runs once, after the last message, also after a crash; has `stopping_s` seconds."""
+        """Run once, after the last message, also after a crash; limited to `stopping_s` seconds."""
 
     @property
     def is_alive(self) -> bool:
@@ -137,22 +137,22 @@ class ActorBase:
 
     @classmethod
     def code_change(cls, state: dict[str, Any], from_version: int) -> dict[str, Any]:
-        """Return the attributes of this version, made of those of `from_version`, for an actor that lives.
+        """Convert the attributes of `from_version` to this version, when a living actor is upgraded.
 
-        Whoever overrides it says with `code_change_back` how to return.
+        A class that overrides it overrides `code_change_back`, too.
         """
         return state
 
     @classmethod
     def code_change_back(cls, state: dict[str, Any], to_version: int) -> dict[str, Any]:
-        """The attributes that `to_version` had, made of those of this version: for when this one crashes."""
+        """Convert the attributes of this version back to `to_version`, when this one crashed on probation."""
         return state
 
     def code_state(self) -> dict[str, Any]:
-        """Return a copy of its attributes, to which it returns if a new version crashes in the next message.
+        """Return a copy of its attributes, which is restored if a new version crashes in the next message.
 
-        Taken before each message while a new version is on probation. Override it if they cannot be copied
-        deeply, or should not: the copy is not to change when the actor changes what it holds.
+        Called before each message while a new version is on probation. Override it if deep copies of the
+        attributes are impossible: the copy must not change when the actor changes its state.
         """
         cell = self._cell
         apart = {id(one): one for one in (self, cell, cell.system, cell.system.loop)}
@@ -166,7 +166,7 @@ def handler_table(cls: type[ActorBase]) -> Mapping[type, Handler]:
         for message, function in cls._handlers.items():
             replies = _reply_types(cls, function)
             runs = pooled(cls, function) if hasattr(function, "__zbmd_pool__") else function
-            table[message] = Handler(runs, replies - {Later}, Later in replies)
+            table[message] = Handler(runs, replies - {DeferredReply}, DeferredReply in replies)
         for contract in {*table, *(reply for handler in table.values() for reply in handler.replies)}:
             if issubclass(contract, Contract):
                 fingerprint(contract)  # raises here, not in a peer
@@ -191,11 +191,11 @@ def pooled(cls: type[ActorBase], function: Callable[..., Any]) -> Callable[[Any,
     in_process = getattr(function, "__zbmd_pool__", None) == "process"
     where = f"{cls.__qualname__}.{function.__name__}"
     if inspect.iscoroutinefunction(function):
-        raise ContractError(f"{where} is for a pool: declare it with `def`, it has no loop there")
+        raise ContractError(f"{where} runs in a pool, without an event loop: declare it with `def`")
     if in_process and not isinstance(inspect.getattr_static(cls, function.__name__, None), staticmethod):
-        raise ContractError(f"{where} is for another process, where there is no actor: make it static")
+        raise ContractError(f"{where} runs in another process, without the actor: make it static")
     if in_process and ("<locals>" in function.__qualname__ or function.__module__ == "__main__"):
-        raise ContractError(f"{where} is for another process, which cannot import it")
+        raise ContractError(f"{where} runs in another process, which cannot import it: move it to a module")
     function_id = f"{function.__module__}:{function.__qualname__}"
 
     async def run(actor: ActorBase, message: Contract) -> Any:
@@ -219,7 +219,7 @@ def _reply_types(cls: type[ActorBase], function: Callable[..., Any]) -> frozense
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     found = frozenset(typing.get_args(annotation) if union else (annotation,))
     for reply in found:
-        if reply in (types.NoneType, Later):
+        if reply in (types.NoneType, DeferredReply):
             continue
         if not (isinstance(reply, type) and issubclass(reply, Contract)):
             raise ContractError(f"{where} must be annotated to return contracts or None, not {annotation}")
@@ -238,7 +238,7 @@ def remote_class_id(cls: type[ActorBase] | str) -> str:
 def register_remote(cls: type[ActorBase]) -> None:
     """Let other processes spawn `cls`; it must be importable there under the same name."""
     if len(_remote_classes) >= REMOTE_CLASSES_MAX:
-        raise LocalProtocolError(f"{REMOTE_CLASSES_MAX} actor classes are registered for spawning from afar")
+        raise LocalProtocolError(f"{REMOTE_CLASSES_MAX} classes for remote spawns are registered at most")
     _remote_classes[remote_class_id(cls)] = cls
 
 
@@ -257,9 +257,9 @@ def allow_remote_modules(*modules: str) -> None:
     """Let other processes spawn every actor class of these modules and packages, imported when asked for."""
     fresh = [module for module in modules if module not in _remote_modules]
     if len(_remote_modules) + len(fresh) > REMOTE_MODULES_MAX:
-        raise LocalProtocolError(f"{REMOTE_MODULES_MAX} modules are allowed for spawning from afar")
+        raise LocalProtocolError(f"{REMOTE_MODULES_MAX} modules are allowed for remote spawns at most")
     if wrong := [module for module in fresh if not _CLASS_ID.fullmatch(f"{module}:x")]:
-        raise LocalProtocolError(f"{wrong[0]!r} is no name of a module or package")
+        raise LocalProtocolError(f"{wrong[0]!r} is not the name of a module or package")
     _remote_modules.extend(fresh)
 
 
@@ -274,14 +274,14 @@ def may_import_for_peers(class_id: str) -> bool:
 def import_remote_class(class_id: str) -> type[ActorBase]:
     """Import a class that other processes may spawn; blocks. Raises `UnknownActorClass`."""
     if not may_import_for_peers(class_id):
-        raise UnknownActorClass(f"{class_id} is of no module that other processes may spawn from")
+        raise UnknownActorClass(f"{class_id} may not be spawned remotely: see allow_remote_modules")
     try:
         importlib.import_module(class_id.partition(":")[0])
     except Exception as error:
         raise UnknownActorClass(f"{class_id}: {type(error).__name__}: {error}") from error
     cls = _class_in_module(class_id)
     if cls is None:
-        raise UnknownActorClass(f"{class_id} is no actor class that is defined there")
+        raise UnknownActorClass(f"{class_id} is not an actor class of that module")
     return cls
 
 

@@ -16,7 +16,7 @@ import structlog
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor_base import ActorBase, Handler, handler_table
 from zbmd.actors.core.context import current_cell, current_delivery
-from zbmd.actors.core.deferred import DeferredBook, Later
+from zbmd.actors.core.deferred import DeferredBook, DeferredReply
 from zbmd.actors.core.mailbox import MailboxSpec, ReplyTo
 from zbmd.actors.core.native._mailbox import SIGNALS_MAX, Delivery, Mailbox
 from zbmd.actors.core.native._serving import CellCore, Serving
@@ -380,7 +380,7 @@ class ActorCell(CellCore):
 
     def answers_later(self, delivery: Delivery, handler: Handler, reply: object) -> None:
         """Check a reply that is none of the declared contracts: the handler defers it, or is wrong."""
-        if not isinstance(reply, Later) or not handler.puts_off:
+        if not isinstance(reply, DeferredReply) or not handler.puts_off:
             raise TypeError(f"the handler of {contract_tag(delivery.message)} returned {reply!r:.200}")
         self.current = None
         self.handled += 1

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 DEFERRED_MAX = 65_536
 
 
-class Later:
+class DeferredReply:
     """Returned by a handler in place of a reply: see `Actor.defer` and `Actor.stash`."""
 
     __slots__ = ("__weakref__",)
 
 
-LATER = Later()
+DEFERRED = DeferredReply()
 
 
-class Deferred(Later):
+class Deferred(DeferredReply):
     """A reply that is owed. Give it with `reply` or `fail`, once, from any task of the actor's loop.
 
     If the last reference to it is dropped before, its asker gets `NoReply`; if the actor ends, `DeadActor`.

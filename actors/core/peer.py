@@ -291,7 +291,7 @@ class Peer(PeerCore):
                 watched = self._watched.pop(envelope.watch, None)
                 if watched is not None:
                     watched[0].unwatch(watched[1])
-            case wire.Ended():
+            case wire.ActorEnded():
                 self._on_ended(envelope)
             case wire.LinkActors():
                 self._on_link(envelope)
@@ -337,18 +337,18 @@ class Peer(PeerCore):
 
         def ended(down: Down) -> None:
             self._watched.pop(m.watch, None)
-            self.post(wire.Ended(m.watch, down.ref.incarnation, wire.reason_data(down.reason)))
+            self.post(wire.ActorEnded(m.watch, down.ref.incarnation, wire.reason_data(down.reason)))
 
         if cell is not None and len(self._watched) < WATCHES_MAX:
             number = cell.watch(ended)
         if cell is None or number < 0:
             what = "there is no such actor" if cell is None else "too many monitors"
             reason = wire.ReasonData(ReasonKind.NO_ACTOR, what)
-            self.post(wire.Ended(m.watch, m.incarnation, reason))
+            self.post(wire.ActorEnded(m.watch, m.incarnation, reason))
         else:
             self._watched[m.watch] = (cell, number)
 
-    def _on_ended(self, m: wire.Ended) -> None:
+    def _on_ended(self, m: wire.ActorEnded) -> None:
         watch = self._watches.pop(m.watch, None)
         if watch is not None:
             ref, callback = watch

@@ -1,4 +1,4 @@
-"""References: how an actor is addressed, wherever it lives."""
+"""References: addresses of actors, wherever they live."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Messenger(Protocol):
 
 
 class Ref:
-    """The address of one actor. The same class for actors of this and of other processes.
+    """The address of one actor, of this or of another process.
 
-    `incarnation` 0 means whoever holds the name when the message arrives; any other is one life of it, in
-    the life `process_incarnation` of the process. References may be fields of contracts. Equal references
-    name the same life. Messages from one sender to one actor arrive in order, each at most once.
+    `incarnation` 0 addresses the holder of the name at the arrival of the message; any other addresses one
+    incarnation, in the incarnation `process_incarnation` of the process. References may be fields of
+    contracts. Messages from one sender to one actor arrive in order, each at most once.
     """
 
     __zbmd_wire_name__ = "zbmd.Ref"
@@ -47,10 +47,10 @@ class Ref:
         return f"{self.process}/{self.actor}"
 
     def tell(self, message: Contract) -> Coroutine[Any, Any, None]:
-        """Send `message`, expect no answer. Waits while a local mailbox or the link is full.
+        """Send `message` without a reply. Waits while a local mailbox or the link is full.
 
-        Raises `DeadActor` or `PeerLost` if that is known here and now. What another process rejects later
-        comes back to a sending actor as an `Undelivered` signal and is logged otherwise.
+        Raises `DeadActor` or `PeerLost` if that is known now. A message that another process rejects later
+        comes back to a sending actor as an `Undelivered` signal; otherwise it is logged.
         """
         return self._system._tell(self, message)
 
@@ -65,15 +65,15 @@ class Ref:
     def ask(
         self, message: Contract, *, reply: type[Any] | None = None, timeout: float | None = None
     ) -> Coroutine[Any, Any, Any]:
-        """Send `message` and return the answer, of type `reply` if that is given.
+        """Send `message` and return the reply, of type `reply` if that is given.
 
-        timeout: seconds. Inside a handler that runs under a deadline the earlier of the two holds, and
-        `timeout` may be left out; elsewhere it must be given (`MissingDeadline`).
+        timeout: seconds. A handler that runs under a deadline inherits it: the earlier of the two holds, and
+        `timeout` may be left out. Elsewhere it is required (`MissingDeadline`).
         Raises `DeadlineExceeded`, `DeadActor`, `MailboxFull` (another process), `ActorFailed`,
         `NotUnderstood`, `UnknownContract`, `InvalidMessage`, `PeerLost`, `TooManyPending`.
-        A cancelled ask is withdrawn: if its message still waits it is not handled, and a handler that is at
-        work on it is cancelled (`asyncio.CancelledError` at its `await`), while its actor lives on. A handler
-        shields what must not be broken off (`asyncio.shield`).
+        A cancelled ask is withdrawn: a waiting message is not handled; a running handler is cancelled
+        (`asyncio.CancelledError` at its `await`), while its actor lives on. A handler shields work that must
+        not be interrupted (`asyncio.shield`).
         """
         return self._system._ask(self, message, reply, timeout)
 
@@ -84,7 +84,7 @@ class Ref:
         return hash(self.key())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ref:
-        """Itself: an address, and it does not change."""
+        """Return itself: an address is immutable."""
         return self
 
     def __repr__(self) -> str:

@@ -103,7 +103,7 @@ class Bounce(msgspec.Struct, array_like=True, frozen=True, tag=4):
 
 
 class Watch(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """Monitor an actor: exactly one `Ended` with the same number will answer."""
+    """Monitor an actor: exactly one `ActorEnded` with the same number will answer."""
 
     watch: Natural
     to: ActorName
@@ -116,7 +116,7 @@ class Unwatch(msgspec.Struct, array_like=True, frozen=True, tag=6):
     watch: Natural
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True, tag=7):
+class ActorEnded(msgspec.Struct, array_like=True, frozen=True, tag=7):
     """A monitored actor ended; `incarnation` is the life that did."""
 
     watch: Natural
@@ -201,7 +201,7 @@ Envelope: TypeAlias = (
     | Bounce
     | Watch
     | Unwatch
-    | Ended
+    | ActorEnded
     | LinkActors
     | UnlinkActors
     | Exit

@@ -20,7 +20,7 @@ import structlog
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import current_delivery, deadline_ns
-from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.mailbox import MAILBOX_MESSAGES_MAX, MailboxSpec
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.ref import Ref
@@ -76,7 +76,7 @@ class GroupChange:
 class _Call:
     """A request for a name whose caller waits."""
 
-    later: Deferred
+    deferred: Deferred
     what: What
     name: str
     timer: asyncio.TimerHandle | None = None
@@ -159,43 +159,43 @@ class DirectoryActor(Actor):
         self.system.detach(signal.ref.process, "its directory did not take a message")
 
     @on(RegisterName)
-    async def register(self, m: RegisterName) -> Later | None:
+    async def register(self, m: RegisterName) -> DeferredReply | None:
         """See the message."""
         return self._directory.call(self.defer(), What.REGISTER, m.name, self._living(m))
 
     @on(UnregisterName)
-    async def unregister(self, m: UnregisterName) -> Later | None:
+    async def unregister(self, m: UnregisterName) -> DeferredReply | None:
         """See the message."""
         key = (self.system.name, self.system.incarnation, m.actor, m.incarnation)
         return self._directory.call(self.defer(), What.UNREGISTER, m.name, key)
 
     @on(WhereIs)
-    async def where_is(self, m: WhereIs) -> Found | Later:
+    async def where_is(self, m: WhereIs) -> Found | DeferredReply:
         """See the message."""
         return self._directory.call(self.defer(), What.LOOK_UP, m.name, None)
 
     @on(JoinGroup)
-    async def join(self, m: JoinGroup) -> Later | None:
+    async def join(self, m: JoinGroup) -> DeferredReply | None:
         """See the message."""
         return self._do(partial(self._directory.join, m.group), m)
 
     @on(LeaveGroup)
-    async def leave(self, m: LeaveGroup) -> Later | None:
+    async def leave(self, m: LeaveGroup) -> DeferredReply | None:
         """See the message."""
         return self._do(partial(self._directory.leave, m.group), m)
 
     @on(WatchGroup)
-    async def watch(self, m: WatchGroup) -> Later | None:
+    async def watch(self, m: WatchGroup) -> DeferredReply | None:
         """See the message."""
         return self._do(partial(self._directory.watch, m.group), m)
 
     @on(UnwatchGroup)
-    async def unwatch(self, m: UnwatchGroup) -> Later | None:
+    async def unwatch(self, m: UnwatchGroup) -> DeferredReply | None:
         """See the message."""
         return self._do(partial(self._directory.unwatch, m.group), m)
 
     @on(ListGroup)
-    async def list_group(self, m: ListGroup) -> InGroup | Later:
+    async def list_group(self, m: ListGroup) -> InGroup | DeferredReply:
         """See the message."""
         return self._directory.list_group(self.defer(), m.group)
 
@@ -203,19 +203,23 @@ class DirectoryActor(Actor):
         cell = self.system.find(m.actor, m.incarnation)
         return None if cell is None or not cell.accepts else cell.ref.key()
 
-    def _do(self, act: Callable[[Key], None], m: JoinGroup | LeaveGroup | WatchGroup | UnwatchGroup) -> Later:
+    def _do(
+        self, act: Callable[[Key], None], m: JoinGroup | LeaveGroup | WatchGroup | UnwatchGroup
+    ) -> DeferredReply:
         """Reply at once, with the refusal if there is one."""
-        later, key = self.defer(), self._living(m)
+        deferred, key = self.defer(), self._living(m)
         if key is None:
-            later.fail(DeadActor(f"{self.system.name}/{m.actor} (incarnation {m.incarnation}) does not live"))
-            return later
+            deferred.fail(
+                DeadActor(f"{self.system.name}/{m.actor} (incarnation {m.incarnation}) does not live")
+            )
+            return deferred
         try:
             act(key)
         except LocalProtocolError as error:
-            later.fail(TooManyPending(str(error)))
+            deferred.fail(TooManyPending(str(error)))
         else:
-            later.reply(None)
-        return later
+            deferred.reply(None)
+        return deferred
 
 
 class Directory(Service):
@@ -278,14 +282,14 @@ class Directory(Service):
         """Handle a message of another directory. One that breaks the protocol ends its link."""
         self._handle(ev.Said(source=source, message=message))
 
-    def call(self, later: Deferred, what: What, name: str, key: Key | None) -> Later:
-        """Request a name; `later` gets the reply."""
+    def call(self, deferred: Deferred, what: What, name: str, key: Key | None) -> DeferredReply:
+        """Request a name; `deferred` gets the reply."""
         if what is What.REGISTER and (key is None or not self._guard(key)):
-            later.fail(DeadActor(f"{name!r} cannot be given to an actor that does not live"))
-            return later
+            deferred.fail(DeadActor(f"{name!r} cannot be given to an actor that does not live"))
+            return deferred
         self._last_call += 1
         number, until_ns = self._last_call, deadline_ns()
-        call = self._calls[number] = _Call(later, what, name)
+        call = self._calls[number] = _Call(deferred, what, name)
         if until_ns:
             delay_s = max(0, until_ns - time.monotonic_ns()) / 1e9
             call.timer = self._system.loop.call_later(delay_s, self._give_up, number)
@@ -293,8 +297,8 @@ class Directory(Service):
             self._handle(ev.Asked(call=number, what=what, name=name, key=key))
         except LocalProtocolError as error:
             if self._end_call(number) is not None:
-                later.fail(TooManyPending(str(error)))
-        return later
+                deferred.fail(TooManyPending(str(error)))
+        return deferred
 
     def join(self, group: str, key: Key) -> None:
         """Let an actor of this process join. Raises `LocalProtocolError` past the bounds."""
@@ -322,14 +326,14 @@ class Directory(Service):
         if not watchers:
             self._watchers.pop(group, None)
 
-    def list_group(self, later: Deferred, group: str) -> Later:
+    def list_group(self, deferred: Deferred, group: str) -> DeferredReply:
         """Reply with the members of a group once all processes of the view have reported theirs."""
         if len(self._lists) >= LISTS_WAITING_MAX:
-            later.fail(TooManyPending(f"{LISTS_WAITING_MAX} questions for groups wait"))
+            deferred.fail(TooManyPending(f"{LISTS_WAITING_MAX} questions for groups wait"))
         else:
-            self._lists.append((later, group))
+            self._lists.append((deferred, group))
             self._answer_lists()
-        return later
+        return deferred
 
     # For groups.
 
@@ -415,18 +419,18 @@ class Directory(Service):
         looks_up = call.what is What.LOOK_UP
         match outcome:
             case Outcome.DONE:
-                call.later.reply(None)
+                call.deferred.reply(None)
             case Outcome.FOUND:
-                call.later.reply(Found(None if key is None else self._ref(key)))
+                call.deferred.reply(Found(None if key is None else self._ref(key)))
             case Outcome.FREE if looks_up:
-                call.later.reply(Found(None))
+                call.deferred.reply(Found(None))
             case Outcome.FREE:
-                call.later.fail(DeadActor(f"the actor that was to have the name {call.name!r} has ended"))
+                call.deferred.fail(DeadActor(f"the actor that was to have the name {call.name!r} has ended"))
             case Outcome.TAKEN:
                 holder = "another" if key is None else repr(self._ref(key))
-                call.later.fail(NameInUse(f"{call.name!r} is the name of {holder}"))
+                call.deferred.fail(NameInUse(f"{call.name!r} is the name of {holder}"))
             case Outcome.FULL:
-                call.later.fail(TooManyPending(f"no room for the name {call.name!r}: too many are kept"))
+                call.deferred.fail(TooManyPending(f"no room for the name {call.name!r}: too many are kept"))
             case _:
                 assert_never(outcome)
 
@@ -435,7 +439,7 @@ class Directory(Service):
         call = self._end_call(number)
         if call is not None:
             self._handle(ev.GivenUp(call=number))
-            call.later.fail(NoReply(f"nobody could say in time who has the name {call.name!r}"))
+            call.deferred.fail(NoReply(f"nobody could say in time who has the name {call.name!r}"))
 
     def _end_call(self, number: int) -> _Call | None:
         call = self._calls.pop(number, None)
@@ -445,8 +449,8 @@ class Directory(Service):
 
     def _answer_lists(self) -> None:
         while self._lists and self._machine.is_settled:
-            later, group = self._lists.popleft()
-            later.reply(InGroup(list(self.group(group))))
+            deferred, group = self._lists.popleft()
+            deferred.reply(InGroup(list(self.group(group))))
 
     # Actors of this process.
 

@@ -67,7 +67,7 @@ async def unregister(system: CoreSystem, name: str, timeout: float) -> bool:
     return True
 
 
-class Group:
+class ActorGroup:
     """A group of actors of the view that this process is in, as Erlang's `pg` has it.
 
     Every process knows all members. A member that ends, or whose process leaves the view, is removed. Made by

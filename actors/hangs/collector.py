@@ -31,8 +31,8 @@ from zbmd.actors.hangs.verdict import (
     RankStood,
     RankWatched,
     Replace,
+    ReportHang,
     StopRun,
-    Tell,
     Ticked,
 )
 from zbmd.actors.hangs.wire import (
@@ -60,7 +60,7 @@ def collector_address(node_address: str) -> str:
     return f"{node_address}-watch"
 
 
-class HangDesk(Protocol):
+class HangResponder(Protocol):
     """What the host does with a verdict. Called on the loop; must not block."""
 
     def is_current(self, rank: int, incarnation: int) -> bool:
@@ -80,7 +80,7 @@ class HangDesk(Protocol):
         ...
 
 
-class HangElsewhere(Protocol):
+class HangPeers(Protocol):
     """The other hosts of the job."""
 
     @property
@@ -121,8 +121,8 @@ class HangCollector:
         *,
         deadline_ns: int,
         on_hang: OnHang,
-        desk: HangDesk,
-        elsewhere: HangElsewhere | None = None,
+        desk: HangResponder,
+        elsewhere: HangPeers | None = None,
     ) -> None:
         self._address = collector_address(node_address)
         self._desk = desk
@@ -292,7 +292,7 @@ class HangCollector:
                     self._put(RankGone(rank=rank, incarnation=incarnation))
                 else:
                     self._put(RankSeen(rank=rank, incarnation=incarnation, words=words))
-            case Tell(notice=notice):
+            case ReportHang(notice=notice):
                 self._desk.hung(notice)
             case Replace(rank=rank, incarnation=incarnation):
                 self._desk.end_rank(rank, incarnation)

@@ -117,7 +117,7 @@ class LookOutside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class ReportHang:
     """Tell whoever runs the host."""
 
     notice: HangNotice
@@ -140,7 +140,7 @@ class StopRun:
 
 
 HangEvent = RankWatched | RankHeard | RankStood | RankSeen | RankGone | Ticked
-HangAction = AskStanding | LookOutside | Tell | Replace | StopRun
+HangAction = AskStanding | LookOutside | ReportHang | Replace | StopRun
 
 
 class CaseState(Enum):
@@ -331,7 +331,7 @@ class HangMachine:
                 over=True,
                 next_step="it goes on",
             )
-            actions.append(Tell(notice=notice))
+            actions.append(ReportHang(notice=notice))
         return actions
 
     def _tell(self, finding: Finding) -> list[HangAction]:
@@ -344,7 +344,7 @@ class HangMachine:
             next_step=next_step,
         )
         self._told[finding.key] = _Told(notice, set(finding.evidence))
-        return [Tell(notice=notice), *acts]
+        return [ReportHang(notice=notice), *acts]
 
     def _consequence(self, finding: Finding) -> tuple[str, list[HangAction]]:
         match self.on_hang:

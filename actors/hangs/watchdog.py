@@ -27,8 +27,8 @@ from zbmd.actors.hangs.watched import (
     ActorSource,
     GroupSource,
     LoopSource,
-    Source,
     Watched,
+    WatchSource,
 )
 from zbmd.actors.hangs.wire import (
     GROUPS_MAX,
@@ -184,7 +184,7 @@ class Watchdog:
 
     def _look(self) -> None:
         assert self._machine is not None and self._loop is not None
-        sources: tuple[Source, ...] = (self._loop, self._actors, self._activities, *self._groups)
+        sources: tuple[WatchSource, ...] = (self._loop, self._actors, self._activities, *self._groups)
         self._under_way = {w.sample.key: w for source in sources for w in source.watched()}
         looked = Looked(
             samples=tuple(watched.sample for watched in self._under_way.values()),

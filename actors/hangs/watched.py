@@ -60,7 +60,7 @@ class Watched:
     describe: Callable[[], Described]
 
 
-class Source(Protocol):
+class WatchSource(Protocol):
     """A kind of things to look at."""
 
     def watched(self) -> Iterator[Watched]:
@@ -68,7 +68,7 @@ class Source(Protocol):
         ...
 
 
-class GroupSource(Source, Protocol):
+class GroupSource(WatchSource, Protocol):
     """A group: beside its operation under way, how far this rank has come in it."""
 
     @property

@@ -22,8 +22,8 @@ from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.errors import ActorError
 from zbmd.actors.process_pool.forks import Fork, Forks
-from zbmd.actors.process_pool.placement import Place, PlacesMachine
-from zbmd.actors.process_pool.process_actor import Command, Places, ProcessActor, lifetime_linked
+from zbmd.actors.process_pool.placement import Placement, PlacementMachine
+from zbmd.actors.process_pool.process_actor import Command, Placements, ProcessActor, lifetime_linked
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
@@ -111,7 +111,7 @@ class ProcessPool:
     each is a new interpreter.
 
     modules: what workers import, and whose actor classes may be spawned there. failures, period_s,
-    quarantine_s: see `PlacesMachine`.
+    quarantine_s: see `PlacementMachine`.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class ProcessPool:
         self.forks = Forks([*_WORKER_IMPORTS, *kinds, *modules], on_task=system.linger)
         self.cookie = os.urandom(COOKIE_BYTES)
         self.address = f"zbmd-workers-{os.getpid()}-{os.urandom(8).hex()}"
-        places = [Place(name=device.name, capacity=device.capacity) for device in devices]
-        machine = PlacesMachine(
+        places = [Placement(name=device.name, capacity=device.capacity) for device in devices]
+        machine = PlacementMachine(
             places,
             failures=failures,
             period_ns=int(period_s * 1e9),
             quarantine_ns=int(quarantine_s * 1e9),
         )
-        self.places = Places(machine, self._probe)
+        self.places = Placements(machine, self._probe)
         self._system = system
         self._expected: dict[str, tuple[int, asyncio.Future[None], Callable[[str], None]]] = {}
         identity = Identity(
@@ -207,7 +207,7 @@ class DeviceWorker(ProcessActor):
 
     stopping_s = 5.0
 
-    def __init__(self, places: Places, workers: ProcessPool) -> None:
+    def __init__(self, places: Placements, workers: ProcessPool) -> None:
         super().__init__(places)
         self._workers = workers
         self._checking: asyncio.Task[None] | None = None

@@ -20,7 +20,7 @@ FAILURES_MAX = 1000
 DOUBLINGS_MAX = 10
 
 
-class PlaceState(Enum):
+class PlacementState(Enum):
     """Whether children may go there."""
 
     OPEN = "open"
@@ -29,7 +29,7 @@ class PlaceState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Placement:
     """A host or a device. capacity: children at once."""
 
     name: str
@@ -115,14 +115,14 @@ Action: TypeAlias = Assigned | Refused | Quarantined | Probe | Reopened
 
 @dataclass(slots=True)
 class _Place:
-    place: Place
-    state: PlaceState = PlaceState.OPEN
+    place: Placement
+    state: PlacementState = PlacementState.OPEN
     children: set[str] = field(default_factory=set[str])
     failures_ns: deque[int] = field(default_factory=deque[int])
     quarantines: int = 0  # in a row
 
 
-class PlacesMachine:
+class PlacementMachine:
     """Decides for an ordered set of places.
 
     `failures` within `period_ns` put a place into quarantine, for `quarantine_ns` the first time.
@@ -130,7 +130,7 @@ class PlacesMachine:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[Placement],
         *,
         failures: int = 2,
         period_ns: int = 60_000_000_000,
@@ -154,7 +154,7 @@ class PlacesMachine:
         """By child, where it failed last; as many as there are children that did."""
 
     @property
-    def states(self) -> dict[str, PlaceState]:
+    def states(self) -> dict[str, PlacementState]:
         """Return how the places stand, in order."""
         return {name: place.state for name, place in self._places.items()}
 
@@ -170,8 +170,8 @@ class PlacesMachine:
             case Released():
                 return self._release(event, now_ns)
             case TimerFired():
-                place = self._in(event.place, PlaceState.QUARANTINED)
-                place.state = PlaceState.PROBED
+                place = self._in(event.place, PlacementState.QUARANTINED)
+                place.state = PlacementState.PROBED
                 return [Probe(place=event.place)]
             case Probed():
                 return self._probed(event, now_ns)
@@ -183,7 +183,7 @@ class PlacesMachine:
         assert {c: p for p, place in self._places.items() for c in place.children} == self._where
         for place in self._places.values():
             assert len(place.children) <= place.place.capacity
-            assert len(place.failures_ns) < self._failures or place.state is not PlaceState.OPEN
+            assert len(place.failures_ns) < self._failures or place.state is not PlacementState.OPEN
 
     def _want(self, child: str) -> list[Action]:
         if child in self._where:
@@ -191,7 +191,7 @@ class PlacesMachine:
         free = [
             place
             for place in self._places.values()
-            if place.state is PlaceState.OPEN and len(place.children) < place.place.capacity
+            if place.state is PlacementState.OPEN and len(place.children) < place.place.capacity
         ]
         if not free:
             states = ", ".join(
@@ -220,27 +220,27 @@ class PlacesMachine:
             place.failures_ns.popleft()
             place.quarantines = 0
         place.failures_ns.append(now_ns)
-        if place.state is not PlaceState.OPEN or len(place.failures_ns) < self._failures:
+        if place.state is not PlacementState.OPEN or len(place.failures_ns) < self._failures:
             return []
         return self._quarantine(name, f"{len(place.failures_ns)} failures, the last: {event.reason}", now_ns)
 
     def _probed(self, event: Probed, now_ns: int) -> list[Action]:
-        place = self._in(event.place, PlaceState.PROBED)
+        place = self._in(event.place, PlacementState.PROBED)
         if event.problem:
             return self._quarantine(event.place, f"a probe failed: {event.problem}", now_ns)
-        place.state = PlaceState.OPEN
+        place.state = PlacementState.OPEN
         place.failures_ns.clear()
         return [Reopened(place=event.place)]
 
     def _quarantine(self, name: str, reason: str, now_ns: int) -> list[Action]:
         place = self._places[name]
-        place.state = PlaceState.QUARANTINED
+        place.state = PlacementState.QUARANTINED
         until_ns = now_ns + (self._quarantine_ns << min(place.quarantines, DOUBLINGS_MAX))
         place.quarantines += 1
         place.failures_ns.clear()
         return [Quarantined(place=name, until_ns=until_ns, reason=reason)]
 
-    def _in(self, name: str, state: PlaceState) -> _Place:
+    def _in(self, name: str, state: PlacementState) -> _Place:
         place = self._places.get(name)
         if place is None or place.state is not state:
             raise LocalProtocolError(f"{name} is not {state.value}")

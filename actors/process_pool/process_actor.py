@@ -36,17 +36,17 @@ PROBE_S: Final = 30.0
 log: Final = structlog.stdlib.get_logger("zbmd.process")
 
 
-class NoPlace(ZbmdError):
+class NoPlacement(ZbmdError):
     """All places are taken or in quarantine; the supervisor tries again as its back-off says."""
 
 
-class Places:
+class Placements:
     """The places of a supervisor's children: the driver of `PlacesMachine`. Used on one loop.
 
     probe: says of a place what is wrong with it, or nothing.
     """
 
-    def __init__(self, machine: p.PlacesMachine, probe: Callable[[str], Awaitable[str]]) -> None:
+    def __init__(self, machine: p.PlacementMachine, probe: Callable[[str], Awaitable[str]]) -> None:
         self._machine = machine
         self._probe = probe
         self.news = asyncio.Event()
@@ -55,18 +55,18 @@ class Places:
         self._probes: set[asyncio.Task[None]] = set()
 
     @property
-    def states(self) -> dict[str, p.PlaceState]:
+    def states(self) -> dict[str, p.PlacementState]:
         """Return how the places stand."""
         return self._machine.states
 
     def take(self, child: str) -> str:
-        """Return a place for the child. Raises `NoPlace`."""
+        """Return a place for the child. Raises `NoPlacement`."""
         for action in self._handle(p.Wanted(child=child)):
             if isinstance(action, p.Assigned):
                 log.info("placed", child=child, place=action.place, reason=action.reason)
                 return action.place
             if isinstance(action, p.Refused):
-                raise NoPlace(action.reason)
+                raise NoPlacement(action.reason)
         raise AssertionError("a child is assigned or refused")
 
     def release(self, child: str, *, failed: bool, reason: str) -> None:
@@ -160,7 +160,7 @@ class ProcessActor(Actor):
     captured = False
     ready_s: float = READY_S
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Placements) -> None:
         self.places = places
         self.place = ""
         self.process: Command | Fork | None = None

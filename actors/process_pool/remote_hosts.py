@@ -18,7 +18,7 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.process_pool.process_actor import Places, ProcessActor
+from zbmd.actors.process_pool.process_actor import Placements, ProcessActor
 from zbmd.actors.routing.routes import Routes
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
@@ -40,7 +40,7 @@ class NodeProcess(ProcessActor):
     stopping_s = NODE_STOP_S
 
     def __init__(
-        self, places: Places, command: Sequence[str], ready: str, environment: Mapping[str, str]
+        self, places: Placements, command: Sequence[str], ready: str, environment: Mapping[str, str]
     ) -> None:
         super().__init__(places)
         self._command = tuple(command)
@@ -81,7 +81,7 @@ class NodeProcess(ProcessActor):
 
 def node_child(
     name: str,
-    hosts: Places,
+    hosts: Placements,
     command: Sequence[str],
     *,
     ready: str = NODE_READY,

@@ -18,7 +18,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import ActorBase, find_remote_class
 from zbmd.actors.core.cell import CellState
-from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.core.wire import SPAWN_ARGUMENTS_MAX, Plain
@@ -245,38 +245,38 @@ class Supervisor(Actor):
         return Children([(c, s.value, self._machine.incarnation(c)) for c, s in states.items()])
 
     @on(AddChild)
-    async def add_child(self, message: AddChild) -> ChildUp | Later:
+    async def add_child(self, message: AddChild) -> ChildUp | DeferredReply:
         """Start a child and add it behind the others."""
-        later = self.defer()
+        deferred = self.defer()
         try:
             spec = self._offered = self._added(message)
         except ActorError as error:
-            later.fail(error)
-            return later
+            deferred.fail(error)
+            return deferred
         self.stopping_s = max(self.stopping_s, spec.longest_s + MARGIN_S)
-        self._handle(AddRequested(policy=spec.policy), later)
-        return later
+        self._handle(AddRequested(policy=spec.policy), deferred)
+        return deferred
 
     @on(TerminateChild)
-    async def terminate_child(self, message: TerminateChild) -> Later | None:
+    async def terminate_child(self, message: TerminateChild) -> DeferredReply | None:
         """Stop a child and leave it down."""
-        later = self.defer()
-        self._handle(TerminateRequested(child=message.name), later)
-        return later
+        deferred = self.defer()
+        self._handle(TerminateRequested(child=message.name), deferred)
+        return deferred
 
     @on(RestartChild)
-    async def restart_child(self, message: RestartChild) -> ChildUp | Later:
+    async def restart_child(self, message: RestartChild) -> ChildUp | DeferredReply:
         """Start a child that is down."""
-        later = self.defer()
-        self._handle(RestartRequested(child=message.name), later)
-        return later
+        deferred = self.defer()
+        self._handle(RestartRequested(child=message.name), deferred)
+        return deferred
 
     @on(DeleteChild)
-    async def delete_child(self, message: DeleteChild) -> Later | None:
+    async def delete_child(self, message: DeleteChild) -> DeferredReply | None:
         """Forget a child that is down."""
-        later = self.defer()
-        self._handle(DeleteRequested(child=message.name), later)
-        return later
+        deferred = self.defer()
+        self._handle(DeleteRequested(child=message.name), deferred)
+        return deferred
 
     def _added(self, message: AddChild) -> ChildSpec:
         if not message.class_id:
@@ -298,12 +298,12 @@ class Supervisor(Actor):
             process=message.process,
         )
 
-    def _handle(self, event: Event, later: Deferred | None = None) -> None:
+    def _handle(self, event: Event, deferred: Deferred | None = None) -> None:
         """Handle events one after the other: performing an action may cause the next.
 
         later: the answer to whoever asked for what the event says.
         """
-        self._events.append((event, later))
+        self._events.append((event, deferred))
         if self._handling:
             return
         self._handling = True
@@ -314,13 +314,13 @@ class Supervisor(Actor):
         finally:
             self._handling = False
 
-    def _handle_one(self, event: Event, later: Deferred | None) -> None:
+    def _handle_one(self, event: Event, deferred: Deferred | None) -> None:
         if isinstance(event, ChildExited | ChildStartFailed):
             del self._running[event.child]
         actions = self._tap.handle(event, now_ns=time.monotonic_ns())
         self._tap.check_invariants()
-        if later is not None:
-            self._answer_later(event, later, actions)
+        if deferred is not None:
+            self._answer_later(event, deferred, actions)
         for action in actions:
             self._perform(action)
         if len(self._machine.states) < len(self._specs):
@@ -328,36 +328,36 @@ class Supervisor(Actor):
         if isinstance(event, ChildStarted):
             self._tell_up(event.child)
 
-    def _answer_later(self, event: Event, later: Deferred, actions: Sequence[Action]) -> None:
+    def _answer_later(self, event: Event, deferred: Deferred, actions: Sequence[Action]) -> None:
         """Reply to the requester, at once or when it is settled."""
         refused = next((a for a in actions if isinstance(a, Refuse)), None)
         offered, self._offered = self._offered, None
         if refused is not None:
-            later.fail(_refusal(refused, self.ref.address))
+            deferred.fail(_refusal(refused, self.ref.address))
             return
         match event:
             case AddRequested():
                 assert offered is not None
                 self._specs[offered.name] = offered
-                self._wait_up.setdefault(event.policy.child, []).append(later)
+                self._wait_up.setdefault(event.policy.child, []).append(deferred)
             case RestartRequested():
-                self._wait_up.setdefault(event.child, []).append(later)
+                self._wait_up.setdefault(event.child, []).append(deferred)
             case TerminateRequested() if event.child in self._running:
-                self._wait_down.setdefault(event.child, []).append(later)
+                self._wait_down.setdefault(event.child, []).append(deferred)
             case _:
-                later.reply(None)
+                deferred.reply(None)
 
     def _tell_up(self, child: str) -> None:
         running = self._running.get(child)
-        for later in self._wait_up.pop(child, ()):
+        for deferred in self._wait_up.pop(child, ()):
             if running is not None and running.ref is not None:
-                later.reply(ChildUp(running.ref))
+                deferred.reply(ChildUp(running.ref))
 
     def _tell_down(self, child: str, reason: str) -> None:
-        for later in self._wait_up.pop(child, ()):
-            later.fail(ActorStartFailed(reason))
-        for later in self._wait_down.pop(child, ()):
-            later.reply(None)
+        for deferred in self._wait_up.pop(child, ()):
+            deferred.fail(ActorStartFailed(reason))
+        for deferred in self._wait_down.pop(child, ()):
+            deferred.reply(None)
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -53,54 +53,54 @@ class Prepare(Contract, id="zbmd.upgrade.prepare", version=2, compatible_from=1)
     lasting: bool = False
 
 
-class OrderTold(Contract, id="zbmd.upgrade.order"):
+class OrderMessage(Contract, id="zbmd.upgrade.order"):
     """Any other order; `by_coordinator` is False if another agent leads."""
 
     order: ev.Order
     by_coordinator: bool
 
 
-class VoteTold(Contract, id="zbmd.upgrade.vote"):
+class VoteReport(Contract, id="zbmd.upgrade.vote"):
     """To the coordinator: whether the change can be made in this process."""
 
     why: Why
 
 
-class ChangeTold(Contract, id="zbmd.upgrade.changed"):
+class ChangeReport(Contract, id="zbmd.upgrade.changed"):
     """To the coordinator: all actors have changed, or the reason why not."""
 
     actors: int
     why: Why
 
 
-class BreakTold(Contract, id="zbmd.upgrade.broke"):
+class CrashReport(Contract, id="zbmd.upgrade.broke"):
     """To the coordinator: the new version has crashed."""
 
     why: Why
 
 
-class SettledTold(Contract, id="zbmd.upgrade.settled"):
+class SettledReport(Contract, id="zbmd.upgrade.settled"):
     """To the leader: this process is done."""
 
 
-class FateAsk(Contract, id="zbmd.upgrade.fate_ask"):
+class DecisionRequest(Contract, id="zbmd.upgrade.fate_ask"):
     """An agent that leads now asks another for the decision."""
 
 
-class FateAnswer(Contract, id="zbmd.upgrade.fate"):
+class DecisionReply(Contract, id="zbmd.upgrade.fate"):
     """The decision that a process knows."""
 
     fate: ev.Fate
 
 
-class Gone(Contract, id="zbmd.upgrade.gone"):
+class ProcessEnded(Contract, id="zbmd.upgrade.gone"):
     """To itself, behind all waiting messages: a process has ended; empty for the coordinator."""
 
     process: str
     why: str
 
 
-class TimeUp(Contract, id="zbmd.upgrade.time_up"):
+class TimerElapsed(Contract, id="zbmd.upgrade.time_up"):
     """To itself: a timer has fired."""
 
     number: int
@@ -236,35 +236,35 @@ class Coordinator(Actor):
 
     def _agent_ended(self, process: str, down: Down) -> None:
         if self.is_alive:
-            self._running_cell().timers.deliver(Gone(process, str(down.reason)[:WHY_CHARS_MAX]))
+            self._running_cell().timers.deliver(ProcessEnded(process, str(down.reason)[:WHY_CHARS_MAX]))
 
-    @on(VoteTold)
-    async def voted(self, message: VoteTold) -> None:
+    @on(VoteReport)
+    async def voted(self, message: VoteReport) -> None:
         """A process has checked the change."""
         await self._handle(ev.Voted(process=_sender(self), why=message.why))
 
-    @on(ChangeTold)
-    async def changed(self, message: ChangeTold) -> None:
+    @on(ChangeReport)
+    async def changed(self, message: ChangeReport) -> None:
         """A process has changed its actors."""
         await self._handle(ev.Changed(process=_sender(self), actors=message.actors, why=message.why))
 
-    @on(BreakTold)
-    async def broke(self, message: BreakTold) -> None:
+    @on(CrashReport)
+    async def broke(self, message: CrashReport) -> None:
         """The new version has crashed in a process."""
         await self._handle(ev.Broke(process=_sender(self), why=message.why))
 
-    @on(SettledTold)
-    async def settled(self, _: SettledTold) -> None:
+    @on(SettledReport)
+    async def settled(self, _: SettledReport) -> None:
         """A process has finished."""
         await self._handle(ev.Settled(process=_sender(self)))
 
-    @on(Gone)
-    async def gone(self, message: Gone) -> None:
+    @on(ProcessEnded)
+    async def gone(self, message: ProcessEnded) -> None:
         """A process has ended."""
         await self._handle(ev.ProcessLost(process=message.process, why=message.why))
 
-    @on(TimeUp)
-    async def time_up(self, message: TimeUp) -> None:
+    @on(TimerElapsed)
+    async def time_up(self, message: TimerElapsed) -> None:
         """The timer has fired, unless it was set again."""
         if message.number == self._timer:
             await self._handle(ev.TimerFired())
@@ -279,7 +279,7 @@ class Coordinator(Actor):
                 case ev.SetTimer():
                     self._timer += 1
                     delay_s = max(0.0, (action.at_ns - time.monotonic_ns()) / 1e9)
-                    self.after(delay_s, TimeUp(self._timer))
+                    self.after(delay_s, TimerElapsed(self._timer))
                 case ev.CancelTimer():
                     self._timer += 1
                 case ev.Finished():
@@ -292,7 +292,7 @@ class Coordinator(Actor):
         agent = self._agents.get(told.process)
         if agent is None:
             return  # there is none, which the machine hears
-        message: Contract = OrderTold(told.order, by_coordinator=True)
+        message: Contract = OrderMessage(told.order, by_coordinator=True)
         if told.order is ev.Order.PREPARE:
             old, new = (remote_class_id(cls) for cls in self._classes)
             message = Prepare(self.ref, old, new, self._processes, self._tries, self._lasting)
@@ -303,7 +303,7 @@ class Coordinator(Actor):
         try:
             await agent.tell(message)
         except ZbmdError as error:
-            self._running_cell().timers.deliver(Gone(told.process, str(error)[:WHY_CHARS_MAX]))
+            self._running_cell().timers.deliver(ProcessEnded(told.process, str(error)[:WHY_CHARS_MAX]))
 
 
 class Agent(Actor, remote=True):
@@ -320,15 +320,15 @@ class Agent(Actor, remote=True):
 
     async def started(self) -> None:
         """Wait for the first order."""
-        self.after(ORPHAN_S, TimeUp(0))
+        self.after(ORPHAN_S, TimerElapsed(0))
 
     async def stopping(self, reason: Reason) -> None:
         """End the recording."""
         if self._machine is not None:
             self._machine.close(str(reason))
 
-    @on(TimeUp)
-    async def time_up(self, _: TimeUp) -> None:
+    @on(TimerElapsed)
+    async def time_up(self, _: TimerElapsed) -> None:
         """End: the spawner never sent the first order."""
         if self._machine is None:
             self.stop("nobody has told it what to do")
@@ -346,29 +346,29 @@ class Agent(Actor, remote=True):
         self.system.watch(message.coordinator, partial(self._ended, COORDINATOR))
         await self._handle(ev.Ordered(leader=COORDINATOR, order=ev.Order.PREPARE))
 
-    @on(OrderTold)
-    async def ordered(self, message: OrderTold) -> None:
+    @on(OrderMessage)
+    async def ordered(self, message: OrderMessage) -> None:
         """Handle any other order."""
         leader = COORDINATOR if message.by_coordinator else _sender(self)
         await self._handle(ev.Ordered(leader=leader, order=message.order))
 
-    @on(SettledTold)
-    async def follower_settled(self, _: SettledTold) -> None:
+    @on(SettledReport)
+    async def follower_settled(self, _: SettledReport) -> None:
         """Handle the report of a process that is done; this process leads."""
         await self._handle(ev.FollowerSettled(process=_sender(self)))
 
-    @on(FateAsk)
-    async def fate_asked(self, _: FateAsk) -> None:
+    @on(DecisionRequest)
+    async def fate_asked(self, _: DecisionRequest) -> None:
         """Handle the message of a new leader."""
         await self._handle(ev.FateAsked(leader=_sender(self)))
 
-    @on(FateAnswer)
-    async def fate_told(self, message: FateAnswer) -> None:
+    @on(DecisionReply)
+    async def fate_told(self, message: DecisionReply) -> None:
         """Handle what another process knows."""
         await self._handle(ev.FateTold(process=_sender(self), fate=message.fate))
 
-    @on(Gone)
-    async def gone(self, message: Gone) -> None:
+    @on(ProcessEnded)
+    async def gone(self, message: ProcessEnded) -> None:
         """Handle the end of a process that led or could lead."""
         if not self._watched and self._prepare is not None:
             self._watched = True
@@ -389,7 +389,7 @@ class Agent(Actor, remote=True):
                 await self._handle(ev.LocalSettled())
 
     def _ended(self, process: str, down: Down) -> None:
-        self._note(Gone(process, str(down.reason)[:WHY_CHARS_MAX]))
+        self._note(ProcessEnded(process, str(down.reason)[:WHY_CHARS_MAX]))
 
     def _note(self, message: Contract) -> None:
         """Send to itself behind all waiting messages, even if the mailbox is full."""
@@ -429,13 +429,13 @@ class Agent(Actor, remote=True):
             case ev.Voted() | ev.Changed() | ev.Broke() | ev.Settled():
                 await self._tell(self._prepare.coordinator, _told(action))
             case ev.SaySettled():
-                await self._tell(self._agent(action.leader), SettledTold())
+                await self._tell(self._agent(action.leader), SettledReport())
             case ev.AskFate():
-                await self._tell(self._agent(action.process), FateAsk())
+                await self._tell(self._agent(action.process), DecisionRequest())
             case ev.TellFate():
-                await self._tell(self._agent(action.leader), FateAnswer(action.fate))
+                await self._tell(self._agent(action.leader), DecisionReply(action.fate))
             case ev.TellOther():
-                order = OrderTold(action.order, by_coordinator=False)
+                order = OrderMessage(action.order, by_coordinator=False)
                 await self._tell(self._agent(action.process), order)
             case ev.End():
                 self.stop("the change is over")
@@ -468,13 +468,13 @@ class Agent(Actor, remote=True):
 def _told(what: ev.ToCoordinator) -> Contract:
     match what:
         case ev.Voted():
-            return VoteTold(what.why)
+            return VoteReport(what.why)
         case ev.Changed():
-            return ChangeTold(what.actors, what.why)
+            return ChangeReport(what.actors, what.why)
         case ev.Broke():
-            return BreakTold(what.why)
+            return CrashReport(what.why)
         case ev.Settled():
-            return SettledTold()
+            return SettledReport()
         case _:
             assert_never(what)
 

@@ -35,7 +35,7 @@ CODE_ACTOR: Final = "code"
 CHANGES_AT_ONCE: Final = 64
 
 
-class CodeTold(Contract, id="zbmd.upgrade.code"):
+class CodeReport(Contract, id="zbmd.upgrade.code"):
     """Changes of code that are in force; `more`: another message with the rest follows."""
 
     changes: Annotated[tuple[u.Change, ...], msgspec.Meta(max_length=CHANGES_AT_ONCE)]
@@ -50,8 +50,8 @@ class CodeActor(Actor):
     def __init__(self, keeper: CodeKeeper) -> None:
         self._keeper = keeper
 
-    @on(CodeTold)
-    async def told(self, message: CodeTold) -> None:
+    @on(CodeReport)
+    async def told(self, message: CodeReport) -> None:
         """Handle the changes that another process knows."""
         self._keeper.heard(sender_process(), message)
 
@@ -100,7 +100,7 @@ class CodeKeeper(Service):
         """Note a change that this process took part in and that all keep."""
         self._feed(u.KeptHere(change=change))
 
-    def heard(self, process: str, message: CodeTold) -> None:
+    def heard(self, process: str, message: CodeReport) -> None:
         """A process reports the changes that it knows."""
         changes = self._parts.pop(process, ()) + message.changes
         if message.more and len(changes) <= u.CHANGES_MAX:
@@ -139,7 +139,7 @@ class CodeKeeper(Service):
             return
         for first in range(0, max(1, len(changes)), CHANGES_AT_ONCE):
             more = first + CHANGES_AT_ONCE < len(changes)
-            told = CodeTold(changes[first : first + CHANGES_AT_ONCE], more)
+            told = CodeReport(changes[first : first + CHANGES_AT_ONCE], more)
             peer.post_payload(wire.encode_tell(CODE_ACTOR, 0, "", told))
 
     def _adopt(self, change: u.Change) -> None:

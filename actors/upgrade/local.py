@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor_base import ActorBase, Handler, find_remote_class, handler_table, remote_class_id
 from zbmd.actors.core.context import current_delivery
-from zbmd.actors.core.deferred import LATER, Later
+from zbmd.actors.core.deferred import DEFERRED, DeferredReply
 from zbmd.actors.core.signals import Down, Reason, ReasonKind, Signal
 from zbmd.actors.errors import ActorFailed, UnknownActorClass, UpgradeRefused
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHANGES_MAX = 1024
 
 
-class Runs(Enum):
+class RunningVersion(Enum):
     """The version that an actor runs."""
 
     NEW = "new"
@@ -179,7 +179,7 @@ class LocalUpgrade:
         self._old, self._new = old, new
         self._tries = tries
         self._on_broke = on_broke
-        self._cells: dict[ActorCell, Runs] = {}
+        self._cells: dict[ActorCell, RunningVersion] = {}
         self._pending: dict[ActorCell, Callable[[], None]] = {}
         self._kept = False
         self._failed = ""
@@ -203,18 +203,20 @@ class LocalUpgrade:
         self._book.on_trial.pop(self._new, None)
         self._book.newer[self._old] = self._new
         for cell, runs in self._cells.items():
-            if runs is Runs.NEW:
+            if runs is RunningVersion.NEW:
                 _use_table(cell, handler_table(self._new))
-        self._each([c for c, runs in self._cells.items() if runs is not Runs.NEW], self._change, done)
+        self._each(
+            [c for c, runs in self._cells.items() if runs is not RunningVersion.NEW], self._change, done
+        )
 
     def take_back(self, done: Callable[[int, str], None]) -> None:
         """Return all actors to the old version, at their next message boundary."""
         self._forget()
-        self._each([c for c, runs in self._cells.items() if runs is Runs.NEW], self._return, done)
+        self._each([c for c, runs in self._cells.items() if runs is RunningVersion.NEW], self._return, done)
 
     def spawned(self, cell: ActorCell) -> None:
         """An actor of the version on probation was spawned."""
-        self._cells[cell] = Runs.NEW
+        self._cells[cell] = RunningVersion.NEW
         _use_table(cell, self._guarded())
         cell.watch(partial(self._fresh_ended, cell))
 
@@ -249,7 +251,7 @@ class LocalUpgrade:
         if self._done is None or self._pending:
             return
         done, self._done = self._done, None
-        done(sum(runs is Runs.NEW for runs in self._cells.values()), self._failed)
+        done(sum(runs is RunningVersion.NEW for runs in self._cells.values()), self._failed)
 
     def _ended(self, cell: ActorCell, _: Down) -> None:
         self._cells.pop(cell, None)
@@ -261,7 +263,7 @@ class LocalUpgrade:
         on_trial = (
             self._book.on_trial.get(self._new) is self
         )  # else this change is over, and another may hold
-        if down.reason.kind is ReasonKind.FAILED and runs is Runs.NEW and on_trial:
+        if down.reason.kind is ReasonKind.FAILED and runs is RunningVersion.NEW and on_trial:
             self._broke(f"{cell.ref.address}: {down.reason}")
 
     def _change(self, cell: ActorCell) -> None:
@@ -283,7 +285,7 @@ class LocalUpgrade:
             elif self._kept:
                 cell.request_stop(Reason(ReasonKind.FAILED, self._failed))
             return
-        self._cells[cell] = Runs.NEW
+        self._cells[cell] = RunningVersion.NEW
         table = self._guarded() if before is not None else handler_table(self._new)
         _become(cell, self._new, state, table)
 
@@ -291,7 +293,7 @@ class LocalUpgrade:
         self._go_back(cell, _state(cell.actor))
 
     def _go_back(self, cell: ActorCell, state: dict[str, Any]) -> None:
-        self._cells[cell] = Runs.OLD
+        self._cells[cell] = RunningVersion.OLD
         try:
             state = self._new.code_change_back(state, self._old.version)
         except Exception as error:  # noqa: BLE001 (a user's code: its supervisor starts the old version)
@@ -325,15 +327,17 @@ class LocalUpgrade:
         before = actor.code_state()
         try:
             reply = await handler.function(actor, message)
-            if type(reply) not in handler.replies and not (handler.puts_off and isinstance(reply, Later)):
+            if type(reply) not in handler.replies and not (
+                handler.puts_off and isinstance(reply, DeferredReply)
+            ):
                 raise TypeError(f"the handler of {type(message).__name__} returned {reply!r:.200}")
         except Exception as error:
-            if self._kept or self._cells.get(cell) is not Runs.NEW:
+            if self._kept or self._cells.get(cell) is not RunningVersion.NEW:
                 raise
             self._broke(f"{cell.ref.address} {type(message).__name__}: {type(error).__name__}: {error}")
             is_open = _reclaim(cell, reply_to)  # before what it holds is dropped, an answer put off with it
             self._go_back(cell, before)
-            return await self._again(cell, message, error) if is_open else LATER
+            return await self._again(cell, message, error) if is_open else DEFERRED
         return reply
 
     async def _again(self, cell: ActorCell, message: Any, error: Exception) -> Any:
@@ -348,7 +352,7 @@ class LocalUpgrade:
             failed = ActorFailed(f"{cell.ref.address} runs version {self._old.version} again: {why}")
             cell.reject(delivery, failed)
             delivery.reply_to = None
-            return LATER
+            return DEFERRED
         return await handler.function(cell.actor, message)
 
     def _broke(self, why: str) -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.errors import ActorError, NoReply
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.errors import OperationAborted
@@ -99,7 +99,7 @@ class ElasticActor(Actor):
         self._asks = asks
 
     @on(SplitsRequest)
-    async def asked(self, message: SplitsRequest) -> SplitsReply | Later:
+    async def asked(self, message: SplitsRequest) -> SplitsReply | DeferredReply:
         """How was a group split?"""
         later = self.defer()
         self._asks.answer(message, later)

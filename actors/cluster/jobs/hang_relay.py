@@ -56,7 +56,7 @@ def seats_of(job: Job | None) -> dict[int, Seat]:
 class HangRelay:
     """One node's part in the judgement of one job. send: tells another node's life.
 
-    A `zbmd.actors.hangs.collector.HangElsewhere`; `place` it with each view.
+    A `zbmd.actors.hangs.collector.HangPeers`; `place` it with each view.
     """
 
     def __init__(self, job: int, send: Callable[[NodeKey, HangWord], None]) -> None:

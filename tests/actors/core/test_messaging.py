@@ -10,7 +10,7 @@ from support.actors.actor_recordings import until
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Reason, ReasonKind, Undelivered
@@ -90,7 +90,7 @@ class Shop(Actor):
         self.waiting: list[Deferred] = []
 
     @on(Take)
-    async def take(self, _: Take) -> Item | Later:
+    async def take(self, _: Take) -> Item | DeferredReply:
         later = self.defer()
         self.waiting.append(later)
         return later
@@ -127,7 +127,7 @@ class Door(Actor):
         self.numbers: list[int] = []
 
     @on(Note)
-    async def note(self, message: Note) -> Item | Later:
+    async def note(self, message: Note) -> Item | DeferredReply:
         if not self.is_open:
             return self.stash()
         self.numbers.append(message.number)

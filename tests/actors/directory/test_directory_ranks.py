@@ -21,7 +21,7 @@ import contextlib
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.signals import Down
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.deferred import Later
+from zbmd.actors.core.deferred import DeferredReply
 from zbmd.actors.rank.member import join
 from zbmd.transport.errors import PeerLost
 
@@ -45,7 +45,7 @@ class Member(Actor):
         self.leaving = []
 
     @on(Bye)
-    async def bye(self, _: Bye) -> Later | None:
+    async def bye(self, _: Bye) -> DeferredReply | None:
         self.leaving.append(later := self.defer())
         if len(self.leaving) == self.worker.world_size:
             for each in self.leaving:

@@ -23,8 +23,8 @@ from zbmd.actors.hangs.verdict import (
     RankStood,
     RankWatched,
     Replace,
+    ReportHang,
     StopRun,
-    Tell,
     Ticked,
 )
 from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, Standing
@@ -90,7 +90,7 @@ class Ranks:
 
     @property
     def notices(self) -> list[HangNotice]:
-        return [action.notice for action in self.done if isinstance(action, Tell)]
+        return [action.notice for action in self.done if isinstance(action, ReportHang)]
 
 
 def test_a_collective_that_one_never_enters() -> None:
@@ -314,7 +314,7 @@ def simulate(seed: int) -> tuple[list[HangNotice], int, bool]:
         machine.check_invariants()
         for action in actions:
             match action:
-                case Tell(notice=notice):
+                case ReportHang(notice=notice):
                     notices.append(notice)
                 case AskStanding(rank=rank):
                     member = members[rank]

@@ -13,7 +13,7 @@ from support.actors.actor_recordings import assert_identical, events_of, record,
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.timers import Timer
@@ -79,7 +79,7 @@ class Store(Actor):
             self.unstash()
 
     @on(Note)
-    async def note(self, message: Note) -> Item | Later:
+    async def note(self, message: Note) -> Item | DeferredReply:
         if self.ticks < self.opens_at:
             try:
                 return self.stash()
@@ -89,7 +89,7 @@ class Store(Actor):
         return Item(sum(self.seen))
 
     @on(Take)
-    async def take(self, _: Take) -> Item | Later:
+    async def take(self, _: Take) -> Item | DeferredReply:
         later = self.defer()
         if len(self.owed) < 2:
             self.owed.append(later)

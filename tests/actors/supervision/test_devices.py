@@ -20,8 +20,8 @@ from zbmd.actors.process_pool.devices import (
     DeviceWorker,
     ProcessPool,
 )
-from zbmd.actors.process_pool.placement import Place, PlacesMachine, PlaceState
-from zbmd.actors.process_pool.process_actor import Places
+from zbmd.actors.process_pool.placement import Placement, PlacementMachine, PlacementState
+from zbmd.actors.process_pool.process_actor import Placements
 from zbmd.actors.process_pool.remote_hosts import NodeProcess, node_child
 from zbmd.actors.supervision.events import BackOff
 from zbmd.actors.supervision.supervisor import AddChild, Children, ChildrenFailed, WhichChildren
@@ -103,7 +103,7 @@ async def test_a_worker_has_a_device_and_moves_to_another_when_it_fails(
     assert workers.places.states["dev0"].value != "open", "its probes find that it is sick"
     (tmp_path / "sick0").unlink()
     async with asyncio.timeout(30):
-        while workers.places.states["dev0"] is not PlaceState.OPEN:
+        while workers.places.states["dev0"] is not PlacementState.OPEN:
             workers.places.news.clear()
             await workers.places.news.wait()
     assert second.process is not None
@@ -172,8 +172,8 @@ async def healthy(place: str) -> str:
 
 
 async def test_a_node_is_started_elsewhere_when_its_host_is_down(system: ActorSystem, tmp_path: Path) -> None:
-    machine = PlacesMachine([Place(name="h1"), Place(name="h2")], failures=2)
-    hosts = Places(machine, healthy)
+    machine = PlacementMachine([Placement(name="h1"), Placement(name="h2")], failures=2)
+    hosts = Placements(machine, healthy)
     (tmp_path / "node.py").write_text(NODE)
     command = (sys.executable, str(tmp_path / "node.py"), "{host}", str(tmp_path))
     supervisor = await system.supervise([node_child("n", hosts, command)], intensity=20, back_off=SOON)
@@ -192,7 +192,7 @@ async def test_a_node_is_started_elsewhere_when_its_host_is_down(system: ActorSy
 
 
 async def test_a_command_that_ends_before_it_is_ready_says_why(system: ActorSystem) -> None:
-    hosts = Places(PlacesMachine([Place(name="h1")]), healthy)
+    hosts = Placements(PlacementMachine([Placement(name="h1")]), healthy)
     with pytest.raises(ZbmdError, match=r"n at h1: exit code 1; it said: no-such-command cannot be run"):
         await system.supervise([node_child("n", hosts, ("no-such-command", "{host}"))])
     await hosts.close()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from zbmd.actors.process_pool.placement import (
     Assigned,
-    Place,
-    PlacesMachine,
-    PlaceState,
+    Placement,
+    PlacementMachine,
+    PlacementState,
     Probe,
     Probed,
     Quarantined,
@@ -31,8 +31,8 @@ class World:
     """A machine and its clock."""
 
     def __init__(self, names: str, *, capacity: int = 1, failures: int = 2) -> None:
-        self.machine = PlacesMachine(
-            [Place(name=name, capacity=capacity) for name in names],
+        self.machine = PlacementMachine(
+            [Placement(name=name, capacity=capacity) for name in names],
             failures=failures,
             period_ns=60 * SECOND_NS,
             quarantine_ns=5 * SECOND_NS,
@@ -81,7 +81,7 @@ def test_a_place_where_children_fail_is_in_quarantine_until_a_probe_finds_it_hea
     assert w.want("x") == "a" and w.ends("x") == []
     assert w.want("y") == "a" and w.ends("y") == ["a until 5"]
     assert w.want("z") == "b" and w.want("x") == "-"
-    assert w.machine.states == {"a": PlaceState.QUARANTINED, "b": PlaceState.OPEN}
+    assert w.machine.states == {"a": PlacementState.QUARANTINED, "b": PlacementState.OPEN}
     w.now_ns = 5 * SECOND_NS
     assert w.probe("a", "no answer") == ["a until 15"], "twice as long"
     w.now_ns = 15 * SECOND_NS
@@ -128,7 +128,7 @@ def test_any_history_keeps_the_rules(seed: int) -> None:
             w.probe(place, "" if healthy else "sick")
             if healthy:
                 quarantined.discard(place)
-    assert {name for name, s in w.machine.states.items() if s is not PlaceState.OPEN} == quarantined
+    assert {name for name, s in w.machine.states.items() if s is not PlacementState.OPEN} == quarantined
 
 
 def test_misuse_is_told() -> None:
@@ -139,6 +139,6 @@ def test_misuse_is_told() -> None:
             w.machine.handle(event, now_ns=0)
     (refused,) = w.machine.handle(Wanted(child="2"), now_ns=0)
     assert refused == Refused(child="2", reason="no place for 2: a open with 1")
-    for places in ([], [Place(name="a"), Place(name="a")], [Place(name="a", capacity=0)]):
+    for places in ([], [Placement(name="a"), Placement(name="a")], [Placement(name="a", capacity=0)]):
         with pytest.raises(LocalProtocolError):
-            PlacesMachine(places)
+            PlacementMachine(places)

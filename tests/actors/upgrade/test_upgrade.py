@@ -11,7 +11,7 @@ import pytest
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import on
-from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import ActorFailed, UpgradeRefused, UpgradeUndone
@@ -402,7 +402,7 @@ class Clerk(Actor, version=1):
         self.owed: list[Deferred] = []
 
     @on(Hold)
-    async def hold(self, _: Hold) -> Sum | Later:
+    async def hold(self, _: Hold) -> Sum | DeferredReply:
         self.owed.append(later := self.defer())
         return later
 
@@ -415,7 +415,7 @@ class Clerk(Actor, version=1):
 
 class Clerk2(Clerk, version=2):
     @on(Hold)
-    async def hold(self, _: Hold) -> Sum | Later:
+    async def hold(self, _: Hold) -> Sum | DeferredReply:
         self.owed.append(self.defer())
         raise RuntimeError("changed its mind")
 

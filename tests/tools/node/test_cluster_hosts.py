@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support.cluster.cluster_nodes import TIMEOUT_S, Nodes
 
-from zbmd.actors.process_pool.placement import Place, PlacesMachine
-from zbmd.actors.process_pool.process_actor import Places
+from zbmd.actors.process_pool.placement import Placement, PlacementMachine
+from zbmd.actors.process_pool.process_actor import Placements
 from zbmd.actors.process_pool.remote_hosts import NodeProcess, node_child
 from zbmd.actors.session import Session
 from zbmd.actors.supervision.events import BackOff
@@ -38,10 +38,10 @@ async def test_a_node_that_stands_still_is_replaced_on_another_host(
     command = (*zbmd_node, "up", "--name", "{host}", "--listen", "127.0.0.1:0", "--join", nodes.address("n1"))
     state = {"ZBMD_STATE_DIR": str(nodes.directory / "{host}")}
     session = await asyncio.to_thread(Session.connect)
-    hosts: list[Places] = []
+    hosts: list[Placements] = []
 
     async def supervise() -> None:
-        hosts.append(Places(PlacesMachine([Place(name="a"), Place(name="b")]), healthy))
+        hosts.append(Placements(PlacementMachine([Placement(name="a"), Placement(name="b")]), healthy))
         child = node_child("spare", hosts[0], command, environment=state)
         await session.system.supervise(
             [child], intensity=20, back_off=BackOff(first_ns=10_000_000, max_ns=100_000_000)

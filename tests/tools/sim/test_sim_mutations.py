@@ -399,8 +399,8 @@ MUTATIONS = [
         (
             Edit(
                 f"{UPGRADE}._run",
-                "return await self._again(cell, message, error) if is_open else LATER",
-                "return LATER",
+                "return await self._again(cell, message, error) if is_open else DEFERRED",
+                "return DEFERRED",
             ),
         ),
         BROKEN,

@@ -93,7 +93,7 @@ def _envelopes() -> tuple[bytes, ...]:
         encode(wire.Bounce("echo", 1, "echo", "zbmd.fuzz.ping/1", "mailbox_full", "full")),
         encode(wire.Watch(3, "echo", 0)),
         encode(wire.Unwatch(3)),
-        encode(wire.Ended(1, 1, reason)),
+        encode(wire.ActorEnded(1, 1, reason)),
         encode(wire.LinkActors("enemys", 1, "echo", 0)),
         encode(wire.UnlinkActors("enemys", 1, "echo", 0)),
         encode(wire.Exit("enemys", 1, "echo", 0, reason)),

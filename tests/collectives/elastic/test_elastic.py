@@ -6,20 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs.elastic_job import AT_END, LINES_MAX, ElasticJob, Kill
+from support.jobs.elastic_job import LINES_MAX, ElasticJob
+from support.jobs.elastic_rank import AT_END, Kill
 
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.collectives.communicator.cost_model import MANY_HOSTS, ONE_HOST
-
-SUM = """
-async def operate(group, rank, k):
-    # Rank r brings 10^r * k, so a sum tells whose inputs it holds.
-    x = np.full(300, 10.0**rank * k)
-    if k // 2 % 2:  # else peers read it where it lies
-        x = zbmd.from_array(x)
-    done = await group.all_reduce(x, timeout=60, **MODE)
-    return done, [float(done.value.min()), float(done.value.max())]
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -38,24 +29,15 @@ def check_sum(job: ElasticJob, k: int) -> dict[str, Any]:
 
 
 async def test_operations_without_a_death(tmp_path: Path) -> None:
-    job = ElasticJob(tmp_path, SUM, [None] * 5, {"inputs": "preserve"})
+    job = ElasticJob(tmp_path, "sum.py", [None] * 5, {"inputs": "preserve"})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines)
     for k in range(1, 6):
         assert check_sum(job, k) == {"of": (0, 1, 2), "error": "", "ranks": [0, 1, 2]}
 
 
-REFRESHED = """
-async def operate(group, rank, k):
-    # As refresh does when its turn comes, and the group has been brought to that view by its follower.
-    await group._follow(group.epoch, 30)
-    assert await group.refresh(timeout=30) == group.epoch
-    return await group.all_reduce(np.ones(3), timeout=30), []
-"""
-
-
 async def test_a_refresh_waits_for_no_view_beyond_the_one_it_wants(tmp_path: Path) -> None:
-    job = ElasticJob(tmp_path, REFRESHED, [None] * 6)
+    job = ElasticJob(tmp_path, "refresh.py", [None] * 6)
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines)
     assert {tuple(told["of"]) for by in job.told.values() for told in by.values()} == {(0, 1, 2)}
@@ -94,7 +76,7 @@ def plan(world_size: int, first: int) -> list[Kill]:
 async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> None:
     arguments, expected, besides = MODES[mode]
     kills = plan(3, first=list(MODES).index(mode) % STRIDE)
-    job = ElasticJob(tmp_path, SUM, kills, {"algorithm": ALGORITHM, **arguments})
+    job = ElasticJob(tmp_path, "sum.py", kills, {"algorithm": ALGORITHM, **arguments})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     seen: set[str] = set()
@@ -117,74 +99,6 @@ async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> N
     assert len(deaths) > 4 and expected <= seen <= expected | besides, (deaths, seen)
 
 
-OWN = """
-NAMES = ("reduce", "reduce_scatter", "gather", "scatter", "all_to_all", "all_gather")
-UNTOUCHED = -1
-
-async def refused(call):
-    try:
-        await call
-    except zbmd.UserError as error:
-        assert "(3, 7)" in str(error) and "a row for each rank" in str(error), error
-        return
-    raise AssertionError("an out without a row for each rank was taken")
-
-def rooms(name, x):
-    # An `out`, with what is given lying in it where it may.
-    match name:
-        case "reduce":
-            return x, x
-        case "gather" | "all_gather":
-            out = zbmd.from_array(np.full((3, *x.shape), UNTOUCHED))
-            out[1] = x
-            return out[1], out
-        case "all_to_all":
-            return x, np.asfortranarray(np.full(x.shape, UNTOUCHED))
-    return x, None
-
-async def operate(group, rank, k):
-    # Row d of rank r holds 100^k' of r and d: a row tells who made it, and for whom.
-    name = NAMES[(k - 1) % len(NAMES)]
-    root = k % 3
-    length = (7, 3000)[(k - 1) // len(NAMES) % 2]  # every other time what is long goes to an `out`
-    row = lambda r: np.array([[(10 * r + d) * 100 + k] * length for d in range(3)], np.int64)
-    x, out = zbmd.from_array(row(rank)), None
-    if length > 7:
-        x, out = rooms(name, x)
-    elif k == 5:  # harms nothing
-        await refused(group.all_to_all(x, out=np.zeros((2, 7), np.int64)))
-    before = None if out is None else out.copy()
-    wanted = {"timeout": 60} | ({} if name == "scatter" else MODE) | ({} if out is None else {"out": out})
-    if k in ABORTED:
-        wanted["on_loss"] = "abort"
-    try:
-        match name:
-            case "reduce" | "gather":
-                done = await getattr(group, name)(x, root, **wanted)
-            case "scatter":
-                place = None if rank == root else np.zeros(length, np.int64)
-                done = await group.scatter(x if rank == root else None, root, out=place, **wanted)
-            case _:
-                done = await getattr(group, name)(x, **wanted)
-    except zbmd.PeerLost:
-        assert out is None or np.array_equal(out, before), "an operation that failed has written"
-        raise
-    rows = {r: row(r) for r in range(3)}
-    of = [rows[r] for r in done.contributors]
-    expected = {
-        "reduce": lambda: sum(of) if rank == root else None,
-        "reduce_scatter": lambda: sum(of)[rank],
-        "gather": lambda: np.stack(of) if rank == root else None,
-        "scatter": lambda: rows[root][rank],
-        "all_to_all": lambda: np.stack([row[rank] for row in of]),
-        "all_gather": lambda: np.stack(of),
-    }[name]()
-    right = done.value is None if expected is None else np.array_equal(done.value, expected)
-    if out is not None:
-        n = 0 if expected is None else len(expected)
-        right &= np.array_equal(out[n:], before[n:]) and (n == 0 or np.shares_memory(done.value, out))
-    return done, [name, bool(right)]
-"""
 OPERATIONS = 6
 ABORTED = (11, 12)
 """Operations with an `out` whose members die once data has moved: they fail on all."""
@@ -197,7 +111,7 @@ async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: s
     kills: list[Kill] = []
     for run, point in POINTS:
         kills += [((len(kills) + i + i // 3) % 3, run, point) for i in range(OPERATIONS)]
-    job = ElasticJob(tmp_path, f"{OWN}\nABORTED = {ABORTED}", kills, {"inputs": inputs})
+    job = ElasticJob(tmp_path, "rows_by_rank.py", kills, {"inputs": inputs}, arguments=ABORTED)
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     deaths: set[int] = set()
@@ -222,55 +136,10 @@ async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: s
     assert len(found) == 5, ways
 
 
-UNEVEN = """
-NAMES = ("all_gather_v", "reduce_scatter_v", "all_to_all_v")
-ROWS = [3, 0, 2]  # of reduce_scatter_v, by rank
-
-def rows_for(r, d, k):  # what rank r gives rank d: none, one or two rows
-    return np.full(((r + 2 * d + k) % 3, 2), (10 * r + d) * 100 + k)
-
-async def operate(group, rank, k):
-    name, everybody = NAMES[(k - 1) % len(NAMES)], range(3)
-    given = {r: [rows_for(r, d, k) for d in everybody] for r in everybody}
-    sums = {r: np.arange(10).reshape(5, 2) * 10**r + k for r in everybody}
-    mine = np.concatenate(given[rank])
-    match name:
-        case "all_gather_v":
-            done = await group.all_gather_v(zbmd.from_array(mine), timeout=60, **MODE)
-            blocks = [np.concatenate(given[r]) for r in done.contributors]
-        case "reduce_scatter_v":
-            done = await group.reduce_scatter_v(sums[rank], ROWS, timeout=60, **MODE)
-            begin = sum(ROWS[:rank])
-            blocks = [sum(sums[r] for r in done.contributors)[begin : begin + ROWS[rank]]]
-        case "all_to_all_v":
-            sends, receives = [len(rows) for rows in given[rank]], [len(given[s][rank]) for s in everybody]
-            out = np.full((sum(receives), 2), -1) if k % 2 else None
-            done = await group.all_to_all_v(mine, sends, receives, out=out, timeout=60, **MODE)
-            blocks = [given[s][rank] for s in done.contributors]
-            n = sum(map(len, blocks))
-            assert out is None or (np.array_equal(out[:n], done.value) and (out[n:] == -1).all())
-    counted = not done.rows or done.rows == tuple(len(block) for block in blocks)
-    return done, [name, bool(counted and np.array_equal(done.value, np.concatenate(blocks)))]
-"""
-MANY = """
-def arrays(rank, k):  # two that travel together, one of another dtype, and one that goes alone
-    return [np.full(n, 10**rank * k, t) for n, t in ((3, "f4"), (5, "f8"), (70, "f4"), (1 << 16, "f4"))]
-
-async def operate(group, rank, k):
-    given = arrays(rank, k)
-    done = await group.all_reduce_many(given, op="avg" if k % 2 else "sum", timeout=60, **MODE)
-    total = k * sum(10**r for r in done.contributors)
-    wanted = total / len(done.contributors) if k % 2 else total
-    right = all(np.allclose(x, wanted) for x in done.value)
-    kept = MODE["inputs"] == "recompute" or all(map(np.array_equal, given, arrays(rank, k)))
-    return done, [bool(right), kept]
-"""
-
-
 @pytest.mark.parametrize("mode", ["preserve", "recompute", "adopt"])
 async def test_many_arrays_in_one_operation(tmp_path: Path, mode: str) -> None:
     kills: list[Kill] = [(k % 3, run, point) for k, (run, point) in enumerate(MANY_POINTS)]
-    job = ElasticJob(tmp_path, MANY, kills, MODES[mode][0])
+    job = ElasticJob(tmp_path, "many_arrays.py", kills, MODES[mode][0])
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     deaths, sizes = 0, set[int]()
@@ -297,7 +166,7 @@ async def test_operations_of_uneven_rows(tmp_path: Path, mode: str) -> None:
     for run, point in UNEVEN_POINTS:
         kills += [((len(kills) + i + i // 3) % 3, run, point) for i in range(3)]
     kills += UNEVEN_ENDS
-    job = ElasticJob(tmp_path, UNEVEN, kills, MODES[mode][0])
+    job = ElasticJob(tmp_path, "uneven_rows.py", kills, MODES[mode][0])
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     ends: dict[str, set[int]] = {}
@@ -314,54 +183,12 @@ async def test_operations_of_uneven_rows(tmp_path: Path, mode: str) -> None:
         assert any(2 in sizes for sizes in ends.values()) == (mode == "preserve"), ends
 
 
-TAGS = """
-import asyncio
-import os
-import signal
-
-LARGE = 20_000
-
-async def exchange(group, rank, others, k):
-    posted = [(to, n) for to in others for n in (3, LARGE)]
-    sends = [group.send(np.full(n, 10.0 * rank + k), to, tag=10 * k + (n > 3)) for to, n in posted]
-    sending, right = asyncio.gather(*sends), True
-    for source, n in reversed([(source, n) for source in others for n in (3, LARGE)]):
-        got = await group.recv(source, tag=10 * k + (n > 3), timeout=40)
-        right &= got.array.size == n and bool((got.array == 10.0 * source + k).all())
-    await sending
-    return right
-
-async def lost(call):
-    try:
-        await call
-    except zbmd.PeerLost as error:
-        return list(error.ranks)
-
-async def operate(group, rank, k):
-    told = []
-    if k == 2 and LIFE == 1:
-        if rank == 2:
-            for source in (0, 1):  # both wait for what never comes
-                await group.recv(source, tag=77, timeout=40)
-            os.kill(os.getpid(), signal.SIGKILL)
-        waits = [group.recv(2, tag=99, timeout=40), group.send(np.zeros(LARGE), 2, tag=55, timeout=40)]
-        waits = [asyncio.ensure_future(lost(call)) for call in waits]
-        await group.send(np.ones(1), 2, tag=77)
-        told = [await call for call in waits]
-        told += [await lost(group.send(np.ones(1), 2)), await lost(group.recv(tag=66, timeout=40))]
-        told += [await exchange(group, rank, [1 - rank], 9)]  # who lives does not notice
-    done = await group.barrier(on_loss="wait_for_replacement", timeout=60)
-    known, right = group.group.communicator, await exchange(group, rank, [0, 1, 2], k)
-    return done, [told, right, str(known.model), known._executor.reads_peers]
-"""
-
-
 @pytest.mark.parametrize("links", ["auto", "tcp"])
 async def test_tagged_messages_while_a_rank_dies_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
 ) -> None:
     monkeypatch.setenv("ZBMD_LINKS", links)
-    job = ElasticJob(tmp_path, TAGS, [None] * 3)
+    job = ElasticJob(tmp_path, "tags.py", [None] * 3)
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     for k in (1, 2, 3):
@@ -379,45 +206,9 @@ async def test_tagged_messages_while_a_rank_dies_and_comes_back(
     assert {found["value"][3] for by in job.told.values() for found in by.values()} == {links == "auto"}
 
 
-THREADS = """
-import asyncio
-from zbmd.transport.errors import LocalProtocolError
-
-def blocked(group, rank, k):
-    # On another thread than the loop's: this one waits, and the loop repairs the group meanwhile.
-    told, call = [], group.blocking
-    if k == 4 and rank != 2:
-        try:
-            call.recv(2, tag=7, timeout=40)  # which dies without a word
-        except zbmd.PeerLost as error:
-            told = list(error.ranks)
-    done = call.all_reduce(np.full(300, 10.0**rank * k), timeout=60, **MODE)
-    return done, [float(done.value.min()), float(done.value.max()), told]
-
-def parted(group, rank):
-    part = group.blocking.split(rank % 2, timeout=60)  # operation 1
-    if rank != 1:
-        part.blocking.send(np.full(3, rank), 2 - rank, tag=5)
-        got = part.blocking.recv(tag=5, timeout=40)
-        assert (got.source, int(got.array.sum())) == (2 - rank, 3 * (2 - rank)), got
-    return part
-
-async def operate(group, rank, k):
-    if k == 1:
-        try:
-            group.blocking.barrier()
-        except LocalProtocolError as error:
-            assert "await" in str(error), error
-        else:
-            raise AssertionError("a call that holds up the loop was taken")
-        await (await asyncio.to_thread(parted, group, rank)).close()
-    return await asyncio.to_thread(blocked, group, rank, k)
-"""
-
-
 async def test_calls_from_threads_outlive_a_death(tmp_path: Path) -> None:
     kills: list[Kill] = [None, None, (1, 1, 3), (2, 1, 0), (0, 1, 5), None]
-    job = ElasticJob(tmp_path, THREADS, kills, {"inputs": "preserve"})
+    job = ElasticJob(tmp_path, "threads.py", kills, {"inputs": "preserve"})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     assert job.end_of(1) == ((0, 1, 2), "") and {3, 4, 5} == {k for k in (3, 4, 5) if job.died_in(k)}
@@ -429,17 +220,9 @@ async def test_calls_from_threads_outlive_a_death(tmp_path: Path) -> None:
     assert all(found["value"][2] == [2] for rank, found in job.told[4].items() if rank != 2), job.told[4]
 
 
-ROOTED = """
-async def operate(group, rank, k):
-    x = zbmd.from_array(np.full(300, 10.0**rank * k))
-    done = await (group.broadcast(x, 2, timeout=60) if k == 2 else group.all_reduce(x, timeout=60, **MODE))
-    return done, [float(done.value.min()), float(done.value.max())]
-"""
-
-
 async def test_an_absent_root_fails_its_operation_and_not_the_group(tmp_path: Path) -> None:
     kills: list[Kill] = [(2, 1, 0), None, None]
-    job = ElasticJob(tmp_path, ROOTED, kills, {"inputs": "preserve"}, on_loss=OnLoss.SHRINK)
+    job = ElasticJob(tmp_path, "rooted.py", kills, {"inputs": "preserve"}, on_loss=OnLoss.SHRINK)
     result = await job.run()
     assert [job.end_of(k) for k in (1, 2, 3)] == [((0, 1), ""), ((), "MembersLost"), ((0, 1), "")]
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices.device_worlds import Strided, library, model_host, of_device, on_device
-from support.jobs.elastic_job import LINES_MAX, ElasticJob, Kill
+from support.jobs.elastic_job import LINES_MAX, ElasticJob
+from support.jobs.elastic_rank import Kill
 
 import zbmd
 from zbmd.actors.view import Outcome
@@ -32,54 +33,6 @@ def _cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library(KERNELS.source)  # before processes are forked
 
 
-DEVICES = """
-from support.devices.device_worlds import model_host, of_device, on_device
-from zbmd.transport.sim.parts.cuda_model import ModelArray
-
-DEVICE = None
-
-def device():
-    global DEVICE
-    DEVICE = DEVICE or model_host(seed=LIFE).process()
-    return DEVICE
-
-def look(x, dtype=np.float64):
-    return of_device(x, np.dtype(dtype)) if hasattr(x, "span") else np.asarray(x)
-
-def made_late(values):
-    # On a stream of its own, which the model runs when it likes.
-    x, stream = on_device(device(), values), device().stream_create()
-    event = device().event_create()
-    device().event_record(event, device().default_stream)
-    device().stream_wait_event(stream, event)
-    return x, stream
-"""
-REDUCED = (
-    DEVICES
-    + """
-async def operate(group, rank, k):
-    values = np.full(9000, 10.0**rank * k)
-    out = None
-    if MODE.get("inputs") != "recompute" and k % 2:
-        out = np.zeros(9000) if (rank + k) % 3 == 0 else on_device(device(), np.zeros(9000))
-    x, stream = (values.copy(), None) if (rank + k) % 4 == 0 else made_late(values)  # behind what makes out
-    try:
-        done = await group.all_reduce(x, out=out, timeout=60, stream=stream, **MODE)
-    except (zbmd.InputsOverwritten, zbmd.PeerLost):
-        assert isinstance(x, np.ndarray) or np.array_equal(look(x), values), "the caller's own was written"
-        raise
-    except zbmd.ZbmdError as error:
-        raise AssertionError("an operation ended as none should") from error
-    given = x if MODE.get("inputs") == "recompute" else out
-    if given is None:
-        right = isinstance(done.value, type(x)) and done.value is not x
-    else:
-        right = done.value is given
-    right &= given is x or np.array_equal(look(x), values)
-    total = look(done.value)
-    return done, [float(total.min()), float(total.max()), right, len(device().registered)]
-"""
-)
 MODES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "preserve": ({"inputs": "preserve"}, {""}),
     "recompute": ({"inputs": "recompute"}, {"", "InputsOverwritten"}),
@@ -95,7 +48,7 @@ async def test_reductions_of_arrays_on_devices_under_kills(tmp_path: Path, mode:
     arguments, errors = MODES[mode]
     kills: list[Kill] = [(k % 3, run, point) for k, (run, point) in enumerate(POINTS)]
     kills.append(None)
-    job = ElasticJob(tmp_path, REDUCED, kills, {"algorithm": "direct", **arguments})
+    job = ElasticJob(tmp_path, "device_sum.py", kills, {"algorithm": "direct", **arguments})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     deaths, ended = set[int](), set[str]()
@@ -112,83 +65,10 @@ async def test_reductions_of_arrays_on_devices_under_kills(tmp_path: Path, mode:
     assert len(deaths) > 3 and ended == errors, (deaths, ended, job.lines[-LINES_MAX:])
 
 
-ROWS = (
-    DEVICES
-    + """
-NAMES = ("reduce", "gather", "all_gather", "all_to_all", "reduce_scatter", "scatter", "broadcast", "many",
-         "all_gather_v", "reduce_scatter_v", "all_to_all_v")
-
-def rows_of(r, k):
-    return np.array([[(10 * r + d) * 100 + k] * 700 for d in range(3)], np.int64)
-
-async def operate(group, rank, k):
-    name, root = NAMES[(k - 1) % len(NAMES)], k % 3
-    put = lambda values: on_device(device(), values)
-    x, mode = put(rows_of(rank, k)), {"timeout": 60} | MODE
-    read, shape = (lambda x: None if x is None else look(x, np.int64)), (3, 3, 700)
-    match name:
-        case "reduce":
-            done = await group.reduce(x, root, out=x, **mode)
-            assert done.value is (x if rank == root else None)
-            wanted = lambda of: sum(of) if rank == root else None
-        case "gather":
-            done = await group.gather(x, root, **mode)
-            wanted = lambda of: np.stack(of) if rank == root else None
-        case "all_gather":
-            out = put(np.full(shape, -1))
-            done = await group.all_gather(x, out=out, **mode)
-            n = len(done.contributors)
-            assert (read(out)[n:] == -1).all() and np.array_equal(read(out)[:n], read(done.value))
-            wanted = np.stack
-        case "all_to_all":
-            done = await group.all_to_all(x, **mode)
-            wanted = lambda of: np.stack([row[rank] for row in of])
-        case "reduce_scatter":
-            out = put(np.zeros(700, np.int64)) if rank else None
-            done = await group.reduce_scatter(x, out=out, **mode)
-            assert out is None or done.value is out
-            wanted = lambda of: sum(of)[rank]
-        case "scatter":
-            out = None if rank == root else put(np.zeros(700, np.int64))
-            done = await group.scatter(x if rank == root else None, root, out=out, timeout=60)
-            wanted = lambda of: rows_of(root, k)[rank]
-        case "broadcast":
-            done = await group.broadcast(x, root, timeout=60)
-            assert done.value is x
-            wanted = lambda of: rows_of(root, k)
-        case "many":
-            given = [x, rows_of(rank, k)[1], put(rows_of(rank, k)[0])]
-            done = await group.all_reduce_many(given, **mode)
-            assert isinstance(done.value[1], np.ndarray) and isinstance(done.value[2], ModelArray)
-            assert np.array_equal(read(x), rows_of(rank, k))
-            done, rest = zbmd_replace(done, value=done.value[0]), done.value[1:]
-            sums = sum(rows_of(r, k) for r in done.contributors)
-            assert np.array_equal(rest[0], sums[1]) and np.array_equal(read(rest[1]), sums[0])
-            wanted = sum
-        case "all_gather_v":
-            done = await group.all_gather_v(x, **mode)
-            wanted = np.concatenate
-        case "reduce_scatter_v":
-            done = await group.reduce_scatter_v(x, [2, 0, 1], **mode)
-            begin, end = ((0, 2), (2, 2), (2, 3))[rank]
-            wanted = lambda of: sum(of)[begin:end]
-        case "all_to_all_v":
-            done = await group.all_to_all_v(x, [1, 1, 1], [1, 1, 1], **mode)
-            wanted = lambda of: np.stack([row[rank] for row in of])
-    expected = wanted([rows_of(r, k) for r in done.contributors])
-    on_it = done.value is None or hasattr(done.value, "span")
-    right = (done.value is None) if expected is None else np.array_equal(read(done.value), expected)
-    return done, [name, bool(right), on_it]
-
-from dataclasses import replace as zbmd_replace
-"""
-)
-
-
 @pytest.mark.parametrize("inputs", ["preserve", "adopt"])
 async def test_every_operation_takes_arrays_of_devices_and_gives_them(tmp_path: Path, inputs: str) -> None:
     kills: list[Kill] = [(k % 3, 1, (2, 5, 3)[k % 3]) for k in range(11)]
-    job = ElasticJob(tmp_path, ROWS, kills, {"inputs": inputs})
+    job = ElasticJob(tmp_path, "device_rows.py", kills, {"inputs": inputs})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     deaths, names = set[int](), set[str]()
@@ -302,36 +182,8 @@ def test_what_does_not_fit_the_arena_lands_beside_it() -> None:
     assert not process.registered
 
 
-FORSAKEN = (
-    DEVICES
-    + """
-import asyncio
-
-async def operate(group, rank, k):
-    # Rank 0 gives up its call before rank 1 has made its own: that has all of it, and rank 0's arrays stay.
-    if rank == 1:
-        await group.recv(0, timeout=40)
-    x = np.full(20_000, rank + 1.0)
-    out = (on_device(device(), np.zeros((2, 20_000))), np.zeros((2, 20_000)))[k // 2 % 2]
-    calling = asyncio.ensure_future(group.all_gather(x, out=out, timeout=60))
-    reducing = asyncio.ensure_future(group.all_reduce(x, out=on_device(device(), x), timeout=60))
-    if rank == 0:
-        await asyncio.sleep(0)
-        calling.cancel()
-        for ended in await asyncio.gather(calling, return_exceptions=True):
-            assert isinstance(ended, asyncio.CancelledError), ended
-        await group.send(x[:1], 1)
-    done = await reducing
-    assert (look(done.value) == 3).all()
-    found = look(out)
-    right = not found.any() if rank == 0 else bool((found[:, 7] == (1, 2)).all())
-    return done, bool(right)
-"""
-)
-
-
 async def test_what_a_cancelled_call_was_given_is_not_written_any_more(tmp_path: Path) -> None:
-    job = ElasticJob(tmp_path, FORSAKEN, [None] * 4, world_size=2)
+    job = ElasticJob(tmp_path, "device_cancel.py", [None] * 4, world_size=2)
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     found = [by["value"] for told in job.told.values() for by in told.values()]

@@ -90,35 +90,12 @@ def test_another_simulated_group_replays_identical(tmp_path: Path, monkeypatch: 
     assert all(isinstance(verdict, capture.Identical) for verdict in found), found
 
 
-SUM = """
-import asyncio
-
-async def exchange(group, rank, of, k):
-    for to in of:
-        await group.send(np.full(3, 10 * rank + k), to, tag=k)
-    return all([int((await group.recv(r, tag=k, timeout=40)).array[0]) == 10 * r + k for r in reversed(of)])
-
-async def lost(call):
-    try:
-        await call
-    except zbmd.PeerLost as error:
-        return list(error.ranks)
-
-async def operate(group, rank, k):
-    waits = lost(group.recv(1, tag=99, timeout=40)) if k == 2 and rank != 1 else asyncio.sleep(0)
-    waits = asyncio.ensure_future(waits)  # in vain: rank 1 dies in operation 2
-    done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**rank * k)), timeout=60, **MODE)
-    right = k in (2, 3) or await exchange(group, rank, done.contributors, k)
-    return done, [right, await waits]
-"""
-
-
 async def test_a_real_group_with_kills_is_replayed_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     monkeypatch.setenv("ZBMD_CAPTURE", str(tmp_path / "run.zlog"))
-    job = ElasticJob(tmp_path, SUM, [None, (1, 1, 4), (2, 2, 2), None], {"inputs": "preserve"})
+    job = ElasticJob(tmp_path, "sum_and_tags.py", [None, (1, 1, 4), (2, 2, 2), None], {"inputs": "preserve"})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines)
     assert job.died_in(2) and job.died_in(3)

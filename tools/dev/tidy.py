@@ -41,6 +41,8 @@ BINARY_ALLOWED = ("tests/*.zlog", "docs/*.png")
 TEST_PACKAGES = ("tests/support/", "tests/programs/")
 # Modules that are pure although they hold no machine class.
 PURE_MODULES = ("collectives/algorithms/*.py", "transport/machine.py")
+# The one helper with which programs that tests start wait for other processes.
+POLLING = "tests/support/processes/polling.py"
 # Tests on the simulator's clock: a sleep there takes no time, and how long a thing takes is exact.
 VIRTUAL_TIME = ("tests/*/test_sim_*.py",)
 IMPURE_IMPORTS = frozenset(
@@ -325,7 +327,7 @@ def merge_markers(source: Source) -> Iterator[Breach]:
 
 def sleeping_tests(source: Source) -> Iterator[Breach]:
     """A test waits for the thing itself, never for a while."""
-    if source.tree is None or not source.is_test or matches(source.path, VIRTUAL_TIME):
+    if source.tree is None or not source.is_test or matches(source.path, (*VIRTUAL_TIME, POLLING)):
         return
     for node in source.nodes:
         if not isinstance(node, ast.Call) or called_name(node) != "sleep":

@@ -6,24 +6,12 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+from programs import PROGRAMS
 from support.cluster.cluster_nodes import BUDGET, Nodes
 from support.cluster.etcd_server import free_ports
 
 from zbmd.tools.replay.kinds import secrets_for
 from zbmd.transport import capture
-
-JOINS = """
-import os
-import zbmd
-
-async def main():
-    async with zbmd.join() as worker:
-        while not os.path.exists("done"):
-            print("rank", worker.rank, "of", len(worker.peers) + 1, flush=True)
-            await worker.view(after=worker.epoch)
-
-zbmd.run(main())
-"""
 
 
 def replayed(directory: Path, cookie: Path) -> Counter[str]:
@@ -35,13 +23,12 @@ def replayed(directory: Path, cookie: Path) -> Counter[str]:
 
 
 async def test_a_run_over_nodes_with_a_kill_is_replayed(nodes: Nodes) -> None:
-    (nodes.directory / "wait.py").write_text(JOINS)
     door = f"127.0.0.1:{free_ports(1)[0]}"
     options = ("--nnodes", "1:2", "--on-loss", "shrink", "-n", "1", "--recovery-budget", "2s")
     runs = [
         await nodes.start(
             f"n{n}", "run", "--rdzv-endpoint", door, "--node-rank", str(n), *options,
-            "--capture", "log", "wait.py", ZBMD_ARENA="1MiB",
+            "--capture", "log", str(PROGRAMS / "node/views.py"), ZBMD_ARENA="1MiB",
         )
         for n in range(2)
     ]  # fmt: skip
@@ -57,7 +44,6 @@ async def test_a_run_over_nodes_with_a_kill_is_replayed(nodes: Nodes) -> None:
 
 
 async def test_a_node_that_is_up_is_replayed_with_all_of_its_lives_and_jobs(nodes: Nodes) -> None:
-    (nodes.directory / "wait.py").write_text(JOINS)
     (nodes.directory / "done").touch()
     log = ("--capture", str(nodes.directory / "log"))
     first = await nodes.up("n1", "--recovery-budget", BUDGET, *log)
@@ -67,7 +53,10 @@ async def test_a_node_that_is_up_is_replayed_with_all_of_its_lives_and_jobs(node
         await nodes.agreed("n1", "n2")
         second.signal(signal.SIGTERM)  # a kill would take the last tenth of a second of its log along
         assert await second.ended() == 0, str(second)
-    jobs = [await nodes.command("n1", "submit", "--follow", "-n", "1", "wait.py") for _ in range(2)]
+    jobs = [
+        await nodes.command("n1", "submit", "--follow", "-n", "1", str(PROGRAMS / "node/views.py"))
+        for _ in range(2)
+    ]
     assert [code for code, _ in jobs] == [0, 0], jobs
     assert (await nodes.command("n1", "down"))[0] == 0
     assert await first.ended() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from programs import PROGRAMS
 from support.cluster.cluster_nodes import BUDGET, Nodes
 
 FIVE = ("n1", "n2", "n3", "n4", "n5")
@@ -95,26 +96,13 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-JOB = """
-import asyncio, os, sys
-from zbmd.actors.rank.member import join
-
-async def main():
-    async with join() as worker:
-        size, where = len(worker.peers) + 1, os.environ["WHERE"]
-        print("rank", worker.rank, "of", size, where, *sys.argv[1:], flush=True)
-        while not os.path.exists("done"):
-            await asyncio.sleep(0.02)
-
-asyncio.run(main())
-"""
+TRAIN = str(PROGRAMS / "node/train.py")
 
 
 async def test_a_job_runs_over_two_nodes_and_what_it_prints_reaches_who_follows(nodes: Nodes) -> None:
-    (nodes.directory / "train.py").write_text(JOB)
     await nodes.form("n1", "n2")
     options = ("--nnodes", "2", "-n", "1", "--arena", "1MiB", "--env", "WHERE=here")
-    follower = await nodes.start("n2", "submit", "--follow", *options, "train.py", "--lr", "3")
+    follower = await nodes.start("n2", "submit", "--follow", *options, TRAIN, "--lr", "3")
     for rank in range(2):
         await follower.until(rf"\[rank{rank}\]: rank {rank} of 2 here --lr 3")
     found = await nodes.jobs("n1")
@@ -126,10 +114,9 @@ async def test_a_job_runs_over_two_nodes_and_what_it_prints_reaches_who_follows(
 
 
 async def test_a_job_is_stopped_by_any_node_and_what_cannot_be_is_refused(nodes: Nodes) -> None:
-    (nodes.directory / "train.py").write_text(JOB)
     await nodes.form("n1", "n2")
     options = ("--no-follow", "--arena", "1MiB", "-n", "1", "--env", "WHERE=here")
-    code, text = await nodes.command("n2", "submit", *options, "train.py")
+    code, text = await nodes.command("n2", "submit", *options, TRAIN)
     assert code == 0, text
     job = text.splitlines()[0]
     code, text = await nodes.command("n1", "stop", job[:6])
@@ -137,7 +124,7 @@ async def test_a_job_is_stopped_by_any_node_and_what_cannot_be_is_refused(nodes:
     assert (await nodes.jobs("n2"))[0]["reason"] == "zbmd-node stop"
     code, text = await nodes.command("n1", "stop", "nosuchjob")
     assert code == 2 and "no job begins with 'nosuchjob'" in text
-    code, text = await nodes.command("n1", "submit", "--nnodes", "9999", "train.py")
+    code, text = await nodes.command("n1", "submit", "--nnodes", "9999", TRAIN)
     assert code == 2 and "no cluster would take this job: the" in text, text
 
 

@@ -9,61 +9,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import rich.console
+from programs import PROGRAMS
 
 from zbmd.actors.hangs.introspection import ActorRow, InsideReply, SupervisorRow
 from zbmd.tools.node.snapshots import Look
 from zbmd.tools.node.top import Rates, main, top_table, tree_of
 from zbmd.transport.errors import UserError
-
-JOB = """
-import asyncio
-import zbmd
-from zbmd.actors.supervision.supervisor import Supervisor
-
-class Note(zbmd.Contract):
-    pass
-
-class Crash(zbmd.Contract):
-    pass
-
-class Worker(zbmd.Actor):
-    @zbmd.on(Note)
-    async def note(self, message: Note) -> None:
-        pass
-
-    @zbmd.on(Crash)
-    async def crash(self, message: Crash) -> None:
-        raise RuntimeError("as told")
-
-async def flood(ref):
-    while True:
-        await ref.tell(Note())
-        await asyncio.sleep(0)
-
-async def main() -> None:
-    async with zbmd.join() as worker:
-        children = [zbmd.ChildSpec(name="worker", actor=Worker)]
-        inner = zbmd.ChildSpec(name="inner", actor=Supervisor, args=(children,))
-        await worker.system.supervise([inner], name="outer")
-        ref = worker.system.ref("worker")
-        try:
-            await ref.ask(Crash(), timeout=5.0)
-        except zbmd.ActorFailed:
-            pass
-        while worker.system.find("worker", 0) is None:
-            await asyncio.sleep(0)
-        flooding = asyncio.create_task(flood(ref))
-        group = await zbmd.group(worker)
-        await group.barrier()
-        print("ready", flush=True)
-        await flooding
-
-zbmd.run(main())
-"""
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,11 +27,17 @@ def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def job() -> Iterator[subprocess.Popen[str]]:
     """A job of two ranks with a busy worker each, below two supervisors."""
-    script = tmp_path / "watched_job.py"
-    script.write_text(JOB)
-    command = [sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "zbmd.tools.node.cli",
+        "run",
+        "-n",
+        "2",
+        str(PROGRAMS / "node/watched_job.py"),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         ready = 0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Generator
 from functools import partial
 
 import pytest
+from programs import PROGRAMS
+from programs.node import greeter
 from support.cluster.cluster_nodes import Nodes, Run
 from support.cluster.etcd_server import EtcdServer, etcd_server, free_ports
 
@@ -20,92 +20,7 @@ from zbmd.actors.session import Session
 
 BUDGET = "2s"
 """Deaths are proven by the kernel here; a busy machine is not to be taken for one."""
-VARIABLES = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
-)
-TELL = f"""
-import os
-print(*(os.environ[name] for name in "{VARIABLES}".split()), flush=True)
-"""
-WAIT = """
-import asyncio, os, sys
-from zbmd.actors.rank.member import join
-
-async def follow(worker):
-    while True:
-        print("rank", worker.rank, "of", len(worker.peers) + 1, flush=True)
-        await worker.view(after=worker.epoch)  # who joins later waits for those who are there
-
-async def main():
-    async with join() as worker:
-        following = asyncio.create_task(follow(worker))
-        while not os.path.exists("done"):
-            await asyncio.sleep(0.02)
-        following.cancel()
-
-asyncio.run(main())
-"""
-APP = """
-from zbmd import Actor, Contract, Ref, on
-
-class Where(Contract, id="run.where"):
-    pass
-
-class Here(Contract, id="run.here"):
-    process: str
-
-class Call(Contract, id="run.call"):
-    ref: Ref
-
-class Greeter(Actor):
-    @on(Where)
-    async def where(self, _: Where) -> Here:
-        return Here(self.system.name)
-
-    @on(Call)
-    async def call(self, message: Call) -> Here:
-        return await message.ref.ask(Where(), reply=Here, timeout=20)
-"""
-MEET = """
-import asyncio, os
-import zbmd
-from app import Greeter, Here, Where
-from zbmd.actors.hangs.introspection import INSIDE_ACTOR, InsideReply, InsideRequest
-
-async def main():
-    ranks = ["rank0", "rank1"]
-    async with zbmd.join() as worker:
-        system = worker.system
-        me = await system.spawn(Greeter, name="greeter")
-        await system.register(f"greeter-{worker.rank}", me)
-        group = await system.group("greeters")
-        await group.join(me)
-        while len(group.members) < 2:
-            await asyncio.sleep(0.02)
-        while len(found := await system.processes()) < 4:  # both nodes, both ranks
-            await asyncio.sleep(0.02)
-        for process, _, _ in found:
-            inside = system.ref(f"{process}/{INSIDE_ACTOR}")
-            request = InsideRequest(process.partition("@")[0], True)
-            assert (await inside.ask(request, reply=InsideReply, timeout=20)).process
-        by_name = [await system.whereis(f"greeter-{rank}") for rank in (0, 1)]
-        by_group = sorted(group.members, key=lambda ref: ref.process)
-        for refs in (by_name, by_group):
-            assert [(await ref.ask(Where(), reply=Here, timeout=20)).process for ref in refs] == ranks
-        met = f"{len(found)} processes by address, and rank0 and rank1 by name and group"
-        print(f"rank{worker.rank} has met {met}", flush=True)
-        while not os.path.exists("done"):
-            await asyncio.sleep(0.02)
-
-zbmd.run(main())
-"""
-
-
-@pytest.fixture
-def nodes(nodes: Nodes) -> Nodes:
-    (nodes.directory / "tell.py").write_text(TELL)
-    (nodes.directory / "wait.py").write_text(WAIT)
-    return nodes
+TELL, WAIT, MEET = (str(PROGRAMS / "node" / name) for name in ("tell_variables.py", "wait.py", "meet.py"))
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +67,9 @@ def printed(run: Run) -> list[str]:
 
 async def test_torchruns_flags_run_over_two_nodes_the_founder_being_late(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes=2", "--rdzv_id", "seven", ranks=2)
-    second = await door.run("n1", "--node_rank", "1", "tell.py")
+    second = await door.run("n1", "--node_rank", "1", TELL)
     await second.until("not let in yet: .*nobody listens")
-    first = await door.run("n0", "--node_rank", "0", "tell.py")
+    first = await door.run("n0", "--node_rank", "0", TELL)
     assert await codes(first, second) == [0, 0], f"{first}\n{second}"
     host, port = printed(first)[0].split()[6:8]
     assert printed(first) == [f"[rank{r}]: {r} {r} 4 2 0 {host} {port} seven" for r in (0, 1)]
@@ -163,12 +78,9 @@ async def test_torchruns_flags_run_over_two_nodes_the_founder_being_late(nodes: 
         assert port != door.address.rpartition(":")[2], "rank 0 has a port of its own"
 
 
-@pytest.mark.parametrize(("script", "code"), [("raise SystemExit(2)", 2), ("raise ValueError('no')", 1)])
-async def test_a_job_that_fails_ends_with_its_code_on_every_node(
-    nodes: Nodes, script: str, code: int
-) -> None:
-    (nodes.directory / "fail.py").write_text(f"import os\nif os.environ['RANK'] == '1': {script}\n{WAIT}")
-    runs = await Door(nodes, "--nnodes", "2", "--max-restarts", "0").numbered(2, "fail.py")
+@pytest.mark.parametrize(("how", "code"), [("exit", 2), ("raise", 1)])
+async def test_a_job_that_fails_ends_with_its_code_on_every_node(nodes: Nodes, how: str, code: int) -> None:
+    runs = await Door(nodes, "--nnodes", "2", "--max-restarts", "0").numbered(2, WAIT, how)
     assert await codes(*runs) == [code, code], "\n".join(map(str, runs))
     for run in runs:
         assert re.search(r"\[zbmd\]: the run failed: .*rank1 failed", str(run)), run
@@ -176,7 +88,7 @@ async def test_a_job_that_fails_ends_with_its_code_on_every_node(
 
 async def test_without_numbers_whoever_holds_the_address_founds(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes", "3:3", "--rdzv-backend", "c10d")
-    runs = [await door.run(name, "tell.py") for name in ("a", "b", "c")]
+    runs = [await door.run(name, TELL) for name in ("a", "b", "c")]
     assert await codes(*runs) == [0, 0, 0], "\n".join(map(str, runs))
     ranks = [int(line.split()[1]) for run in runs for line in printed(run)]
     assert sorted(ranks) == [0, 1, 2]
@@ -184,7 +96,7 @@ async def test_without_numbers_whoever_holds_the_address_founds(nodes: Nodes) ->
 
 async def test_any_node_may_be_killed_the_founder_included(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes", "2:4", "--on-loss", "shrink")
-    runs = await door.numbered(4, "wait.py")
+    runs = await door.numbered(4, WAIT)
     for run in runs:
         await run.until(r"rank \d of \d")
     await runs[0].kill()
@@ -199,38 +111,33 @@ async def test_references_work_between_ranks_nodes_and_a_script(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of a job under `zbmd-node up`: each rank asks all that it finds, and a script."""
-    (nodes.directory / "app.py").write_text(APP)
-    (nodes.directory / "meet.py").write_text(MEET)
-    monkeypatch.syspath_prepend(str(nodes.directory))
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(nodes.directory / "cookie"))
-    app = importlib.import_module("app")
     door = Door(nodes, "--nnodes", "2")
-    runs = await door.numbered(2, "meet.py")
+    runs = await door.numbered(2, MEET)
     for run in runs:
         await run.until("rank. has met 4 processes by address, and rank0 and rank1 by name and group")
     session = await asyncio.to_thread(Session.connect, door.address)
     try:
-        mine = await asyncio.to_thread(session.spawn, app.Greeter, name="greeter")
+        mine = await asyncio.to_thread(session.spawn, greeter.Greeter, name="greeter")
         ranks = [name for name, _, _ in session.run(session.system.processes()) if name.startswith("rank")]
         for rank in sorted(ranks):
-            call = partial(session.ask, f"{rank}/greeter", app.Call(mine), reply=app.Here, timeout=20)
+            call = partial(session.ask, f"{rank}/greeter", greeter.Call(mine), reply=greeter.Here, timeout=20)
             assert (await asyncio.to_thread(call)).process == session.system.name, f"{rank} asked the script"
         assert len(ranks) == 2
     finally:
         await asyncio.to_thread(session.close)
-        del sys.modules["app"]
     (nodes.directory / "done").touch()
     assert await codes(*runs) == [0, 0], "\n".join(map(str, runs))
 
 
 async def test_a_node_that_is_killed_is_replaced_by_another(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes", "3", "--max-restarts", "9")
-    runs = await door.numbered(3, "wait.py")
+    runs = await door.numbered(3, WAIT)
     for run in runs:
         await run.until(r"rank \d of 3")
     await runs[2].kill()
     await runs[0].until("3 nodes are needed, 2 are here; waiting for at most 10min")
-    again = await door.run("n2", "--node-rank", "2", "wait.py")
+    again = await door.run("n2", "--node-rank", "2", WAIT)
     await again.until("rank 2 of 3")
     (nodes.directory / "done").touch()
     assert await codes(runs[0], runs[1], again) == [0, 0, 0], f"{runs[0]}\n{again}"
@@ -238,7 +145,7 @@ async def test_a_node_that_is_killed_is_replaced_by_another(nodes: Nodes) -> Non
 
 async def test_the_founder_may_die_before_the_job_begins(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes", "4")
-    runs = await door.numbered(3, "tell.py")
+    runs = await door.numbered(3, TELL)
     for run in runs:
         await run.until("3 of 4 nodes are here")
     await runs[0].kill()
@@ -246,14 +153,14 @@ async def test_the_founder_may_die_before_the_job_begins(nodes: Nodes) -> None:
     found = await runs[1].until(r"this node is \S+ at (\S+);")
     there = ("--rdzv-endpoint", found[1], "--port", str(free_ports(1)[0]))
     others = [
-        await door.run("m0", *there, "--node-rank", "0", "tell.py"),
-        await door.run("m3", *there[:2], "--node-rank", "3", "tell.py"),
+        await door.run("m0", *there, "--node-rank", "0", TELL),
+        await door.run("m3", *there[:2], "--node-rank", "3", TELL),
     ]
     assert await codes(*runs[1:], *others) == [0] * 4, "\n".join(map(str, [*runs, *others]))
 
 
 async def test_ctrl_c_on_one_node_stops_the_job_on_all(nodes: Nodes) -> None:
-    runs = await Door(nodes, "--nnodes", "2").numbered(2, "wait.py")
+    runs = await Door(nodes, "--nnodes", "2").numbered(2, WAIT)
     await runs[0].until("rank 0 of 2")
     runs[1].signal(signal.SIGINT)
     assert await codes(*runs) == [1, 130], f"{runs[0]}\n{runs[1]}"
@@ -261,7 +168,7 @@ async def test_ctrl_c_on_one_node_stops_the_job_on_all(nodes: Nodes) -> None:
 
 
 async def test_sigterm_takes_one_node_out(nodes: Nodes) -> None:
-    runs = await Door(nodes, "--nnodes", "1:2", "--on-loss", "shrink").numbered(2, "wait.py")
+    runs = await Door(nodes, "--nnodes", "1:2", "--on-loss", "shrink").numbered(2, WAIT)
     await runs[0].until(r"rank 0 of \d")
     await runs[1].until(r"rank 1 of \d")
     runs[1].signal(signal.SIGTERM)
@@ -273,9 +180,7 @@ async def test_sigterm_takes_one_node_out(nodes: Nodes) -> None:
 
 async def test_who_waits_for_nodes_gives_up(nodes: Nodes) -> None:
     doors = [Door(nodes, "--nnodes", "2", "--join-timeout", "1s") for _ in range(2)]
-    alone, nobody = [
-        await door.run(f"n{n}", "--node-rank", str(n), "tell.py") for n, door in enumerate(doors)
-    ]
+    alone, nobody = [await door.run(f"n{n}", "--node-rank", str(n), TELL) for n, door in enumerate(doors)]
     assert await codes(alone, nobody) == [1, 1], f"{alone}\n{nobody}"
     await alone.until("given up after 1s: 1 of 2 nodes are here. Start zbmd-node run on the others too")
     await nobody.until("no member of a cluster has let this node in.*nobody listens at its address")
@@ -283,18 +188,18 @@ async def test_who_waits_for_nodes_gives_up(nodes: Nodes) -> None:
 
 async def test_who_has_no_cookie_is_told_what_to_do(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes", "2")
-    first = await door.run("n0", "--node-rank", "0", "tell.py")
+    first = await door.run("n0", "--node-rank", "0", TELL)
     await first.until("1 of 2 nodes are here")
     cookie = str(nodes.directory / "elsewhere" / "cookie")
-    second = await door.run("n1", "--node-rank", "1", "tell.py", ZBMD_COOKIE_FILE=cookie)
+    second = await door.run("n1", "--node-rank", "1", TELL, ZBMD_COOKIE_FILE=cookie)
     assert await second.ended() == 2
     await second.until(rf"another cookie.*copy its cookie file to {cookie}")
 
 
 async def test_a_node_that_was_started_otherwise_is_told_so(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes", "2")
-    first = await door.run("n0", "--node-rank", "0", "tell.py")
-    second = await door.run("n1", "--node-rank", "1", "tell.py", "--lr", "3")
+    first = await door.run("n0", "--node-rank", "0", TELL)
+    second = await door.run("n1", "--node-rank", "1", TELL, "--lr", "3")
     assert await codes(first, second) == [0, 0]
     await second.until(r"was started with another arguments than \S+, which has given the job")
 
@@ -313,7 +218,7 @@ async def test_a_node_that_was_started_otherwise_is_told_so(nodes: Nodes) -> Non
 async def test_what_cannot_be_is_told_in_words(
     nodes: Nodes, options: tuple[str, ...], complaint: str
 ) -> None:
-    run = await Door(nodes).run("n0", "--node-rank", "0", *options, "tell.py")
+    run = await Door(nodes).run("n0", "--node-rank", "0", *options, TELL)
     assert await run.ended() == 2
     assert complaint in str(run)
 
@@ -322,7 +227,7 @@ async def test_a_founders_port_that_another_has_is_told(nodes: Nodes) -> None:
     door = Door(nodes, "--nnodes", "2")
     host, _, port = door.address.partition(":")
     with socket.create_server((host, int(port))):
-        run = await door.run("n0", "--node-rank", "0", "tell.py")
+        run = await door.run("n0", "--node-rank", "0", TELL)
         assert await run.ended() == 2
     assert "the port is in use" in str(run)
 
@@ -346,7 +251,7 @@ async def test_a_step_of_slurm(nodes: Nodes) -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         "SLURM_STEP_RESV_PORTS": str(free_ports(1)[0]),
     }
-    runs = [await started(nodes, f"n{n}", *_on(n), "tell.py", SLURM_NODEID=str(n), **step) for n in (1, 0)]
+    runs = [await started(nodes, f"n{n}", *_on(n), TELL, SLURM_NODEID=str(n), **step) for n in (1, 0)]
     assert await codes(*runs) == [0, 0], f"{runs[0]}\n{runs[1]}"
     told = [line.split()[1:7] for line in printed(runs[1]) + printed(runs[0])]
     assert told == [[str(r), str(r % 2), "4", "2", str(r // 2), "127.0.0.1"] for r in range(4)]
@@ -361,9 +266,7 @@ async def test_workers_of_torchrun(nodes: Nodes) -> None:
         "MASTER_PORT": "29500",
     }
     runs = [
-        await started(
-            nodes, f"n{rank}", "tell.py", GROUP_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), **worker
-        )
+        await started(nodes, f"n{rank}", TELL, GROUP_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), **worker)
         for rank in range(4)
     ]
     assert await codes(*runs) == [0] * 4, "\n".join(map(str, runs))
@@ -381,8 +284,7 @@ async def test_pods_of_a_job(nodes: Nodes) -> None:
     ]
     options = ("--nnodes", "2", "-n", "1", "--port", port)
     runs = [
-        await started(nodes, f"n{n}", *options, "tell.py", **pod)
-        for n, pod in reversed(list(enumerate(pods)))
+        await started(nodes, f"n{n}", *options, TELL, **pod) for n, pod in reversed(list(enumerate(pods)))
     ]
     assert await codes(*runs) == [0, 0], f"{runs[0]}\n{runs[1]}"
 
@@ -392,7 +294,7 @@ async def test_a_store_says_who_founds_and_either_of_two_may_be_lost(
 ) -> None:
     options = ("--nnodes", "1:2", "-n", "1", "--on-loss", "shrink", "--recovery-budget", BUDGET)
     store = ("--store", f"{server.url}/run")
-    runs = [await started(nodes, name, *options, *store, "wait.py") for name in ("a", "b")]
+    runs = [await started(nodes, name, *options, *store, WAIT) for name in ("a", "b")]
     await runs[1].until(r"rank \d of \d")
     first = await runs[0].until(r"rank (\d) of \d")
     founder, other = runs if first[1] == "0" else reversed(runs)

@@ -1,0 +1,30 @@
+"""How programs wait for what another process does and nothing tells them of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_S = 0.02
+
+
+async def pause() -> None:
+    """Leave the processor to the others for a moment."""
+    await asyncio.sleep(POLL_S)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Return once it holds."""
+    while not holds():
+        await pause()
+
+
+def is_done() -> bool:
+    """Whether there is a file `done`, which a test makes in the working directory of what is to end."""
+    return Path("done").exists()
+
+
+async def until_done() -> None:
+    """Return once the file `done` is there."""
+    await until(is_done)

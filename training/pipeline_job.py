@@ -179,9 +179,9 @@ class _Task(MeshTask[PipelineResult]):
         known = world.blocking.all_gather(self._costs)
         first = next((costs for costs in known if costs.any()), None)
         if first is None:
-            if world.rank == world.members[0]:
+            if world.rank == 0:
                 self._costs[:] = measured_costs(self._recipe)
-            first = world.blocking.broadcast(self._costs, world.members[0])
+            first = world.blocking.broadcast(self._costs, 0)
         self._costs[:] = first
         self._stages = _stages(self._costs.tolist(), world.size, self._schedule, self._chunks)
 

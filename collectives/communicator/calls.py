@@ -53,11 +53,11 @@ class Calls(Runs):
             wish=self._wish,
         )
 
-    def _place_of(self, root: int) -> int:
-        """A member's place. Raises `UserError` if `root` is not one."""
-        if root not in self.members:
-            raise UserError(f"the root {root} is not one of the members {self.members}")
-        return self.members.index(root)
+    def _root(self, root: int) -> int:
+        """Return `root`. Raises `UserError` unless it is a rank of the group."""
+        if not 0 <= root < self.size:
+            raise UserError(f"root={root} is not a rank of this group: expected 0..{self.size - 1}")
+        return root
 
     def _output(self, out: Any, shape: tuple[int, ...], like: Placed) -> tuple[Any, Target[Any]]:
         """What the caller gets back, and the array to write: `out`, or, if it is None, a new one of `shape`

@@ -59,6 +59,8 @@ _BARRIER: Final = Operation.BARRIER.value
 class Communicator(CoalescedOperations):
     """The collective operations of `members` at `epoch`, from the side of process `rank`.
 
+    `members` and `rank` are ranks of the job; a `root` is a rank of the group, as `place` is, 0..size-1.
+
     `peers` maps every other member to its memory. Two communicators of a process that are alive at once need
     different channels (0..15). `hosts` numbers the host of each member, in their order; empty: all on one.
     """
@@ -116,7 +118,7 @@ class Communicator(CoalescedOperations):
         algorithm: str = "auto",
         deadline_ns: int = 0,
     ) -> Any:
-        """Combine every rank's `x`; rank `root` (a member's rank) gets the result in `out` (default: `x`).
+        """Combine every rank's `x`; rank `root` of the group gets the result in `out` (default: `x`).
 
         Returns the result at the root and None elsewhere, where `x` stays intact and `out` is not used.
         `algorithm`: auto, eager, direct, shared or tree.
@@ -124,7 +126,7 @@ class Communicator(CoalescedOperations):
         done = self.lane.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
         if done is not None:
             return self._at_root(root, x if out is None else out) if done else self.lane_failed()
-        given, place = as_placed(x, "x"), self._place_of(root)
+        given, place = as_placed(x, "x"), self._root(root)
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         at_root, source = place == self.place, packed(given)
         target: Target[Any] | None = None
@@ -149,14 +151,14 @@ class Communicator(CoalescedOperations):
         return x if out is None else out
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
-        """Every rank's `x` becomes that of rank `root` (a member's rank). Any dtype without objects.
+        """Every rank's `x` becomes that of rank `root` of the group. Any dtype without objects.
 
         `algorithm`: auto, eager, direct or tree.
         """
         done = self.lane.run(_BROADCAST, x, None, "sum", algorithm, root, deadline_ns)
         if done is not None:
             return x if done else self.lane_failed()
-        place = self._place_of(root)
+        place = self._root(root)
         given = as_placed(x, "x")
         # The root's array is only read, so it need not be writeable.
         target = None if place == self.place else Target(given, "x", load=True)
@@ -204,12 +206,12 @@ class Communicator(CoalescedOperations):
         Returns `out` at the root and None elsewhere, where `out` is not used. At the root `x` may be its part
         of `out`. Any dtype without objects. `algorithm`: auto, eager or direct.
         """
-        if out is None and root == self.rank:
+        if out is None and root == self.place:
             out = self._new(x, lambda shape: (self.size, *shape))
         done = self.lane.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
         if done is not None:
             return self._at_root(root, out) if done else self.lane_failed()
-        given, place = as_placed(x, "x"), self._place_of(root)
+        given, place = as_placed(x, "x"), self._root(root)
         source = as_bytes(packed(given), "x")
         layout = gather_layout((source.size,) * self.size, place)
         if place != self.place:
@@ -228,18 +230,18 @@ class Communicator(CoalescedOperations):
     def scatter(
         self, x: Any, root: int, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0
     ) -> Any:
-        """Rank r (by its place among the members) gets block r of the `x` of rank `root` in `out`.
+        """Rank r of the group gets block r of the `x` of rank `root` in `out`.
 
         `x`, shape (size, …), is given at the root, where `out` may be its own block of it or be left out; the
         others pass None for `x`, and an `out`, shape (…). Any dtype without objects. `algorithm`: auto, eager
         or direct. Returns `out`.
         """
-        if out is None and root == self.rank:
+        if out is None and root == self.place:
             out = self._new(x, lambda shape: shape[1:])
         done = self.lane.run(_SCATTER, x, out, "sum", algorithm, root, deadline_ns)
         if done is not None:
             return out if done else self.lane_failed()
-        place = self._place_of(root)
+        place = self._root(root)
         source: Placed | None = None
         if place == self.place:
             given = self._blocks_of(as_placed(x, "x"))
@@ -248,7 +250,9 @@ class Communicator(CoalescedOperations):
             if not is_block(as_bytes(target.flat, "out"), source, place * target.flat.nbytes):
                 require_apart(source, target.flat)
         elif out is None:
-            raise UserError(f"rank {self.rank} is not the root: pass the array that takes its block as `out`")
+            raise UserError(
+                f"rank {self.place} is not the root: pass the array that takes its block as `out`"
+            )
         else:
             result, target = out, Target(as_placed(out, "out"), "out")
         flat = as_bytes(target.flat, "out")
@@ -304,7 +308,7 @@ class Communicator(CoalescedOperations):
         self._perform(job, deadline_ns, Said(None, None, "sum", "auto", NO_ROOT))
 
     def _at_root(self, root: int, result: Any) -> Any:
-        return result if root == self.rank else None
+        return result if root == self.place else None
 
     def all_reduce_shards(
         self,

@@ -40,7 +40,7 @@ OnFlight: TypeAlias = Callable[[FlightRecord, Sequence[Array]], None]
 
 
 class Said(NamedTuple):
-    """A call's arguments as its caller put them. `root`: a member's rank, or -1."""
+    """A call's arguments as its caller put them. `root`: a rank of the group, or -1."""
 
     x: Any
     out: Any

@@ -28,7 +28,6 @@ class Measured(Protocol):
     size: int
     place: int
     hosts: tuple[int, ...]
-    members: tuple[int, ...]
 
     def broadcast(self, x: Array, root: int, *, algorithm: str = ..., deadline_ns: int = ...) -> Array: ...
     def all_gather(self, x: Array, out: Array, *, algorithm: str = ..., deadline_ns: int = ...) -> Array: ...
@@ -42,16 +41,16 @@ def agree_on_model(c: Measured, deadline_ns: int) -> Model:
     """
     key = (c.size, c.hosts)
     numbers = np.array(_known.get(key, (0.0, 0.0, 0.0)))
-    c.broadcast(numbers, c.members[0], deadline_ns=deadline_ns)
+    c.broadcast(numbers, 0, deadline_ns=deadline_ns)
     if not numbers[0] and c.size > 1:
         numbers[:] = _measure(c, deadline_ns)
-        c.broadcast(numbers, c.members[0], deadline_ns=deadline_ns)
+        c.broadcast(numbers, 0, deadline_ns=deadline_ns)
     if not numbers[0]:
         return Model(cores=_cores())
     alpha_ns, beta, gamma = (float(number) for number in numbers)
     _known[key] = (alpha_ns, beta, gamma)
     cores = np.array([_cores()], np.int64)
-    c.broadcast(cores, c.members[0], deadline_ns=deadline_ns)
+    c.broadcast(cores, 0, deadline_ns=deadline_ns)
     return Model(
         alpha_ns=alpha_ns, beta_ns_per_byte=beta, gamma_ns_per_byte=gamma, cores=max(1, int(cores[0]))
     )

@@ -190,7 +190,7 @@ class ElasticCalls(ElasticParts):
         what = f"{job.call.text} #{failed.sequence}: {failed.reason}"
         match failed.failure:
             case rm.Failure.LOST:
-                return MembersLost(failed.ranks or (self.rank,), what)
+                return MembersLost(failed.ranks or (self._job_rank,), what)
             case rm.Failure.SPOILED:
                 return InputsOverwritten(what)
             case rm.Failure.NO_REPLACEMENT:

@@ -57,6 +57,9 @@ _CUT = (PeerLost, OperationAborted)
 class ElasticGroup(ElasticCalls):
     """The members of a job, or some ranks of it, through all of its views.
 
+    Ranks in its calls are ranks of the group, and so is `rank`: those of the job, or, in a sub-group, indices
+    of its `ranks`. `ranks`, `members` and `Result.contributors` are ranks of the job.
+
     Make it with `zbmd.elastic_group(worker)`, and groups of some ranks with its `split` or `subgroup`.
 
     Every rank makes the same calls in the same order. What an operation does when a member dies in it:
@@ -97,7 +100,7 @@ class ElasticGroup(ElasticCalls):
         home.asks.add((place.channel, place.base), self)
 
     def __repr__(self) -> str:
-        return f"<ElasticGroup epoch {self.epoch}: rank {self.rank} of {list(self.members)}>"
+        return f"<ElasticGroup epoch {self.epoch}: rank {self._job_rank} of {list(self.members)}>"
 
     @property
     def epoch(self) -> int:
@@ -193,7 +196,7 @@ class ElasticGroup(ElasticCalls):
             elif newer.done():
                 await asyncio.wait([asking])  # there are no more views: the caller's time bounds this
             newer.cancel()
-        self._ledger.learn(asking.result(), self.rank)
+        self._ledger.learn(asking.result(), self._job_rank)
 
     async def splits_before(self, sequence: int) -> tuple[Split, ...]:
         """See `zbmd.collectives.elastic.split_history_actor.Elder`. Raises `OperationAborted` once the group
@@ -403,8 +406,8 @@ class ElasticGroup(ElasticCalls):
 
     def _left(self, adoption: rm.Adoption) -> AdoptedInput:
         """What is brought in of a dead member, with its memory where this rank is to bring it."""
-        memory = self._read(adoption.member) if adoption.carrier == self.rank else None
-        if memory is None and adoption.carrier == self.rank:
+        memory = self._read(adoption.member) if adoption.carrier == self._job_rank else None
+        if memory is None and adoption.carrier == self._job_rank:
             raise CollectiveError(f"what {adoption.member} has left could be read, and has gone")
         return AdoptedInput(adoption.member, adoption.carrier, memory)
 
@@ -422,9 +425,9 @@ class ElasticGroup(ElasticCalls):
         members = tuple(sorted(ranks))
         made = Communicator(
             segment=self._worker.segment,
-            peers={rank: self._worker.peers[rank].memory for rank in members if rank != self.rank},
+            peers={rank: self._worker.peers[rank].memory for rank in members if rank != self._job_rank},
             members=members,
-            rank=self.rank,
+            rank=self._job_rank,
             epoch=self._place.base + action.epoch,
             channel=self._place.mend,
             hosts=hosts_of(self._view, members),

@@ -44,9 +44,17 @@ class ElasticOperations(ABC):
 
     Arrays may lie on a device (`device.host_copy`), `x` and `out` each where it likes; what `stream` was
     asked before the call comes before the operation. A result without `out` is a new array where `x` lies.
+
+    A `root` is a rank of the group: one of the job, or, in a sub-group, an index of its `ranks`.
     """
 
     rank: int
+    """This one's, in the group."""
+    _job_rank: int
+
+    @abstractmethod
+    def _member(self, name: str, rank: int) -> int:
+        """Return the job's rank of a rank of the group. Raises `UserError`, which names the argument."""
 
     @property
     @abstractmethod
@@ -147,9 +155,9 @@ class ElasticOperations(ABC):
         out: like `x`. It is written once the operation is over; after an error it is as it was. So `x`
         may be it, or lie in it. Fails with `MembersLost` if the root died in it.
         """
-        mode = _kept(inputs)
+        mode, member = _kept(inputs), self._member("root", root)
         return await self._do(
-            lambda x, out: Reduce(self._arena, x, root, out, op, on_loss_of(on_loss), mode, self.rank),
+            lambda x, out: Reduce(self._arena, x, member, out, op, on_loss_of(on_loss), mode, self._job_rank),
             timeout,
             taken(x, stream),
             taken(out, stream),
@@ -175,7 +183,7 @@ class ElasticOperations(ABC):
         mode = _kept(inputs)
         return await self._do(
             lambda x, out: ReduceScatter(
-                self._arena, x, out, op, on_loss_of(on_loss), mode, self._row_of, self.rank
+                self._arena, x, out, op, on_loss_of(on_loss), mode, self._row_of, self._job_rank
             ),
             timeout,
             taken(x, stream),
@@ -222,10 +230,10 @@ class ElasticOperations(ABC):
 
         Fails with `MembersLost` if the root died in it.
         """
-        mode = _kept(inputs)
+        mode, member = _kept(inputs), self._member("root", root)
         return await self._do(
             lambda x, out: Gather(
-                self._arena, x, root, out, on_loss_of(on_loss), mode, self._ranks_max, self.rank
+                self._arena, x, member, out, on_loss_of(on_loss), mode, self._ranks_max, self._job_rank
             ),
             timeout,
             taken(x, stream),
@@ -247,8 +255,9 @@ class ElasticOperations(ABC):
         The root may leave out `out`; the others pass None for `x`. Fails with `MembersLost` if the root died
         before all had their rows.
         """
+        member = self._member("root", root)
         return await self._do(
-            lambda x, out: Scatter(x, out, root, on_loss_of(on_loss), self._row_of, self.rank),
+            lambda x, out: Scatter(x, out, member, on_loss_of(on_loss), self._row_of, self._job_rank),
             timeout,
             taken(x, stream),
             taken(out, stream),
@@ -270,7 +279,7 @@ class ElasticOperations(ABC):
         mode = _kept(inputs)
         return await self._do(
             lambda x, out: AllToAll(
-                self._arena, x, out, on_loss_of(on_loss), mode, self._row_of, self._ranks_max, self.rank
+                self._arena, x, out, on_loss_of(on_loss), mode, self._row_of, self._ranks_max, self._job_rank
             ),
             timeout,
             taken(x, stream),
@@ -313,7 +322,7 @@ class ElasticOperations(ABC):
         mode = _kept(inputs)
         return await self._do(
             lambda x, out: ReduceScatterV(
-                self._arena, x, rows, out, op, on_loss_of(on_loss), mode, self._row_of, self.rank
+                self._arena, x, rows, out, op, on_loss_of(on_loss), mode, self._row_of, self._job_rank
             ),
             timeout,
             taken(x, stream),
@@ -350,7 +359,7 @@ class ElasticOperations(ABC):
                 on_loss_of(on_loss),
                 mode,
                 self._row_of,
-                self.rank,
+                self._job_rank,
             ),
             timeout,
             taken(x, stream),
@@ -367,7 +376,10 @@ class ElasticOperations(ABC):
         stream: Any = None,
     ) -> Result:
         """Every `x` becomes that of rank `root`; fails with `MembersLost` if that died and nobody has it."""
-        return await self._do(lambda x, _: Broadcast(x, root, on_loss_of(on_loss)), timeout, taken(x, stream))
+        member = self._member("root", root)
+        return await self._do(
+            lambda x, _: Broadcast(x, member, on_loss_of(on_loss)), timeout, taken(x, stream)
+        )
 
     async def barrier(self, *, on_loss: str = "survivors", timeout: float | None = None) -> Result:
         """Return once every contributor has called it."""

@@ -59,7 +59,8 @@ class ElasticParts(ElasticOperations):
     `zbmd.collectives.elastic.group.ElasticGroup`."""
 
     def __init__(self, home: Home, place: Place) -> None:
-        self.rank = home.worker.rank
+        self._job_rank = home.worker.rank
+        self.rank = place.ranks.index(self._job_rank) if place.ranks else self._job_rank
         self._home = home
         self._place = place
         self._ledger = SplitLedger()
@@ -86,6 +87,11 @@ class ElasticParts(ElasticOperations):
         """Those that belong to a sub-group, there or not, in its order; of a job's group, those there."""
         return self._place.ranks or tuple(member.rank for member in self._present)
 
+    def _member(self, name: str, rank: int) -> int:
+        if not 0 <= rank < self._ranks_max:
+            raise UserError(f"{name}={rank} is not a rank of this group: expected 0..{self._ranks_max - 1}")
+        return self._place.ranks[rank] if self._place.ranks else rank
+
     def _row_of(self, rank: int) -> int:
         return self._place.ranks.index(rank) if self._place.ranks else rank
 
@@ -96,16 +102,16 @@ class ElasticParts(ElasticOperations):
     async def send(
         self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None
     ) -> None:
-        """Send a copy of `x` to rank `to`; see `Group.send`. It is no operation: nobody else has to call.
+        """Send a copy of `x` to rank `to` of the group; see `Group.send`. No other rank has to call.
 
         Messages between those who live are neither lost nor doubled, whoever else dies, and in whichever view
         each is. Raises `MembersLost` if `to` is not there, or is lost before it has taken an array of over 64
         KiB, until an operation or `refresh` has brought the group to a view with its replacement;
         `OperationAborted` if it has closed the group. Neither harms anything.
         """
-        given = taken(x, stream)
+        given, member = taken(x, stream), self._member("to", to)
         async with within(timeout, f"send to rank {to} with tag {tag}"):
-            await self._tagged.send(given, to, tag)
+            await self._tagged.send(given, member, tag)
 
     async def recv(
         self,
@@ -116,15 +122,16 @@ class ElasticParts(ElasticOperations):
         timeout: float | None = None,
         stream: Any = None,
     ) -> Received:
-        """The first message that came from rank `source` (None: any) with `tag` (None: any).
+        """The first message that came from rank `source` of the group (None: any) with `tag` (None: any).
 
         See `Group.recv`. Raises `MembersLost` at once when `source` is lost, or is not there, and no message
         of it is left. Who receives from any rank is told of each loss once, and may call again. What a rank
         sent before its end can be taken until the group comes to its next view.
         """
-        place = taken(out, stream)
+        place, member = taken(out, stream), None if source is None else self._member("source", source)
         async with within(timeout, f"receive from {source} with tag {tag}"):
-            return await self._tagged.receive(source, tag, place)
+            got = await self._tagged.receive(member, tag, place)
+        return Received(got.array, self._row_of(got.source), got.tag)
 
     def look(self) -> None:
         """Hear of members that are lost by now; see `zbmd.collectives.elastic.views.Follower`."""
@@ -156,15 +163,14 @@ class ElasticParts(ElasticOperations):
         on_loss: str = "wait_for_replacement",
         timeout: float | None = None,
     ) -> Self | None:
-        """The elastic group of these ranks, in this order, there or not; as `split`, with the same `ranks`.
+        """The elastic group of these ranks of this one, in this order, there or not; as `split`.
 
-        All members of this group call it; None for those that are not among `ranks`.
+        All members of this group call it, with the same `ranks`; None for those that are not among them.
         """
-        chosen = tuple(ranks)
-        belong = self._place.ranks or range(self._home.worker.world_size)
-        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= {*belong}:
-            raise UserError(f"{list(chosen)} are not ranks of {self!r}, each once")
-        color = 0 if self.rank in chosen else None
+        chosen = tuple(self._member("rank", rank) for rank in ranks)
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise UserError(f"ranks={list(ranks)}: expected ranks of this group, each once")
+        color = 0 if self._job_rank in chosen else None
         return await self._part(SplitRequest(color=color, ranks=chosen), on_loss, timeout)
 
     async def _part(self, wish: SplitRequest, on_loss: str, timeout: float | None) -> Self | None:
@@ -183,8 +189,8 @@ class ElasticParts(ElasticOperations):
                     raise
                 split = ledger.splits[number]
             else:
-                check_repeated(split, wish, self.rank)
-            ranks = split.part_of(self.rank)
+                check_repeated(split, wish, self._job_rank)
+            ranks = split.part_of(self._job_rank)
             if not ranks:
                 return None
             epoch = self._home.views.view.epoch
@@ -198,7 +204,7 @@ class ElasticParts(ElasticOperations):
     def _part_closed(self, part: Self, split: Split) -> None:
         """Its channels are free again once its other members have closed it, too."""
         self._ledger.mark_closed(split)
-        worker, others = self._home.worker, [m for m in part._present if m.rank != self.rank]
+        worker, others = self._home.worker, [m for m in part._present if m.rank != self._job_rank]
 
         def all_have() -> bool:
             return all(has_ended(worker, member, split.channel, split.base) for member in others)

@@ -45,6 +45,9 @@ Array = NDArray[Any]
 class Group:
     """The members of one epoch, from this rank's side. Make it with `zbmd.group(worker)`.
 
+    Ranks in its calls are ranks of the group, 0..size-1, and so is `rank`; `members[r]` is the job's rank of
+    rank r.
+
     `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
     Every operation takes a `timeout` in seconds, from the call to the result (`TIMEOUT_S_DEFAULT`).
     Arrays may lie on a device (`device.arrays`); what `stream` was asked before the call comes before the
@@ -67,7 +70,7 @@ class Group:
         self.communicator = communicator
         self.view = view
         self.epoch = view.epoch
-        self.rank = communicator.rank
+        self.rank = communicator.place
         self.members = communicator.members
         self._unwatch = unwatch
         self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
@@ -81,7 +84,7 @@ class Group:
         self.blocking = GroupBlocking(self)
 
     def __repr__(self) -> str:
-        return f"<Group {self.communicator.title}: rank {self.rank} of {list(self.members)}>"
+        return f"<Group {self.communicator.title}: rank {self.members[self.rank]} of {list(self.members)}>"
 
     @property
     def size(self) -> int:
@@ -317,15 +320,15 @@ class Group:
     async def send(
         self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None
     ) -> None:
-        """Send a copy of `x` to member `to`. Messages of one member to another stay in order.
+        """Send a copy of `x` to rank `to` of the group. Messages of one member to another stay in order.
 
         `x`: any shape, a dtype that can be reduced. Returns when `x` may be changed: for a small array at
         once, unless 64 messages to that member wait to be received; for one over 64 KiB when it is there.
         Raises as other operations do, but a timeout harms nothing but this message's caller.
         """
-        given = taken(x, stream)
+        given, member = taken(x, stream), self._member("to", to)
         async with within(timeout, f"send to rank {to} with tag {tag} in epoch {self.epoch}"):
-            await self.messages().send(given, to, tag)
+            await self.messages().send(given, member, tag)
 
     async def recv(
         self,
@@ -336,15 +339,22 @@ class Group:
         timeout: float | None = None,
         stream: Any = None,
     ) -> Received:
-        """The first message that came from member `source` (None: any) with `tag` (None: any).
+        """The first message that came from rank `source` of the group (None: any) with `tag` (None: any).
 
         Returns its array (in `out`, of the same dtype and size, wherever it lies, or in a new one of the
         host), source and tag. A receive that is cancelled, or whose `out` does not fit, leaves the message
         for the next.
         """
-        place = taken(out, stream)
+        place, member = taken(out, stream), None if source is None else self._member("source", source)
         async with within(timeout, f"receive from {source} with tag {tag} in epoch {self.epoch}"):
-            return await self.messages().receive(source, tag, place)
+            got = await self.messages().receive(member, tag, place)
+        return Received(got.array, self.members.index(got.source), got.tag)
+
+    def _member(self, name: str, rank: int) -> int:
+        """Return the job's rank of a rank of the group. Raises `UserError` if there is no such."""
+        if not 0 <= rank < len(self.members):
+            raise UserError(f"{name}={rank} is not a rank of this group: expected 0..{len(self.members) - 1}")
+        return self.members[rank]
 
     def messages(self) -> Tagged:
         """The group's tagged messages. Raises `LocalProtocolError` if it has none."""
@@ -368,26 +378,26 @@ class Group:
         if color is None:
             return None
         chosen = [
-            (int(said[i, 2]), rank) for i, rank in enumerate(self.members) if tuple(said[i, :2]) == (1, color)
+            (int(said[rank, 2]), rank) for rank in range(self.size) if tuple(said[rank, :2]) == (1, color)
         ]
         return await self.subgroup(
             [rank for _, rank in sorted(chosen)], timeout=max(1e-9, (end_ns - now_ns()) / 1e9)
         )
 
     async def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
-        """The group of some members, in this order; just these call it, with the same `ranks`.
+        """The group of some ranks of this one, in this order; just these call it, with the same `ranks`.
 
         See `split`. Who makes several at once does so in the same order as the others. Raises `UserError` on
         ranks that are not members, `MembersLost` when one of them ends, `DeadlineExceeded` when one does not
         come, and `LocalProtocolError` when a member is in `SUBGROUPS_MAX` already.
         """
-        members, home = tuple(ranks), self._home()
-        if (
-            self.rank not in members
-            or len(set(members)) != len(members)
-            or not set(members) <= {*self.members}
-        ):
-            raise UserError(f"{list(members)} are not members of {self!r}, this one among them, each once")
+        home, mine = self._home(), self.members[self.rank]
+        members = tuple(self._member("rank", rank) for rank in ranks)
+        if mine not in members or len(set(members)) != len(members):
+            raise UserError(
+                f"ranks={list(ranks)}: expected ranks of this group, 0..{self.size - 1}, each once, and this "
+                f"one, {self.rank}, among them"
+            )
         end_ns = self.deadline_ns(timeout)
         async with within(timeout, f"sub-group of ranks {list(members)} in epoch {self.epoch}"):
             agreed = await home.subgroups.agree(self.epoch, members)

@@ -119,7 +119,7 @@ class AdoptedInputs:
             theirs = each.like(given)
             if theirs is not None:
                 row[...] = theirs
-            c.broadcast(row, each.carrier, deadline_ns=deadline_ns)
+            c.broadcast(row, c.members.index(each.carrier), deadline_ns=deadline_ns)
 
 
 def summed(op: str) -> str:

@@ -53,12 +53,12 @@ class Reduce(ElasticOperation):
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
-        c.reduce(self._given, self._root, self.value, op=self._op, deadline_ns=deadline_ns)
+        c.reduce(self._given, c.members.index(self._root), self.value, op=self._op, deadline_ns=deadline_ns)
 
     def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
         """See `ElasticOperation`. 16-bit floats are summed in float32 and rounded once."""
         total = estate.added_to(self._given, self._op)
-        c.reduce(total, self._root, op=summed(self._op), deadline_ns=deadline_ns)
+        c.reduce(total, c.members.index(self._root), op=summed(self._op), deadline_ns=deadline_ns)
         if self.value is not None:
             self.value[...] = estate.finished(total, self._op, self._given.dtype)
 
@@ -127,11 +127,11 @@ class Gather(ElasticOperation):
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
-        self.value = c.gather(self._given, self._root, deadline_ns=deadline_ns)
+        self.value = c.gather(self._given, c.members.index(self._root), deadline_ns=deadline_ns)
 
     def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
-        living = c.gather(self._given, self._root, deadline_ns=deadline_ns)
+        living = c.gather(self._given, c.members.index(self._root), deadline_ns=deadline_ns)
         self.value = None if living is None else estate.rows_with(living)
         estate.bring(c, self._given, self.value, deadline_ns)
 
@@ -155,7 +155,7 @@ class Scatter(ElasticOperation):
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
         given = None if self._given is None else _of_members(self._given, c, self._row_of)
-        c.scatter(given, self._root, self.value, deadline_ns=deadline_ns)
+        c.scatter(given, c.members.index(self._root), self.value, deadline_ns=deadline_ns)
 
 
 class AllToAll(ElasticOperation):
@@ -193,7 +193,8 @@ class AllToAll(ElasticOperation):
         for each in estate.bequests:
             theirs = each.like(self._given)
             rows = None if theirs is None else _of_members(theirs, c, self._row_of)
-            c.scatter(rows, each.carrier, estate.row_of(each, self.value), deadline_ns=deadline_ns)
+            carrier = c.members.index(each.carrier)
+            c.scatter(rows, carrier, estate.row_of(each, self.value), deadline_ns=deadline_ns)
 
 
 def _rows(x: Any, mine: int) -> Array:

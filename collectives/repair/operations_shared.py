@@ -175,7 +175,7 @@ class AllReduce(ElasticOperation):
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
-        c.broadcast(self.value, source, deadline_ns=deadline_ns)
+        c.broadcast(self.value, c.members.index(source), deadline_ns=deadline_ns)
 
     def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
         """See `ElasticOperation`. 16-bit floats are summed in float32 and rounded once."""
@@ -208,7 +208,7 @@ class AllGather(ElasticOperation):
         """See `ElasticOperation`."""
         if c.rank != source:
             self.value = np.empty((contributors, *self._given.shape), self._given.dtype)
-        c.broadcast(self.value, source, deadline_ns=deadline_ns)
+        c.broadcast(self.value, c.members.index(source), deadline_ns=deadline_ns)
 
     def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
@@ -229,11 +229,11 @@ class Broadcast(ElasticOperation):
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
-        c.broadcast(self.value, self._root, deadline_ns=deadline_ns)
+        c.broadcast(self.value, c.members.index(self._root), deadline_ns=deadline_ns)
 
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
-        c.broadcast(self.value, source, deadline_ns=deadline_ns)
+        c.broadcast(self.value, c.members.index(source), deadline_ns=deadline_ns)
 
 
 class Barrier(ElasticOperation):
@@ -292,7 +292,7 @@ class AllReduceMany(ElasticOperation):
         together = np.empty(sum(result.nbytes for result in self._results), np.uint8)
         if c.rank == source:
             _pack(together, self._results)
-        c.broadcast(together, source, deadline_ns=deadline_ns)
+        c.broadcast(together, c.members.index(source), deadline_ns=deadline_ns)
         if c.rank != source:
             for result, (begin, end) in zip(self._results, _places(self._results), strict=True):
                 result[...] = together[begin:end].view(result.dtype).reshape(result.shape)

@@ -81,11 +81,11 @@ class AllGatherV(ElasticOperation):
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
         """See `ElasticOperation`. The number of rows of each contributor is sent first."""
         rows = np.array(self.rows if c.rank == source else (0,) * contributors, np.int64)
-        c.broadcast(rows, source, deadline_ns=deadline_ns)
+        c.broadcast(rows, c.members.index(source), deadline_ns=deadline_ns)
         self.rows = tuple(int(count) for count in rows)
         if c.rank != source:
             self.value = np.empty((sum(self.rows), *self._given.shape[1:]), self._given.dtype)
-        c.broadcast(self.value, source, deadline_ns=deadline_ns)
+        c.broadcast(self.value, c.members.index(source), deadline_ns=deadline_ns)
 
     def adopt(self, c: Communicator, estate: AdoptedInputs, deadline_ns: int) -> None:
         """See `ElasticOperation`. A carrier sends the rows of dead members after its own."""

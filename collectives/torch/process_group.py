@@ -78,7 +78,7 @@ class Operations:
     """What a process group does here; `ProcessGroup` has torch's class below it."""
 
     def __init__(self, group: Group, store: Any, timeout_s: float, name: str) -> None:
-        super().__init__(group.members.index(group.rank), group.size)  # type: ignore[call-arg]
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self._group = group
         self._store = store
         self._timeout_s = timeout_s
@@ -111,10 +111,10 @@ class Operations:
         tensor = _only(tensors)
 
         def begin() -> Operation:
-            place, member = Place(tensor), self._member(opts.rootRank if root is None else root)
+            place, chosen = Place(tensor), self._rank(opts.rootRank if root is None else root)
 
             def run(c: Communicator, end_ns: int) -> None:
-                c.broadcast(place.array, member, deadline_ns=end_ns)
+                c.broadcast(place.array, chosen, deadline_ns=end_ns)
                 place.bring_home()
 
             return run
@@ -128,12 +128,12 @@ class Operations:
         tensor = _only(tensors)
 
         def begin() -> Operation:
-            reduction, member = self._op(opts, op), self._member(opts.rootRank if root is None else root)
+            reduction, chosen = self._op(opts, op), self._rank(opts.rootRank if root is None else root)
             place = Place(tensor, numbers=True)
 
             def run(c: Communicator, end_ns: int) -> None:
-                c.reduce(place.array, member, op=reduction, deadline_ns=end_ns)
-                if member == c.rank:
+                c.reduce(place.array, chosen, op=reduction, deadline_ns=end_ns)
+                if chosen == c.place:
                     place.bring_home()
 
             return run
@@ -210,12 +210,12 @@ class Operations:
         outputs = _list_of(output_tensors) if len(output_tensors) else []
 
         def begin() -> Operation:
-            source, member = Place(tensor), self._member(opts.rootRank if root is None else root)
+            source, chosen = Place(tensor), self._rank(opts.rootRank if root is None else root)
             targets = [Place(output, load=False) for output in outputs]
 
             def run(c: Communicator, end_ns: int) -> None:
-                rows = c.gather(source.array, member, deadline_ns=end_ns)
-                if member == c.rank:
+                rows = c.gather(source.array, chosen, deadline_ns=end_ns)
+                if chosen == c.place:
                     _hand_out(rows, targets)
 
             return run
@@ -235,12 +235,12 @@ class Operations:
         inputs = _list_of(input_tensors) if len(input_tensors) else []
 
         def begin() -> Operation:
-            member, target = self._member(opts.rootRank if root is None else root), Place(tensor, load=False)
+            chosen, target = self._rank(opts.rootRank if root is None else root), Place(tensor, load=False)
             sources = [Place(given) for given in inputs]
 
             def run(c: Communicator, end_ns: int) -> None:
-                rows = np.stack([source.array for source in sources]) if member == c.rank else None
-                c.scatter(rows, member, target.array, deadline_ns=end_ns)
+                rows = np.stack([source.array for source in sources]) if chosen == c.place else None
+                c.scatter(rows, chosen, target.array, deadline_ns=end_ns)
                 target.bring_home()
 
             return run
@@ -351,7 +351,7 @@ class Operations:
         """Send a tensor to one rank."""
 
         def begin() -> Future[Any]:
-            place, to = Place(_only(tensors)), self._member(dst)
+            place, to = Place(_only(tensors)), self._rank(dst)
             return world().start(self._group.send(place.array, to, tag=tag, timeout=self._timeout_s))
 
         return self._post(begin, [])
@@ -370,11 +370,11 @@ class Operations:
         async def receive(place: Place, source: int | None) -> None:
             got = await self._group.recv(source, tag=tag, out=place.array, timeout=self._timeout_s)
             place.bring_home()
-            sources.append(self._group.members.index(got.source))
+            sources.append(got.source)
 
         def begin() -> Future[Any]:
             place = Place(tensor, load=False)
-            return world().start(receive(place, None if src is None else self._member(src)))
+            return world().start(receive(place, None if src is None else self._rank(src)))
 
         return self._post(begin, [tensor], lambda: sources[0] if sources else -1)
 
@@ -422,10 +422,10 @@ class Operations:
             op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return _reduction(op)
 
-    def _member(self, rank: int) -> int:
+    def _rank(self, rank: int) -> int:
         if not 0 <= rank < self._group.size:
             raise UserError(f"rank {rank} is not in 0..{self._group.size - 1}, the ranks of this group")
-        return self._group.members[rank]
+        return rank
 
     def _start_coalescing(self, _: Any) -> None:
         self._together = []
@@ -462,7 +462,7 @@ class Operations:
 
     def rank(self) -> int:
         """This process's place."""
-        return self._group.members.index(self._group.rank)
+        return self._group.rank
 
     def size(self) -> int:
         """How many there are."""

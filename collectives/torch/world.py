@@ -71,14 +71,18 @@ class World:
     async def _open(self, ranks: tuple[int, ...], rank: int, size: int, timeout_s: float) -> Group:
         async with asyncio.timeout(timeout_s):
             base = await self._base_group()
-        members = ranks or base.members
-        if len(members) != size or base.rank not in members or members.index(base.rank) != rank:
+        members, own = ranks or base.members, base.members[base.rank]
+        if len(members) != size or own not in members or members.index(own) != rank:
             raise UserError(
                 f"torch.distributed takes this process for rank {rank} of {size}, and zbmd for rank "
-                f"{base.rank} of {list(base.members)}: start it by `zbmd-node run`, and leave "
+                f"{own} of {list(base.members)}: start it by `zbmd-node run`, and leave "
                 "rank and world_size to its environment"
             )
-        made = await base.subgroup(members, timeout=timeout_s)
+        if missing := set(members) - set(base.members):
+            raise UserError(
+                f"ranks {sorted(missing)} are not members of the job now: {list(base.members)} are"
+            )
+        made = await base.subgroup([base.members.index(member) for member in members], timeout=timeout_s)
         with self._guard:
             self._groups.add(made)
         return made

@@ -106,16 +106,16 @@ def write_shards(
     until then the previous one is. Raises `UserError` for a full disk and a directory that is not shared, and
     as the group does.
     """
-    place, first = group.members.index(group.rank), group.members[0]
-    token = np.array([secrets.randbits(64) if group.rank == first else 0], np.uint64)
-    token = group.blocking.broadcast(token, first)
+    place = group.rank
+    token = np.array([secrets.randbits(64) if place == 0 else 0], np.uint64)
+    token = group.blocking.broadcast(token, 0)
     stem = f"checkpoint-{version}-{int(token[0]):016x}"
     faults.hit(WRITE_POINT)
     if pieces:
         write_shard(directory / f"{stem}-{place}.safetensors", pieces)
     faults.hit(WRITTEN_POINT)
     wrote = group.blocking.all_gather(np.array([len(pieces)], np.int64)).reshape(-1)
-    if group.rank != first:
+    if place != 0:
         return
     files = tuple(f"{stem}-{at}.safetensors" for at in np.flatnonzero(wrote).tolist())
     absent = [name for name in files if not (directory / name).exists()]

@@ -40,10 +40,10 @@ class MeshGroups:
         require_axes(mesh)
         if mesh.world_size != world.size:
             raise UserError(f"the mesh {mesh} has {mesh.world_size} ranks, and there are {world.size}.")
-        place, made = world.members.index(world.rank), list[Group | None]()
+        made = list[Group | None]()
         try:
             for axis in AXES:
-                ranks = [world.members[at] for at in mesh.group_of(place, axis)] if axis in mesh.axes else []
+                ranks = mesh.group_of(world.rank, axis) if axis in mesh.axes else []
                 made.append(await world.subgroup(ranks) if len(ranks) > 1 else None)
         except BaseException:
             for group in made:
@@ -65,7 +65,7 @@ class MeshGroups:
 
     def place(self, axis: str) -> int:
         """Where this rank is on an axis."""
-        here = self.mesh.coordinates(self.world.members.index(self.world.rank))
+        here = self.mesh.coordinates(self.world.rank)
         return here.get(axis, 0)
 
     def give_up(self) -> None:

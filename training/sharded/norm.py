@@ -36,8 +36,7 @@ def relayed_loss(
         loss = _relay(own, weights, batch, pipeline)
         if loss is not None:
             total += loss * len(tokens)
-    last = pipeline.members[(len(own.every) - 1) % own.stages]
-    found: Array = pipeline.blocking.broadcast(total, last)
+    found: Array = pipeline.blocking.broadcast(total, (len(own.every) - 1) % own.stages)
     return float(found[0]) / len(ids)
 
 
@@ -46,12 +45,11 @@ def _relay(own: OwnParts, weights: Array, batch: Batch, pipeline: Group) -> floa
     came: Array | None = None
     for number, part in own.parts.items():
         if number:
-            before = pipeline.members[(number - 1) % own.stages]
-            came = pipeline.blocking.recv(before, tag=RELAY_TAG).array
+            came = pipeline.blocking.recv((number - 1) % own.stages, tag=RELAY_TAG).array
         made = part.evaluate(weights[own.spans[number]], batch, came)
         if part.is_last:
             return float(made)
-        behind = pipeline.members[(number + 1) % own.stages]
+        behind = (number + 1) % own.stages
         pipeline.blocking.send(np.ascontiguousarray(made), behind, tag=RELAY_TAG)
     return None
 
@@ -75,7 +73,7 @@ def mesh_norm(total: Array, own: OwnParts, *, pipeline: Group | None, tensor: Gr
 
 
 def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: Group) -> float:
-    is_first = tensor.rank == tensor.members[0]
+    is_first = tensor.rank == 0
     squares = np.zeros(len(own.layout.slots))
     for index, (slot, view) in enumerate(zip(own.layout.slots, own.layout.views(total), strict=True)):
         if is_first or cut_of(slot.name)[1]:  # what is whole on all ranks counts once

@@ -353,7 +353,7 @@ class MeshTrainer:
         before the step, or, where others had not come so far, that behind it: see
         `zbmd.training.redundancy.machine`. Go on behind `enter`.
         """
-        with naming_step(self.groups.world.rank, self.step):
+        with naming_step(self.groups.worker.rank, self.step):
             try:
                 return self._run_step(watch)
             except BaseException:

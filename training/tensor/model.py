@@ -49,7 +49,7 @@ class ParallelGPT(PartOfGPT):
     """
 
     def __init__(self, config: GPTConfig, group: Group, *, recompute: bool = False) -> None:
-        super().__init__(config, group.members.index(group.rank), group.size, recompute=recompute)
+        super().__init__(config, group.rank, group.size, recompute=recompute)
         self.group = group
 
     def _parameter(self, name: str, parameter: Parameter) -> Parameter:

@@ -195,7 +195,7 @@ class ZeroTrainer:
         but the last, ranks may be at two versions: see `zbmd.training.redundancy.machine`.
         """
         self._watch, self._told, self._voted = watch, False, False
-        with naming_step(self.group.rank, self.step):
+        with naming_step(self.group.members[self.group.rank], self.step):
             try:
                 return self._run_step()
             except BaseException as error:

@@ -63,8 +63,11 @@ async def test_a_world_of_one_has_sub_groups_too() -> None:
 async def test_misuse_is_told() -> None:
     async with zbmd.join() as worker:
         group = await zbmd.group(worker)
-        for ranks in ([], [1], [0, 0], [0, 5]):
-            with pytest.raises(UserError, match="are not members"):
+        for ranks in ([], [0, 0]):
+            with pytest.raises(UserError, match="each once, and this one, 0, among them"):
+                await group.subgroup(ranks)
+        for ranks in ([1], [0, 5], [-1]):
+            with pytest.raises(UserError, match="is not a rank of this group: expected 0"):
                 await group.subgroup(ranks)
         with pytest.raises(UserError, match="out of bounds"):
             await group.split(2**70)

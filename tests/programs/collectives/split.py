@@ -31,10 +31,11 @@ async def rows_and_columns(group: zbmd.Group) -> tuple[zbmd.Group, zbmd.Group]:
             assert (total == sum(10.0**rank for rank in g.members)).all(), (g, total[:2])
     gathered = await column.all_gather(np.array([me]))
     assert tuple(gathered.ravel()) == column.members
-    other = row.members[1 - row.members.index(me)]
+    assert row.rank == me % 2 and row.members[row.rank] == me
+    other = 1 - row.rank
     sent = asyncio.ensure_future(row.send(np.array([me]), other, tag=7))
     got = await row.recv(other, tag=7)
-    assert got.array[0] == other
+    assert got.source == other and got.array[0] == row.members[other]
     await sent
     total = await asyncio.to_thread(column.blocking.all_reduce, np.ones(2))
     assert (total == 2).all()
@@ -62,7 +63,7 @@ async def only_some(group: zbmd.Group) -> None:
         await left_out.close()
     if group.rank in (1, 3):  # the others hear nothing of it
         pair = await asyncio.to_thread(group.blocking.subgroup, [3, 1])
-        assert pair.members == (3, 1) and (await pair.broadcast(np.full(2, group.rank), 3))[0] == 3
+        assert pair.members == (3, 1) and (await pair.broadcast(np.full(2, group.rank), 0))[0] == 3
         try:
             await pair.all_reduce(np.ones(2 if group.rank == 1 else 3), algorithm="direct")
         except Desynchronised as error:

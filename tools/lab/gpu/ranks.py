@@ -43,7 +43,7 @@ def _values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
 
 async def operations(group: Group, count: int, dtype: np.dtype[Any], put: Put) -> AsyncIterator[Any]:
     """The result of every operation over arrays that `put` places; None where a rank has none."""
-    n, rank, root = group.size, group.members.index(group.rank), group.members[-1]
+    n, rank, root = group.size, group.rank, group.size - 1
     x, rows = _values(rank, count, dtype), _values(rank, count * n, dtype).reshape(n, count)
     for op in ("sum", "avg") if dtype.kind in "fcV" else ("sum", "min", "bxor"):
         yield await group.all_reduce(put(x), op=op)
@@ -134,10 +134,10 @@ async def timed(group: Group, xp: Any, gpus: int) -> str:
     if library is None:
         return f"{told}; NCCL is not installed (pip install nvidia-nccl-cu12)"
     name = np.zeros(NCCL_ID_BYTES, np.int16)
-    if group.rank == group.members[0]:
+    if group.rank == 0:
         name[:] = library.get_unique_id()
-    await group.broadcast(name, group.members[0])
-    place = group.members.index(group.rank)
+    await group.broadcast(name, 0)
+    place = group.rank
     peer = library.NcclCommunicator(group.size, tuple(int(part) for part in name), place)
     stream = xp.cuda.Stream(non_blocking=True)
 

@@ -1,1 +1,6 @@
-"""The package `device` of `zbmd.collectives`."""
+"""Arrays as callers have them: numpy, DLPack, the buffer protocol, on the host or on a CUDA device.
+
+`arrays_in` turns an argument into a flat array; `arrays` handles device arrays and streams; `staging` and
+`host_copy` move them through the arena. Imports `programs` and the transport; cupy is imported lazily. Begin
+with `arrays_in`.
+"""

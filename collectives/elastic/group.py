@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Final, assert_never
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Final, ParamSpec, TypeVar, assert_never
 
 import numpy as np
 import structlog
 
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
-from zbmd.collectives.communicator.blocking import timeout_ns
+from zbmd.collectives.communicator.blocking import OnLoop, timeout_ns
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.peer_reading import NOT_TRIED
-from zbmd.collectives.elastic.blocking import ElasticBlocking
+from zbmd.collectives.device.arrays import called_here
 from zbmd.collectives.elastic.calls import ElasticCalls
 from zbmd.collectives.elastic.exchange import meet
 from zbmd.collectives.elastic.split_history_actor import open_asks
@@ -45,6 +46,8 @@ from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.elastic")
 
 CHANNELS_ELASTIC: Final = SUBGROUP_CHANNEL_FIRST
@@ -481,6 +484,48 @@ class ElasticGroup(ElasticCalls):
             case rm.Rerun(adopted=adopted):
                 bequests = tuple(self._left(a) for a in adopted)
                 job.adopt(c, AdoptedInputs(bequests, self._machine.contributors), end_ns)
+
+
+class ElasticBlocking:
+    """`group.blocking`: the calls of `ElasticGroup` with the same arguments, results and errors.
+
+    For any thread but the loop's, which must go on meanwhile; there they raise `LocalProtocolError`. They
+    raise `OperationAborted` if the loop ends first.
+
+    One thread's calls keep their order. Those of several threads, or of coroutines beside them, have no order
+    among each other: who calls operations from more than one has all ranks make them in the same.
+    """
+
+    def __init__(self, group: ElasticGroup, on_loop: OnLoop) -> None:
+        self.on_loop = on_loop
+        self.all_reduce = self._waiting(group.all_reduce)
+        self.all_reduce_many = self._waiting(group.all_reduce_many)
+        self.reduce = self._waiting(group.reduce)
+        self.reduce_scatter = self._waiting(group.reduce_scatter)
+        self.reduce_scatter_v = self._waiting(group.reduce_scatter_v)
+        self.all_gather = self._waiting(group.all_gather)
+        self.all_gather_v = self._waiting(group.all_gather_v)
+        self.gather = self._waiting(group.gather)
+        self.scatter = self._waiting(group.scatter)
+        self.all_to_all = self._waiting(group.all_to_all)
+        self.all_to_all_v = self._waiting(group.all_to_all_v)
+        self.broadcast = self._waiting(group.broadcast)
+        self.barrier = self._waiting(group.barrier)
+        self.refresh = self._waiting(group.refresh)
+        self.split = self._waiting(group.split)
+        self.subgroup = self._waiting(group.subgroup)
+        self.send = self._waiting(group.send)
+        self.recv = self._waiting(group.recv)
+
+    def _waiting(self, call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+        """`call`, begun on the loop, and waited for on the calling thread, whose arrays of devices it has."""
+
+        @wraps(call)
+        def blocking(*args: P.args, **kwargs: P.kwargs) -> T:
+            there: Any = called_here(args, kwargs)
+            return self.on_loop.wait_for(lambda: call(*there[0], **there[1]))
+
+        return blocking
 
 
 async def elastic_group(worker: Worker, *, channel: int = 0, timeout: float | None = None) -> ElasticGroup:

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from zbmd.actors.supervision.events import BackOff, Restart, Strategy
     from zbmd.actors.supervision.supervisor import ChildSpec
     from zbmd.actors.system import Actor, ActorSystem
-    from zbmd.collectives.elastic.group import ElasticGroup, elastic_group
-    from zbmd.collectives.errors import InputsOverwritten, NotReplaced, OperationAborted
-    from zbmd.collectives.group.blocking_worker import (
+    from zbmd.collectives.blocking_worker import (
         BlockingElasticGroup,
         BlockingGroup,
         BlockingWorker,
         init,
     )
+    from zbmd.collectives.elastic.group import ElasticGroup, elastic_group
+    from zbmd.collectives.errors import InputsOverwritten, NotReplaced, OperationAborted
     from zbmd.collectives.group.group import Group, group
     from zbmd.training.model_actors.layer_actor import LayerActor
     from zbmd.training.model_actors.model_actors import ModelActors, SupervisorActor
@@ -114,7 +114,7 @@ _HOMES = {
     "zbmd.actors.system": ("Actor", "ActorSystem"),
     "zbmd.collectives.elastic.group": ("ElasticGroup", "elastic_group"),
     "zbmd.collectives.errors": ("InputsOverwritten", "NotReplaced", "OperationAborted"),
-    "zbmd.collectives.group.blocking_worker": (
+    "zbmd.collectives.blocking_worker": (
         "BlockingElasticGroup",
         "BlockingGroup",
         "BlockingWorker",

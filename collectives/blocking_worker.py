@@ -19,8 +19,7 @@ from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.session import Session
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import View
-from zbmd.collectives.elastic.blocking import ElasticBlocking
-from zbmd.collectives.elastic.group import ElasticGroup, elastic_group
+from zbmd.collectives.elastic.group import ElasticBlocking, ElasticGroup, elastic_group
 from zbmd.collectives.group.group import Group, GroupBlocking, group
 from zbmd.transport.errors import LocalProtocolError
 
@@ -53,7 +52,7 @@ class BlockingGroup(GroupBlocking):
         return None if made is None else BlockingGroup(self._worker, made)
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> BlockingGroup:  # type: ignore[override]
-        """Return the sub-group of these members; each of them makes the same call."""
+        """Return the sub-group of these ranks of the group; each of them makes the same call."""
         return BlockingGroup(self._worker, super().subgroup(ranks, timeout=timeout))
 
 
@@ -73,8 +72,13 @@ class BlockingElasticGroup(ElasticBlocking):
         return repr(self._group)
 
     @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self._group.rank
+
+    @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the current view; it changes when a member dies or joins."""
+        """The job's ranks in the current view; it changes when a member dies or joins."""
         return self._group.members
 
     @property

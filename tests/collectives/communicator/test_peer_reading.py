@@ -123,7 +123,7 @@ def test_a_subset_of_the_members_reads_as_all_do(run_ranks: RunRanks) -> None:
         part: Communicator = p.communicator(members=(2, 0), channel=1)
         part.read_peers(whole.reading)
         x = np.full(COUNT, p.rank, np.float64)
-        assert (part.broadcast(x, 2, deadline_ns=p.soon()) == 2).all()
+        assert (part.broadcast(x, 0, deadline_ns=p.soon()) == 2).all()
         return part._executor.reads_peers
 
     assert run_ranks(3, body) == [True, False, True]

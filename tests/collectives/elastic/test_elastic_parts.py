@@ -176,7 +176,7 @@ async def test_a_world_of_one_has_parts_of_parts_and_as_many_as_there_are_channe
         await part.send(np.ones(1), 0, tag=3)
         await inner.send(np.full(2, 7.0), 0, tag=3)
         assert (await waits).array.sum() == 14, "each group has its own messages"
-        with pytest.raises(LocalProtocolError, match="can be no member"):
+        with pytest.raises(UserError, match="to=1 is not a rank of this group: expected 0"):
             await inner.send(np.ones(1), 1)
         assert (await part.recv()).tag == 3
         late = asyncio.ensure_future(part.recv(0))
@@ -186,8 +186,10 @@ async def test_a_world_of_one_has_parts_of_parts_and_as_many_as_there_are_channe
             await each.close()  # again, it does nothing
         with pytest.raises(OperationAborted, match="closed"):
             await late
-        with pytest.raises(UserError, match="are not ranks"):
+        with pytest.raises(UserError, match="rank=1 is not a rank of this group: expected 0"):
             await group.subgroup([0, 1])
+        with pytest.raises(UserError, match="expected ranks of this group, each once"):
+            await group.subgroup([0, 0])
         # One of the 24 channels is for the repairs of the group itself.
         parts = [await group.split(0) for _ in range(SUBGROUPS_MAX // 2 - 1)]
         with pytest.raises(LocalProtocolError, match="close one"):

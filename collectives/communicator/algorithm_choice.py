@@ -48,21 +48,21 @@ def choose(
     published_bytes: int,
     hosts: int,
     model: Model,
-    wish: str,
+    override: str,
     eager_bytes_max: int = PUB_BYTES_MAX,
     far: bool = False,
 ) -> Choice:
     """What "auto" stands for.
 
     `nbytes`: a rank's largest array. `published_bytes`: what a rank would publish, if all of its input
-    travelled. `hosts`: how many. `wish`: the value of `ZBMD_ALGORITHM`. `eager_bytes_max`: what can travel
-    with a descriptor; up to `PUB_BYTES_MAX` it always does. `far`: whether a member is on another host.
-    Raises `UserError` if the wish cannot be.
+    travelled. `hosts`: how many. `override`: the value of `ZBMD_ALGORITHM`. `eager_bytes_max`: what can
+    travel with a descriptor; up to `PUB_BYTES_MAX` it always does. `far`: whether a member is on another
+    host. Raises `UserError` if the override names an algorithm that does not exist.
     """
     fits = published_bytes <= eager_bytes_max
-    wished = _wished(operation, wish)
-    if wished and (fits or wished != "eager"):
-        return Choice(algorithm=wished, reason=f"{VARIABLE}={wish}")
+    chosen = _overridden(operation, override)
+    if chosen and (fits or chosen != "eager"):
+        return Choice(algorithm=chosen, reason=f"{VARIABLE}={override}")
     if operation is Operation.BARRIER:
         return Choice(algorithm="dissemination", reason="there is one algorithm")
     if operation is Operation.ALL_REDUCE_SHARDS:
@@ -114,25 +114,25 @@ def _each_has_a_core_and_a_chunk(case: Case, *, far: bool) -> bool:
     return not alone and case.crowding == 1.0 and case.nbytes >= case.n * CHUNK_BYTES
 
 
-def wish_of_environment() -> str:
+def override_of_environment() -> str:
     """The value of `ZBMD_ALGORITHM`."""
     return os.environ.get(VARIABLE, "")
 
 
-def _wished(operation: Operation, wish: str) -> str:
-    """The algorithm that the wish names for an operation, or "". Raises `UserError` on an unknown one."""
+def _overridden(operation: Operation, override: str) -> str:
+    """The algorithm that the override names for an operation, or "". Raises `UserError` on an unknown one."""
     found = ""
-    for part in filter(None, (part.strip() for part in wish.split(","))):
+    for part in filter(None, (part.strip() for part in override.split(","))):
         name, separator, algorithm = part.partition("=")
         if not separator:
             name, algorithm = operation.name.lower(), name
             if not any(known == algorithm for _, known in ALGORITHMS):
-                raise UserError(f"{VARIABLE}={wish}: there is no algorithm {algorithm!r}")
+                raise UserError(f"{VARIABLE}={override}: there is no algorithm {algorithm!r}")
             if (operation, algorithm) not in ALGORITHMS:
                 continue
         operations = {known.name.lower(): known for known, _ in ALGORITHMS}
         if name not in operations or (operations[name], algorithm) not in ALGORITHMS:
-            raise UserError(f"{VARIABLE}={wish}: there is no algorithm {algorithm!r} for {name!r}")
+            raise UserError(f"{VARIABLE}={override}: there is no algorithm {algorithm!r} for {name!r}")
         if operations[name] is operation:
             found = algorithm
     return found

@@ -50,7 +50,7 @@ class Calls(Runs):
             eager_bytes_max=self._executor.eager_bytes_max,
             far=self._executor.far,
             reads_peers=self._executor.reads_peers,
-            wish=self._wish,
+            override=self._override,
         )
 
     def _root(self, root: int) -> int:

@@ -91,7 +91,7 @@ class Ask:
     """Whether there are members on other hosts."""
     reads_peers: bool = False
     """Whether members read each other's ordinary arrays, so that nothing is staged."""
-    wish: str = ""
+    override: str = ""
     """The value of `ZBMD_ALGORITHM`."""
 
 
@@ -139,7 +139,7 @@ def choice_of(ask: Ask) -> Choice:
         model=ask.model,
         eager_bytes_max=ask.eager_bytes_max,
         far=ask.far,
-        wish=ask.wish,
+        override=ask.override,
     )
 
 

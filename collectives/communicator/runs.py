@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from zbmd.collectives.communicator.algorithm_choice import wish_of_environment
+from zbmd.collectives.communicator.algorithm_choice import override_of_environment
 from zbmd.collectives.communicator.cost_model import MANY_HOSTS, ONE_HOST, is_far
 from zbmd.collectives.communicator.peer_reading import NOT_TRIED, Reading
 from zbmd.collectives.communicator.pieces import Job, PieceRunner, Single
@@ -75,7 +75,7 @@ class Runs(LaneCalls):
         self.title = self._executor.title
         self.hosts = hosts
         self.model = MANY_HOSTS if is_far(hosts) else ONE_HOST
-        self._wish = wish_of_environment()
+        self._override = override_of_environment()
         self.size = len(members)
         self.place = members.index(rank)
         self.flight = FlightLog()

@@ -17,7 +17,7 @@ import structlog
 from zbmd.collectives.communicator.blocking import timeout_ns
 from zbmd.collectives.device.host_copy import Landing, Landings, drained
 from zbmd.collectives.elastic.operations import Result
-from zbmd.collectives.elastic.subgroups import ElasticParts, Home, Place
+from zbmd.collectives.elastic.subgroups import ElasticParts, GroupChannels, Home
 from zbmd.collectives.errors import (
     Desynchronised,
     InputsOverwritten,
@@ -41,7 +41,7 @@ ResultT = TypeVar("ResultT")
 class ElasticCalls(ElasticParts):
     """An elastic group, as far as calls are taken. See `zbmd.collectives.elastic.group.ElasticGroup`."""
 
-    def __init__(self, home: Home, place: Place) -> None:
+    def __init__(self, home: Home, place: GroupChannels) -> None:
         super().__init__(home, place)
         self._worker = home.worker
         self._machine = RepairMachine(rank=home.worker.rank)

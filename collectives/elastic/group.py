@@ -24,7 +24,7 @@ from zbmd.collectives.device.arrays import called_here
 from zbmd.collectives.elastic.calls import ElasticCalls
 from zbmd.collectives.elastic.exchange import meet
 from zbmd.collectives.elastic.split_history_actor import open_asks
-from zbmd.collectives.elastic.subgroups import Home, Place
+from zbmd.collectives.elastic.subgroups import GroupChannels, Home
 from zbmd.collectives.elastic.views import views_of
 from zbmd.collectives.errors import (
     CollectiveError,
@@ -78,7 +78,7 @@ class ElasticGroup(ElasticCalls):
     rank, after which it cannot.
     """
 
-    def __init__(self, home: Home, place: Place, on_close: Callable[[ElasticGroup], None]) -> None:
+    def __init__(self, home: Home, place: GroupChannels, on_close: Callable[[ElasticGroup], None]) -> None:
         super().__init__(home, place)
         worker, machine = home.worker, self._machine
         self._on_close = on_close
@@ -386,7 +386,7 @@ class ElasticGroup(ElasticCalls):
         return rm.Exchanged(epoch=action.epoch, reports=tuple(reports))
 
     async def _opened(
-        self, place: Place, on_close: Callable[[ElasticGroup], None], timeout: float
+        self, place: GroupChannels, on_close: Callable[[ElasticGroup], None], timeout: float
     ) -> ElasticGroup:
         made = ElasticGroup(self._home, place, on_close)
         made._measured, made._reading = self._measured, self._reading
@@ -545,7 +545,7 @@ async def elastic_group(worker: Worker, *, channel: int = 0, timeout: float | No
     def closed(group: ElasticGroup) -> None:
         subgroups.channels.give_back(mend, lambda: True, last=group.epoch)
 
-    return await _founded(ElasticGroup(home, Place(channel=channel, mend=mend), closed), timeout)
+    return await _founded(ElasticGroup(home, GroupChannels(channel=channel, mend=mend), closed), timeout)
 
 
 async def _founded(made: ElasticGroup, timeout: float | None) -> ElasticGroup:

@@ -42,7 +42,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class GroupChannels:
     """Where a group runs, the same on all members: its channels, and `base` + e, the stamp of epoch e there.
 
     ranks: those that belong to it; empty: all of the job.
@@ -58,7 +58,7 @@ class ElasticParts(ElasticOperations):
     """An elastic group, as far as it is split into others. See
     `zbmd.collectives.elastic.group.ElasticGroup`."""
 
-    def __init__(self, home: Home, place: Place) -> None:
+    def __init__(self, home: Home, place: GroupChannels) -> None:
         self._job_rank = home.worker.rank
         self.rank = place.ranks.index(self._job_rank) if place.ranks else self._job_rank
         self._home = home
@@ -79,7 +79,7 @@ class ElasticParts(ElasticOperations):
         """Its members in that view, in rank order."""
 
     @abstractmethod
-    async def _opened(self, place: Place, on_close: Callable[[Self], None], timeout: float) -> Self:
+    async def _opened(self, place: GroupChannels, on_close: Callable[[Self], None], timeout: float) -> Self:
         """A sub-group, once this process is in line with its other members."""
 
     @property
@@ -173,7 +173,7 @@ class ElasticParts(ElasticOperations):
         color = 0 if self._job_rank in chosen else None
         return await self._part(SplitRequest(color=color, ranks=chosen), on_loss, timeout)
 
-    async def _part(self, wish: SplitRequest, on_loss: str, timeout: float | None) -> Self | None:
+    async def _part(self, request: SplitRequest, on_loss: str, timeout: float | None) -> Self | None:
         end_ns, mode = now_ns() + timeout_ns(timeout), on_loss_of(on_loss)
         subgroups, ledger = self._home.subgroups, self._ledger
         async with subgroups.turn:  # two agreements at once would offer the same channels
@@ -182,21 +182,21 @@ class ElasticParts(ElasticOperations):
                 offer = subgroups.channels.offer()
                 try:
                     await self._do(
-                        lambda *_: SplitOperation(self._arena, wish, offer, mode, number, ledger), timeout
+                        lambda *_: SplitOperation(self._arena, request, offer, mode, number, ledger), timeout
                     )
                 except ZbmdError:
                     ledger.called -= 1
                     raise
                 split = ledger.splits[number]
             else:
-                check_repeated(split, wish, self._job_rank)
+                check_repeated(split, request, self._job_rank)
             ranks = split.part_of(self._job_rank)
             if not ranks:
                 return None
             epoch = self._home.views.view.epoch
             for channel in (split.channel, split.mend):
                 subgroups.channels.take(Agreed(channel=channel, stamp=split.base + epoch))
-            place = Place(channel=split.channel, mend=split.mend, base=split.base, ranks=ranks)
+            place = GroupChannels(channel=split.channel, mend=split.mend, base=split.base, ranks=ranks)
             left_s = max(1e-9, (end_ns - now_ns()) / 1e9)
             opening = self._opened(place, lambda part: self._part_closed(part, split), left_s)
         return await opening

@@ -36,21 +36,21 @@ class SplitOperation(AllGather):
     def __init__(
         self,
         arena: Arena,
-        wish: SplitRequest,
+        request: SplitRequest,
         offer: Offer,
         on_loss: OnLoss,
         number: int,
         ledger: SplitLedger,
     ) -> None:
-        super().__init__(arena, row_of(wish, offer), on_loss, Inputs.PRESERVE)
+        super().__init__(arena, row_of(request, offer), on_loss, Inputs.PRESERVE)
         self.call = Call(
-            text=f"{wish.text} #{number}, {on_loss.value}", on_loss=on_loss, inputs=Inputs.PRESERVE
+            text=f"{request.text} #{number}, {on_loss.value}", on_loss=on_loss, inputs=Inputs.PRESERVE
         )
-        self._wish, self._ledger = wish, ledger
+        self._request, self._ledger = request, ledger
 
     def returned(self, contributors: tuple[int, ...]) -> None:
         """See `ElasticOperation`. Raises as `agree_on`, on all members alike."""
-        self._ledger.made(agree_on(self._wish, self.value, contributors))
+        self._ledger.made(agree_on(self._request, self.value, contributors))
 
 
 def has_ended(worker: Worker, member: MemberId, channel: int, base: int) -> bool:
@@ -130,11 +130,11 @@ class SplitRequest:
         return f"subgroup({list(self.ranks)})" if self.ranks else "split()"
 
 
-def row_of(wish: SplitRequest, offer: Offer) -> Array:
+def row_of(request: SplitRequest, offer: Offer) -> Array:
     """Return a member's request, (5 + SUBGROUPS_MAX,) int64. Raises `UserError` for numbers out of bounds."""
-    if not all(abs(number) <= NUMBER_MAX for number in (wish.color or 0, wish.key)):
-        raise UserError(f"color={wish.color} or key={wish.key} is out of bounds")
-    fixed = (wish.color is not None, wish.color or 0, wish.key, offer.free, _digest(wish.ranks))
+    if not all(abs(number) <= NUMBER_MAX for number in (request.color or 0, request.key)):
+        raise UserError(f"color={request.color} or key={request.key} is out of bounds")
+    fixed = (request.color is not None, request.color or 0, request.key, offer.free, _digest(request.ranks))
     return np.array([*fixed, *offer.used], np.int64)
 
 
@@ -142,7 +142,7 @@ def _digest(ranks: tuple[int, ...]) -> int:
     return xxhash.xxh3_64_intdigest(np.array(ranks, np.int64).tobytes()) >> 2
 
 
-def agree_on(wish: SplitRequest, rows: Array, contributors: tuple[int, ...]) -> Split:
+def agree_on(request: SplitRequest, rows: Array, contributors: tuple[int, ...]) -> Split:
     """Return the split that all members compute from the rows, (contributors, 5 + SUBGROUPS_MAX), of these
     ranks.
 
@@ -151,7 +151,7 @@ def agree_on(wish: SplitRequest, rows: Array, contributors: tuple[int, ...]) -> 
     """
     if any(int(row[4]) != int(rows[0][4]) for row in rows):
         raise Desynchronised(
-            f"the members gave different ranks, here {list(wish.ranks)}, for a sub-group", {}
+            f"the members gave different ranks, here {list(request.ranks)}, for a sub-group", {}
         )
     free, used = (1 << SUBGROUPS_MAX) - 1, [0] * SUBGROUPS_MAX
     for row in rows:
@@ -166,8 +166,8 @@ def agree_on(wish: SplitRequest, rows: Array, contributors: tuple[int, ...]) -> 
     belong = [
         (rank, int(row[1]), int(row[2])) for rank, row in zip(contributors, rows, strict=True) if row[0]
     ]
-    if wish.ranks:  # also those who are not there
-        belong = [(rank, 0, place) for place, rank in enumerate(wish.ranks)]
+    if request.ranks:  # also those who are not there
+        belong = [(rank, 0, place) for place, rank in enumerate(request.ranks)]
     return Split(
         channel=SUBGROUP_CHANNEL_FIRST + places[0],
         mend=SUBGROUP_CHANNEL_FIRST + places[1],
@@ -228,25 +228,25 @@ class SplitLedger:
         self.splits = [msgspec.structs.replace(s, closed=True) if s == split else s for s in self.splits]
 
 
-def check_repeated(split: Split, wish: SplitRequest, rank: int) -> None:
+def check_repeated(split: Split, request: SplitRequest, rank: int) -> None:
     """Check that a call which other members made earlier requests what it gave this rank.
 
     Raises `UserError` if it does not, or the rank was absent then, and `OperationAborted` if the other
     members have closed the sub-group.
     """
     place: Any = next((place for place in split.places if place[0] == rank), None)
-    if place is None and wish.color is not None:
+    if place is None and request.color is not None:
         raise UserError(
             f"rank {rank} was not there when the group was split: have all members split it again, or make "
             "sub-groups of given ranks (`subgroup`), which may come later"
         )
-    if place is not None and place[1] != wish.color:
+    if place is not None and place[1] != request.color:
         raise UserError(
-            f"rank {rank} asks for color {wish.color}, and had {place[1]} when the group was split"
+            f"rank {rank} asks for color {request.color}, and had {place[1]} when the group was split"
         )
-    if wish.ranks and wish.ranks != split.part_of(rank) and place is not None:
+    if request.ranks and request.ranks != split.part_of(rank) and place is not None:
         raise UserError(
-            f"rank {rank} asks for {list(wish.ranks)}; the others made {list(split.part_of(rank))}"
+            f"rank {rank} asks for {list(request.ranks)}; the others made {list(split.part_of(rank))}"
         )
     if split.closed:
         raise OperationAborted("the other members have closed this sub-group")

@@ -19,7 +19,7 @@ import numpy as np
 from zbmd.collectives.communicator.blocking import TIMEOUT_S_MAX
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.tensors import Array, Place
+from zbmd.collectives.torch.tensors import Array, TensorBuffer
 from zbmd.collectives.torch.work import COMPLETERS, Work, told
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import UserError, ZbmdError
@@ -101,7 +101,7 @@ class Operations:
 
         def begin() -> Operation:
             reduction = self._op(opts, op)
-            places = [Place(tensor, numbers=True) for tensor in tensors]
+            places = [TensorBuffer(tensor, numbers=True) for tensor in tensors]
             return partial(_all_reduce, places, reduction)
 
         return self._queue(begin, tensors, opts, timeout)
@@ -111,7 +111,7 @@ class Operations:
         tensor = _only(tensors)
 
         def begin() -> Operation:
-            place, chosen = Place(tensor), self._rank(opts.rootRank if root is None else root)
+            place, chosen = TensorBuffer(tensor), self._rank(opts.rootRank if root is None else root)
 
             def run(c: Communicator, end_ns: int) -> None:
                 c.broadcast(place.array, chosen, deadline_ns=end_ns)
@@ -129,7 +129,7 @@ class Operations:
 
         def begin() -> Operation:
             reduction, chosen = self._op(opts, op), self._rank(opts.rootRank if root is None else root)
-            place = Place(tensor, numbers=True)
+            place = TensorBuffer(tensor, numbers=True)
 
             def run(c: Communicator, end_ns: int) -> None:
                 c.reduce(place.array, chosen, op=reduction, deadline_ns=end_ns)
@@ -151,7 +151,7 @@ class Operations:
 
         def begin() -> Operation:
             pairs = [
-                (Place(source), Place(target, load=False))
+                (TensorBuffer(source), TensorBuffer(target, load=False))
                 for source, target in zip(inputs, outputs, strict=True)
             ]
 
@@ -172,7 +172,7 @@ class Operations:
         outputs = _list_of(output_tensors)
 
         def begin() -> Operation:
-            source, targets = Place(tensor), [Place(output, load=False) for output in outputs]
+            source, targets = TensorBuffer(tensor), [TensorBuffer(output, load=False) for output in outputs]
 
             def run(c: Communicator, end_ns: int) -> None:
                 _hand_out(c.all_gather(source.array, deadline_ns=end_ns), targets)
@@ -186,8 +186,10 @@ class Operations:
         flat = [tensor for outputs in output_lists for tensor in outputs]
 
         def begin() -> Operation:
-            sources = [Place(tensor) for tensor in input_list]
-            targets = [[Place(o, load=False) for o in outputs] for outputs in zip(*output_lists, strict=True)]
+            sources = [TensorBuffer(tensor) for tensor in input_list]
+            targets = [
+                [TensorBuffer(o, load=False) for o in outputs] for outputs in zip(*output_lists, strict=True)
+            ]
 
             def run(c: Communicator, end_ns: int) -> None:
                 for source, places in zip(sources, targets, strict=True):
@@ -210,8 +212,8 @@ class Operations:
         outputs = _list_of(output_tensors) if len(output_tensors) else []
 
         def begin() -> Operation:
-            source, chosen = Place(tensor), self._rank(opts.rootRank if root is None else root)
-            targets = [Place(output, load=False) for output in outputs]
+            source, chosen = TensorBuffer(tensor), self._rank(opts.rootRank if root is None else root)
+            targets = [TensorBuffer(output, load=False) for output in outputs]
 
             def run(c: Communicator, end_ns: int) -> None:
                 rows = c.gather(source.array, chosen, deadline_ns=end_ns)
@@ -235,8 +237,11 @@ class Operations:
         inputs = _list_of(input_tensors) if len(input_tensors) else []
 
         def begin() -> Operation:
-            chosen, target = self._rank(opts.rootRank if root is None else root), Place(tensor, load=False)
-            sources = [Place(given) for given in inputs]
+            chosen, target = (
+                self._rank(opts.rootRank if root is None else root),
+                TensorBuffer(tensor, load=False),
+            )
+            sources = [TensorBuffer(given) for given in inputs]
 
             def run(c: Communicator, end_ns: int) -> None:
                 rows = np.stack([source.array for source in sources]) if chosen == c.place else None
@@ -261,7 +266,7 @@ class Operations:
         def begin() -> Operation:
             reduction = self._op(opts, op)
             pairs = [
-                (Place(source, numbers=True), Place(target, numbers=True, load=False))
+                (TensorBuffer(source, numbers=True), TensorBuffer(target, numbers=True, load=False))
                 for source, target in zip(inputs, outputs, strict=True)
             ]
 
@@ -282,8 +287,8 @@ class Operations:
         tensor, inputs = _only(output_tensors), _list_of(input_tensors)
 
         def begin() -> Operation:
-            reduction, target = self._op(opts, op), Place(tensor, numbers=True, load=False)
-            sources = [Place(given, numbers=True) for given in inputs]
+            reduction, target = self._op(opts, op), TensorBuffer(tensor, numbers=True, load=False)
+            sources = [TensorBuffer(given, numbers=True) for given in inputs]
 
             def run(c: Communicator, end_ns: int) -> None:
                 rows = [source.array.size for source in sources]
@@ -307,7 +312,7 @@ class Operations:
         """Send each rank its rows of a tensor. Split sizes: in rows, none for even ones."""
 
         def begin() -> Operation:
-            source, target = Place(input), Place(output, load=False)
+            source, target = TensorBuffer(input), TensorBuffer(output, load=False)
             sends = _row_bytes(input, source, input_split_sizes, self.size())
             receives = _row_bytes(output, target, output_split_sizes, self.size())
 
@@ -323,8 +328,8 @@ class Operations:
         """Send each rank one tensor of a list."""
 
         def begin() -> Operation:
-            sources = [Place(tensor) for tensor in input_tensors]
-            targets = [Place(tensor, load=False) for tensor in output_tensors]
+            sources = [TensorBuffer(tensor) for tensor in input_tensors]
+            targets = [TensorBuffer(tensor, load=False) for tensor in output_tensors]
             sends = [source.array.size for source in sources]
             receives = [target.array.size for target in targets]
 
@@ -351,7 +356,7 @@ class Operations:
         """Send a tensor to one rank."""
 
         def begin() -> Future[Any]:
-            place, to = Place(_only(tensors)), self._rank(dst)
+            place, to = TensorBuffer(_only(tensors)), self._rank(dst)
             return world().start(self._group.send(place.array, to, tag=tag, timeout=self._timeout_s))
 
         return self._post(begin, [])
@@ -367,13 +372,13 @@ class Operations:
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Any:
         sources: list[int] = []
 
-        async def receive(place: Place, source: int | None) -> None:
+        async def receive(place: TensorBuffer, source: int | None) -> None:
             got = await self._group.recv(source, tag=tag, out=place.array, timeout=self._timeout_s)
             place.bring_home()
             sources.append(got.source)
 
         def begin() -> Future[Any]:
-            place = Place(tensor, load=False)
+            place = TensorBuffer(tensor, load=False)
             return world().start(receive(place, None if src is None else self._rank(src)))
 
         return self._post(begin, [tensor], lambda: sources[0] if sources else -1)
@@ -550,9 +555,9 @@ class Operations:
 ProcessGroup: Any = type("ProcessGroupZbmd", (Operations, dist.ProcessGroup), {"__doc__": Operations.__doc__})
 
 
-def _all_reduce(places: list[Place], reduction: str, c: Communicator, end_ns: int) -> None:
+def _all_reduce(places: list[TensorBuffer], reduction: str, c: Communicator, end_ns: int) -> None:
     """Reduce each in place: one alone as it is, several of a dtype as one array."""
-    by_dtype: dict[np.dtype[Any], list[Place]] = {}
+    by_dtype: dict[np.dtype[Any], list[TensorBuffer]] = {}
     for place in places:
         by_dtype.setdefault(place.array.dtype, []).append(place)
     for dtype, alike in by_dtype.items():
@@ -565,7 +570,7 @@ def _all_reduce(places: list[Place], reduction: str, c: Communicator, end_ns: in
         _hand_out(np.split(whole, np.cumsum([place.array.size for place in alike])[:-1]), alike)
 
 
-def _hand_out(rows: Sequence[Array] | Array, targets: Sequence[Place]) -> None:
+def _hand_out(rows: Sequence[Array] | Array, targets: Sequence[TensorBuffer]) -> None:
     for row, target in zip(rows, targets, strict=True):
         target.array[:] = row.reshape(-1)
         target.bring_home()
@@ -577,7 +582,7 @@ def _list_of(tensors: Any) -> list[Any]:
     return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
 
 
-def _row_bytes(tensor: Any, place: Place, rows: Any, size: int) -> list[int]:
+def _row_bytes(tensor: Any, place: TensorBuffer, rows: Any, size: int) -> list[int]:
     """How many bytes go to, or come from, each rank."""
     rows = [int(number) for number in rows]
     if not rows:

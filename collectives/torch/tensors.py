@@ -18,7 +18,7 @@ torch: Any = importlib.import_module("torch")
 Array = NDArray[Any]
 
 
-class Place:
+class TensorBuffer:
     """One tensor: `array` is flat, over its memory, or over a copy if it is not contiguous.
 
     numbers: of its own dtype, for a reduction; else of bytes, whatever its dtype is. load: it is read. Raises

@@ -1,4 +1,4 @@
-"""The choice of an algorithm: by wish, by the model, the same on all ranks."""
+"""The choice of an algorithm: by override, by the model, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,17 @@ ONLY = (Operation.BARRIER, Operation.ALL_REDUCE_SHARDS)
 
 
 def chosen(
-    operation: Operation, nbytes: int, *, n: int = 4, hosts: int = 1, model: Model = ONE_HOST, wish: str = ""
+    operation: Operation,
+    nbytes: int,
+    *,
+    n: int = 4,
+    hosts: int = 1,
+    model: Model = ONE_HOST,
+    override: str = "",
 ) -> Choice:
-    return choose(operation, n=n, nbytes=nbytes, published_bytes=nbytes, hosts=hosts, model=model, wish=wish)
+    return choose(
+        operation, n=n, nbytes=nbytes, published_bytes=nbytes, hosts=hosts, model=model, override=override
+    )
 
 
 def test_every_algorithm_has_a_formula() -> None:
@@ -87,7 +95,7 @@ def test_ranks_of_several_hosts_swap_nothing(n: int) -> None:
             published_bytes=nbytes,
             hosts=n,
             model=MANY_HOSTS,
-            wish="",
+            override="",
             far=True,
         )
         assert "swap" not in {choice.algorithm, *dict(choice.predicted_ns)}
@@ -95,21 +103,21 @@ def test_ranks_of_several_hosts_swap_nothing(n: int) -> None:
             assert choice.algorithm == "direct"
 
 
-def test_a_wish_goes_before_the_model() -> None:
-    assert chosen(Operation.ALL_REDUCE, 1 << 20, wish="ring").algorithm == "ring"
-    assert chosen(Operation.BARRIER, 0, wish="ring").algorithm == "dissemination"
-    wish = "all_reduce=double_tree, broadcast=tree"
-    assert chosen(Operation.ALL_REDUCE, 4, wish=wish).algorithm == "double_tree"
-    assert chosen(Operation.BROADCAST, 4, wish=wish).algorithm == "tree"
-    assert chosen(Operation.REDUCE, 4, wish=wish).algorithm == "eager"
-    assert wish in chosen(Operation.BROADCAST, 4, wish=wish).reason
-    assert chosen(Operation.ALL_REDUCE, 1 << 20, wish="eager").algorithm == "direct"
+def test_an_override_goes_before_the_model() -> None:
+    assert chosen(Operation.ALL_REDUCE, 1 << 20, override="ring").algorithm == "ring"
+    assert chosen(Operation.BARRIER, 0, override="ring").algorithm == "dissemination"
+    override = "all_reduce=double_tree, broadcast=tree"
+    assert chosen(Operation.ALL_REDUCE, 4, override=override).algorithm == "double_tree"
+    assert chosen(Operation.BROADCAST, 4, override=override).algorithm == "tree"
+    assert chosen(Operation.REDUCE, 4, override=override).algorithm == "eager"
+    assert override in chosen(Operation.BROADCAST, 4, override=override).reason
+    assert chosen(Operation.ALL_REDUCE, 1 << 20, override="eager").algorithm == "direct"
 
 
-@pytest.mark.parametrize("wish", ["magic", "all_reduce=magic", "dance=ring", "broadcast=ring"])
-def test_a_wish_for_what_is_not_there_is_refused(wish: str) -> None:
+@pytest.mark.parametrize("override", ["magic", "all_reduce=magic", "dance=ring", "broadcast=ring"])
+def test_an_override_that_names_nothing_is_refused(override: str) -> None:
     with pytest.raises(UserError, match=VARIABLE):
-        chosen(Operation.ALL_REDUCE, 4, wish=wish)
+        chosen(Operation.ALL_REDUCE, 4, override=override)
 
 
 def test_all_ranks_pin_the_first_members_numbers(run_ranks: RunRanks) -> None:

@@ -109,7 +109,7 @@ def test_all_reduce_for_the_root_where_each_has_a_core_and_a_chunk() -> None:
             published_bytes=nbytes,
             hosts=hosts,
             model=Model(alpha_ns=300.0, beta_ns_per_byte=0.05, gamma_ns_per_byte=0.015, cores=cores),
-            wish="",
+            override="",
             far=hosts > 1,
         )
         assert choice.in_arena == ("direct" if choice.algorithm == "shared" else "")

@@ -99,19 +99,19 @@ def test_a_single_group_follows_by_its_next_operation_and_others_a_rank_that_com
     assert machine.handle(more, now_ns=0) == [vm.Enter(epoch=4), vm.Follow(group=2, epoch=4)]
 
 
-def agreed(wishes: dict[int, SplitRequest], offers: dict[int, Offer] | None = None) -> Split:
-    rows = np.stack([row_of(wish, (offers or {}).get(rank, FREE)) for rank, wish in wishes.items()])
-    return agree_on(next(iter(wishes.values())), rows, tuple(wishes))
+def agreed(requests: dict[int, SplitRequest], offers: dict[int, Offer] | None = None) -> Split:
+    rows = np.stack([row_of(request, (offers or {}).get(rank, FREE)) for rank, request in requests.items()])
+    return agree_on(next(iter(requests.values())), rows, tuple(requests))
 
 
 def test_members_agree_on_parts_their_order_and_channels() -> None:
-    wishes = {rank: SplitRequest(color=rank % 2, key=-rank) for rank in range(4)} | {
+    requests = {rank: SplitRequest(color=rank % 2, key=-rank) for rank in range(4)} | {
         4: SplitRequest(color=None)
     }
     used = [0] * SUBGROUPS_MAX
     used[1], used[2] = 7, 9
     busy = Offer(free=FREE.free & ~1, used=tuple(used))
-    split = agreed(wishes, {2: busy})
+    split = agreed(requests, {2: busy})
     assert (split.channel, split.mend, split.base) == (
         SUBGROUP_CHANNEL_FIRST + 1,
         SUBGROUP_CHANNEL_FIRST + 2,
@@ -123,7 +123,7 @@ def test_members_agree_on_parts_their_order_and_channels() -> None:
     with pytest.raises(Desynchronised, match="different ranks"):
         agreed({0: SplitRequest(color=0, ranks=(3, 0)), 1: SplitRequest(color=None, ranks=(0, 3))})
     with pytest.raises(LocalProtocolError, match="close one"):
-        agreed(wishes, {3: Offer(free=1, used=FREE.used)})
+        agreed(requests, {3: Offer(free=1, used=FREE.used)})
     with pytest.raises(UserError, match="out of bounds"):
         row_of(SplitRequest(color=2**70), FREE)
 

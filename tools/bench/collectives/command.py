@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from zbmd.collectives.algorithms.catalogue import Operation, Request
-from zbmd.collectives.communicator.algorithm_choice import wish_of_environment
+from zbmd.collectives.communicator.algorithm_choice import override_of_environment
 from zbmd.collectives.communicator.cost_model import MANY_HOSTS, Model
 from zbmd.collectives.communicator.pieces import Ask, choice_of, shape_of
 from zbmd.collectives.programs.reductions import BYTES_CODE
@@ -77,7 +77,7 @@ def _call_of(operation: Operation, nbytes: int, ranks: int, hosts: int, model: M
         hosts=tuple(rank * hosts // ranks for rank in range(ranks)) if hosts > 1 else (),
         model=model,
         far=hosts > 1,
-        wish=wish_of_environment(),
+        override=override_of_environment(),
     )
 
 

@@ -22,6 +22,7 @@ RUNTIME := $(VENV)/.stamp-runtime
 NATIVE := $(VENV)/.stamp-native
 DEV := $(VENV)/.stamp-dev
 BENCH := $(VENV)/.stamp-bench
+DOCS := $(VENV)/.stamp-docs
 
 # Options of the targets: VERIFY=1 and KILL_SEED=n for demo, PYTEST_ARGS for test, FUZZ_ARGS for fuzz.
 DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED),--kill-seed $(KILL_SEED))
@@ -30,7 +31,7 @@ DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED
 TEST_WORKERS := 4
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
-.PHONY: rdma-headers help preflight setup demo test test-rdma fuzz lint format clean bench-transport bench-docs
+.PHONY: rdma-headers help preflight setup demo test test-rdma fuzz lint docs format clean bench-transport bench-docs
 
 help:
 	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
@@ -38,6 +39,7 @@ help:
 	@echo 'make test-rdma  the tests of RDMA, in a machine that has devices for it'
 	@echo 'make fuzz    any bytes at every decoder, for a minute; FUZZ_ARGS="wire --seconds 600" changes that'
 	@echo 'make lint    formatting, lints, types, layers, house rules'
+	@echo 'make docs    build the documentation into site/, and look at it in a browser'
 	@echo 'make format  reformat the sources'
 	@echo 'make bench-transport  time the transport beside its peers'
 	@echo 'make bench-docs  render docs/BENCHMARKS.md from docs/results/*.jsonl'
@@ -54,7 +56,7 @@ demo: $(RUNTIME) $(NATIVE)
 
 test: $(DEV) $(NATIVE)
 	@$(PY) -m pytest --numprocesses=auto --maxprocesses=$(TEST_WORKERS) --dist=loadfile \
-		--no-loadscope-reorder -m 'not machine' $(PYTEST_ARGS)
+		--no-loadscope-reorder -m 'not machine and not site' $(PYTEST_ARGS)
 
 # Wants apt's qemu-system-x86, libibverbs-dev and iproute2, and downloads a kernel the first time.
 test-rdma: $(DEV) $(NATIVE)
@@ -82,12 +84,17 @@ bench-transport: $(BENCH) $(NATIVE)
 bench-docs: $(RUNTIME) $(NATIVE)
 	@$(PY) -m zbmd.tools.dev.bench_docs
 
+# Wants apt's chromium; without it the pages are built and not looked at.
+docs: $(DEV) $(DOCS) $(NATIVE)
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(PY) -m mkdocs build --strict --quiet
+	@$(PY) -m pytest -q -m site tests/docs/test_site.py
+
 format: $(DEV)
 	$(PY) -m ruff check --fix-only $(CHECKED)
 	$(PY) -m ruff format $(CHECKED)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find $(COMPILED) -name '*.so' -delete
 	rm -f $(patsubst %.pyx,%.c,$(filter %.pyx,$(NATIVE_SOURCES)))
@@ -118,6 +125,11 @@ $(NATIVE): setup.py $(NATIVE_SOURCES) $(if $(RDMA_SINCE),rdma-headers) | $(RUNTI
 $(DEV): $(RUNTIME) pyproject.toml
 	@echo 'setup: installing the development tools into $(VENV)' >&2
 	@$(INSTALL) '.[dev]' >&2
+	@touch $@
+
+$(DOCS): $(RUNTIME) pyproject.toml
+	@echo 'setup: installing what builds the documentation into $(VENV)' >&2
+	@$(INSTALL) '.[docs]' >&2
 	@touch $@
 
 $(BENCH): $(RUNTIME) pyproject.toml

@@ -20,7 +20,11 @@ class LazyParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """As `argparse.ArgumentParser`."""
+        self.fill_now()
+        return super().parse_known_args(args, namespace)
+
+    def fill_now(self) -> None:
+        """Add the options, if that has not been done yet."""
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
-        return super().parse_known_args(args, namespace)

@@ -153,9 +153,14 @@ def definition(
     if file is None:
         return None
     tree = ast.parse(file.read_text())
+    defined = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    if defined:  # of overloads, the one that has the docstring
+        return file, max(defined, key=lambda node: bool(ast.get_docstring(node)))
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return file, node
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("zbmd"):
             for alias in node.names:
                 if (alias.asname or alias.name) == name and node.module != module:

@@ -32,7 +32,7 @@ FILE_BYTES_MAX = 200 * 1024
 FOLDER_ENTRIES_MAX = 20
 
 LAYERS = ("transport", "actors", "collectives", "training", "tools")
-FOLDERS_COUNTED = (*LAYERS, "examples", "src")
+FOLDERS_COUNTED = (*LAYERS, "examples", "src", "tests")
 SOURCE_SUFFIXES = frozenset({".py", ".pyi", ".pyx", ".pxd", ".h", ".c", ".sh"})
 # Captured logs kept as regression tests are the one binary format that belongs in the repository.
 BINARY_ALLOWED = ("tests/*.zlog", "docs/*.png")

@@ -26,11 +26,11 @@ async def main() -> None:
         if worker.rank == 0:
             await worker.system.spawn(Counter, name="counter")
         group = await zbmd.group(worker)
-        await group.barrier()  # the counter is there
+        await group.barrier()  # the counter has been spawned
         counter = worker.system.ref("rank0/counter")
         total = await counter.ask(Add(worker.rank + 1), reply=Total, timeout=5.0)
         print(f"rank {worker.rank} added {worker.rank + 1}, the counter said {total.value}")
-        await group.barrier()  # everybody has asked
+        await group.barrier()  # every rank has its reply
         await group.close()
 
 

@@ -1,4 +1,4 @@
-"""Join the job and say who is there. Run it: zbmd-node run -n 3 examples/join.py"""
+"""Join a job and print its members. Run it: zbmd-node run -n 3 examples/join.py"""
 
 import zbmd
 

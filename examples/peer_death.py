@@ -1,4 +1,4 @@
-"""A peer dies in the middle, and the group goes on with its replacement.
+"""A rank dies during an operation, and the group continues with its replacement.
 
 Run it: zbmd-node run -n 3 examples/peer_death.py
 """
@@ -21,7 +21,7 @@ async def main() -> None:
             try:
                 rounds = await group.all_reduce(
                     np.array([done, worker.rank]), op="min"
-                )  # who is furthest behind
+                )  # the rank that is furthest behind
                 done = int(rounds[0])
                 if worker.rank == 1 and worker.incarnation == 1 and done == 2:
                     os.kill(os.getpid(), signal.SIGKILL)

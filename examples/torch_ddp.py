@@ -1,4 +1,4 @@
-"""DDP over zbmd: a rank dies, its replacement trains on. Run it: zbmd-node run -n 3 examples/torch_ddp.py"""
+"""DDP over zbmd: a rank dies, training continues. Run it: zbmd-node run -n 3 examples/torch_ddp.py"""
 # pyright: basic, reportMissingImports=false
 
 import os
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import zbmd.torch  # noqa: F401 -- makes the backend known
+import zbmd.torch  # noqa: F401 -- registers the backend
 
 
 def train(steps: int) -> float:

@@ -51,7 +51,7 @@ async def main() -> None:
         if worker.rank == 0:
             await worker.system.spawn(Counter, name="counter")
         group = await zbmd.group(worker)
-        await group.barrier()  # the counter is there
+        await group.barrier()  # the counter has been spawned
         counter, asked = worker.system.ref("rank0/counter"), 0
         changing = asyncio.create_task(change(worker, group))
         while not changing.done():

@@ -22,12 +22,12 @@ from zbmd.tools.dev import prose
 ROOT = Path(__file__).resolve().parents[2]
 # Package -> the file that has its `__all__`. A name that two packages export is described once, in the first.
 API = {
+    "zbmd": "src/zbmd/__init__.py",
     "zbmd.transport": "transport/__init__.py",
     "zbmd.actors": "actors/__init__.py",
     "zbmd.collectives": "collectives/__init__.py",
     "zbmd.training": "training/__init__.py",
     "zbmd.torch": "src/zbmd/torch.py",
-    "zbmd": "src/zbmd/__init__.py",
 }
 COMMANDS = {"zbmd-node": "zbmd.tools.node.cli", "zbmd": "zbmd.tools.entry.zbmd"}
 HELP_COLUMNS = "100"

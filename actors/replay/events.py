@@ -20,7 +20,7 @@ import xxhash
 
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.wire import ReasonData, RefData
-from zbmd.transport.capture.codec import UnionCodec, encode
+from zbmd.transport.capture.codec import UnionCodec, captured_name, encode
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.errors import ZbmdError
 
@@ -406,8 +406,8 @@ class SaidCodec(UnionCodec[Said[Any]]):
         """It only writes."""
 
     def tag(self, instance: Said[Any]) -> str:
-        """Return the name of the class."""
-        return instance[0].__name__
+        """Return the name under which captures hold the class."""
+        return captured_name(instance[0])
 
     def encode(self, instance: Said[Any]) -> bytes:
         """Return the fields as a map."""
@@ -415,7 +415,7 @@ class SaidCodec(UnionCodec[Said[Any]]):
 
     def encode_all(self, instances: Iterable[Said[Any]]) -> bytes:
         """As `[[tag, fields], …]`."""
-        named = [(kind.__name__, fields) for kind, fields in instances]
+        named = [(captured_name(kind), fields) for kind, fields in instances]
         return _encode_fields(named) if named else _NO_ACTIONS
 
 

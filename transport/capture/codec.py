@@ -1,8 +1,8 @@
 """Closed unions of frozen dataclasses as MessagePack, with a fingerprint of what they look like.
 
-An instance is written as its class's name and a map of its fields. The types decide what may be read: a
-log is data from anywhere, and nothing in it names code to run. Enums travel by value, sets in a fixed order,
-paths as text, errors as their class's name, arguments and plain attributes.
+An instance is written as its class's name (see `captured_name`) and a map of its fields. The types decide
+what may be read: a log is untrusted data, and nothing in it names code to run. Enums are written by value,
+sets in a fixed order, paths as text, errors as their class's name, arguments and plain attributes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,23 @@ _LEAVES = (int, float, bool, str, bytes, type(None))
 _CONTAINERS = (tuple, list, set, frozenset, dict)
 
 
+def captured_name(cls: Any) -> str:
+    """Return the name under which captures hold instances of `cls`: its own `captured_as`, or its `__name__`.
+
+    A renamed class keeps its old name in `captured_as: ClassVar[str]` (`enum.nonmember` in an enum), so that
+    captures written before stay readable. Subclasses do not inherit it.
+    """
+    name: str = cls.__dict__.get("captured_as") or cls.__name__
+    return name
+
+
 def _to_plain(value: object) -> object:
     """What msgspec does not know by itself."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, BaseException):
         attributes = {k: v for k, v in vars(value).items() if not k.startswith("_")}
-        return [type(value).__name__, list(value.args), attributes]
+        return [captured_name(type(value)), list(value.args), attributes]
     raise TypeError(f"a {type(value).__name__} cannot be recorded: {value!r}")
 
 
@@ -73,7 +83,7 @@ def _named_subclass(base: type[BaseException], name: str) -> type[BaseException]
     waiting = [base]
     while waiting:
         cls = waiting.pop()
-        if cls.__name__ == name:
+        if captured_name(cls) == name:
             return cls
         waiting += cls.__subclasses__()
     return None
@@ -122,7 +132,7 @@ class UnionCodec(Generic[InstanceT]):
                 raise LocalProtocolError(
                     f"{member!r} is no frozen dataclass: a closed union holds nothing else"
                 )
-            name = member.__name__
+            name = captured_name(member)
             if name in self._decoders:
                 raise LocalProtocolError(f"two members of one union are called {name}")
             described[name] = _describe(member, ())
@@ -215,7 +225,7 @@ def _describe(wanted: Any, outer: tuple[object, ...]) -> object:
 
 
 def _describe_class(cls: type[Any], outer: tuple[object, ...]) -> object:
-    name = cls.__name__
+    name = captured_name(cls)
     if cls in outer:
         return ["again", name]
     if issubclass(cls, Enum):

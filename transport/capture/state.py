@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, IntEnum
 from typing import Any, Final
@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from zbmd.transport.capture.codec import encode, is_frozen
+from zbmd.transport.capture.codec import captured_name, encode, is_frozen
 from zbmd.transport.capture.errors import CaptureMismatch
 
 STATE_BYTES_MAX: Final = 1 << 20
@@ -57,9 +57,10 @@ class StateCodec:
         self._root = roots[0]
         named = [one for root in roots for one in vars(sys.modules[root.__module__]).values()]
         found = _data_classes([*unions, *named]) | set(roots)
-        self._classes = sorted(found, key=lambda cls: (cls.__module__, cls.__qualname__))
+        names = _unique_names(found)
+        self._classes = sorted(found, key=names.__getitem__)
         self._numbers = {cls: number for number, cls in enumerate(self._classes)}
-        described = [[cls.__module__, cls.__qualname__, _known_attributes(cls)] for cls in self._classes]
+        described = [[*names[cls], _known_attributes(cls)] for cls in self._classes]
         self.fingerprint: Final = xxhash.xxh3_64(msgspec.json.encode(described)).hexdigest()
         """Of the classes and their fields: a state written by other code has another."""
 
@@ -248,6 +249,20 @@ def _natural(number: object) -> int:
     if not isinstance(number, int) or number < 0:
         raise TypeError(f"{number!r} is no number of anything")
     return number
+
+
+def _unique_names(classes: Iterable[type[Any]]) -> dict[type[Any], tuple[str, str]]:
+    """Return each class's captured name, with its full path only if another class has the same name.
+
+    A class may therefore move to another module, and be renamed if it declares `captured_as`, without making
+    the states that were recorded before useless.
+    """
+    names = {cls: captured_name(cls) for cls in classes}
+    count = Counter(names.values())
+    return {
+        cls: (name, f"{cls.__module__}.{cls.__qualname__}" if count[name] > 1 else "")
+        for cls, name in names.items()
+    }
 
 
 def _is_data(cls: type[Any]) -> bool:

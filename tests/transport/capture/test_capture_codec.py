@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from zbmd.actors import view
 from zbmd.actors.supervision import machine as supervision
 from zbmd.collectives.commit import events as cm
-from zbmd.transport.capture.codec import UnionCodec
+from zbmd.transport.capture.codec import UnionCodec, captured_name
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.handshake import hello
@@ -149,6 +150,66 @@ def test_sets_are_written_in_one_order() -> None:
     other = codec.encode(Held(names=frozenset(reversed(names)), path=Path("x")))
     assert one == other
     assert codec.decode("Held", one) == Held(names=frozenset(names), path=Path("x"))
+
+
+class Paint(Enum):
+    """`Colour` under a new name."""
+
+    captured_as = enum.nonmember("Colour")
+    RED = "red"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Possessed:
+    """`Held` under a new name."""
+
+    captured_as: ClassVar[str] = "Held"
+
+    names: frozenset[str]
+    path: Path
+    colour: Paint = Paint.RED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Holds an error."""
+
+    error: Exception
+
+
+class Broken(Exception):
+    """An error under its old name."""
+
+
+class Mended(Exception):
+    """The same error under a new name."""
+
+    captured_as: ClassVar[str] = "Broken"
+
+
+def test_a_renamed_class_is_captured_under_its_old_name() -> None:
+    before, after = UnionCodec[Any](Held | Tally), UnionCodec[Any](Possessed | Tally)
+    assert after.fingerprint == before.fingerprint
+    assert set(after.members) == {"Held", "Tally"}
+    written = before.encode_all([Held(names=frozenset({"a"}), path=Path("x"))])
+    (read,) = after.decode_all(written)
+    assert read == Possessed(names=frozenset({"a"}), path=Path("x"))
+    assert after.encode_all([read]) == written
+    with pytest.raises(LocalProtocolError, match="two members of one union are called Held"):
+        UnionCodec[Any](Held | Possessed)
+
+
+def test_a_renamed_error_and_a_subclass_of_a_renamed_class_have_the_right_names() -> None:
+    class Further(Mended):
+        """Does not inherit the name."""
+
+    assert [captured_name(cls) for cls in (Broken, Mended, Further)] == ["Broken", "Broken", "Further"]
+    codec = UnionCodec[Rejected](Rejected)
+    (read,) = codec.decode_all(codec.encode_all([Rejected(error=Further("why"))]))
+    assert type(read.error) is Further
+    assert codec.encode_all([Rejected(error=Mended("why"))]) == codec.encode_all(
+        [Rejected(error=Broken("why"))]
+    )
 
 
 def test_a_changed_field_changes_the_fingerprint() -> None:

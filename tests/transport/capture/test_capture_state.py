@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -45,6 +46,15 @@ class Kept:
 @dataclass(slots=True)
 class Shelf:
     """Something of the machine's own that changes."""
+
+    items: list[int] = field(default_factory=list[int])
+
+
+@dataclass(slots=True)
+class Rack:
+    """`Shelf` under a new name."""
+
+    captured_as: ClassVar[str] = "Shelf"
 
     items: list[int] = field(default_factory=list[int])
 
@@ -97,6 +107,39 @@ def test_what_is_restored_goes_on_as_the_machine_would(before: list[int], after:
     for at_ns, item in enumerate(after):
         assert restored.handle(Put(item=item), now_ns=at_ns) == machine.handle(Put(item=item), now_ns=at_ns)
     assert codec(KEEPER).encode(restored) == codec(KEEPER).encode(machine)
+
+
+class ShelfHolder:
+    """A machine with a shelf."""
+
+    captured_as: ClassVar[str] = "Holder"
+
+    def __init__(self) -> None:
+        self.kept = Shelf()
+
+
+class RackHolder:
+    """The same machine after its class and that of its shelf were renamed."""
+
+    captured_as: ClassVar[str] = "Holder"
+
+    def __init__(self) -> None:
+        self.kept = Rack()
+
+
+def test_a_state_survives_that_its_classes_are_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def codec_without(hidden: str, root: type[Any]) -> StateCodec:
+        """The codec that `root` would have if the module did not name the class `hidden`."""
+        with monkeypatch.context() as patch:
+            patch.delattr(sys.modules[__name__], hidden)
+            return StateCodec((root,))
+
+    before, after = codec_without("Rack", ShelfHolder), codec_without("Shelf", RackHolder)
+    assert after.fingerprint == before.fingerprint
+    machine, restored = ShelfHolder(), RackHolder()
+    machine.kept.items.extend([3, 4])
+    after.restore(restored, before.encode(machine))
+    assert restored.kept == Rack(items=[3, 4])
 
 
 def test_a_directory_goes_on_from_any_of_its_states() -> None:

@@ -25,7 +25,7 @@ from msgspec import inspect as schema
 
 from zbmd.actors.errors import ContractError, ContractMismatch, InvalidMessage, UnknownContract
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.handshake.hello import MAX_CONTRACTS
+from zbmd.transport.identity import MAX_CONTRACTS
 
 SCHEMA_DEPTH_MAX = 16
 CONTRACT_ID_CHARS_MAX = 58  # with "/65535" behind it a hello takes it

@@ -37,7 +37,7 @@ from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.segment import NODE_SLOT, Segment
 from zbmd.transport.shm.connect import Endpoint, Listener, listen

@@ -27,7 +27,7 @@ from zbmd.actors.process_pool.process_actor import Command, Placements, ProcessA
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.shm.connect import Listener, listen
 from zbmd.transport.shm.link import ShmLink

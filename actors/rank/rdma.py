@@ -14,7 +14,6 @@ from zbmd.actors.view import RANKS_MAX, rank_of
 from zbmd.transport.connect import rdma
 from zbmd.transport.connect.rdma_or_tcp import NoRdma, OwnRdma, Rdma
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
-from zbmd.transport.handshake.hello import PeerInfo
 from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.rdma_device_choice import (
     LINK_LOCKED_BYTES,
@@ -22,6 +21,7 @@ from zbmd.transport.host.rdma_device_choice import (
     rdma_paths,
     share_of,
 )
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.rdma.counts import TransferCounts
 from zbmd.transport.rdma.message_device import RdmaDevice, open_device

@@ -26,7 +26,7 @@ from zbmd.transport.connect import rdma_or_tcp as remote_link
 from zbmd.transport.connect.rdma_or_tcp import NoRdma, OwnRdma, RemoteLink
 from zbmd.transport.connect.remote_memory import Mirror, RemoteMemory, RemotePeer
 from zbmd.transport.errors import LocalProtocolError, PeerLost, ZbmdError
-from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment

@@ -25,7 +25,7 @@ from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
 from zbmd.transport.capture.ring import RingRecorder, dump_on_crash
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 
 CAPTURE_VARIABLE = "ZBMD_CAPTURE"
 CAPTURE_BULK_VARIABLE = "ZBMD_CAPTURE_BULK"

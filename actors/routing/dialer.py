@@ -10,7 +10,7 @@ import structlog
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.scopes import external_name, scope_of_job
 from zbmd.transport.errors import PeerLost
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.shm import connect as shm
 from zbmd.transport.tcp import connect as tcp

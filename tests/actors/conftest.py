@@ -12,7 +12,7 @@ from support.rdma.rdma_world import given_devices
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.shm.connect import Endpoint, link_pair
 

@@ -13,7 +13,6 @@ from zbmd.tools.doctor.report import Finding, PairLink, Section, State
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.handshake.hello import Identity
 from zbmd.transport.host.facts import HostFacts
 from zbmd.transport.host.link_choice import (
     INTERFACES_VARIABLE,
@@ -25,6 +24,7 @@ from zbmd.transport.host.link_choice import (
     rank_interfaces,
 )
 from zbmd.transport.host.topology import Interface, InterfaceKind, Topology
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import Link
 from zbmd.transport.native._native import now_ns

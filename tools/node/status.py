@@ -15,7 +15,7 @@ from zbmd.actors.host.contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankSt
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.shm.connect import Endpoint, dial
 
 ASK_S = 2.0

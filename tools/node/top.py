@@ -28,7 +28,7 @@ from zbmd.tools.node.status import find_nodes
 from zbmd.tools.node.top_cluster import open_cluster
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.shm.connect import Endpoint, dial
 
 INTERVAL_S: Final = 1.0

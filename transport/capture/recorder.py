@@ -29,7 +29,7 @@ from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord
 from zbmd.transport.capture.registry import LINK, ActionT, EventT, MachineKind
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.machine import Machine
 
 STREAMS_OPEN_MAX = 65_536

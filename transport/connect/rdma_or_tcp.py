@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import structlog
 
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.native._native import now_ns

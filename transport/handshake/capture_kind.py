@@ -10,7 +10,8 @@ import msgspec
 
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.capture.registry import MachineKind, register
-from zbmd.transport.handshake.hello import HelloAction, HelloEvent, HelloMachine, Identity, Side
+from zbmd.transport.handshake.hello import HelloAction, HelloEvent, HelloMachine
+from zbmd.transport.identity import Identity, Side
 
 _LABEL = b"zbmd capture: which cookie"
 

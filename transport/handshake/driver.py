@@ -19,13 +19,12 @@ from zbmd.transport.handshake.hello import (
     HelloMachine,
     Opened,
     PeerClosed,
-    PeerInfo,
     Reject,
     SendBytes,
     SetTimer,
-    Side,
     TimerFired,
 )
+from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
 

@@ -25,60 +25,27 @@ import struct
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Annotated, ClassVar, TypeAlias, assert_never
+from typing import ClassVar, TypeAlias, assert_never
 
 import msgspec
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.identity import Identity, PeerInfo, Side
 
 HELLO_MAGIC = b"zbmd"
 HELLO_VERSION = 2
 """Raised with the hello, and with what is said after it: rings, records, tags, bulk data."""
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-SECRET_BYTES = 32
 COOKIE_BYTES_MIN = 32
-MAX_CONTRACTS = 1024
 MAX_BODY_BYTES = 128 * 1024
-"""Most bytes of one message's body: an identity with the fingerprints of `MAX_CONTRACTS` contracts fits."""
+"""Largest body of one message: an identity with `identity.MAX_CONTRACTS` contracts fits."""
 STORY_EVENTS = 8
 CONTRACTS_NAMED = 5
 
 _HEADER = struct.Struct("<4sHHI")
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """How an alert and a handshake of TLS begin."""
-
-
-class Side(Enum):
-    """Which end of the connection this is."""
-
-    DIALER = "dialer"
-    LISTENER = "listener"
-
-
-_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@#-]{1,64}\Z")]
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_ContractKey = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
-_Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,32}\Z")]
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a process says it is. Later releases may add fields: unknown ones are skipped.
-
-    name: as in addresses ("rank0", "node"). pid, uid: its own view. incarnation, job: u64; job 0 belongs to
-    no job (a tool) and may talk to any. contracts: "id/version" -> fingerprint of its schema.
-    """
-
-    name: _Name
-    pid: _Natural
-    uid: _Natural
-    incarnation: _Natural
-    job: _Natural = 0
-    contracts: Annotated[dict[_ContractKey, _Fingerprint], msgspec.Meta(max_length=MAX_CONTRACTS)] = {}
-
-
-PeerInfo: TypeAlias = Identity
-"""The identity of a peer, once it has proved that it holds the cookie."""
 
 
 # --- errors ---------------------------------------------------------------------------------------------
@@ -325,7 +292,7 @@ class HelloMachine:
             return self._reject(failed)
 
     def session_secret(self) -> bytes:
-        """`SECRET_BYTES` bytes that only the two sides of this hello can know, once it is accepted.
+        """Return 32 bytes that only the two sides of this hello can know, once it is accepted.
 
         HKDF-Extract of RFC 5869 with SHA-256: the salt is the hash of the whole conversation, with both fresh
         nonces, and the input the cookie. It is handed out by call alone, so that no log of actions holds it.

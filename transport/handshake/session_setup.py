@@ -13,7 +13,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.secure.session_keys import (
     LANES_MAX,
     SESSION_ID_BYTES,

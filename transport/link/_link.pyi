@@ -6,7 +6,7 @@ from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity, PeerInfo
+from zbmd.transport.identity import Identity, PeerInfo
 from zbmd.transport.link.interface import LinkLimits, OnFrame
 from zbmd.transport.memory.frame_loans import BorrowedFrame
 from zbmd.transport.memory.scattered import Scattered

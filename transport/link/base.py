@@ -31,7 +31,7 @@ import structlog
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, RemoteProtocolError, ZbmdError
-from zbmd.transport.handshake.hello import Identity, PeerInfo
+from zbmd.transport.identity import Identity, PeerInfo
 from zbmd.transport.link._link import FrameSink, LinkCore
 from zbmd.transport.link.interface import LinkLimits, OnClosed, OnFrame
 from zbmd.transport.memory.frame_loans import BorrowedFrame

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.clock.hlc import HybridClock
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.memory_budget import NodeMemory
 from zbmd.transport.memory.segment import Segment

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES, FrameHeader
-from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.memory.scattered import Scattered
 from zbmd.transport.memory.segment import PeerSegment

@@ -16,7 +16,7 @@ from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeerInfo
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.rdma.link import RdmaLink

@@ -23,11 +23,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.handshake.hello import SECRET_BYTES, PeerInfo, Side
+from zbmd.transport.identity import PeerInfo, Side
 
 SESSION_ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
 TOKEN_BYTES: Final = 32
+SECRET_BYTES: Final = 32
 LANES_MAX: Final = 16
 """Lanes of one control session."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.transport.errors import RemoteProtocolError, UserError
-from zbmd.transport.handshake.hello import Side
+from zbmd.transport.identity import Side
 
 CERT_VARIABLE: Final = "ZBMD_TLS_CERT"
 KEY_VARIABLE: Final = "ZBMD_TLS_KEY"

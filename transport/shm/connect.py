@@ -28,8 +28,9 @@ from zbmd.transport.errors import (
 )
 from zbmd.transport.handshake.acceptor import Acceptor
 from zbmd.transport.handshake.driver import readable, say_hello
-from zbmd.transport.handshake.hello import MAX_BODY_BYTES, PeerInfo, Side
+from zbmd.transport.handshake.hello import MAX_BODY_BYTES
 from zbmd.transport.host.file_descriptors import check_left, exhaustion_is_typed
+from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.link.endpoint import Endpoint as Endpoint
 from zbmd.transport.memory.memfd import create_memfd, map_own
 from zbmd.transport.memory.segment import PeerSegment, Segment

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
-from zbmd.transport.handshake.hello import Identity, PeerInfo
+from zbmd.transport.identity import Identity, PeerInfo
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.spin import SpinPolicy

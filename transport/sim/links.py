@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
-from zbmd.transport.handshake.hello import Identity, PeerInfo
+from zbmd.transport.identity import Identity, PeerInfo
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion, require_owner

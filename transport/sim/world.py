@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.sim.clock import LocalClock
 from zbmd.transport.sim.errors import Deadlock, Livelock

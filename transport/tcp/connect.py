@@ -18,10 +18,11 @@ from zbmd.transport.bulk.lane import Lane
 from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.handshake.acceptor import Acceptor
 from zbmd.transport.handshake.byte_socket import lost_reason
-from zbmd.transport.handshake.hello import HungUp, Side
+from zbmd.transport.handshake.hello import HungUp
 from zbmd.transport.handshake.session_setup import PeerBusy, Why
 from zbmd.transport.host.link_choice import rank_interfaces
 from zbmd.transport.host.topology.interfaces import read_interfaces
+from zbmd.transport.identity import Side
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.secure.session_keys import LANES_MAX, Protection, Purpose, Session

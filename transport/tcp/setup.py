@@ -13,7 +13,7 @@ from typing import Final
 from zbmd.transport.errors import DeadlineExceeded
 from zbmd.transport.handshake.byte_socket import ByteSocket, PlainSocket, TlsSocket
 from zbmd.transport.handshake.driver import Greeting, say_hello
-from zbmd.transport.handshake.hello import HelloTimeout, HungUp, PeerInfo, Side
+from zbmd.transport.handshake.hello import HelloTimeout, HungUp
 from zbmd.transport.handshake.session_setup import (
     SETUP_BYTES_MAX,
     Lookup,
@@ -23,6 +23,7 @@ from zbmd.transport.handshake.session_setup import (
     accept_offer,
     make_offer,
 )
+from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.secure.record_stream import RECORD_HEADER_BYTES, Opener, RecordKind, Sealer
 from zbmd.transport.secure.session_keys import Keys, Protection, Secrets, Session

@@ -37,7 +37,7 @@ from zbmd.transport.bulk.lane import Lane
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import Deadlines
-from zbmd.transport.handshake.hello import Side
+from zbmd.transport.identity import Side
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.secure.session_keys import Keys, Session
 

@@ -19,9 +19,9 @@ from zbmd.actors.cluster.heartbeats.driver import WAY_LABEL, Heartbeats, beat_ke
 from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.actors.rank.rdma_choice import wanted_devices, why_not_rdma
 from zbmd.transport.errors import UserError
-from zbmd.transport.handshake.hello import Side
 from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.rdma_device_choice import LINK_LOCKED_BYTES, rdma_paths
+from zbmd.transport.identity import Side
 from zbmd.transport.secure.session_keys import Keys, Protection, Session
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import Link
 from zbmd.transport.tcp import connect as tcp

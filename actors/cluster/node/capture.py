@@ -17,7 +17,7 @@ from zbmd.transport.capture.errors import CaptureError, CaptureExists
 from zbmd.transport.capture.log import LogRecorder
 from zbmd.transport.capture.recorder import Clocks, Recorder, origin_of
 from zbmd.transport.clock.hlc import HybridClock
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 

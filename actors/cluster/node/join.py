@@ -25,8 +25,9 @@ from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path
-from zbmd.transport.handshake.hello import ContractsDiffer, Identity, WrongCookie, WrongVersion
+from zbmd.transport.handshake.hello import ContractsDiffer, WrongCookie, WrongVersion
 from zbmd.transport.host.topology.interfaces import read_interfaces
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp import connect as tcp

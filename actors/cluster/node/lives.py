@@ -62,7 +62,7 @@ from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, parse_address

@@ -16,8 +16,8 @@ from zbmd.actors.cluster.heartbeats.driver import CALM_PACE_BUDGETS, PACE_BUDGET
 from zbmd.actors.cluster.node.lives import Acting, LifeOver
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.transport.clock.deadlines import MILLISECOND_NS, SECOND_NS
-from zbmd.transport.handshake.hello import PeerInfo, Side
 from zbmd.transport.handshake.session_setup import control_session, lane_session
+from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.secure.session_keys import Protection, Secrets, Session
 from zbmd.transport.tcp.settings import TcpSettings
 

@@ -31,7 +31,7 @@ from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import fingerprints
 from zbmd.transport.clock.deadlines import SECOND_NS, derive
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, parse_address

@@ -27,7 +27,7 @@ from zbmd.actors.errors import ContractError, ContractMismatch, InvalidMessage, 
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.memory.scattered import whole
 
 

@@ -17,7 +17,7 @@ from zbmd.actors.host.contracts import REPORT_BYTES_MAX, read_report
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.shm.connect import Endpoint, link_pair
 from zbmd.transport.shm.link import ShmLink

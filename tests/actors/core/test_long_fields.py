@@ -24,7 +24,7 @@ from zbmd.transport.capture import records as rec
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.scattered import Scattered, copied
 from zbmd.transport.memory.segment import Segment

@@ -41,7 +41,7 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.shm.connect import Endpoint, link_pair, listen
 from zbmd.transport.shm.link import ShmLink

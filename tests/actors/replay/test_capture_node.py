@@ -35,7 +35,7 @@ from zbmd.transport.capture import (
 from zbmd.transport.capture.records import DeathSeen, FrameIn, FrameOut, Note, Record
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 
 COOKIE = bytes(32).hex()
 

@@ -11,7 +11,7 @@ from zbmd.transport.bulk.lane import Lane
 from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.handshake.hello import Identity, Side
+from zbmd.transport.identity import Identity, Side
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
 from zbmd.transport.secure.session_keys import Keys, Protection, Purpose, Session

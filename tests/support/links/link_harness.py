@@ -23,7 +23,7 @@ import uvloop
 
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import Link, LinkLimits
 from zbmd.transport.link.spin import SpinChoice, SpinPolicy

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from support.rdma.rdma_world import given_devices
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.connect import rdma
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.region import Regions, RemoteRegion

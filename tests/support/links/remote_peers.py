@@ -10,7 +10,7 @@ from support.bulk.bulk_host import lane_of, tcp_pair
 from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.connect.remote_memory import Mirror, RemoteMemory
-from zbmd.transport.handshake.hello import Side
+from zbmd.transport.identity import Side
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.secure.session_keys import Protection
 

@@ -21,7 +21,7 @@ from support.bulk.bulk_host import BulkHost
 from zbmd.transport.clock.deadlines import derive, parse_recovery_budget
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.tcp import connect as tcp

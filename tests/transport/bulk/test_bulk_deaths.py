@@ -16,7 +16,7 @@ from support.bulk.bulk_host import BulkHost, deadline, lane_of, tcp_pair
 from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import DeadlineExceeded, LinkFull, PeerLost
-from zbmd.transport.handshake.hello import Side
+from zbmd.transport.identity import Side
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native

@@ -28,8 +28,8 @@ from zbmd.transport.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from zbmd.transport.handshake.hello import Side
 from zbmd.transport.host.tcp_silence import Progress
+from zbmd.transport.identity import Side
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native import _native
 from zbmd.transport.secure.session_keys import Protection

@@ -14,7 +14,7 @@ from support.tcp.tcp_certificates import job_tls
 from zbmd.transport.bulk.lane_count import LANES_DEFAULT_MAX, buffer_bytes_max, lanes_for
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native import _native
 from zbmd.transport.secure.session_keys import Protection

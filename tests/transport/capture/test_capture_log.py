@@ -26,7 +26,7 @@ from zbmd.transport.capture.records import RawRecord
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import FrameHeader, pack_header
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 
 ORIGIN = capture.Origin(process="rank0", incarnation=1, job=7, contracts={"a/1": "f"}, hosts=("here",))
 HEADER = pack_header(FrameHeader(payload_bytes=3, job=7, incarnation=1, hlc=5))

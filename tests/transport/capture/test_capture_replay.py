@@ -35,6 +35,7 @@ from zbmd.transport.capture.records import Mark
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.handshake import hello
+from zbmd.transport.identity import Identity, Side
 
 GOLDEN = Path(__file__).parent / "golden_hello_2.txt"
 GOLDEN_OLD = Path(__file__).parent / "golden_hello_1.txt"
@@ -77,8 +78,8 @@ def _build_commit(config: Mapping[str, Any]) -> StepCommit:
 
 def _build_hello(config: Mapping[str, Any]) -> hello.HelloMachine:
     machine: hello.HelloMachine = Built.hello(
-        side=hello.Side(config["side"]),
-        identity=msgspec.convert(config["identity"], hello.Identity),
+        side=Side(config["side"]),
+        identity=msgspec.convert(config["identity"], Identity),
         cookie=config["cookie"],
         nonce=config["nonce"],
         deadline_ns=config["deadline_ns"],
@@ -221,9 +222,9 @@ def run_commit(log: capture.Recorder, seed: int, monkeypatch: pytest.MonkeyPatch
 
 def run_hello(log: capture.Recorder, *, listener_cookie: bytes = COOKIE) -> None:
     """Two sides greet each other; their bytes are cut into pieces on the way."""
-    taps: dict[hello.Side, capture.Tap[hello.HelloEvent, hello.HelloAction]] = {}
-    for side, cookie in ((hello.Side.DIALER, COOKIE), (hello.Side.LISTENER, listener_cookie)):
-        identity = hello.Identity(name=f"{side.value}-process", pid=1, uid=0, incarnation=1)
+    taps: dict[Side, capture.Tap[hello.HelloEvent, hello.HelloAction]] = {}
+    for side, cookie in ((Side.DIALER, COOKIE), (Side.LISTENER, listener_cookie)):
+        identity = Identity(name=f"{side.value}-process", pid=1, uid=0, incarnation=1)
         config = {
             "side": side,
             "identity": identity,
@@ -233,15 +234,15 @@ def run_hello(log: capture.Recorder, *, listener_cookie: bytes = COOKIE) -> None
         }
         machine = hello.HelloMachine(**config)  # type: ignore[arg-type]
         taps[side] = log.machine(HELLO, f"hello as {side.value}", machine, config)
-    waiting: list[tuple[hello.Side, hello.HelloEvent]] = [
-        (hello.Side.LISTENER, hello.Opened(peer_uid=0)),
-        (hello.Side.DIALER, hello.Opened(peer_uid=None)),
+    waiting: list[tuple[Side, hello.HelloEvent]] = [
+        (Side.LISTENER, hello.Opened(peer_uid=0)),
+        (Side.DIALER, hello.Opened(peer_uid=None)),
     ]
     now_ns = 0
     while waiting:
         side, event = waiting.pop(0)
         now_ns += 10
-        other = hello.Side.DIALER if side is hello.Side.LISTENER else hello.Side.LISTENER
+        other = Side.DIALER if side is Side.LISTENER else Side.LISTENER
         for action in taps[side].handle(event, now_ns=now_ns):
             if isinstance(action, hello.SendBytes):
                 half = len(action.data) // 2

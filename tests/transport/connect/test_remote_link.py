@@ -10,7 +10,7 @@ from support.links.link_harness import COOKIE, SMALL, Ear, Who
 
 from zbmd.transport.connect import rdma_or_tcp as remote_link
 from zbmd.transport.connect.rdma_or_tcp import NoRdma, RemoteLink
-from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.rdma.setup import MemoryAt, Offer, QueuePairAt, RdmaRefused, Ready, decode, encode
 from zbmd.transport.tcp import connect as tcp

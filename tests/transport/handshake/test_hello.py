@@ -25,7 +25,6 @@ from zbmd.transport.handshake.hello import (
     HelloMachine,
     HelloTimeout,
     HungUp,
-    Identity,
     Opened,
     Oversized,
     PeerClosed,
@@ -33,7 +32,6 @@ from zbmd.transport.handshake.hello import (
     Reject,
     SendBytes,
     SetTimer,
-    Side,
     State,
     TimerFired,
     WrongCookie,
@@ -41,6 +39,7 @@ from zbmd.transport.handshake.hello import (
     WrongUser,
     WrongVersion,
 )
+from zbmd.transport.identity import Identity, Side
 from zbmd.transport.sim import (
     Arrived,
     Conditions,

@@ -14,14 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.handshake.hello import (
-    BytesReceived,
-    HelloMachine,
-    Identity,
-    Opened,
-    SendBytes,
-    Side,
-)
+from zbmd.transport.handshake.hello import BytesReceived, HelloMachine, Opened, SendBytes
 from zbmd.transport.handshake.session_setup import (
     Answer,
     Decline,
@@ -38,6 +31,7 @@ from zbmd.transport.handshake.session_setup import (
     control_session,
     make_offer,
 )
+from zbmd.transport.identity import Identity, Side
 from zbmd.transport.secure.session_keys import (
     LANES_MAX,
     Keys,

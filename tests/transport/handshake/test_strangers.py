@@ -18,14 +18,13 @@ from zbmd.transport.handshake.hello import (
     HELLO_VERSION,
     MAX_BODY_BYTES,
     HelloError,
-    Identity,
     Oversized,
-    Side,
     WrongCookie,
     WrongJob,
     WrongUser,
     WrongVersion,
 )
+from zbmd.transport.identity import Identity, Side
 from zbmd.transport.memory.memfd import create_memfd
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.shm.connect import Endpoint, Listener, _hello, dial, listen

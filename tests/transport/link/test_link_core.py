@@ -19,7 +19,7 @@ from zbmd.transport.frames import (
     unpack_frame,
     unpack_header,
 )
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link._link import LinkCore
 from zbmd.transport.link.interface import LinkLimits
 

@@ -15,7 +15,7 @@ from support.links.link_harness import Ear, ShmHarness, Who
 
 from zbmd.transport.errors import OutOfDescriptors, PeerLost
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.shm.connect import Endpoint, link_pair, listen

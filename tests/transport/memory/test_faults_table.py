@@ -21,7 +21,7 @@ from zbmd.transport.errors import (
     ZbmdError,
 )
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.memory.memfd import SEALS
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native._native import now_ns

@@ -16,7 +16,7 @@ from zbmd.transport.errors import (
     PeerLost,
     ZbmdError,
 )
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.shm.connect import Endpoint, dial, listen

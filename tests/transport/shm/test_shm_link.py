@@ -18,7 +18,7 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
 )
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.spin import SpinChoice, SpinPolicy
 from zbmd.transport.memory.segment import Segment

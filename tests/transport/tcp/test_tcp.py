@@ -19,10 +19,10 @@ from support.tcp.tcp_machine import has_ipv6
 from zbmd.transport.bulk.lane import Lane
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
-from zbmd.transport.handshake.hello import Identity
 from zbmd.transport.handshake.session_setup import JoinRefused, ProtectionDiffers
 from zbmd.transport.host.link_choice import parse_interface_filter
 from zbmd.transport.host.tcp_silence import Progress, Silence, read_progress
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.secure.session_keys import LANES_MAX, Protection, Purpose

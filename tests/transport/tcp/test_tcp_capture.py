@@ -12,7 +12,7 @@ from zbmd.transport import capture
 from zbmd.transport.capture.reader import ProcessLog
 from zbmd.transport.capture.records import FrameIn
 from zbmd.transport.clock.hlc import HybridClock
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.tcp.connect import dial, listen, open_lane
 from zbmd.transport.tcp.link import TcpLink

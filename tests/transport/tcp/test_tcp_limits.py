@@ -16,8 +16,9 @@ from structlog.testing import capture_logs
 from support.links.link_harness import COOKIE, Ear
 
 from zbmd.transport.errors import OutOfDescriptors, PeerLost, RemoteProtocolError
-from zbmd.transport.handshake.hello import HELLO_VERSION, MAX_BODY_BYTES, Identity
+from zbmd.transport.handshake.hello import HELLO_VERSION, MAX_BODY_BYTES
 from zbmd.transport.handshake.session_setup import PeerBusy
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.tcp.connect import Listener, dial, listen

@@ -10,7 +10,7 @@ from support.links.link_harness import COOKIE, Ear
 from support.tcp.tcp_middle import Middle, Tamper
 
 from zbmd.transport.errors import PeerLost, ZbmdError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.secure.record_mac import TAG_BYTES
 from zbmd.transport.secure.record_stream import (

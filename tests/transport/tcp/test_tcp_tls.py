@@ -14,7 +14,8 @@ from support.links.link_harness import COOKIE, Ear
 from support.tcp.tcp_certificates import DAY, JOB_NAME, Authority, make_authority
 
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.handshake.hello import HelloError, HungUp, Identity, WrongCookie
+from zbmd.transport.handshake.hello import HelloError, HungUp, WrongCookie
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.secure.session_keys import Protection
 from zbmd.transport.secure.tls import (

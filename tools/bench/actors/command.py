@@ -47,7 +47,7 @@ from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.shm.connect import Endpoint, dial, listen
 from zbmd.transport.shm.link import ShmLink

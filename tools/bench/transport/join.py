@@ -22,7 +22,7 @@ from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.connect import rdma
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.placement import PAGE_BYTES

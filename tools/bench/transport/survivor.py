@@ -18,8 +18,9 @@ import uvloop
 from zbmd.tools.bench.load import TrainingLoad
 from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.segment import Segment

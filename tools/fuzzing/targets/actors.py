@@ -29,7 +29,7 @@ from zbmd.tools.fuzzing.script import Script, block, blocks, read_blocks
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.memory.scattered import LONG_HEAD, LONG_HEAD_BYTES, Scattered, copied, whole
 from zbmd.transport.shm.connect import Endpoint, link_pair

@@ -56,6 +56,7 @@ from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.handshake import hello
 from zbmd.transport.handshake.capture_kind import hello_config
+from zbmd.transport.identity import Side
 
 ENTRIES_MAX = 10_000
 COMMANDS: tuple[list[str], ...] = (
@@ -105,7 +106,7 @@ async def _record(directory: Path) -> None:
 
 
 def _record_hello(log: capture.Recorder) -> None:
-    dialer, listener = wires.machine(hello.Side.DIALER, 2), wires.machine(hello.Side.LISTENER)
+    dialer, listener = wires.machine(Side.DIALER, 2), wires.machine(Side.LISTENER)
     config = hello_config(
         side=listener.side,
         identity=wires.identity("rank0"),

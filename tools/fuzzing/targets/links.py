@@ -23,8 +23,9 @@ from zbmd.tools.fuzzing.targets import wires
 from zbmd.tools.fuzzing.targets.memories import segment_file
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import HEADER_BYTES
-from zbmd.transport.handshake.hello import Accept, BytesReceived, Identity, Opened, Reject, SendBytes, Side
+from zbmd.transport.handshake.hello import Accept, BytesReceived, Opened, Reject, SendBytes
 from zbmd.transport.handshake.hello import HelloMachine as Hello
+from zbmd.transport.identity import Identity, Side
 from zbmd.transport.link.interface import Link, LinkLimits
 from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN
 from zbmd.transport.memory.memfd import create_memfd

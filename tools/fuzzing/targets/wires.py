@@ -18,20 +18,18 @@ from zbmd.transport.handshake.hello import (
     HELLO_MAGIC,
     HELLO_VERSION,
     NONCE_BYTES,
-    SECRET_BYTES,
     Accept,
     BytesReceived,
     HelloAction,
     HelloMachine,
-    Identity,
     Opened,
     PeerClosed,
     Reject,
     SendBytes,
-    Side,
     TimerFired,
 )
-from zbmd.transport.secure.session_keys import Protection, Secrets, Session
+from zbmd.transport.identity import Identity, Side
+from zbmd.transport.secure.session_keys import SECRET_BYTES, Protection, Secrets, Session
 from zbmd.transport.shm.attach import Answer, Offer, decode
 
 JOB = 7

@@ -47,7 +47,7 @@ from zbmd.transport.capture.files import LogFiles
 from zbmd.transport.capture.records import Kind, RawRecord
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Link
 from zbmd.transport.shm.connect import Endpoint, dial, listen
 from zbmd.transport.shm.link import ShmLink

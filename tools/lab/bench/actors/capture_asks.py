@@ -33,7 +33,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors.command import Echo, Ping
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.shm.connect import Endpoint, dial, listen
 from zbmd.transport.shm.link import ShmLink
 

@@ -24,8 +24,9 @@ import uvloop
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import percentile
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.spin import SpinChoice

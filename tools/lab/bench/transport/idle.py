@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.shm.connect import link_pair
 from zbmd.transport.shm.link import ShmLink

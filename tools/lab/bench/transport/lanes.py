@@ -36,7 +36,7 @@ from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.clock.durations import parse_duration
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment

@@ -26,7 +26,7 @@ import uvloop
 
 from zbmd.transport.errors import LinkFull
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES, FrameHeader
-from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
 from zbmd.transport.secure.session_keys import KEY_BYTES, Protection

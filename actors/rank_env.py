@@ -18,9 +18,10 @@ from zbmd.actors.hangs.progress import (
 from zbmd.transport.clock.deadlines import (
     RECOVERY_BUDGET_NS_DEFAULT,
     RECOVERY_BUDGET_VARIABLE,
+    format_duration,
+    parse_duration,
     parse_recovery_budget,
 )
-from zbmd.transport.clock.durations import format_duration, parse_duration
 from zbmd.transport.errors import UserError
 
 ARENA_BYTES_DEFAULT = 64 << 20

@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 from zbmd.actors.cluster.node_id import Node
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import format_duration
 
 CLOCKS_APART_NS_MAX: Final = 120_000_000_000
 """More than this between two clocks is told. Hosts that keep time are within a second of each other; what a

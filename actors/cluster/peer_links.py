@@ -28,8 +28,8 @@ from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 

@@ -19,8 +19,8 @@ from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.link.interface import Link
+from zbmd.transport.tcp.address import tcp_settings
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import tcp_settings
 
 
 @asynccontextmanager

@@ -43,7 +43,7 @@ from zbmd.actors.hangs.wire import (
     decode_from_host,
     encode,
 )
-from zbmd.transport.clock.durations import DURATION_S_MAX
+from zbmd.transport.clock.deadlines import DURATION_S_MAX
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.watchdog")

@@ -13,14 +13,14 @@ from zbmd.actors.rank.tcp import MemberKey, MemberTcp, MemoryOffered
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.actors.view import RANKS_MAX, Member, View, child_id, rank_of
-from zbmd.transport.clock.durations import format_duration
-from zbmd.transport.connect.rdma_or_tcp import RemoteLink
+from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 from zbmd.transport.host.topology.cpus import usable_cpus
 from zbmd.transport.link.interface import Link
-from zbmd.transport.memory.peer_memory import PeerMemory
-from zbmd.transport.rdma.counts import TransferCounts
+from zbmd.transport.memory.segment import PeerMemory
+from zbmd.transport.rdma.connect import RemoteLink
 from zbmd.transport.rdma.link import RdmaLink
+from zbmd.transport.rdma.transfer import TransferCounts
 from zbmd.transport.shm.connect import HALF_OPEN_MAX, Endpoint, Listener, dial, listen
 from zbmd.transport.tcp.link import TcpLink
 
@@ -131,7 +131,7 @@ class MemberLinks:
     def confirmed(self, rank: int, incarnation: int) -> None:
         """The kernel of its host reported the end of this incarnation."""
         if self._tcp.give_up((rank, incarnation)):
-            return  # what it has sent may still be on its way into our memory: its lanes end first
+            return  # what it has sent may still be on its way into our memory: its stripes end first
         self._on_confirmed(rank, incarnation)
         self._confirmed[rank] = max(incarnation, self._confirmed.get(rank, 0))
         self._unconfirmed = {(r, i) for r, i in self._unconfirmed if i > self._confirmed.get(r, 0)}

@@ -67,11 +67,10 @@ from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.host import file_descriptors as descriptors
+from zbmd.transport.host import process_limits as descriptors
 from zbmd.transport.identity import Identity
-from zbmd.transport.memory.peer_memory import PeerMemory
-from zbmd.transport.memory.process_arena import arena_joined, arena_left
-from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.arena import arena_joined, arena_left
+from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.shm.connect import Endpoint, dial
 from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread

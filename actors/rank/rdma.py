@@ -11,8 +11,6 @@ import structlog
 from zbmd.actors.rank.rdma_choice import wanted_devices, why_not_rdma
 from zbmd.actors.rank_env import LINKS_VARIABLE, links_wanted
 from zbmd.actors.view import RANKS_MAX, rank_of
-from zbmd.transport.connect import rdma
-from zbmd.transport.connect.rdma_or_tcp import NoRdma, OwnRdma, Rdma
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.rdma_device_choice import (
@@ -23,9 +21,11 @@ from zbmd.transport.host.rdma_device_choice import (
 )
 from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.rdma.counts import TransferCounts
-from zbmd.transport.rdma.message_device import RdmaDevice, open_device
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.rdma.connect import NoRdma, OwnRdma, Rdma, open_rdma_plane
+from zbmd.transport.rdma.handshake import RdmaMemory
+from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
+from zbmd.transport.rdma.transfer import TransferCounts
+from zbmd.transport.tcp.address import TcpSettings
 
 if TYPE_CHECKING:
     from zbmd.transport.rdma.plane import RdmaPlane
@@ -85,12 +85,12 @@ class MemberRdma:
         segment = self._endpoint.segment
         if segment is None:
             raise LocalProtocolError("a member without memory of its own cannot lend it")
-        self._device = open_device(path.device, path.address)
+        self._device = open_rdma_device(path.device, path.address)
         # To lock the arena takes a while.
         self._plane = plane = await asyncio.to_thread(
-            rdma.open_plane, path.device, path.address, segment=segment
+            open_rdma_plane, path.device, path.address, segment=segment
         )
-        memory = rdma.Memory(plane=plane, slot_of=self._slot_of)
+        memory = RdmaMemory(plane=plane, slot_of=self._slot_of)
         return Rdma(device=self._device, memory=memory, only=self._links == "rdma")
 
     def _slot_of(self, peer: PeerInfo) -> int:

@@ -13,7 +13,7 @@ from zbmd.transport.host.rdma_device_choice import (
     why_no_rdma,
 )
 from zbmd.transport.secure.session_keys import Protection
-from zbmd.transport.tcp.settings import PROTECTION_VARIABLE
+from zbmd.transport.tcp.address import PROTECTION_VARIABLE
 
 
 def wanted_devices(environment: Mapping[str, str]) -> tuple[WantedDevice, ...]:

@@ -12,7 +12,7 @@ from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.link.interface import Link
-from zbmd.transport.tcp.settings import tcp_settings
+from zbmd.transport.tcp.address import tcp_settings
 
 
 class RankWays:

@@ -1,4 +1,4 @@
-"""A rank's links to members on other hosts: RDMA where both can, else TCP, with lanes beside it for memory.
+"""A rank's links to members on other hosts: RDMA where both can, else TCP, with stripes beside it for memory.
 
 A member on another host is there once its link stands, its memory is connected, and each side has told the
 other where that is (`MemoryOffered`). It is proven gone once the connection of its memory has ended: from
@@ -22,18 +22,18 @@ from zbmd.actors.rank.rdma import MemberRdma
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import child_id
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.connect import rdma_or_tcp as remote_link
-from zbmd.transport.connect.rdma_or_tcp import NoRdma, OwnRdma, RemoteLink
-from zbmd.transport.connect.remote_memory import Mirror, RemoteMemory, RemotePeer
 from zbmd.transport.errors import LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
-from zbmd.transport.rdma.counts import TransferCounts
+from zbmd.transport.rdma import connect as remote_link
+from zbmd.transport.rdma.connect import NoRdma, OwnRdma, RemoteLink
 from zbmd.transport.rdma.link import RdmaLink
+from zbmd.transport.rdma.remote_memory import Mirror, RemoteMemory, RemotePeer
+from zbmd.transport.rdma.transfer import TransferCounts
+from zbmd.transport.tcp.address import tcp_settings
 from zbmd.transport.tcp.regions import join_bulk
-from zbmd.transport.tcp.settings import tcp_settings
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
@@ -113,7 +113,7 @@ class MemberTcp:
         return None if memory is None or memory.ended else memory
 
     def link_closed(self, key: MemberKey) -> bool:
-        """The link of a member has ended, and its lanes do so, too. True if `on_gone` will tell when."""
+        """The link of a member has ended, and its stripes do so, too. True if `on_gone` will tell when."""
         join = self._joins.get(key)
         if join is not None:
             join.cancel()

@@ -33,7 +33,7 @@ from zbmd.actors.replay.tracing import Tracing
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.sim.clock import StillDice
 from zbmd.transport.sim.loop import SimLoop
-from zbmd.transport.sim.stacks import waiting
+from zbmd.transport.sim.process import waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zbmd.actors.routing.routes import Routes
     from zbmd.transport.clock.deadlines import Deadlines
     from zbmd.transport.link.interface import Link
-    from zbmd.transport.tcp.settings import TcpSettings
+    from zbmd.transport.tcp.address import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.routes")
 

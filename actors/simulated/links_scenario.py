@@ -30,8 +30,8 @@ from zbmd.transport.sim import (
     PROCESS_FAULTS,
     Fault,
     Options,
+    ScenarioStage,
     SimProcess,
-    Stage,
     World,
 )
 
@@ -362,7 +362,7 @@ class LinksScenario:
     description: str = "tells and asks over links that are late, cut and clogged, between processes that die"
     kinds: tuple[type[Fault], ...] = (*PROCESS_FAULTS, *NETWORK_FAULTS)
 
-    def build(self, seed: int | str, options: Options) -> Stage:
+    def build(self, seed: int | str, options: Options) -> ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
         world, board = World(seed), Board()
         names = tuple(f"rank{rank}" for rank in range(options.ranks))
@@ -381,7 +381,7 @@ class LinksScenario:
             keys = ((a, world.incarnation(a), b, world.incarnation(b)) for a, b in pairs)
             return all(board.answered.get(key, 0) > counted.get(key, 0) for key in keys)
 
-        return Stage(
+        return ScenarioStage(
             world=world,
             victims=names,
             core_min=min(2, len(names)),

@@ -218,7 +218,7 @@ class ActorsScenario:
     description: str = "trees, names, groups, links, code and scripts, on nodes that crash and are cut off"
     kinds: tuple[type[sim.Fault], ...] = (sim.Crash, sim.Pause, sim.Partition, sim.Cut, sim.Clog)
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+    def build(self, seed: int | str, options: sim.Options) -> sim.ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
         world = StandWorld(seed)
         size, span_ns = options.ranks, options.length * UNIT_NS
@@ -234,7 +234,7 @@ class ActorsScenario:
             world.add(name, Member(stand, node_id))
         for guest in GUESTS:
             world.add(guest, Guest(stand))
-        return sim.Stage(
+        return sim.ScenarioStage(
             world=world,
             victims=(*names, *GUESTS),
             converged=Healed(stand).reached,

@@ -51,9 +51,9 @@ from zbmd.transport.sim import (
     Fault,
     Options,
     Pause,
+    ScenarioStage,
     SimProcess,
     Slow,
-    Stage,
     World,
     current_process,
 )
@@ -581,7 +581,7 @@ class SupervisionScenario:
     )
     kinds: tuple[type[Fault], ...] = (Crash, Pause, Slow, *NETWORK_FAULTS)
 
-    def build(self, seed: int | str, options: Options) -> Stage:
+    def build(self, seed: int | str, options: Options) -> ScenarioStage:
         """See `zbmd.transport.sim.Scenario`. The ranks are the processes besides the node."""
         world = World(seed)
         ranks = tuple(f"rank{rank}" for rank in range(options.ranks))
@@ -590,7 +590,7 @@ class SupervisionScenario:
         world.add(NODE, Grower(board, plan, ranks, world.now_ns + span_ns))
         for rank in ranks:
             world.add(rank, partial(host, board=board))
-        return Stage(
+        return ScenarioStage(
             world=world,
             victims=(NODE, *ranks),
             converged=Wholeness(board, plan).reached,

@@ -27,8 +27,7 @@ from zbmd.transport import kill_points as faults
 from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.host.topology.kernel_files import clock_counts_ticks
-from zbmd.transport.memory.peer_memory import PeerMemory
-from zbmd.transport.memory.segment import Segment
+from zbmd.transport.memory.segment import PeerMemory, Segment
 from zbmd.transport.native._native import address_of, now_ns
 
 NO_ROOT: Final = -1

@@ -19,7 +19,7 @@ from zbmd.collectives.elastic.views_machine import VIEWS
 from zbmd.collectives.member_id import MemberId
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.memory.peer_memory import PeerMemory
+from zbmd.transport.memory.segment import PeerMemory
 from zbmd.transport.native._native import now_ns
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.elastic")

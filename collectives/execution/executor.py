@@ -44,8 +44,7 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.memory.peer_memory import PeerMemory
-from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.native._native import address_of
 
 COLLECTIVE_POINT = faults.declare(

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from zbmd.collectives.execution.executor import Executor, MappedExecutor, require_members
 from zbmd.collectives.execution.remote_executor import RemoteExecutor
-from zbmd.transport.memory.peer_memory import PeerMemory
-from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 
 
 def make_executor(

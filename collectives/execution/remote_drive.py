@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from zbmd.transport.connect.remote_memory import RemotePlane
 from zbmd.transport.native._native import now_ns
+from zbmd.transport.rdma.remote_memory import RemotePlane
 
 SPIN_NS: Final = 50_000
 """How long a thread that waits looks again and again before it sleeps."""

@@ -44,11 +44,10 @@ from zbmd.collectives.native._stepper import (
     STATUS_LOST,
 )
 from zbmd.collectives.programs.program import INBOX, SCRATCH
-from zbmd.transport.connect.remote_memory import RemoteMemory
-from zbmd.transport.memory.peer_memory import PeerMemory
 from zbmd.transport.memory.region import RegionHandle
-from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 SentT = TypeVar("SentT")
 _WORD_BYTES = 8

@@ -14,12 +14,12 @@ from zbmd.collectives.execution.plan import Plan
 from zbmd.collectives.execution.remote_drive import Driver
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import STATUS_ABORTED, STATUS_DONE, STATUS_LOST
-from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.memory.region import RemoteRegion
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
+from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 FETCH_BYTES: Final = 2 << 20
 """A get of what is to be reduced is no longer than this, or than one chunk: what came is reduced while more

@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
-from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import ArenaFull
-from zbmd.transport.memory.checked_region import CheckedRegion
-from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.memory.region import CheckedRegion, RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native._native import address_of
+from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 SLOTS_BYTES: Final = 1 << 20
 """What all members together may send a member with their descriptors."""

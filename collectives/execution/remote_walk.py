@@ -38,9 +38,9 @@ from zbmd.collectives.programs.program import (
     Wait,
 )
 from zbmd.collectives.programs.reductions import itemsize, slot_itemsize
-from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.native._native import address_of
+from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 SentT = TypeVar("SentT")
 ROWS_MAX: Final = 256

@@ -66,7 +66,6 @@ from zbmd.collectives.p2p.wire import (
     described,
 )
 from zbmd.collectives.programs.reductions import DTYPE_NAMES, dtype_code
-from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -77,6 +76,7 @@ from zbmd.transport.errors import (
 )
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
 

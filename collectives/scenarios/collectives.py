@@ -324,7 +324,7 @@ class CollectiveWorld:
     def _take(self) -> None:
         if self._acts and self._acts[0][0] <= self.now_ns:
             _, _, fault, act = heapq.heappop(self._acts)
-            self.history.raw.append((self.now_ns, "world", 0, sim.Kind.FAULT, fault))
+            self.history.raw.append((self.now_ns, "world", 0, sim.HistoryKind.FAULT, fault))
             act()
         elif self._round is None:
             self._begin()
@@ -376,7 +376,7 @@ class CollectiveWorld:
             return
         rank.alive = False
         self._waits_until_ns = 0
-        self.history.raw.append((self.now_ns, name, rank.incarnation, sim.Kind.CRASH, ""))
+        self.history.raw.append((self.now_ns, name, rank.incarnation, sim.HistoryKind.CRASH, ""))
         if self._round is not None and name in self._round.members:
             self._round.killed.add(name)
             self._round.simulation.kill(self._round.members.index(name))
@@ -387,7 +387,7 @@ class CollectiveWorld:
             return
         rank.alive, rank.paused_until_ns = True, 0
         rank.incarnation += 1
-        self.history.raw.append((self.now_ns, name, rank.incarnation, sim.Kind.START, ""))
+        self.history.raw.append((self.now_ns, name, rank.incarnation, sim.HistoryKind.START, ""))
 
     def _pause(self, name: str, for_ns: int) -> None:
         if name in self._ranks:
@@ -401,7 +401,7 @@ class CollectiveWorld:
         heapq.heappush(self._acts, (sim.SIM_START_NS + at_ns, self._planned, fault, act))
 
     def _note(self, line: str) -> None:
-        self.history.raw.append((self.now_ns, "group", len(self.ended), sim.Kind.NOTE, line))
+        self.history.raw.append((self.now_ns, "group", len(self.ended), sim.HistoryKind.NOTE, line))
 
     def _check(self, name: str, check: Callable[[], None]) -> None:
         try:
@@ -452,7 +452,7 @@ class CollectivesScenario:
     description: str = "programs of every operation and algorithm, under kills and pauses, bit for bit"
     kinds: tuple[type[sim.Fault], ...] = (sim.Crash, sim.Pause)
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+    def build(self, seed: int | str, options: sim.Options) -> sim.ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
         world = CollectiveWorld(seed, options.ranks, options.length)
 
@@ -465,7 +465,7 @@ class CollectivesScenario:
 
         ranks = len(world.names)
         round_ns = ROUND_GAP_NS + ranks * (ranks + 1) * STEPS_A_MEMBER // 3 * STEP_NS
-        return sim.Stage(
+        return sim.ScenarioStage(
             world=world,
             victims=world.names,
             core_min=1,

@@ -65,12 +65,12 @@ class JobScenario(ABC, Generic[WorldT]):
         """What kills are drawn from: a run that takes as long as that of `made`."""
         return self.made(seed, job)[0]
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+    def build(self, seed: int | str, options: sim.Options) -> sim.ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
         job = self.options_of(seed, options)
         simulation, world = self.made(seed, job)
         span_ns = (job.steps + options.faults + 1) * ROUND_NS_MAX
-        return sim.Stage(
+        return sim.ScenarioStage(
             world=simulation,
             victims=names_of(job.world_size),
             converged=lambda core: self.is_over(simulation, world),

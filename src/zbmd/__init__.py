@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from zbmd.training.model_actors.slot import ActorSlot, RestartsExhausted, SlotActor
     from zbmd.training.model_actors.tensor_actor import OptimizerActor, TensorActor
     from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
-    from zbmd.transport.memory.process_arena import empty, from_array
+    from zbmd.transport.memory.arena import empty, from_array
 
 __version__ = "0.1.0"
 
@@ -127,7 +127,7 @@ _HOMES = {
     "zbmd.training.model_actors.slot": ("RestartsExhausted", "ActorSlot", "SlotActor"),
     "zbmd.training.model_actors.tensor_actor": ("OptimizerActor", "TensorActor"),
     "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
-    "zbmd.transport.memory.process_arena": ("empty", "from_array"),
+    "zbmd.transport.memory.arena": ("empty", "from_array"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -21,8 +21,7 @@ from support.links.remote_peers import Wiring
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.memory.peer_memory import PeerMemory
-from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.native._native import Watch, now_ns
 from zbmd.transport.shm.death_notice import LifeThread
 

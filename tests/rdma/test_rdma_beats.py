@@ -1,4 +1,4 @@
-"""Beats that a device writes: from one device to the other, and over the lane once a port is down."""
+"""Beats that a device writes: from one device to the other, and over the stripe once a port is down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_RESPONSE = 20
 
 
 class Side:
-    """A thread that beats, its lane, and its end of a way."""
+    """A thread that beats, its stripe, and its end of a way."""
 
     def __init__(self, at: RdmaAt, sock: socket.socket, order: int) -> None:
         self.device = Device(at.device)
@@ -45,7 +45,7 @@ class Side:
         self.native.beat_to(self.place, True)
         self.native.say(True, 1, 1)
         self.arrivals = 0
-        self.lane_ended = self.way_ended = ""
+        self.stripe_ended = self.way_ended = ""
 
     def connect(self, other: Side, timeout: int = TIMEOUT) -> None:
         path = self.port.path_to(other.port.queue_pair(other.end.number, PSN), PSN, timeout=timeout)
@@ -56,11 +56,11 @@ class Side:
         news = self.native.take(self.place)
         if news is not None:
             self.arrivals += len(news[0])
-            self.lane_ended, self.way_ended = self.lane_ended or news[2], self.way_ended or news[3]
+            self.stripe_ended, self.way_ended = self.stripe_ended or news[2], self.way_ended or news[3]
 
     def story(self) -> str:
         return (
-            f"way ended: {self.way_ended!r} (status {self.end.status}), lane ended: {self.lane_ended!r}; "
+            f"way ended: {self.way_ended!r} (status {self.end.status}), stripe ended: {self.stripe_ended!r}; "
             f"{self.native.sent_by_way} sent by it, {self.native.come_by_way} come, {self.arrivals} heard"
         )
 
@@ -109,7 +109,7 @@ async def test_beats_are_written_while_python_stands_still(sides: tuple[Side, Si
     sum(itertools.repeat(0, turns))  # one call into C, which gives nobody the GIL
     come = [side.native.come_by_way - first for side, first in zip(sides, before, strict=True)]
     assert min(come) >= HELD_PERIODS // 4, come
-    assert not any(side.way_ended or side.lane_ended for side in sides)
+    assert not any(side.way_ended or side.stripe_ended for side in sides)
 
 
 async def test_a_port_that_goes_down_costs_no_beat_that_counts(sides: tuple[Side, Side]) -> None:
@@ -122,7 +122,7 @@ async def test_a_port_that_goes_down_costs_no_beat_that_counts(sides: tuple[Side
             await side.until(lambda side=side: side.way_ended == "a beat was not acknowledged")
             heard = side.arrivals
             await side.until(lambda side=side, heard=heard: side.arrivals >= heard + 5)
-            assert side.end.status and not side.lane_ended
+            assert side.end.status and not side.stripe_ended
     finally:
         await set_port(interface, "up")
 
@@ -134,4 +134,4 @@ async def test_a_device_that_completes_nothing_is_not_waited_for(strangers: tupl
     side.native.use_way(side.place)
     await side.until(lambda: side.way_ended == "a beat was not acknowledged")
     await other.until(lambda: other.arrivals >= 5)
-    assert side.end.status == NO_RESPONSE and not side.lane_ended
+    assert side.end.status == NO_RESPONSE and not side.stripe_ended

@@ -207,7 +207,7 @@ async def test_a_node_that_is_killed_alone_is_suspected_at_the_limit_of_its_sile
         (suspicion,) = suspected(told)
         said = re.fullmatch(r"not heard for (\d+) ms", suspicion.reason)
         assert suspicion.key == peer and said is not None, suspicion
-        # No sooner: that its lane was closed proves nothing between hosts.
+        # No sooner: that its stripe was closed proves nothing between hosts.
         print(f"limit {limit_ns / 1e6:.0f} ms; suspected after {said[1]}, told after {noticed_ms:.0f} ms")
         assert int(said[1]) >= limit_ns // 1_000_000
         acting = await told.until(lambda event: isinstance(event, Acting) and event.view.epoch > epoch)

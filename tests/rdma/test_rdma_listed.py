@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from support.rdma.rdma_world import given_devices
 
-from zbmd.transport.host.topology.rdma import read_rdma_devices
-from zbmd.transport.host.topology.verbs_devices import rdma_devices, verbs_missing
+from zbmd.transport.host.topology.rdma import rdma_devices, read_rdma_devices, verbs_missing
 
 
 def test_pyverbs_lists_the_devices_that_sysfs_has() -> None:

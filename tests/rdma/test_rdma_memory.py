@@ -14,10 +14,10 @@ import numpy as np
 from support.links.region_harness import FAR, GUARD_NS, NEAR, Ends, RdmaEnds, RdmaHarness
 
 from zbmd.transport.native import _native
-from zbmd.transport.rdma.counts import TransferCounts
 from zbmd.transport.rdma.native._rdma import CREDITS, INLINE_BYTES
 from zbmd.transport.rdma.peer import RdmaRegion
 from zbmd.transport.rdma.plane import RdmaPlane
+from zbmd.transport.rdma.transfer import TransferCounts
 
 PUTS = 100
 NBYTES = 4 * INLINE_BYTES

@@ -14,13 +14,14 @@ from support.links.region_harness import RdmaHarness as RegionsOverRdma
 from support.rdma.rdma_harness import RdmaHarness
 from support.rdma.rdma_world import given_devices
 
-from zbmd.transport.bulk.peer import BulkPeerInfo
+from zbmd.transport.bulk.limits import BulkPeerInfo
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.rdma.credit import CREDITS, MESSAGE_BYTES
 from zbmd.transport.rdma.message_device import RdmaDevice
 from zbmd.transport.rdma.native._rdma_beat import BeatEnd
 from zbmd.transport.rdma.native._rdma_device import Device
+from zbmd.transport.rdma.peer import RdmaPeer
 from zbmd.transport.rdma.setup import MemoryAt
 
 FRAMES = 2 * CREDITS
@@ -106,7 +107,7 @@ def test_memory_of_a_peer_without_receives_is_lost_and_takes_no_notification() -
         _, region = ends.far.inbox(ends.near, 8)
         plane, name = ends.planes[0], "far"
         bare = BeatEnd(Device(given_devices()[-1].device))
-        peer = plane.connect(BulkPeerInfo(name=name, slot=FAR, incarnation=region.handle.incarnation))
+        peer = RdmaPeer(plane, BulkPeerInfo(name=name, slot=FAR, incarnation=region.handle.incarnation))
         ours, theirs = peer.at, ends.planes[1]
         at = msgspec.structs.replace(ours.at, gid=theirs.port.gid, number=bare.number)
         handle = msgspec.structs.replace(region.handle, key=bare.key)

@@ -32,7 +32,7 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.native import _native
 from zbmd.transport.secure.session_keys import Protection
 from zbmd.transport.secure.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
-from zbmd.transport.tcp.settings import PROTECTION_VARIABLE
+from zbmd.transport.tcp.address import PROTECTION_VARIABLE
 
 OURS_OTHERWISE: Final = ("zbmd-none", "zbmd-tls")
 """Ourselves over TCP with another protection than the MAC."""

@@ -17,7 +17,7 @@ from zbmd.actors.bootstrap.readings import (
     parse_node_range,
 )
 from zbmd.tools.cli.setting import Setting, Settings
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
 

@@ -18,8 +18,7 @@ from zbmd.actors.view import RANKS_MAX, OnLoss
 from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS
 from zbmd.tools.cli.setting import Chosen, Setting, Settings
 from zbmd.transport.capture import Detail
-from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_recovery_budget
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import usable_cpus
 from zbmd.transport.host.topology.gpus import read_gpus

@@ -62,7 +62,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("tools/bench/peers/mpi4py_*.py",),
     "xoscar": ("tools/bench/peers/xoscar_pair.py",),
     "cupy": ("training/autograd/array_module.py", "transport/cuda/runtime.py", "tests/*"),
-    "pyverbs": ("transport/rdma/*", "transport/host/topology/verbs_devices.py"),
+    "pyverbs": ("transport/rdma/*", "transport/host/topology/rdma.py"),
     "pickle": (),
     "cPickle": (),
     "_pickle": (),

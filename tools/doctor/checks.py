@@ -14,8 +14,8 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.doctor.report import Finding, Section, State
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
-from zbmd.transport.host.file_descriptors import files_of
-from zbmd.transport.host.topology import Affinity, Distance, Gpu, Pages, Topology, nvidia_driver_version
+from zbmd.transport.host.process_limits import files_of
+from zbmd.transport.host.topology import Affinity, Distance, Gpu, HostPages, Topology, nvidia_driver_version
 from zbmd.transport.host.topology.cpus import Cache, Cpus, NumaNode
 from zbmd.transport.host.topology.kernel_files import format_cpu_list, parse_int, read_text
 from zbmd.transport.memory.memfd import available_memory, in_words
@@ -96,7 +96,7 @@ def _numa(node: NumaNode) -> str:
     )
 
 
-def _pages(pages: Pages) -> Finding:
+def _pages(pages: HostPages) -> Finding:
     reserved = ", ".join(
         f"{pool.free} of {pool.total} pages of {in_words(pool.page_bytes)} free"
         for pool in pages.pools

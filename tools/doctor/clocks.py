@@ -12,13 +12,11 @@ from zbmd.actors.cluster.node.contracts import ClockReply, ClockRequest
 from zbmd.actors.cluster.node.join import visitor
 from zbmd.actors.errors import ActorError
 from zbmd.tools.doctor.report import Finding, Section, State
-from zbmd.transport.clock.deadlines import derive
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import derive, format_duration
 from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress
-from zbmd.transport.tcp.settings import tcp_settings
+from zbmd.transport.tcp.address import TcpAddress, tcp_settings
 
 CLOCK_S: Final = 2.0
 """For a node to answer: who listens there may be no node."""

@@ -43,8 +43,7 @@ from zbmd.tools.doctor.report import (
     State,
     as_json,
 )
-from zbmd.transport.clock.deadlines import Deadlines, derive
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import Deadlines, derive, format_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import read_host_facts
 from zbmd.transport.host.link_choice import Capabilities

@@ -16,8 +16,7 @@ import msgspec
 
 from zbmd.actors.cluster.node.client import ASK_S, desk_of
 from zbmd.actors.cluster.node.contracts import ADDRESSES_MAX, TokenReply, TokenRequest
-from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, format_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import COOKIE_BYTES_MAX, COOKIE_BYTES_MIN, load_or_create_cookie
 from zbmd.transport.tcp.address import TcpAddress, parse_address

@@ -19,7 +19,7 @@ from zbmd.actors.cluster.node.contracts import (
     MembersReply,
     MembersRequest,
 )
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed
 
 SKEW_TOLD_MS = 1000

@@ -51,7 +51,7 @@ from zbmd.transport.clock.deadlines import SECOND_NS
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.tcp.settings import tcp_settings
+from zbmd.transport.tcp.address import tcp_settings
 from zbmd.transport.tcp.sockets import PortInUse
 
 LEAVE_S: Final = 10.0

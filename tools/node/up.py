@@ -43,8 +43,7 @@ from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_VARIABLE, parse_recov
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie, store_cookie
-from zbmd.transport.tcp.address import TcpAddress, parse_address
-from zbmd.transport.tcp.settings import tcp_settings
+from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOKEN_VARIABLE: Final = "ZBMD_TOKEN"

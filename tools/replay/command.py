@@ -31,13 +31,13 @@ from zbmd.tools.replay.run import (
 from zbmd.tools.replay.story import clock_lines, clock_offsets, clock_time, story, story_text
 from zbmd.tools.replay.trace import write_trace
 from zbmd.transport.capture import (
+    ClockSkew,
     Divergence,
     Entry,
     Filter,
     Identical,
     Incomplete,
     ProcessLog,
-    Skew,
     merged,
 )
 from zbmd.transport.capture.records import EventTaken
@@ -117,7 +117,7 @@ class _Scope:
     """What is told and replayed: the logs, their clocks, and the part of time that was asked for."""
 
     logs: list[ProcessLog]
-    offsets: dict[str, Skew]
+    offsets: dict[str, ClockSkew]
     since_ns: int | None
     until_ns: int | None
     group: str | None
@@ -185,7 +185,7 @@ def _process_name(rank: str) -> str:
     return f"rank{rank}" if rank[:1].isdecimal() else rank
 
 
-def _scope(logs: list[ProcessLog], offsets: dict[str, Skew], arguments: argparse.Namespace) -> _Scope:
+def _scope(logs: list[ProcessLog], offsets: dict[str, ClockSkew], arguments: argparse.Namespace) -> _Scope:
     since_ns: int | None = None
     until_ns: int | None = None
     bound = ""

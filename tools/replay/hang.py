@@ -21,7 +21,7 @@ from zbmd.collectives.commit.machine import END_STATES, CommitState, StepCommit
 from zbmd.collectives.group.operation_log import OperationLog
 from zbmd.tools.replay.players import OpenAsk, Played, ProcessAtEnd, play_to_end
 from zbmd.tools.replay.story import clock_time
-from zbmd.transport.capture import ProcessLog, Skew
+from zbmd.transport.capture import ClockSkew, ProcessLog
 
 TRANSIT_NS: Final = 250_000_000
 """So long a message may be on its way, on a busy machine: who is stopped meanwhile has not taken it in."""
@@ -102,7 +102,7 @@ def _asks(root: Wait) -> str:
 
 
 def find_hang(
-    logs: Sequence[ProcessLog], offsets: Mapping[str, Skew], secrets: Mapping[str, bytes]
+    logs: Sequence[ProcessLog], offsets: Mapping[str, ClockSkew], secrets: Mapping[str, bytes]
 ) -> tuple[Hang, int]:
     """The hang at the end of these logs, and the time up to which they were played, ns since 1970.
 
@@ -124,12 +124,12 @@ def find_hang(
     return _judge(waits, by_name), now_ns
 
 
-def _offset_ns(offsets: Mapping[str, Skew], log: ProcessLog) -> int:
+def _offset_ns(offsets: Mapping[str, ClockSkew], log: ProcessLog) -> int:
     skew = offsets.get(log.name)
     return 0 if skew is None else skew.offset_ns
 
 
-def _asked_to_stop_ns(node: ProcessLog | None, offsets: Mapping[str, Skew]) -> int | None:
+def _asked_to_stop_ns(node: ProcessLog | None, offsets: Mapping[str, ClockSkew]) -> int | None:
     if node is None:
         return None
     host = play_to_end(node, offset_ns=_offset_ns(offsets, node), until_ns=None, secrets={})

@@ -20,8 +20,8 @@ from zbmd.collectives.repair.machine import REPAIR
 from zbmd.training.pipeline.stage import STAGE
 from zbmd.training.redundancy.machine import MIRROR
 from zbmd.training.zero.machine import ZERO_STEP
-from zbmd.transport.handshake.capture_kind import HELLO
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
+from zbmd.transport.handshake.driver import HELLO
 
 __all__ = [
     "ACTOR",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from zbmd.actors.core import wire
-from zbmd.transport.capture import Entry, ProcessLog, Skew, describe, skews
+from zbmd.transport.capture import ClockSkew, Entry, ProcessLog, describe, skews
 from zbmd.transport.capture.records import ActionsGiven, EventTaken, FrameIn, FrameOut, StreamDeclared
 from zbmd.transport.capture.registry import LINK
 from zbmd.transport.frames import HEADER_BYTES
@@ -30,25 +30,25 @@ class StoryLine:
     text: str
 
 
-def clock_offsets(logs: Sequence[ProcessLog]) -> dict[str, Skew]:
+def clock_offsets(logs: Sequence[ProcessLog]) -> dict[str, ClockSkew]:
     """How far each process's wall clock is ahead of the first one's; nothing for those that no frame ties.
 
     Processes of one host share a clock, so their frames need not be read for it.
     """
     if len({log.origin.boot_id for log in logs}) == 1 and logs and logs[0].origin.boot_id:
         first = logs[0].segments[0].header.anchor
-        found: dict[str, Skew] = {}
+        found: dict[str, ClockSkew] = {}
         for log in logs:
             anchor = log.segments[0].header.anchor
             offset_ns = (anchor.wall_ns - anchor.monotonic_ns) - (first.wall_ns - first.monotonic_ns)
-            found[log.name] = Skew(
+            found[log.name] = ClockSkew(
                 process=log.name, offset_ns=offset_ns, error_ns=0, via=logs[0].name, frames=0
             )
         return found
     return {skew.process: skew for skew in skews(logs)}
 
 
-def clock_lines(logs: Sequence[ProcessLog], offsets: Mapping[str, Skew]) -> Iterator[str]:
+def clock_lines(logs: Sequence[ProcessLog], offsets: Mapping[str, ClockSkew]) -> Iterator[str]:
     """The clocks in words."""
     if not logs:
         return
@@ -80,7 +80,7 @@ def stream_names(logs: Sequence[ProcessLog]) -> dict[tuple[str, int], StreamDecl
 
 
 def story(
-    entries: Iterable[Entry], logs: Sequence[ProcessLog], offsets: Mapping[str, Skew]
+    entries: Iterable[Entry], logs: Sequence[ProcessLog], offsets: Mapping[str, ClockSkew]
 ) -> Iterator[StoryLine]:
     """The entries in words, a machine's event and what it answered in one line."""
     declared = stream_names(logs)
@@ -108,7 +108,7 @@ def _line(
     entry: Entry,
     text: str,
     declared: Mapping[tuple[str, int], StreamDeclared],
-    offsets: Mapping[str, Skew],
+    offsets: Mapping[str, ClockSkew],
 ) -> StoryLine:
     process = entry.log.name
     found = declared.get((process, entry.record.stream))

@@ -16,7 +16,7 @@ from zbmd.actors.core import wire
 from zbmd.tools.cli.trace_events import TraceEvents
 from zbmd.tools.replay.kinds import OPERATIONS
 from zbmd.tools.replay.story import body_text, envelope_of, stream_names
-from zbmd.transport.capture import Entry, ProcessLog, Skew, describe
+from zbmd.transport.capture import ClockSkew, Entry, ProcessLog, describe
 from zbmd.transport.capture.records import (
     ActionsGiven,
     DeathSeen,
@@ -37,7 +37,7 @@ FRAME_SLICE_US = 1.0
 
 
 def write_trace(
-    path: Path, entries: Iterable[Entry], logs: Sequence[ProcessLog], offsets: Mapping[str, Skew]
+    path: Path, entries: Iterable[Entry], logs: Sequence[ProcessLog], offsets: Mapping[str, ClockSkew]
 ) -> int:
     """Write the trace of these entries, in causal order, and return how many flows it has.
 
@@ -51,7 +51,7 @@ def write_trace(
 
 
 class _Trace:
-    def __init__(self, logs: Sequence[ProcessLog], offsets: Mapping[str, Skew]) -> None:
+    def __init__(self, logs: Sequence[ProcessLog], offsets: Mapping[str, ClockSkew]) -> None:
         self.flows = 0
         self._pids = {log.name: number for number, log in enumerate(logs, 1)}
         self._offset_ns = {name: skew.offset_ns for name, skew in offsets.items()}

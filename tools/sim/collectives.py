@@ -36,7 +36,7 @@ from zbmd.collectives.scale.scaling import (
 from zbmd.tools.bench.plot import check_plot
 from zbmd.tools.bench.stats import parse_sizes, size_in_words
 from zbmd.tools.sim.collectives_plot import draw
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import usable_cpus
 

@@ -27,10 +27,10 @@ from zbmd.transport.sim import (
     Fault,
     FaultPlan,
     Options,
-    Outcome,
-    Report,
+    RunOutcome,
     Scenario,
-    Stage,
+    ScenarioReport,
+    ScenarioStage,
     admitted,
     parse_faults,
     run_scenario,
@@ -72,7 +72,7 @@ class Watched(Scenario):
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._stage: Stage | None = None
+        self._stage: ScenarioStage | None = None
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Watched(Scenario):
         """See `Scenario`."""
         return self._scenario.kinds
 
-    def build(self, seed: int | str, options: Options) -> Stage:
+    def build(self, seed: int | str, options: Options) -> ScenarioStage:
         """See `Scenario`."""
         self._stage = self._scenario.build(seed, options)
         return self._stage
@@ -142,9 +142,9 @@ def _run(arguments: argparse.Namespace) -> int:
     return report.outcome.exit_code
 
 
-def _story(report: Report, history: Sequence[object]) -> str:
+def _story(report: ScenarioReport, history: Sequence[object]) -> str:
     """What failed, with what happened before it, and the command line; a line if nothing failed."""
-    if report.outcome is Outcome.OK:
+    if report.outcome is RunOutcome.OK:
         return f"{report.outcome.value}: {report.reason}\nagain: {report.command}"
     if report.story:
         return str(report)
@@ -188,18 +188,18 @@ def _hunt(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     if caught.hung is not None:
         print(f"liveness: a run has not ended after {RUN_S_MAX:g} s: {quarry.command(caught.hung)}")
-        return Outcome.LIVENESS.exit_code
+        return RunOutcome.LIVENESS.exit_code
     if caught.report is None:
         print(f"{caught.runs:,} runs, nothing found")
         return 0
     return _show_catch(caught.report, caught.runs)
 
 
-def _show_catch(found: Report, runs: int) -> int:
+def _show_catch(found: ScenarioReport, runs: int) -> int:
     """Shrink what was found, tell its story, and how to see it again."""
     print(f"{found.outcome.value} in {found.scenario} after {runs:,} runs: {found.reason}")
     print(f"found: {found.command}", flush=True)
-    if found.outcome is Outcome.OK:
+    if found.outcome is RunOutcome.OK:
         print("error: the run failed in its worker and passes here: something in it is not in the seed")
         return BROKEN
     scenario = Watched(scenario_named(found.scenario))

@@ -23,7 +23,7 @@ import msgspec
 from zbmd.tools.sim.scenarios import ENTRIES, run_once, scenario_named
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.host.prctl import end_with_parent
-from zbmd.transport.sim import Options, Outcome, Report
+from zbmd.transport.sim import Options, RunOutcome, ScenarioReport
 
 JOBS_MAX = 1024
 RUNS_MAX = 1_000_000_000
@@ -74,7 +74,7 @@ class Quarry:
             faults=drawn.faults if self.faults is None else self.faults,
         )
 
-    def try_run(self, run: int) -> Report:
+    def try_run(self, run: int) -> ScenarioReport:
         """Do a run, here and now."""
         return run_once(scenario_named(self.name(run)), self.seed(run), self.options(run))
 
@@ -92,7 +92,7 @@ class Caught:
     """How a hunt ended. `report`: of the run that failed; `hung`: the run that did not end; else neither."""
 
     runs: int
-    report: Report | None = None
+    report: ScenarioReport | None = None
     hung: int | None = None
 
 
@@ -225,7 +225,7 @@ def _try_runs(quarry: Quarry, runs: Sequence[int], say: Callable[[_Line], object
         except BaseException:  # noqa: BLE001 (the parent raises it, whatever it is)
             say(_Line(run=run, trouble=traceback.format_exc()[-TROUBLE_CHARS_MAX:]))
             return 1
-        if report.outcome is not Outcome.OK:
+        if report.outcome is not RunOutcome.OK:
             say(_Line(run=run, failed=True))
             return 0
     return 0

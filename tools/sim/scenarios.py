@@ -25,7 +25,7 @@ from zbmd.collectives.scenarios.repair import RepairScenario
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
 from zbmd.training.replicated.scenario import TrainingScenario
 from zbmd.transport.errors import UserError
-from zbmd.transport.sim import FaultPlan, Options, Report, Scenario, run_scenario
+from zbmd.transport.sim import FaultPlan, Options, Scenario, ScenarioReport, run_scenario
 
 
 @runtime_checkable
@@ -115,6 +115,6 @@ def plan_of(scenario: Scenario, seed: int | str, options: Options) -> FaultPlan 
     return scenario.draw_plan(seed, options) if isinstance(scenario, DrawsItsPlan) else None
 
 
-def run_once(scenario: Scenario, seed: int | str, options: Options) -> Report:
+def run_once(scenario: Scenario, seed: int | str, options: Options) -> ScenarioReport:
     """Run one seed under the faults that it draws."""
     return run_scenario(scenario, seed, options, plan_of(scenario, seed, options), tell=None)

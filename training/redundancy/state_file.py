@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.transport.errors import LocalProtocolError, UserError
-from zbmd.transport.host.smaps import counted
+from zbmd.transport.host.topology.pages import counted
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
 

@@ -38,12 +38,11 @@ from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardReduction
 from zbmd.training.step.two_slot_store import Store
 from zbmd.transport import kill_points as faults
-from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
-from zbmd.transport.memory.peer_memory import PeerMemory
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
-from zbmd.transport.memory.segment import Segment
+from zbmd.transport.memory.segment import PeerMemory, Segment
 from zbmd.transport.native._native import now_ns
+from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 FETCH_ELEMENTS = 1 << 18
 """A pull checks for cancellation after every MiB."""

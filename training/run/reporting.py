@@ -10,7 +10,7 @@ import msgspec
 
 from zbmd.actors.rank.member import Worker
 from zbmd.transport.capture.registry import ActionT, EventT, MachineKind
-from zbmd.transport.capture.thread_tap import ThreadTap
+from zbmd.transport.capture.tap import ThreadTap
 from zbmd.transport.machine import Machine
 
 

@@ -1,6 +1,6 @@
-"""Small puts and notifications to and from one peer, on one lane, while nothing else is under way: as bytes.
+"""Send small puts and notifications on one stripe as bytes, while nothing else is in flight.
 
-A shortcut past records, lane streams and machine for what these would do in dozens of calls. The bytes are
+A shortcut past records, stripe streams and machine for what these would do in dozens of calls. The bytes are
 the same, so a peer cannot tell. Sans-I/O: whoever has the socket moves them. It takes over from the machine
 (`BulkMachine.rest`) and gives back with `bulk_events.QuickMoved`. Of what comes it does what is beyond doubt:
 the very next record, whole, with the right tags, for memory that peers may write. All else it leaves as it
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from zbmd.transport.memory.region import RegionHandle
-from zbmd.transport.secure.record_mac import Seal
+from zbmd.transport.secure.mac import Seal
 
 QUICK_BYTES_MAX: int
 """A longer put is for the machine."""
@@ -25,16 +25,16 @@ class _Versions(Protocol):
         ...
 
 class QuickPuts:
-    """One lane's. For one thread at a time.
+    """One stripe's. For one thread at a time.
 
-    seal_sent, seal_come: make the tags of either direction (`RecordMac.seal`); None on a lane without.
+    seal_sent, seal_come: make the tags of either direction (`RecordMac.seal`); None on a stripe without.
     resolve: the bytes that peers may write of the region (slot, incarnation, offset, nbytes), writable, or
     None; asked again when `versions.version` has changed. own: address of our segment, whose cells of `slot`,
     the peer's, are set.
     """
 
     sent_records: int
-    """Records of either direction since the lane was opened."""
+    """Records of either direction since the stripe was opened."""
     come_records: int
     acked: int
     """Puts of ours that the peer has published."""
@@ -63,10 +63,10 @@ class QuickPuts:
         published: int,
         told: int,
     ) -> None:
-        """Go on from where the machine and the lane are; see `bulk_machine.Rest`."""
+        """Go on from where the machine and the stripe are; see `bulk_machine.Rest`."""
 
     def end(self) -> bytes:
-        """What has come and is not done: it is for the lane. `begin` comes next."""
+        """What has come and is not done: it is for the stripe. `begin` comes next."""
 
     @property
     def new_puts(self) -> int:
@@ -95,7 +95,7 @@ class QuickPuts:
 
     @property
     def room(self) -> tuple[memoryview, ...]:
-        """Where what comes next on the lane is to be put, one piece behind the other.
+        """Where what comes next on the stripe is to be put, one piece behind the other.
 
         A long payload is received straight into its region, the first of two. Empty only after `came` was
         False.

@@ -25,7 +25,7 @@ cdef enum:
     COPIED_MAX = 1 << 13          # a payload so short is sent behind its header, as one piece of memory
     LANDS_MIN = 1 << 14           # one so long, that is not here whole with its header, is received in its region
     ROOM = 1 << 16                # of what has come, and is not received there
-    STRIPE_MAX = 1 << 24
+    FRAGMENT_MAX = 1 << 24
     AHEAD_MAX = 1 << 10           # bulk_records.PUTS_AHEAD_MAX
     # The kinds of bulk_records and, of tags, those of bulk_stream and payload_tag.
     K_PUT = 1
@@ -39,7 +39,7 @@ cdef packed struct Head:          # bulk_records._HEADER, little-endian as is th
     uint8_t kind
     uint8_t writable
     uint16_t channel
-    uint32_t stripe_bytes
+    uint32_t fragment_bytes
     uint64_t sequence
     uint64_t transfer
     uint64_t nbytes
@@ -112,7 +112,7 @@ cdef class QuickPuts:
 
     def __init__(self, *, seal_sent, seal_come, resolve not None, versions not None, uintptr_t own, uint32_t slot):
         if (seal_sent is None) != (seal_come is None):
-            raise ValueError("both directions of a lane have tags, or none has")
+            raise ValueError("both directions of a stripe have tags, or none has")
         self.seal_sent, self.seal_come = seal_sent, seal_come
         self.tag_bytes = 0 if seal_sent is None else TAG
         self.resolve, self.versions = resolve, versions
@@ -179,7 +179,7 @@ cdef class QuickPuts:
             return None
         memset(&head, 0, HEADER)
         head.kind, head.writable, head.channel, head.value = K_PUT, handle.writable, channel, value
-        head.stripe_bytes, head.nbytes, head.total, head.at = STRIPE_MAX, nbytes, nbytes, at
+        head.fragment_bytes, head.nbytes, head.total, head.at = FRAGMENT_MAX, nbytes, nbytes, at
         head.region_offset, head.region_nbytes = handle.offset, handle.nbytes
         head.incarnation, head.slot, head.transfer = handle.incarnation, handle.slot, self.puts
         end = self._write(self._write_ack(), &head)
@@ -308,7 +308,7 @@ cdef class QuickPuts:
             return memcmp(head, &usual, HEADER) == 0
         return (head.kind == K_PUT and head.writable == 1 and head.zero == 0 and head.offset == 0
                 and 0 < head.nbytes <= PAYLOAD_MAX and head.total == head.nbytes
-                and head.nbytes <= head.stripe_bytes <= STRIPE_MAX
+                and head.nbytes <= head.fragment_bytes <= FRAGMENT_MAX
                 and head.nbytes <= head.region_nbytes and head.at <= head.region_nbytes - head.nbytes)
 
     cdef bint _find(self, Head *head) except? False:

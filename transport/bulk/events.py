@@ -16,15 +16,15 @@ from zbmd.transport.memory.region import RegionHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneOpened:
-    """A further connection to the peer stands. lane: its number, not used before."""
+class StripeOpened:
+    """A further connection to the peer stands. stripe: its number, not used before."""
 
-    lane: int
+    stripe: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanesUsed:
-    """From now on, give what is to be sent to the first `count` lanes alone; at first, all are used."""
+class StripesUsed:
+    """From now on, give what is to be sent to the first `count` stripes alone; at first, all are used."""
 
     count: int
 
@@ -76,9 +76,9 @@ class QuickMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsSent:
-    """The oldest `records` of those given to this lane with `SendRecord` have left whole."""
+    """The oldest `records` of those given to this stripe with `SendRecord` have left whole."""
 
-    lane: int
+    stripe: int
     records: int
 
 
@@ -86,23 +86,23 @@ class RecordsSent:
 class RecordCame:
     """The header of a record has arrived and is authentic."""
 
-    lane: int
+    stripe: int
     record: Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadCame:
-    """The payload that was last asked for on this lane is in place and authentic. text: if it is one."""
+    """The payload that was last asked for on this stripe is in place and authentic. text: if it is one."""
 
-    lane: int
+    stripe: int
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRefused:
-    """The region of `ReceivePut` on this lane is not to be written; its payload is thrown away."""
+    """The region of `ReceivePut` on this stripe is not to be written; its payload is thrown away."""
 
-    lane: int
+    stripe: int
     reason: str
 
 
@@ -122,18 +122,21 @@ class GetRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneEnded:
-    """The peer's side of the lane has ended; between two records, or in the middle of one."""
+class StripeEnded:
+    """The peer's side of the stripe has ended; between two records, or in the middle of one."""
 
-    lane: int
+    stripe: int
     between_records: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneFailed:
-    """The lane is of no use any more. error: a `BulkError` if what came on it was wrong, else `PeerLost`."""
+class StripeFailed:
+    """The stripe is of no use any more.
 
-    lane: int
+    Error: a `BulkError` if what came on it was wrong, else `PeerLost`.
+    """
+
+    stripe: int
     error: ZbmdError
 
 
@@ -148,8 +151,8 @@ class TimerFired:
 
 
 BulkEvent: TypeAlias = (
-    LaneOpened
-    | LanesUsed
+    StripeOpened
+    | StripesUsed
     | PutAsked
     | NotifyAsked
     | GetAsked
@@ -160,14 +163,14 @@ BulkEvent: TypeAlias = (
     | PutRefused
     | GetResolved
     | GetRefused
-    | LaneEnded
-    | LaneFailed
+    | StripeEnded
+    | StripeFailed
     | CloseAsked
     | TimerFired
 )
 
 
-class Of(Enum):
+class SourceKind(Enum):
     """Whose bytes a payload is."""
 
     TRANSFER = "the source of our put"
@@ -178,7 +181,7 @@ class Of(Enum):
 class Source:
     """`nbytes` at `offset` of the buffer with this number."""
 
-    of: Of
+    of: SourceKind
     number: int
     offset: int
     nbytes: int
@@ -188,7 +191,7 @@ class Source:
 class SendRecord:
     """Send a record behind those given before, with its payload: a source, or a text, or none."""
 
-    lane: int
+    stripe: int
     record: Record
     source: Source | None = None
     text: bytes = b""
@@ -198,11 +201,11 @@ class SendRecord:
 class ReceivePut:
     """Check that peers may write these bytes of our region, and receive the payload there.
 
-    It may come later than the record: until then nothing is to be read from the lane. Answer `PayloadCame`
+    It may come later than the record: until then nothing is to be read from the stripe. Answer `PayloadCame`
     when it is there, at once if `nbytes` is 0; and before it `PutRefused` if they may not.
     """
 
-    lane: int
+    stripe: int
     handle: RegionHandle
     offset: int
     nbytes: int
@@ -212,7 +215,7 @@ class ReceivePut:
 class ReceiveGet:
     """Receive the payload into the destination of our get; answer as to `ReceivePut`."""
 
-    lane: int
+    stripe: int
     transfer: int
     offset: int
     nbytes: int
@@ -222,7 +225,7 @@ class ReceiveGet:
 class ReceiveText:
     """Receive the payload as a text."""
 
-    lane: int
+    stripe: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,17 +265,17 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShutLane:
-    """Nothing more will be sent on this lane: tell the peer's kernel."""
+class ShutStripe:
+    """Nothing more will be sent on this stripe: tell the peer's kernel."""
 
-    lane: int
+    stripe: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseLane:
-    """Both sides are done with this lane."""
+class CloseStripe:
+    """Both sides are done with this stripe."""
 
-    lane: int
+    stripe: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +295,7 @@ class MarkLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Everything is over: close all lanes. error: None after an orderly end."""
+    """Everything is over: close all stripes. error: None after an orderly end."""
 
     error: ZbmdError | None
 
@@ -306,8 +309,8 @@ BulkAction: TypeAlias = (
     | Unserve
     | Publish
     | Finish
-    | ShutLane
-    | CloseLane
+    | ShutStripe
+    | CloseStripe
     | SetTimer
     | MarkLost
     | End

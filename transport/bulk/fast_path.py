@@ -9,8 +9,8 @@ from typing import Final
 
 from zbmd.transport.bulk._fast_path import QuickPuts
 from zbmd.transport.bulk.events import QuickMoved
-from zbmd.transport.bulk.lane_io import LaneSocket
 from zbmd.transport.bulk.machine import BulkMachine
+from zbmd.transport.bulk.stripe_io import StripeSocket
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle, Regions
 from zbmd.transport.native._native import Mapping
@@ -25,8 +25,8 @@ ROOM_LOOKS_MAX: Final = 64
 """How often something may come meanwhile, and no room with it."""
 
 
-class QuickLane:
-    """The lane of a peer on which small puts are quick, and whether they are now.
+class QuickStripe:
+    """The stripe of a peer on which small puts are quick, and whether they are now.
 
     slot: the peer's; own: our segment, whose cells are set. For the thread that has the turn.
     """
@@ -37,16 +37,16 @@ class QuickLane:
         self._own = own
         self._slot = slot
         self._puts: QuickPuts | None = None
-        self._io: LaneSocket | None = None
+        self._io: StripeSocket | None = None
         self._sock: socket.socket | None = None
-        self.lane = -1
+        self.stripe = -1
         """Which it is, while they are; else -1."""
 
-    def begin(self, lanes: dict[int, LaneSocket]) -> bool:
-        """Go past the machine if it is at rest and its lane is between two records; whether that is so."""
-        assert self.lane < 0, "what it has counted would be lost"
+    def begin(self, stripes: dict[int, StripeSocket]) -> bool:
+        """Go past the machine if it is at rest and its stripe is between two records; whether that is so."""
+        assert self.stripe < 0, "what it has counted would be lost"
         rest = self._machine.rest()
-        io = None if rest is None else lanes.get(rest.lane)
+        io = None if rest is None else stripes.get(rest.stripe)
         if rest is None or io is None or isinstance(io.sock, ssl.SSLSocket) or not io.rests:
             return False
         if self._puts is None or self._io is not io:
@@ -69,14 +69,14 @@ class QuickLane:
             rest.told,
         )
         io.set_wake_bytes()
-        self.lane = rest.lane
+        self.stripe = rest.stripe
         return True
 
     def end(self) -> QuickMoved:
-        """The machine's turn, and the lane's: what it is to be told. What has come waits in the lane."""
+        """The machine's turn, and the stripe's: what it is to be told. What has come waits in the stripe."""
         puts, io = self._puts, self._io
         assert puts is not None and io is not None, "it has begun"
-        self.lane = -1
+        self.stripe = -1
         moved = QuickMoved(puts=puts.new_puts, acked=puts.acked, published=puts.published, told=puts.told)
         io.go_on(sent_records=puts.sent_records, come_records=puts.come_records, come=puts.end())
         return moved
@@ -110,7 +110,7 @@ class QuickLane:
             except BlockingIOError:
                 return True
             except OSError:
-                return False  # the lane finds out what it is
+                return False  # the stripe finds out what it is
             if not nbytes or not puts.came(nbytes):
                 return False
             if nbytes < sum(map(len, room)):
@@ -123,7 +123,7 @@ class QuickLane:
         return self._puts is not None and self._puts.told < self._puts.published
 
     def _send(self, *parts: memoryview) -> bool:
-        """What the socket does not take, or fails on, is the lane's to send, from a copy."""
+        """What the socket does not take, or fails on, is the stripe's to send, from a copy."""
         io, sock = self._io, self._sock
         assert io is not None and sock is not None, "it has begun"
         io.owed = True

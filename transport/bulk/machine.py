@@ -1,16 +1,16 @@
-"""The bulk protocol with one peer over its lanes: order, stripes, bounds, refusals, the end.
+"""The bulk protocol with one peer over its stripes: order, fragments, bounds, refusals, the end.
 
-Puts and notifications are numbered in the order in which they were asked for. A put is cut into stripes, and
-every lane that has room takes the next one, so that several connections share a large put. The receiver
-counts the stripes of each put and publishes notifications in the order of the numbers, a put's when all its
-stripes are in place and authentic: so a notification is never seen before the bytes of any put before it. How
-far the numbers may run ahead of what is published is bounded by acknowledgements.
+Puts and notifications are numbered in the order in which they were asked for. A put is cut into fragments,
+and every stripe that has room takes the next one, so that several connections share a large put. The
+receiver counts the fragments of each put and publishes notifications in the order of the numbers, a put's
+when all its fragments are in place and authentic: so a notification is never seen before the bytes of any
+put before it. How far the numbers may run ahead of what is published is bounded by acknowledgements.
 
 Puts take effect in their order, also where they overlap, and a get sees what was put before it.
 
 A transfer is done when the peer has acknowledged it, so what the receiver refuses (a region that is stale,
 released, too small) fails that transfer alone: nothing of it is written, and its notification is not given.
-Acknowledgements and refusals go on one lane, the first, so that they stay in order.
+Acknowledgements and refusals go on one stripe, the first, so that they stay in order.
 """
 
 from __future__ import annotations
@@ -20,24 +20,18 @@ from enum import Enum
 from itertools import islice
 from typing import Final, assert_never
 
-from zbmd.transport.bulk.arrivals import Arrivals, Stripes
 from zbmd.transport.bulk.events import (
     BulkAction,
     BulkEvent,
     CloseAsked,
-    CloseLane,
+    CloseStripe,
     End,
     Finish,
     GetAsked,
     GetRefused,
     GetResolved,
-    LaneEnded,
-    LaneFailed,
-    LaneOpened,
-    LanesUsed,
     MarkLost,
     NotifyAsked,
-    Of,
     PayloadCame,
     Publish,
     PutAsked,
@@ -51,16 +45,21 @@ from zbmd.transport.bulk.events import (
     SendRecord,
     Serve,
     SetTimer,
-    ShutLane,
+    ShutStripe,
     Source,
+    SourceKind,
+    StripeEnded,
+    StripeFailed,
+    StripeOpened,
+    StripesUsed,
     TimerFired,
     Unserve,
 )
 from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.records import (
+    FRAGMENT_BYTES_MAX,
     GETS_MAX,
     PUTS_AHEAD_MAX,
-    STRIPE_BYTES_MAX,
     TEXT_BYTES_MAX,
     Ack,
     BulkError,
@@ -73,16 +72,24 @@ from zbmd.transport.bulk.records import (
     Put,
     PutRefusal,
     Record,
-    Refusal,
+    TransferRefusal,
 )
-from zbmd.transport.bulk.state import LaneState, Outgoing, OwnGet, Rest, stripe_record
+from zbmd.transport.bulk.transfers import (
+    Arrivals,
+    FastPathCounts,
+    Fragments,
+    Outgoing,
+    OwnGet,
+    StripeState,
+    fragment_record,
+)
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
-from zbmd.transport.secure.session_keys import LANES_MAX
+from zbmd.transport.secure.session_keys import STRIPES_MAX
 
 STORY_EVENTS: Final = 8
 
 
-class State(Enum):
+class BulkState(Enum):
     """How far the connection is."""
 
     OPEN = "open"
@@ -99,11 +106,11 @@ class BulkMachine:
 
     def __init__(self, *, peer: int | str, limits: BulkLimits | None = None) -> None:
         self.peer = peer
-        self.state = State.OPEN
+        self.state = BulkState.OPEN
         self._limits = limits or BulkLimits()
-        self._lanes: dict[int, LaneState] = {}
-        self._lanes_used = LANES_MAX
-        self._first_lane: int | None = None
+        self._stripes: dict[int, StripeState] = {}
+        self._stripes_used = STRIPES_MAX
+        self._first_stripe: int | None = None
         """For acknowledgements and refusals."""
         self._transfers: set[int] = set()
         """Ours, not finished."""
@@ -138,7 +145,7 @@ class BulkMachine:
         self._actions = []
         try:
             self._dispatch(event, now_ns)
-            if self.state is not State.ENDED:
+            if self.state is not BulkState.ENDED:
                 self._feed()
                 self._close_if_done()
         except BulkError as error:
@@ -146,16 +153,23 @@ class BulkMachine:
             self._fail(named, tell=True)
         return self._actions
 
-    def rest(self) -> Rest | None:
+    def rest(self) -> FastPathCounts | None:
         """Where small puts may go on past the machine, until it is told by `QuickMoved`; None: not now."""
         moving = self._puts or self._urgent or self._gets or self._serving
-        if self.state is not State.OPEN or self._first_lane is None or moving or not self._arrivals.at_rest:
+        if (
+            self.state is not BulkState.OPEN
+            or self._first_stripe is None
+            or moving
+            or not self._arrivals.at_rest
+        ):
             return None
-        if any(lane.handed or lane.receiving or lane.goodbye_heard for lane in self._lanes.values()):
+        if any(
+            stripe.handed or stripe.receiving or stripe.goodbye_heard for stripe in self._stripes.values()
+        ):
             return None
         awaited = next((put.order + 1 for put in reversed(self._unacked) if not put.settled), self._acked)
-        return Rest(
-            lane=self._first_lane,
+        return FastPathCounts(
+            stripe=self._first_stripe,
             puts=self._next_put,
             acked=self._acked,
             awaited=awaited,
@@ -166,17 +180,17 @@ class BulkMachine:
     def check_invariants(self) -> None:
         """See `Machine`."""
         limits = self._limits
-        if self.state is State.ENDED:
+        if self.state is BulkState.ENDED:
             assert not self._transfers and not self._serving, "something outlives the end"
             return
-        if self.state is State.OPEN:
+        if self.state is BulkState.OPEN:
             assert self._acked + len(self._unacked) + len(self._puts) == self._next_put
         assert self._gets_asked <= GETS_MAX and len(self._serving) <= GETS_MAX
         self._arrivals.check_invariants()
-        for lane in self._lanes.values():
-            assert lane.handed_bytes == sum(record.nbytes for record, _ in lane.handed)
-            assert lane.handed_bytes < limits.lane_bytes_max + STRIPE_BYTES_MAX
-            assert not (lane.goodbye_sent and lane.handed)
+        for stripe in self._stripes.values():
+            assert stripe.handed_bytes == sum(record.nbytes for record, _ in stripe.handed)
+            assert stripe.handed_bytes < limits.stripe_bytes_max + FRAGMENT_BYTES_MAX
+            assert not (stripe.goodbye_sent and stripe.handed)
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -184,25 +198,25 @@ class BulkMachine:
         match event:
             case PutAsked() | NotifyAsked() | GetAsked():
                 self._asked(event)
-            case LanesUsed(count=count):
-                self._lanes_used = count
-            case _ if self.state is State.ENDED:
+            case StripesUsed(count=count):
+                self._stripes_used = count
+            case _ if self.state is BulkState.ENDED:
                 return
-            case LaneOpened(lane=lane):
-                if lane in self._lanes:
-                    raise LocalProtocolError(f"lane {lane} to {self.peer} is open already")
-                self._lanes[lane] = LaneState()
-                if self._first_lane is None:
-                    self._first_lane = lane
-            case RecordsSent(lane=lane, records=records):
-                self._sent(self._lanes[lane], lane, records)
-            case RecordCame(lane=lane, record=record):
-                self._story.append(f"{type(record).__name__} on lane {lane}")
-                self._came(lane, self._lanes[lane], record, now_ns)
-            case PayloadCame(lane=lane, text=text):
-                self._payload_came(self._lanes[lane], text)
-            case PutRefused(lane=lane, reason=reason):
-                put = self._lanes[lane].receiving
+            case StripeOpened(stripe=stripe):
+                if stripe in self._stripes:
+                    raise LocalProtocolError(f"stripe {stripe} to {self.peer} is open already")
+                self._stripes[stripe] = StripeState()
+                if self._first_stripe is None:
+                    self._first_stripe = stripe
+            case RecordsSent(stripe=stripe, records=records):
+                self._sent(self._stripes[stripe], stripe, records)
+            case RecordCame(stripe=stripe, record=record):
+                self._story.append(f"{type(record).__name__} on stripe {stripe}")
+                self._came(stripe, self._stripes[stripe], record, now_ns)
+            case PayloadCame(stripe=stripe, text=text):
+                self._payload_came(self._stripes[stripe], text)
+            case PutRefused(stripe=stripe, reason=reason):
+                put = self._stripes[stripe].receiving
                 assert isinstance(put, Put)
                 self._arrivals.refuse(put, reason)
             case QuickMoved():
@@ -211,16 +225,16 @@ class BulkMachine:
                 self._answers.append(self._serving[get])
             case GetRefused(get=get, reason=reason):
                 told = _text(reason)
-                refusal = Refusal(transfer=get, nbytes=len(told))
+                refusal = TransferRefusal(transfer=get, nbytes=len(told))
                 self._urgent.append((refusal, told, self._serving[get]))
-            case LaneEnded(lane=lane, between_records=between_records):
-                self._lane_ended(self._lanes.get(lane), between_records)
-            case LaneFailed(error=error):
+            case StripeEnded(stripe=stripe, between_records=between_records):
+                self._stripe_ended(self._stripes.get(stripe), between_records)
+            case StripeFailed(error=error):
                 self._fail(error, tell=isinstance(error, BulkError))
             case CloseAsked():
                 self._start_closing(now_ns)
             case TimerFired():
-                if self.state is State.CLOSING:
+                if self.state is BulkState.CLOSING:
                     error = LinkClosed(f"{self.peer} did not answer our goodbye in time")
                     self._fail(error, tell=False)
             case _:
@@ -229,7 +243,7 @@ class BulkMachine:
     def _asked(self, ask: PutAsked | NotifyAsked | GetAsked) -> None:
         if ask.transfer in self._transfers:
             raise LocalProtocolError(f"transfer {ask.transfer} is under way already")
-        if self.state is not State.OPEN:
+        if self.state is not BulkState.OPEN:
             self._actions.append(Finish(transfer=ask.transfer, error=self._end_error))
             return
         self._transfers.add(ask.transfer)
@@ -238,7 +252,7 @@ class BulkMachine:
             self._gets_waiting.append(ask)
             return
         total = ask.total if isinstance(ask, PutAsked) else 0
-        put = Outgoing(Of.TRANSFER, ask.transfer, total, order=self._next_put, ask=ask)
+        put = Outgoing(SourceKind.TRANSFER, ask.transfer, total, order=self._next_put, ask=ask)
         self._next_put += 1
         self._puts.append(put)
 
@@ -246,28 +260,28 @@ class BulkMachine:
         if self.rest() is None:
             raise LocalProtocolError(f"puts to {self.peer} went past a machine that was not at rest")
         for _ in range(event.puts):
-            put = Outgoing(Of.TRANSFER, 0, 0, order=self._next_put, cut_whole=True, settled=True)
+            put = Outgoing(SourceKind.TRANSFER, 0, 0, order=self._next_put, cut_whole=True, settled=True)
             self._next_put += 1
             self._unacked.append(put)
         self._acknowledged(event.acked)
         self._arrivals.go_on(event.published, event.told)
 
-    def _sent(self, lane: LaneState, number: int, records: int) -> None:
-        if records > len(lane.handed):
-            raise LocalProtocolError(f"{records} records sent, of {len(lane.handed)} given to a lane")
+    def _sent(self, stripe: StripeState, number: int, records: int) -> None:
+        if records > len(stripe.handed):
+            raise LocalProtocolError(f"{records} records sent, of {len(stripe.handed)} given to a stripe")
         for _ in range(records):
-            record, outgoing = lane.handed.popleft()
-            lane.handed_bytes -= record.nbytes
+            record, outgoing = stripe.handed.popleft()
+            stripe.handed_bytes -= record.nbytes
             if isinstance(record, Goodbye):
-                lane.goodbye_sent = True
-                self._actions.append(ShutLane(lane=number))
+                stripe.goodbye_sent = True
+                self._actions.append(ShutStripe(stripe=number))
             if outgoing is not None:
                 outgoing.unsent -= 1
                 if outgoing.cut_whole and outgoing.unsent == 0:
                     self._all_sent(outgoing)
 
     def _all_sent(self, outgoing: Outgoing) -> None:
-        if outgoing.of is Of.SERVED:
+        if outgoing.of is SourceKind.SERVED:
             del self._serving[outgoing.number]
             self._actions.append(Unserve(get=outgoing.number))
 
@@ -277,13 +291,13 @@ class BulkMachine:
 
     # -- what comes ----------------------------------------------------------------------------------
 
-    def _came(self, number: int, lane: LaneState, record: Record, now_ns: int) -> None:
-        if lane.receiving is not None:
-            raise LocalProtocolError(f"a record on lane {number} before the payload of the last")
+    def _came(self, number: int, stripe: StripeState, record: Record, now_ns: int) -> None:
+        if stripe.receiving is not None:
+            raise LocalProtocolError(f"a record on stripe {number} before the payload of the last")
         match record:
             case Put():
-                self._arrivals.stripe(record)
-                lane.receiving, lane.held_back = record, True
+                self._arrivals.fragment(record)
+                stripe.receiving, stripe.held_back = record, True
                 self._land()
             case Notify():
                 self._arrivals.notify(record)
@@ -292,18 +306,18 @@ class BulkMachine:
             case Get():
                 self._get_came(record)
             case Data():
-                self._data_came(number, lane, record)
-            case Refusal() | PutRefusal() | Error():
-                if isinstance(record, Refusal):
+                self._data_came(number, stripe, record)
+            case TransferRefusal() | PutRefusal() | Error():
+                if isinstance(record, TransferRefusal):
                     self._own_get(record.transfer)
                 elif isinstance(record, PutRefusal):
                     self._own_put(record.transfer)
-                lane.receiving = record
-                self._actions.append(ReceiveText(lane=number))
+                stripe.receiving = record
+                self._actions.append(ReceiveText(stripe=number))
             case Ack(puts=puts):
                 self._acknowledged(puts)
             case Goodbye():
-                lane.goodbye_heard = True
+                stripe.goodbye_heard = True
                 self._start_closing(now_ns)
             case _:
                 assert_never(record)
@@ -328,7 +342,7 @@ class BulkMachine:
     def _get_came(self, get: Get) -> None:
         if get.transfer in self._serving or len(self._serving) >= GETS_MAX:
             raise Malformed(f"get {get.transfer} came twice, or is one too many at once")
-        answer = Outgoing(Of.SERVED, get.transfer, get.total)
+        answer = Outgoing(SourceKind.SERVED, get.transfer, get.total)
         self._serving[get.transfer] = answer
         if get.after <= self._arrivals.published:
             self._serve(get)
@@ -344,32 +358,32 @@ class BulkMachine:
             raise Malformed(f"an answer came to get {transfer}, which we have not asked")
         return get
 
-    def _data_came(self, number: int, lane: LaneState, data: Data) -> None:
+    def _data_came(self, number: int, stripe: StripeState, data: Data) -> None:
         get = self._own_get(data.transfer)
-        if get.stripes is None:
-            get.stripes = Stripes(data)
+        if get.fragments is None:
+            get.fragments = Fragments(data)
         if data.total != get.ask.total:
             raise Malformed(f"the answer to get {data.transfer} is not what was asked for")
-        get.stripes.claim(data)
-        lane.receiving = data
+        get.fragments.claim(data)
+        stripe.receiving = data
         self._actions.append(
-            ReceiveGet(lane=number, transfer=data.transfer, offset=data.offset, nbytes=data.nbytes)
+            ReceiveGet(stripe=number, transfer=data.transfer, offset=data.offset, nbytes=data.nbytes)
         )
 
-    def _payload_came(self, lane: LaneState, text: str) -> None:
-        record, lane.receiving = lane.receiving, None
+    def _payload_came(self, stripe: StripeState, text: str) -> None:
+        record, stripe.receiving = stripe.receiving, None
         match record:
             case Put():
-                self._arrivals.stripe_done(record)
+                self._arrivals.fragment_done(record)
                 self._land()
                 self._publish()
             case Data():
                 get = self._own_get(record.transfer)
-                assert get.stripes is not None
-                get.stripes.left -= 1
-                if get.stripes.left == 0:
+                assert get.fragments is not None
+                get.fragments.left -= 1
+                if get.fragments.left == 0:
                     self._get_done(record.transfer)
-            case Refusal():
+            case TransferRefusal():
                 error = RemoteProtocolError(f"{self.peer} refuses a get: {text}")
                 self._get_done(record.transfer, error)
             case PutRefusal():
@@ -385,8 +399,8 @@ class BulkMachine:
                 raise LocalProtocolError("a payload came that was not due", story=tuple(self._story))
 
     def _get_done(self, transfer: int, error: ZbmdError | None = None) -> None:
-        # On several lanes a refusal may come while a stripe is received: the peer must not do both.
-        if error is not None and self._own_get(transfer).stripes is not None:
+        # On several stripes a refusal may come while a fragment is received: the peer must not do both.
+        if error is not None and self._own_get(transfer).fragments is not None:
             raise Malformed(f"get {transfer} is served and refused")
         del self._gets[transfer]
         self._gets_asked -= 1
@@ -394,12 +408,14 @@ class BulkMachine:
 
     def _land(self) -> None:
         """Have the payloads received that nothing holds back any more."""
-        for number, lane in self._lanes.items():
-            put = lane.receiving
-            if lane.held_back and isinstance(put, Put) and self._arrivals.may_land(put):
-                lane.held_back = False
+        for number, stripe in self._stripes.items():
+            put = stripe.receiving
+            if stripe.held_back and isinstance(put, Put) and self._arrivals.may_land(put):
+                stripe.held_back = False
                 self._actions.append(
-                    ReceivePut(lane=number, handle=put.handle, offset=put.at + put.offset, nbytes=put.nbytes)
+                    ReceivePut(
+                        stripe=number, handle=put.handle, offset=put.at + put.offset, nbytes=put.nbytes
+                    )
                 )
 
     def _publish(self) -> None:
@@ -418,17 +434,17 @@ class BulkMachine:
     # -- what goes -----------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        """Give records to lanes, one at a time to each, until no lane has room or there are none."""
+        """Give records to stripes, one at a time to each, until no stripe has room or there are none."""
         given = True
         while given:
             given = False
-            for number, lane in islice(self._lanes.items(), self._lanes_used):
-                has_room = lane.handed_bytes < self._limits.lane_bytes_max and not lane.goodbye_said
-                if has_room and len(lane.handed) < PUTS_AHEAD_MAX:
-                    given |= self._give_next(number, lane)
+            for number, stripe in islice(self._stripes.items(), self._stripes_used):
+                has_room = stripe.handed_bytes < self._limits.stripe_bytes_max and not stripe.goodbye_said
+                if has_room and len(stripe.handed) < PUTS_AHEAD_MAX:
+                    given |= self._give_next(number, stripe)
 
-    def _give_next(self, number: int, lane: LaneState) -> bool:
-        if number == self._first_lane and self._give_urgent(number, lane):
+    def _give_next(self, number: int, stripe: StripeState) -> bool:
+        if number == self._first_stripe and self._give_urgent(number, stripe):
             return True
         if self._gets_waiting and self._gets_asked < GETS_MAX:
             ask = self._gets_waiting.popleft()
@@ -436,87 +452,87 @@ class BulkMachine:
             own.asked = True
             self._gets_asked += 1
             get = Get(transfer=ask.transfer, handle=ask.handle, at=ask.at, total=ask.total, after=own.after)
-            self._give(number, lane, get, None)
+            self._give(number, stripe, get, None)
             return True
         may_put = bool(self._puts) and self._puts[0].order - self._acked < PUTS_AHEAD_MAX
         if self._answers and (self._answer_is_next or not may_put):
             self._answer_is_next = False
-            self._give_stripe(number, lane, self._answers)
+            self._give_fragment(number, stripe, self._answers)
         elif may_put:
             self._answer_is_next = True
-            self._give_stripe(number, lane, self._puts)
+            self._give_fragment(number, stripe, self._puts)
         else:
             return False
         return True
 
-    def _give_urgent(self, number: int, lane: LaneState) -> bool:
+    def _give_urgent(self, number: int, stripe: StripeState) -> bool:
         if self._urgent:
             record, text, outgoing = self._urgent.popleft()
             if outgoing is not None:
                 outgoing.cut_whole = True
-            self._give(number, lane, record, outgoing, text=text)
+            self._give(number, stripe, record, outgoing, text=text)
         elif self._arrivals.ack_due:
             # Behind the refusals of what it covers.
-            self._give(number, lane, Ack(puts=self._arrivals.acknowledge()), None)
+            self._give(number, stripe, Ack(puts=self._arrivals.acknowledge()), None)
         else:
             return False
         return True
 
-    def _give_stripe(self, number: int, lane: LaneState, queue: deque[Outgoing]) -> None:
+    def _give_fragment(self, number: int, stripe: StripeState, queue: deque[Outgoing]) -> None:
         outgoing = queue[0]
-        if not outgoing.stripe_bytes:
-            outgoing.stripe_bytes = self._stripe_bytes(outgoing.total)
+        if not outgoing.fragment_bytes:
+            outgoing.fragment_bytes = self._fragment_bytes(outgoing.total)
         offset = outgoing.cut_bytes
-        nbytes = min(outgoing.stripe_bytes, outgoing.total - offset)
-        record = stripe_record(outgoing, offset, nbytes)
+        nbytes = min(outgoing.fragment_bytes, outgoing.total - offset)
+        record = fragment_record(outgoing, offset, nbytes)
         outgoing.cut_bytes += nbytes
         if outgoing.cut_bytes == outgoing.total:
             outgoing.cut_whole = True
             queue.popleft()
-            if outgoing.of is Of.TRANSFER:
+            if outgoing.of is SourceKind.TRANSFER:
                 self._unacked.append(outgoing)
         source = Source(of=outgoing.of, number=outgoing.number, offset=offset, nbytes=nbytes)
-        self._give(number, lane, record, outgoing, source=source if nbytes else None)
+        self._give(number, stripe, record, outgoing, source=source if nbytes else None)
 
-    def _stripe_bytes(self, total: int) -> int:
-        lanes, limits = min(len(self._lanes), self._lanes_used), self._limits
-        if lanes == 1:
-            return STRIPE_BYTES_MAX
-        share = -(-total // (lanes * limits.stripe_bytes_min)) * limits.stripe_bytes_min
-        return max(limits.stripe_bytes_min, min(share, limits.stripe_bytes))
+    def _fragment_bytes(self, total: int) -> int:
+        stripes, limits = min(len(self._stripes), self._stripes_used), self._limits
+        if stripes == 1:
+            return FRAGMENT_BYTES_MAX
+        share = -(-total // (stripes * limits.fragment_bytes_min)) * limits.fragment_bytes_min
+        return max(limits.fragment_bytes_min, min(share, limits.fragment_bytes))
 
     def _give(
         self,
         number: int,
-        lane: LaneState,
+        stripe: StripeState,
         record: Record,
         outgoing: Outgoing | None,
         *,
         source: Source | None = None,
         text: bytes = b"",
     ) -> None:
-        lane.handed.append((record, outgoing))
-        lane.handed_bytes += record.nbytes
+        stripe.handed.append((record, outgoing))
+        stripe.handed_bytes += record.nbytes
         if outgoing is not None:
             outgoing.unsent += 1
-        self._actions.append(SendRecord(lane=number, record=record, source=source, text=text))
+        self._actions.append(SendRecord(stripe=number, record=record, source=source, text=text))
 
     # -- the end -------------------------------------------------------------------------------------
 
     def _start_closing(self, now_ns: int) -> None:
-        if self.state is State.OPEN:
-            self.state = State.CLOSING
+        if self.state is BulkState.OPEN:
+            self.state = BulkState.CLOSING
             self._actions.append(SetTimer(at_ns=now_ns + self._limits.close_ns))
 
-    def _lane_ended(self, lane: LaneState | None, between_records: bool) -> None:
-        if lane is not None and not lane.goodbye_heard:
+    def _stripe_ended(self, stripe: StripeState | None, between_records: bool) -> None:
+        if stripe is not None and not stripe.goodbye_heard:
             where = "" if between_records else " in the middle of a record"
             self._fail(PeerLost(self.peer, f"its bulk connection ended{where}"), tell=False)
 
     def _close_if_done(self) -> None:
-        if self.state is not State.CLOSING:
+        if self.state is not BulkState.CLOSING:
             return
-        if all(lane.goodbye_heard for lane in self._lanes.values()):
+        if all(stripe.goodbye_heard for stripe in self._stripes.values()):
             for transfer in list(self._gets):
                 self._finish(transfer, self._end_error)
             self._gets.clear()
@@ -527,35 +543,38 @@ class BulkMachine:
                     self._finish(put.number, self._end_error)
         under_way = self._puts or self._unacked or self._serving or self._gets
         if not (under_way or self._urgent or self._arrivals.ack_due):
-            for number, lane in self._lanes.items():
-                if not lane.goodbye_said:
-                    lane.goodbye_said = True
-                    self._give(number, lane, Goodbye(), None)
-        for number, lane in list(self._lanes.items()):
-            if lane.goodbye_sent and lane.goodbye_heard:
-                del self._lanes[number]
-                self._actions.append(CloseLane(lane=number))
-        if not self._lanes:
+            for number, stripe in self._stripes.items():
+                if not stripe.goodbye_said:
+                    stripe.goodbye_said = True
+                    self._give(number, stripe, Goodbye(), None)
+        for number, stripe in list(self._stripes.items()):
+            if stripe.goodbye_sent and stripe.goodbye_heard:
+                del self._stripes[number]
+                self._actions.append(CloseStripe(stripe=number))
+        if not self._stripes:
             self._fail(None, tell=False)
 
     def _fail(self, error: ZbmdError | None, *, tell: bool) -> None:
-        """The end, orderly without an error. tell: say why on a lane that is free for it, if there is one."""
+        """The end, orderly without an error.
+
+        Tell: say why on a stripe that is free for it, if there is one.
+        """
         if error is not None:
             self._end_error = error
         if isinstance(error, PeerLost | RemoteProtocolError):
             self._actions.append(MarkLost())
         if tell:
             text = _text(str(error))
-            for number, lane in self._lanes.items():
-                if not lane.handed and not lane.goodbye_said:
-                    self._give(number, lane, Error(nbytes=len(text)), None, text=text)
+            for number, stripe in self._stripes.items():
+                if not stripe.handed and not stripe.goodbye_said:
+                    self._give(number, stripe, Error(nbytes=len(text)), None, text=text)
                     break
         for transfer in sorted(self._transfers):
             self._actions.append(Finish(transfer=transfer, error=self._end_error))
         self._actions += [Unserve(get=get) for get in self._serving]
         self._transfers.clear()
         self._serving.clear()
-        self.state = State.ENDED
+        self.state = BulkState.ENDED
         self._actions.append(End(error=error))
 
 

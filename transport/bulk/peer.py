@@ -8,8 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import Final, assert_never
 
 import structlog
 
@@ -18,19 +17,14 @@ from zbmd.transport.bulk.events import (
     BulkAction,
     BulkEvent,
     CloseAsked,
-    CloseLane,
+    CloseStripe,
     End,
     Finish,
     GetAsked,
     GetRefused,
     GetResolved,
-    LaneEnded,
-    LaneFailed,
-    LaneOpened,
-    LanesUsed,
     MarkLost,
     NotifyAsked,
-    Of,
     PayloadCame,
     Publish,
     PutAsked,
@@ -43,54 +37,61 @@ from zbmd.transport.bulk.events import (
     SendRecord,
     Serve,
     SetTimer,
-    ShutLane,
+    ShutStripe,
+    SourceKind,
+    StripeEnded,
+    StripeFailed,
+    StripeOpened,
+    StripesUsed,
     TimerFired,
     Unserve,
 )
-from zbmd.transport.bulk.fast_path import QuickLane
-from zbmd.transport.bulk.lane import Lane
-from zbmd.transport.bulk.lane_count import SLOW_BYTES_PER_S, buffer_bytes_max, lanes_for, round_trip_us
-from zbmd.transport.bulk.lane_io import SCRATCH_BYTES, LaneSocket, Wait
-from zbmd.transport.bulk.lane_scaling import LaneUse, read_work
-from zbmd.transport.bulk.limits import BulkLimits
-from zbmd.transport.bulk.machine import BulkMachine, State
+from zbmd.transport.bulk.fast_path import QuickStripe
+from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo, OnEnded
+from zbmd.transport.bulk.machine import BulkMachine, BulkState
+from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.bulk.records import Ack, BulkError, Error
-from zbmd.transport.bulk.region import BulkRegion
-from zbmd.transport.bulk.stream import Arrived
-from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
-from zbmd.transport.memory.region import RegionHandle, require_owner
+from zbmd.transport.bulk.stream import PayloadArrived
+from zbmd.transport.bulk.stripe_io import SCRATCH_BYTES, ReadResult, Stripe, StripeSocket
+from zbmd.transport.bulk.stripe_scaling import (
+    SLOW_BYTES_PER_S,
+    StripeUse,
+    buffer_bytes_max,
+    read_work,
+    round_trip_us,
+    stripes_for,
+)
+from zbmd.transport.errors import (
+    LinkClosed,
+    LinkFull,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    ZbmdError,
+)
+from zbmd.transport.memory.region import CheckedRegion, RegionHandle, require_owner
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import DONE, Transfer
 from zbmd.transport.native import _native
 
-if TYPE_CHECKING:
-    from zbmd.transport.bulk.plane import DataPlane
-
 TURN_CALLS_MAX: Final = 16
-"""Receives or sends on one lane before others have their turn."""
+"""Receives or sends on one stripe before others have their turn."""
 LINGER_NS: Final = 1_000_000_000
 """How long we go on reading after telling a peer of its fault: to close earlier would take it back."""
 
-OnEnded = Callable[[ZbmdError | None], None]
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BulkPeerInfo:
-    """Whom a bulk connection goes to."""
-
-    name: int | str
-    """For errors."""
-    slot: int
-    """Where the peer's cells and its bit in the lost mask are in our segment."""
-    incarnation: int
-
-
 class BulkPeer:
-    """One-sided transfers to and from one incarnation of a peer. Made by `DataPlane.connect`.
+    """One-sided transfers to and from one incarnation of a peer.
 
-    It has as many lanes as are given to it, at any time, and waits for the first. When it has ended it never
-    touches a region, cell or buffer again; `ended` tells when. Its methods may be called from any thread.
+    segment: ours, whose cells and lost mask report on the peer, and whose regions the peer may use. on_ended:
+    called once from the plane's thread, when the connection has ended. adapts: use as many stripes as the
+    path needs (see `stripe_scaling`), not all.
+
+    It has as many stripes as are given to it, at any time, and waits for the first. Once `ended` is done it
+    touches no region, cell or buffer again. Its methods may be called from any thread. Raises
+    `LocalProtocolError` if the slot is out of range or the plane is closed.
     """
 
     def __init__(
@@ -99,10 +100,13 @@ class BulkPeer:
         info: BulkPeerInfo,
         *,
         segment: Segment,
-        limits: BulkLimits,
-        on_ended: OnEnded | None,
-        adapts: bool,
+        limits: BulkLimits | None = None,
+        on_ended: OnEnded | None = None,
+        adapts: bool = False,
     ) -> None:
+        if not 0 <= info.slot < _native.MAX_SLOTS:
+            raise LocalProtocolError(f"slot {info.slot} is not below {_native.MAX_SLOTS}")
+        limits = limits or BulkLimits()
         self.info = info
         self.ended = Transfer()
         """Done when the connection has ended and nothing is touched any more; raises why, if not orderly."""
@@ -121,19 +125,20 @@ class BulkPeer:
         self._machine = BulkMachine(peer=info.name, limits=limits)
         self._events: deque[BulkEvent] = deque()
         """What the machine is to be told; the first is being handled."""
-        self._lanes: dict[int, LaneSocket] = {}
+        self._stripes: dict[int, StripeSocket] = {}
         self._buffers: dict[int, tuple[Transfer, memoryview]] = {}
         self._served: dict[int, memoryview] = {}
         self._landing: dict[int, int] = {}
-        """Lane to the get of ours whose answer is what it receives now, or received last."""
-        self._unsent: dict[int, LaneSocket] = {}
-        """Lanes that have something to send."""
+        """Stripe to the get of ours whose answer is what it receives now, or received last."""
+        self._unsent: dict[int, StripeSocket] = {}
+        """Stripes that have something to send."""
         self._prompt = False
         """Some of it is more than an acknowledgement."""
-        self._quick = QuickLane(self._machine, self._regions, self._own, info.slot)
-        self._use: LaneUse | None = None
+        self._quick = QuickStripe(self._machine, self._regions, self._own, info.slot)
+        self._use: StripeUse | None = None
         self._lingering = False
         self._told = False
+        plane.add(self)
 
     # -- any thread ----------------------------------------------------------------------------------
 
@@ -152,10 +157,10 @@ class BulkPeer:
         require_owner(handle, slot=self.info.slot, incarnation=self.info.incarnation)
         return BulkRegion(self, handle)
 
-    def add_lane(self, lane: Lane) -> None:
+    def add_stripe(self, stripe: Stripe) -> None:
         """Use one more connection; it is ours now. Closed at once if we have ended."""
-        if not self._plane.call(lambda: self._open_lane(lane)):
-            lane.sock.close()
+        if not self._plane.call(lambda: self._open_stripe(stripe)):
+            stripe.sock.close()
 
     def close(self) -> None:
         """Finish what is under way, say goodbye and end, within `BulkLimits.close_ns`. Idempotent."""
@@ -184,7 +189,7 @@ class BulkPeer:
     def put_now(self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int) -> bool:
         """Put `src` past the machine: whether that was done. Then it may change at once."""
         return len(src) <= QUICK_BYTES_MAX and self._plane.at_once(
-            lambda: self._go_quickly(lambda lane: lane.put(handle, src, at, channel, value))
+            lambda: self._go_quickly(lambda stripe: stripe.put(handle, src, at, channel, value))
         )
 
     def get(self, handle: RegionHandle, into: memoryview, at: int, *, owner: object) -> Transfer:
@@ -210,7 +215,7 @@ class BulkPeer:
 
     def notify(self, channel: int, value: int) -> None:
         """Set the peer's cell of (our slot, channel) behind all puts before."""
-        if self._plane.at_once(lambda: self._go_quickly(lambda lane: lane.notify(channel, value))):
+        if self._plane.at_once(lambda: self._go_quickly(lambda stripe: stripe.notify(channel, value))):
             return
         self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
 
@@ -245,14 +250,14 @@ class BulkPeer:
 
     # -- the data-plane thread -----------------------------------------------------------------------
 
-    def _go_quickly(self, send: Callable[[QuickLane], bool | None]) -> bool:
+    def _go_quickly(self, send: Callable[[QuickStripe], bool | None]) -> bool:
         """Send something past the machine, if it is at rest; whether that was done."""
         quick = self._quick
         if self._events or self._error is not None:
             return False
-        if quick.lane < 0:
+        if quick.stripe < 0:
             self.flush()  # acknowledgements that are held back are all that may be in the way
-            if not quick.begin(self._lanes):
+            if not quick.begin(self._stripes):
                 return False
         whole = send(quick)
         if whole is None:
@@ -266,18 +271,18 @@ class BulkPeer:
         if whole and self._quick.owes:
             self._plane.flush_later(self)  # it came while we waited to send
         if not whole:
-            number = self._quick.lane
+            number = self._quick.stripe
             self._leave_quick()
-            self._unsent[number] = self._lanes[number]
+            self._unsent[number] = self._stripes[number]
             self._prompt = True
             self._plane.flush_soon(self)
 
     def _leave_quick(self) -> None:
         """What follows is the machine's."""
-        number = self._quick.lane
+        number = self._quick.stripe
         if number >= 0:
             self._handle(self._quick.end())
-            if self._lanes[number].has_surplus:
+            if self._stripes[number].has_surplus:
                 self._plane.again(self, number)
 
     def _start(self, number: int, event: BulkEvent, transfer: Transfer, view: memoryview) -> None:
@@ -288,34 +293,34 @@ class BulkPeer:
         for number, (transfer, view) in self._buffers.items():
             if transfer in transfers:
                 self._buffers[number] = transfer, memoryview(bytearray(view))
-        for lane, number in self._landing.items():
+        for stripe, number in self._landing.items():
             if number in self._buffers and self._buffers[number][0] in transfers:
-                self._lanes[lane].reader.redirect()
+                self._stripes[stripe].reader.redirect()
         self._served = {get: memoryview(bytes(view)) for get, view in self._served.items()}
-        for io in self._lanes.values():
+        for io in self._stripes.values():
             io.writer.let_go()
 
-    def _open_lane(self, lane: Lane) -> None:
-        number = lane.session.lane
-        if self._machine.state is State.ENDED or number in self._lanes:
-            lane.sock.close()
+    def _open_stripe(self, stripe: Stripe) -> None:
+        number = stripe.session.stripe
+        if self._machine.state is BulkState.ENDED or number in self._stripes:
+            stripe.sock.close()
             return
-        io = self._lanes[number] = LaneSocket(lane, self.info.name, self._plane.tag_helper)
+        io = self._stripes[number] = StripeSocket(stripe, self.info.name, self._plane.tag_helper)
         self._plane.watch(io.sock, self, number)
         if self._adapts and self._use is None:
-            at_first = lanes_for(round_trip_us(io.sock), buffer_bytes_max(), SLOW_BYTES_PER_S)
-            self._use = LaneUse(at_first)
-            self._handle(LanesUsed(count=at_first))
-        self._handle(LaneOpened(lane=number))
-        if lane.surplus:
+            at_first = stripes_for(round_trip_us(io.sock), buffer_bytes_max(), SLOW_BYTES_PER_S)
+            self._use = StripeUse(at_first)
+            self._handle(StripesUsed(count=at_first))
+        self._handle(StripeOpened(stripe=number))
+        if stripe.surplus:
             self.readable(number)
 
     def readable(self, number: int) -> None:
-        """Bytes may have come on a lane."""
-        io = self._lanes.get(number)
+        """Bytes may have come on a stripe."""
+        io = self._stripes.get(number)
         if io is None or io.paused:
             return
-        if number == self._quick.lane or (self._plane.is_driven and self._quick_again(number)):
+        if number == self._quick.stripe or (self._plane.is_driven and self._quick_again(number)):
             if self._quick.receive():
                 if self._quick.owes:
                     self._plane.flush_later(self)
@@ -328,22 +333,22 @@ class BulkPeer:
             try:
                 came = io.receive()
             except (BulkError, PeerLost) as error:
-                self._handle(LaneFailed(lane=number, error=error))
+                self._handle(StripeFailed(stripe=number, error=error))
                 return
             match came:
-                case Wait.MORE:
+                case ReadResult.MORE:
                     continue
-                case Wait.BLOCKED:
+                case ReadResult.BLOCKED:
                     return
-                case Wait.ENDED:
+                case ReadResult.ENDED:
                     self._plane.want_read(io.sock, wanted=False)
-                    self._handle(LaneEnded(lane=number, between_records=io.reader.between_records))
+                    self._handle(StripeEnded(stripe=number, between_records=io.reader.between_records))
                     return
-                case Arrived():
-                    self._handle(PayloadCame(lane=number, text=came.text))
+                case PayloadArrived():
+                    self._handle(PayloadCame(stripe=number, text=came.text))
                 case _:
-                    self._handle(RecordCame(lane=number, record=came))
-            if self._lanes.get(number) is not io or self._lingering:
+                    self._handle(RecordCame(stripe=number, record=came))
+            if self._stripes.get(number) is not io or self._lingering:
                 return
             if not io.reader.wanted_bytes:
                 # What comes next has no place yet. Unread, it slows the peer down.
@@ -353,17 +358,17 @@ class BulkPeer:
         self._plane.again(self, number)
 
     def flush(self) -> None:
-        """Send on every lane that has something to send, as far as sockets take it."""
+        """Send on every stripe that has something to send, as far as sockets take it."""
         self._prompt = False
-        if self._quick.lane >= 0 and self._quick.owes:
+        if self._quick.stripe >= 0 and self._quick.owes:
             self._sent_quickly(whole=self._quick.acknowledge())
         while self._unsent:
             number, io = self._unsent.popitem()
             self.writable(number, io)
 
-    def writable(self, number: int, io: LaneSocket | None = None) -> None:
-        """A lane's socket may take bytes."""
-        io = io or self._lanes.get(number)
+    def writable(self, number: int, io: StripeSocket | None = None) -> None:
+        """A stripe's socket may take bytes."""
+        io = io or self._stripes.get(number)
         if io is None:
             return
         for _ in range(TURN_CALLS_MAX):
@@ -373,51 +378,51 @@ class BulkPeer:
             try:
                 records = io.send()
             except (BulkError, PeerLost) as error:
-                self._handle(LaneFailed(lane=number, error=error))
+                self._handle(StripeFailed(stripe=number, error=error))
                 return
             if records is None:
                 break
             self._plane.check_silence_of(self)
             if records:
-                self._handle(RecordsSent(lane=number, records=records))
-            if self._lanes.get(number) is not io:
+                self._handle(RecordsSent(stripe=number, records=records))
+            if self._stripes.get(number) is not io:
                 return
         self._plane.want_write(io.sock, wanted=True)
 
-    def check_lanes(self) -> None:
-        """Use more lanes if those in use are too few for the path."""
+    def check_stripes(self) -> None:
+        """Use more stripes if those in use are too few for the path."""
         if self._use is None or self._lingering:
             return
         used = self._use.count
-        count, reason = self._use.look({number: read_work(io.sock) for number, io in self._lanes.items()})
+        count, reason = self._use.look({number: read_work(io.sock) for number, io in self._stripes.items()})
         if count != used:
-            log.info("more lanes are used", peer=self.info.name, lanes=count, reason=reason.value)
-            self._handle(LanesUsed(count=count))
+            log.info("more stripes are used", peer=self.info.name, stripes=count, reason=reason.value)
+            self._handle(StripesUsed(count=count))
 
     def check_silence(self) -> bool:
         """Give the peer up if its host is silent; whether there is something to check again."""
-        for number, io in list(self._lanes.items()):
+        for number, io in list(self._stripes.items()):
             if io.owed and not self._lingering and io.is_silent(self._limits.silent_ms):
                 reason = f"its host has acknowledged nothing for {self._limits.silent_ms} ms"
-                self._handle(LaneFailed(lane=number, error=PeerLost(self.info.name, reason)))
+                self._handle(StripeFailed(stripe=number, error=PeerLost(self.info.name, reason)))
                 return False
-        return any(io.owed for io in self._lanes.values())
+        return any(io.owed for io in self._stripes.values())
 
     def cut(self, error: ZbmdError) -> None:
         """End now, without a word to the peer. On the thread, and never from within an action."""
         self._events.clear()  # nothing, unless a bug of ours has broken off
-        self._handle(LaneFailed(lane=-1, error=error))
-        self._close_lanes()
+        self._handle(StripeFailed(stripe=-1, error=error))
+        self._close_stripes()
 
     def timer_fired(self) -> None:
         """The time asked for has come."""
         if self._lingering:
-            self._close_lanes()
+            self._close_stripes()
         else:
             self._handle(TimerFired())
 
     def _handle(self, event: BulkEvent) -> None:
-        if self._quick.lane >= 0:
+        if self._quick.stripe >= 0:
             self._leave_quick()
         self._events.append(event)
         if len(self._events) > 1:
@@ -437,13 +442,13 @@ class BulkPeer:
                 self._send(action)
             case ReceivePut():
                 self._receive_put(action)
-            case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
-                self._landing[lane] = transfer
+            case ReceiveGet(stripe=stripe, transfer=transfer, offset=offset, nbytes=nbytes):
+                self._landing[stripe] = transfer
                 _, view = self._buffers[transfer]
-                self._receive_into(lane, nbytes, view[offset : offset + nbytes])
-            case ReceiveText(lane=lane):
-                self._landing.pop(lane, None)
-                self._lanes[lane].reader.receive_text()
+                self._receive_into(stripe, nbytes, view[offset : offset + nbytes])
+            case ReceiveText(stripe=stripe):
+                self._landing.pop(stripe, None)
+                self._stripes[stripe].reader.receive_text()
             case Serve():
                 self._serve(action)
             case Unserve(get=get):
@@ -454,10 +459,10 @@ class BulkPeer:
                     _native.notify(self._own.address, self.info.slot, channel, value)
             case Finish(transfer=number, error=error):
                 self._finish(number, error)
-            case ShutLane(lane=lane):
-                self._lanes[lane].shut()
-            case CloseLane(lane=lane):
-                self._close_lane(lane)
+            case ShutStripe(stripe=stripe):
+                self._stripes[stripe].shut()
+            case CloseStripe(stripe=stripe):
+                self._close_stripe(stripe)
             case SetTimer(at_ns=at_ns):
                 self._plane.set_timer(self, at_ns)
             case MarkLost():
@@ -468,31 +473,31 @@ class BulkPeer:
                 assert_never(action)
 
     def _send(self, action: SendRecord) -> None:
-        io = self._lanes[action.lane]
+        io = self._stripes[action.stripe]
         payload = memoryview(action.text) if action.text else None
         if (source := action.source) is not None:
-            ours = source.of is Of.TRANSFER
+            ours = source.of is SourceKind.TRANSFER
             whole = self._buffers[source.number][1] if ours else self._served[source.number]
             payload = whole[source.offset : source.offset + source.nbytes]
         self._told |= isinstance(action.record, Error)
         self._prompt |= not isinstance(action.record, Ack)
         io.writer.add(action.record, payload)
-        self._unsent[action.lane] = io
+        self._unsent[action.stripe] = io
 
     def _receive_put(self, action: ReceivePut) -> None:
-        self._landing.pop(action.lane, None)
+        self._landing.pop(action.stripe, None)
         try:
             view = self._regions.resolve(action.handle, action.offset, action.nbytes, write=True)
         except RemoteProtocolError as error:
-            self._handle(PutRefused(lane=action.lane, reason=str(error)))
+            self._handle(PutRefused(stripe=action.stripe, reason=str(error)))
             view = None
-        self._receive_into(action.lane, action.nbytes, view)
+        self._receive_into(action.stripe, action.nbytes, view)
 
-    def _receive_into(self, lane: int, nbytes: int, view: memoryview | None) -> None:
+    def _receive_into(self, stripe: int, nbytes: int, view: memoryview | None) -> None:
         if not nbytes:
-            self._handle(PayloadCame(lane=lane))
+            self._handle(PayloadCame(stripe=stripe))
             return
-        io = self._lanes[lane]
+        io = self._stripes[stripe]
         if view is None:
             io.reader.receive_nowhere()
         else:
@@ -500,7 +505,7 @@ class BulkPeer:
         if io.paused:
             io.paused = False
             self._plane.want_read(io.sock, wanted=True)
-            self._plane.again(self, lane)
+            self._plane.again(self, stripe)
 
     def _serve(self, action: Serve) -> None:
         try:
@@ -524,14 +529,14 @@ class BulkPeer:
         # We alone write on its behalf, and write no more.
         self._regions.writer_gone(self.info.slot)
         self._refuse_new(self._machine.end_error)
-        if self._told and self._lanes:
+        if self._told and self._stripes:
             self._lingering = True
-            for io in self._lanes.values():
+            for io in self._stripes.values():
                 io.paused = False
                 self._plane.want_read(io.sock, wanted=True)
             self._plane.set_timer(self, _native.now_ns() + LINGER_NS)
         else:
-            self._close_lanes()
+            self._close_stripes()
         self.ended.finish(error)
         if self._on_ended is not None:
             self._on_ended(error)
@@ -539,24 +544,47 @@ class BulkPeer:
             log.warning("bulk connection ended", peer=self.info.name, reason=str(error))
 
     def _quick_again(self, number: int) -> bool:
-        """Whether what comes on this lane may go past the machine from now on."""
-        if self._lingering or self._quick.lane >= 0:  # then on another lane, which goes on
+        """Whether what comes on this stripe may go past the machine from now on."""
+        if self._lingering or self._quick.stripe >= 0:  # then on another stripe, which goes on
             return False
-        return self._quick.begin(self._lanes) and self._quick.lane == number
+        return self._quick.begin(self._stripes) and self._quick.stripe == number
 
-    def _discard(self, io: LaneSocket) -> None:
+    def _discard(self, io: StripeSocket) -> None:
         if not io.discard(bytearray(SCRATCH_BYTES)):
-            self._close_lanes()
+            self._close_stripes()
 
-    def _close_lanes(self) -> None:
-        for number in list(self._lanes):
-            self._close_lane(number)
+    def _close_stripes(self) -> None:
+        for number in list(self._stripes):
+            self._close_stripe(number)
         self._lingering = False
         self._plane.forget(self)
 
-    def _close_lane(self, number: int) -> None:
-        io = self._lanes.pop(number)
+    def _close_stripe(self, number: int) -> None:
+        io = self._stripes.pop(number)
         self._landing.pop(number, None)
         self._unsent.pop(number, None)
         self._plane.unwatch(io.sock)
         io.close()
+
+
+class BulkRegion(CheckedRegion):
+    """A `RemoteRegion` of a peer on another host, reached over TCP. Made by `BulkPeer.open_region`.
+
+    A call only hands the transfer to the data-plane thread. Raises `LinkFull` if too many are in flight.
+    """
+
+    def __init__(self, peer: BulkPeer, handle: RegionHandle) -> None:
+        super().__init__(handle)
+        self._peer = peer
+
+    def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
+        return self._peer.put(self._handle, view, offset, channel=channel, value=value, owner=owner)
+
+    def _put_now(self, view: memoryview, offset: int, channel: int, value: int) -> bool:
+        return self._peer.put_now(self._handle, view, offset, channel=channel, value=value)
+
+    def _get(self, view: memoryview, offset: int, owner: object) -> Transfer:
+        return self._peer.get(self._handle, view, offset, owner=owner)
+
+    def _notify(self, channel: int, value: int) -> None:
+        self._peer.notify(channel, value)

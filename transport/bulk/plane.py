@@ -16,17 +16,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
-from zbmd.transport.bulk.limits import BulkLimits
-from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo, OnEnded
-from zbmd.transport.errors import LinkClosed, LocalProtocolError
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, ZbmdError
 from zbmd.transport.host.topology.cpus import usable_cpus
-from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
-from zbmd.transport.secure.payload_mac import TagHelper
+from zbmd.transport.secure.mac import TagHelper
 
 EVENTS_PER_WAKE: Final = 64
 """Sockets that are served before the thread looks at what was asked for."""
@@ -42,6 +39,38 @@ HELPER_CPUS_MIN: Final = 3
 """With fewer processors nobody makes tags beside the thread: it has one, and the network another."""
 _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
+
+
+class PlanePeer(Protocol):
+    """What the plane calls of a peer, always on the thread that takes a turn. See `peer.BulkPeer`."""
+
+    def readable(self, number: int, /) -> None:
+        """Bytes may have arrived on a stripe."""
+        ...
+
+    def writable(self, number: int, /) -> None:
+        """A stripe's socket may take bytes."""
+        ...
+
+    def flush(self) -> None:
+        """Send on every stripe that has something to send."""
+        ...
+
+    def timer_fired(self) -> None:
+        """The time given to `set_timer` has come."""
+        ...
+
+    def check_stripes(self) -> None:
+        """Use more stripes if those in use are too few for the path."""
+        ...
+
+    def check_silence(self) -> bool:
+        """Give the peer up if its host is silent; return whether there is something to check again."""
+        ...
+
+    def cut(self, error: ZbmdError) -> None:
+        """End now."""
+        ...
 
 
 class Driving(AbstractContextManager[None]):
@@ -66,16 +95,16 @@ class DataPlane:
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         """What other threads ask for; as much as their peers' bounds on transfers let them."""
-        self._peers: dict[BulkPeer, None] = {}
-        self._watched: dict[int, tuple[BulkPeer, int, int]] = {}
-        """File descriptor to peer, lane, and the events it is registered for."""
-        self._again: dict[tuple[BulkPeer, int], None] = {}
-        """Lanes that may have more to read than their turn allowed."""
-        self._to_flush: dict[BulkPeer, None] = {}
-        self._held_back: dict[BulkPeer, None] = {}
+        self._peers: dict[PlanePeer, None] = {}
+        self._watched: dict[int, tuple[PlanePeer, int, int]] = {}
+        """File descriptor to peer, stripe, and the events it is registered for."""
+        self._again: dict[tuple[PlanePeer, int], None] = {}
+        """Stripes that may have more to read than their turn allowed."""
+        self._to_flush: dict[PlanePeer, None] = {}
+        self._held_back: dict[PlanePeer, None] = {}
         """Those that have acknowledgements alone to send: they leave with what follows, or before a sleep."""
-        self._timers: dict[BulkPeer, int] = {}
-        self._owed: dict[BulkPeer, None] = {}
+        self._timers: dict[PlanePeer, int] = {}
+        self._owed: dict[PlanePeer, None] = {}
         """Those whose host may have something to acknowledge."""
         self._check_at_ns = 0
         self._epoll = select.epoll()
@@ -103,28 +132,10 @@ class DataPlane:
         self._thread = threading.Thread(target=self._run, name="zbmd-data", daemon=True)
         self._thread.start()
 
-    def connect(
-        self,
-        info: BulkPeerInfo,
-        *,
-        segment: Segment,
-        limits: BulkLimits | None = None,
-        on_ended: OnEnded | None = None,
-        adapts: bool = False,
-    ) -> BulkPeer:
-        """A bulk connection with one peer; give it lanes.
-
-        segment: ours, whose cells and lost mask tell of the peer, and whose regions it may use; on_ended:
-        called from this thread, once, when it has ended; adapts: use as many lanes as the path needs, not all
-        (`lane_scaling`). Raises `LocalProtocolError` once closed.
-        """
-        if not 0 <= info.slot < _native.MAX_SLOTS:
-            raise LocalProtocolError(f"slot {info.slot} is not below {_native.MAX_SLOTS}")
-        bounds = limits or BulkLimits()
-        peer = BulkPeer(self, info, segment=segment, limits=bounds, on_ended=on_ended, adapts=adapts)
+    def add(self, peer: PlanePeer) -> None:
+        """Serve `peer` from now on. Raises `LocalProtocolError` once closed."""
         if not self.call(lambda: self._peers.update({peer: None})):
             raise LocalProtocolError("the data plane is closed")
-        return peer
 
     def call(self, function: Callable[[], None]) -> bool:
         """Have the thread call `function`, in the order of these calls; False if the plane is closed."""
@@ -240,59 +251,59 @@ class DataPlane:
 
     # -- for peers, on the thread --------------------------------------------------------------------
 
-    def watch(self, sock: socket.socket, peer: BulkPeer, lane: int) -> None:
-        """Tell `peer` when the lane's socket can be read."""
-        self._watched[sock.fileno()] = peer, lane, _READ
+    def watch(self, sock: socket.socket, peer: PlanePeer, stripe: int) -> None:
+        """Tell `peer` when the stripe's socket can be read."""
+        self._watched[sock.fileno()] = peer, stripe, _READ
         self._epoll.register(sock.fileno(), _READ)
 
     def want_write(self, sock: socket.socket, *, wanted: bool) -> None:
         """Tell the peer, too, when the socket can be written, or not any more."""
         fd = sock.fileno()
-        peer, lane, events = self._watched[fd]
-        self._set_events(fd, peer, lane, events | select.EPOLLOUT if wanted else events & ~select.EPOLLOUT)
+        peer, stripe, events = self._watched[fd]
+        self._set_events(fd, peer, stripe, events | select.EPOLLOUT if wanted else events & ~select.EPOLLOUT)
 
     def want_read(self, sock: socket.socket, *, wanted: bool) -> None:
         """Tell the peer when the socket can be read, or not any more."""
         fd = sock.fileno()
-        peer, lane, events = self._watched[fd]
-        self._set_events(fd, peer, lane, events | _READ if wanted else events & ~_READ)
+        peer, stripe, events = self._watched[fd]
+        self._set_events(fd, peer, stripe, events | _READ if wanted else events & ~_READ)
 
     def unwatch(self, sock: socket.socket) -> None:
         """Forget a socket that is about to be closed."""
         if self._watched.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock.fileno())
 
-    def again(self, peer: BulkPeer, lane: int) -> None:
-        """Read this lane again after the others have had their turn."""
-        self._again[peer, lane] = None
+    def again(self, peer: PlanePeer, stripe: int) -> None:
+        """Read this stripe again after the others have had their turn."""
+        self._again[peer, stripe] = None
 
-    def flush_soon(self, peer: BulkPeer) -> None:
+    def flush_soon(self, peer: PlanePeer) -> None:
         """Have `peer` send what it has, before the thread sleeps."""
         self._held_back.pop(peer, None)
         self._to_flush[peer] = None
 
-    def flush_later(self, peer: BulkPeer) -> None:
+    def flush_later(self, peer: PlanePeer) -> None:
         """Have `peer` send what it has with what follows, or else soon: nobody works on for it."""
         if peer not in self._to_flush:
             self._held_back[peer] = None
 
-    def flushed(self, peer: BulkPeer) -> None:
+    def flushed(self, peer: PlanePeer) -> None:
         """All that was held back for `peer` has left."""
         self._held_back.pop(peer, None)
 
-    def check_silence_of(self, peer: BulkPeer) -> None:
+    def check_silence_of(self, peer: PlanePeer) -> None:
         """Something has been sent to this peer."""
         if peer not in self._owed:
             if not self._owed:
                 self._check_at_ns = _native.now_ns() + SILENCE_CHECK_NS
             self._owed[peer] = None
 
-    def set_timer(self, peer: BulkPeer, at_ns: int) -> None:
+    def set_timer(self, peer: PlanePeer, at_ns: int) -> None:
         """Fire the peer's one timer at this monotonic time."""
         self._timers[peer] = at_ns
 
-    def forget(self, peer: BulkPeer) -> None:
-        """This peer has ended and has no lane left."""
+    def forget(self, peer: PlanePeer) -> None:
+        """This peer has ended and has no stripe left."""
         self._peers.pop(peer, None)
         self._timers.pop(peer, None)
         self._to_flush.pop(peer, None)
@@ -301,9 +312,9 @@ class DataPlane:
         for key in [key for key in self._again if key[0] is peer]:
             del self._again[key]
 
-    def _set_events(self, fd: int, peer: BulkPeer, lane: int, events: int) -> None:
+    def _set_events(self, fd: int, peer: PlanePeer, stripe: int, events: int) -> None:
         if events != self._watched[fd][2]:
-            self._watched[fd] = peer, lane, events
+            self._watched[fd] = peer, stripe, events
             self._epoll.modify(fd, events)
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -367,8 +378,8 @@ class DataPlane:
             self._calls.popleft()()
         self._flush()
         again, self._again = self._again, {}
-        for peer, lane in again:
-            peer.readable(lane)
+        for peer, stripe in again:
+            peer.readable(stripe)
         self._fire_timers()
         for fd, events in found:
             watched = self._watched.get(fd)
@@ -376,11 +387,11 @@ class DataPlane:
                 if fd == self._wake_fd:
                     self._read_wake_up()
                 continue
-            peer, lane, _ = watched
+            peer, stripe, _ = watched
             if events & ~select.EPOLLOUT:
-                peer.readable(lane)
+                peer.readable(stripe)
             if events & select.EPOLLOUT:
-                peer.writable(lane)
+                peer.writable(stripe)
         if whole:
             self._release_held_back()
         self._flush()
@@ -422,6 +433,6 @@ class DataPlane:
         if self._owed and now_ns >= self._check_at_ns:
             self._check_at_ns = now_ns + SILENCE_CHECK_NS
             for peer in list(self._owed):
-                peer.check_lanes()
+                peer.check_stripes()
                 if not peer.check_silence():
                     self._owed.pop(peer, None)

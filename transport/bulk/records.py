@@ -1,18 +1,18 @@
 """Sans-I/O: the records of the bulk stream, their fixed header, and what is wrong with a bad one.
 
-A connection of the bulk stream (a *lane*) carries records in both directions. Each is a header of
-`HEADER_BYTES` bytes, its tag if the lane is protected by a MAC, and, where `nbytes` says so, a payload
+A connection of the bulk stream (a *stripe*) carries records in both directions. Each is a header of
+`HEADER_BYTES` bytes, its tag if the stripe is protected by a MAC, and, where `nbytes` says so, a payload
 followed by a tag of its own. Fields that a kind does not use are zero, so one record has one encoding.
 
-    PUT       a stripe of a put: payload to `at + offset` of a region of the receiver
+    PUT       a fragment of a put: payload to `at + offset` of a region of the receiver
     NOTIFY    a put without bytes
     GET       asks for `total` bytes at `at` of a region of the receiver, behind the first `value` puts
-    DATA      a stripe of the answer to a GET
+    DATA      a fragment of the answer to a GET
     REFUSAL   the answer to a GET that cannot be served; the payload says why
     ACK       the first `value` puts have arrived and are published, but for those that were refused before
     PUT_REFUSAL  a put is refused, and not published; the payload says why
     ERROR     the sender ends the connection; the payload says why
-    GOODBYE   nothing more comes on this lane
+    GOODBYE   nothing more comes on this stripe
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import CHANNELS
 
-STRIPE_BYTES_MAX: Final = 1 << 24
+FRAGMENT_BYTES_MAX: Final = 1 << 24
 """The longest payload of one record."""
-STRIPES_MAX: Final = 1 << 20
-"""Stripes of one transfer: bounds what the receiver notes about it to 128 KiB."""
+FRAGMENTS_MAX: Final = 1 << 20
+"""Fragments of one transfer: bounds what the receiver notes about it to 128 KiB."""
 TEXT_BYTES_MAX: Final = 512
 """The longest reason in a REFUSAL or ERROR."""
 PUTS_AHEAD_MAX: Final = 1 << 10
@@ -37,7 +37,7 @@ PUTS_AHEAD_MAX: Final = 1 << 10
 GETS_MAX: Final = 256
 """Gets of one side that are asked and not answered."""
 
-# kind, writable, channel, stripe_bytes, sequence, transfer, nbytes, total, offset, value, at,
+# kind, writable, channel, fragment_bytes, sequence, transfer, nbytes, total, offset, value, at,
 # region offset, region nbytes, incarnation, slot, zero
 _HEADER: Final = struct.Struct("<BBHI10QII")
 HEADER_BYTES: Final = _HEADER.size
@@ -52,7 +52,7 @@ class Forged(BulkError):
 
 
 class OutOfSequence(BulkError):
-    """A record was repeated, left out or reordered, on a lane without a MAC."""
+    """A record was repeated, left out or reordered, on a stripe without a MAC."""
 
 
 class Malformed(BulkError):
@@ -73,7 +73,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """One stripe of a put. transfer: its number in the order of all puts of its sender, from 0."""
+    """One fragment of a put. transfer: its number in the order of all puts of its sender, from 0."""
 
     transfer: int
     handle: RegionHandle
@@ -81,10 +81,10 @@ class Put:
     """Where in the region the whole put begins, bytes."""
     total: int
     """Bytes of the whole put."""
-    stripe_bytes: int
-    """All stripes have this length, but the last, which may be shorter."""
+    fragment_bytes: int
+    """All fragments have this length, but the last, which may be shorter."""
     offset: int
-    """Where in the put this stripe begins; a multiple of `stripe_bytes`."""
+    """Where in the put this fragment begins; a multiple of `fragment_bytes`."""
     nbytes: int
     channel: int
     value: int
@@ -115,17 +115,17 @@ class Get:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """One stripe of the answer to the `Get` of the same number; fields as in `Put`."""
+    """One fragment of the answer to the `Get` of the same number; fields as in `Put`."""
 
     transfer: int
     total: int
-    stripe_bytes: int
+    fragment_bytes: int
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class TransferRefusal:
     """The `Get` of this number cannot be served. The payload is a text of `nbytes` bytes."""
 
     transfer: int
@@ -157,24 +157,24 @@ class Error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
-    """The last record of its lane."""
+    """The last record of its stripe."""
 
     nbytes: int = 0
 
 
-Record: TypeAlias = Put | Notify | Get | Data | Refusal | PutRefusal | Ack | Error | Goodbye
+Record: TypeAlias = Put | Notify | Get | Data | TransferRefusal | PutRefusal | Ack | Error | Goodbye
 
 _NO_REGION: Final = RegionHandle(slot=0, incarnation=0, offset=0, nbytes=0, writable=False)
 
 
 def encode(record: Record, sequence: int) -> bytes:
-    """The `HEADER_BYTES` bytes of a record that is the `sequence`th (u64) of its lane and direction."""
+    """The `HEADER_BYTES` bytes of a record that is the `sequence`th (u64) of its stripe and direction."""
     match record:
         case Put():
             return _pack(
-                _Kind.PUT, sequence, record.handle, channel=record.channel, stripe_bytes=record.stripe_bytes,
-                transfer=record.transfer, nbytes=record.nbytes, total=record.total, offset=record.offset,
-                value=record.value, at=record.at,
+                _Kind.PUT, sequence, record.handle, channel=record.channel,
+                fragment_bytes=record.fragment_bytes, transfer=record.transfer, nbytes=record.nbytes,
+                total=record.total, offset=record.offset, value=record.value, at=record.at,
             )  # fmt: skip
         case Notify():
             return _pack(
@@ -188,10 +188,10 @@ def encode(record: Record, sequence: int) -> bytes:
             )  # fmt: skip
         case Data():
             return _pack(
-                _Kind.DATA, sequence, stripe_bytes=record.stripe_bytes, transfer=record.transfer,
+                _Kind.DATA, sequence, fragment_bytes=record.fragment_bytes, transfer=record.transfer,
                 nbytes=record.nbytes, total=record.total, offset=record.offset,
             )  # fmt: skip
-        case Refusal():
+        case TransferRefusal():
             return _pack(_Kind.REFUSAL, sequence, transfer=record.transfer, nbytes=record.nbytes)
         case PutRefusal():
             return _pack(_Kind.PUT_REFUSAL, sequence, transfer=record.transfer, nbytes=record.nbytes)
@@ -211,7 +211,7 @@ def _pack(
     handle: RegionHandle = _NO_REGION,
     *,
     channel: int = 0,
-    stripe_bytes: int = 0,
+    fragment_bytes: int = 0,
     transfer: int = 0,
     nbytes: int = 0,
     total: int = 0,
@@ -220,7 +220,7 @@ def _pack(
     at: int = 0,
 ) -> bytes:
     return _HEADER.pack(
-        kind, handle.writable, channel, stripe_bytes, sequence, transfer, nbytes, total, offset, value, at,
+        kind, handle.writable, channel, fragment_bytes, sequence, transfer, nbytes, total, offset, value, at,
         handle.offset, handle.nbytes, handle.incarnation, handle.slot, 0,
     )  # fmt: skip
 
@@ -232,11 +232,11 @@ def decode(header: bytes | bytearray, sequence: int) -> Record:
     make or that no transfer can hold. Whether the region exists is for its owner to find out.
     """
     (
-        kind, writable, channel, stripe_bytes, number, transfer, nbytes, total, offset, value, at,
+        kind, writable, channel, fragment_bytes, number, transfer, nbytes, total, offset, value, at,
         region_offset, region_nbytes, incarnation, slot, _,
     ) = _HEADER.unpack(header)  # fmt: skip
     if number != sequence:
-        raise OutOfSequence(f"record {number} of a lane came where record {sequence} was due")
+        raise OutOfSequence(f"record {number} of a stripe came where record {sequence} was due")
     handle = RegionHandle(
         slot=slot,
         incarnation=incarnation,
@@ -248,11 +248,11 @@ def decode(header: bytes | bytearray, sequence: int) -> Record:
     match kind:
         case _Kind.PUT:
             record = Put(
-                transfer=transfer, handle=handle, at=at, total=total, stripe_bytes=stripe_bytes,
+                transfer=transfer, handle=handle, at=at, total=total, fragment_bytes=fragment_bytes,
                 offset=offset, nbytes=nbytes, channel=channel, value=value,
             )  # fmt: skip
             _check_range(at, total, region_nbytes)
-            _check_stripe(record)
+            _check_fragment(record)
         case _Kind.NOTIFY:
             record = Notify(transfer=transfer, channel=channel, value=value)
         case _Kind.GET:
@@ -260,11 +260,11 @@ def decode(header: bytes | bytearray, sequence: int) -> Record:
             _check_range(at, total, region_nbytes)
         case _Kind.DATA:
             record = Data(
-                transfer=transfer, total=total, stripe_bytes=stripe_bytes, offset=offset, nbytes=nbytes
+                transfer=transfer, total=total, fragment_bytes=fragment_bytes, offset=offset, nbytes=nbytes
             )
-            _check_stripe(record)
+            _check_fragment(record)
         case _Kind.REFUSAL:
-            record = Refusal(transfer=transfer, nbytes=_text_bytes(nbytes))
+            record = TransferRefusal(transfer=transfer, nbytes=_text_bytes(nbytes))
         case _Kind.PUT_REFUSAL:
             record = PutRefusal(transfer=transfer, nbytes=_text_bytes(nbytes))
         case _Kind.ACK:
@@ -287,12 +287,12 @@ def _check_range(at: int, total: int, region_nbytes: int) -> None:
         raise Malformed(f"bytes {at}+{total} are outside a region of {region_nbytes}")
 
 
-def _check_stripe(stripe: Put | Data) -> None:
-    size, offset, total = stripe.stripe_bytes, stripe.offset, stripe.total
-    if not 0 < size <= STRIPE_BYTES_MAX or total > size * STRIPES_MAX:
-        raise Malformed(f"a transfer of {total} bytes in stripes of {size}")
-    if offset % size or (offset >= total and offset) or stripe.nbytes != min(size, total - offset):
-        raise Malformed(f"bytes {offset}+{stripe.nbytes} are no stripe of {total} bytes cut by {size}")
+def _check_fragment(fragment: Put | Data) -> None:
+    size, offset, total = fragment.fragment_bytes, fragment.offset, fragment.total
+    if not 0 < size <= FRAGMENT_BYTES_MAX or total > size * FRAGMENTS_MAX:
+        raise Malformed(f"a transfer of {total} bytes in fragments of {size}")
+    if offset % size or (offset >= total and offset) or fragment.nbytes != min(size, total - offset):
+        raise Malformed(f"bytes {offset}+{fragment.nbytes} are no fragment of {total} bytes cut by {size}")
 
 
 def _text_bytes(nbytes: int) -> int:

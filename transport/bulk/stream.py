@@ -1,4 +1,4 @@
-"""Sans-I/O: one lane of the bulk stream as bytes, in either direction, with sequence numbers and tags.
+"""Sans-I/O: one stripe of the bulk stream as bytes, in either direction, with sequence numbers and tags.
 
 The reader says where the next bytes belong, so that a payload is received straight into its destination; the
 writer gives out views of the source, so that it is sent from where it lies. Nothing in a header is looked at
@@ -24,23 +24,22 @@ from zbmd.transport.bulk.records import (
     Malformed,
     PutRefusal,
     Record,
-    Refusal,
+    TransferRefusal,
     decode,
     encode,
 )
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.secure.payload_mac import LyingTag, PassingTag, TagHelper
-from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac, Seal
+from zbmd.transport.secure.mac import TAG_BYTES, LyingTag, PassingTag, RecordMac, Seal, TagHelper
 
 CHUNK_BYTES: Final = 1 << 22
 """What is moved at a time."""
 SCRATCH_BYTES: Final = 1 << 14
 """Where unwanted payloads go, a piece at a time."""
-# The kind of a header's tag (`record_mac`); of payloads: `secure.payload_mac`. A lane's keys are its own.
+# The kind of a header's tag (`record_mac`); of payloads: `secure.payload_mac`. A stripe's keys are its own.
 _HEADER: Final = 1
 
 
-class Arrived:
+class PayloadArrived:
     """The payload of the record before is in its destination, whole and with the right tag."""
 
     __slots__ = ("text",)
@@ -50,10 +49,11 @@ class Arrived:
         """The reason in a REFUSAL or ERROR; else empty."""
 
 
-class LaneReader:
-    """The receiving side of a lane.
+class StripeReader:
+    """The receiving side of a stripe.
 
-    mac: checks the tags; None if the lane is protected otherwise. helper: makes tags beside us; may be None.
+    mac: checks the tags; None if the stripe is protected otherwise. helper: makes tags beside us; may be
+    None.
     """
 
     def __init__(self, mac: RecordMac | None, helper: TagHelper | None = None) -> None:
@@ -94,21 +94,21 @@ class LaneReader:
         return self._record is not None and self._view is not self._tag_view
 
     def want(self) -> memoryview:
-        """Where the next bytes of the lane are to be put: never empty. Report how many came to `filled`."""
+        """Where the next bytes of the stripe are to be put: never empty. Report how many came to `filled`."""
         if self._unwanted_bytes:
             return self._scratch[: self._unwanted_bytes]
         if self._at == len(self._view):
             raise LocalProtocolError("a payload is due and has been given no destination")
         return self._view[self._at : self._at + CHUNK_BYTES]
 
-    def filled(self, nbytes: int) -> Record | Arrived | None:
+    def filled(self, nbytes: int) -> Record | PayloadArrived | None:
         """`nbytes` (at least 1) of what `want` gave have come. The record or payload that is whole by them.
 
         A record with `nbytes` of payload needs `receive_into`, `receive_text` or `receive_nowhere` next.
-        Raises `Forged`, `OutOfSequence` and `Malformed`, after which the lane is of no use.
+        Raises `Forged`, `OutOfSequence` and `Malformed`, after which the stripe is of no use.
         """
         if self._ended:
-            raise Malformed("a lane goes on after its goodbye")
+            raise Malformed("a stripe goes on after its goodbye")
         view = self._view
         if self._unwanted_bytes:
             self._unwanted_bytes -= nbytes
@@ -127,7 +127,7 @@ class LaneReader:
             return self._payload_whole()
         if view is self._tag_view:
             if not hmac.compare_digest(tag.tag(), view):
-                raise Forged(f"the payload of record {self.records - 1} of a lane does not match its tag")
+                raise Forged(f"the payload of record {self.records - 1} of a stripe does not match its tag")
             self._passing = self._lying = None
             return self._payload_whole()
         self._view, self._at = self._tag_view, 0
@@ -162,7 +162,7 @@ class LaneReader:
 
     def receive_text(self) -> None:
         """Take the payload that is due as the text of a REFUSAL or ERROR."""
-        if not isinstance(self._record, Refusal | PutRefusal | Error):
+        if not isinstance(self._record, TransferRefusal | PutRefusal | Error):
             raise LocalProtocolError(f"the payload of {self._record} is no text")
         self.receive_into(self._text[: self._record.nbytes])
 
@@ -176,7 +176,7 @@ class LaneReader:
         if self._mac is not None and not self._mac.holds(
             _HEADER, self.records, header, bytes(self._small[HEADER_BYTES:])
         ):
-            raise Forged(f"the header of record {self.records} of a lane does not match its tag")
+            raise Forged(f"the header of record {self.records} of a stripe does not match its tag")
         record = decode(header, self.records)
         self.records += 1
         self._at = 0
@@ -186,18 +186,18 @@ class LaneReader:
         self._ended = isinstance(record, Goodbye)
         return record
 
-    def _payload_whole(self) -> Arrived:
+    def _payload_whole(self) -> PayloadArrived:
         text = ""
-        if isinstance(self._record, Refusal | PutRefusal | Error):
+        if isinstance(self._record, TransferRefusal | PutRefusal | Error):
             text = bytes(self._text[: self._record.nbytes]).decode(errors="replace")
             text = "".join(c if c.isprintable() else "?" for c in text)
         self._record = None
         self._view, self._at = self._small, 0
-        return Arrived(text)
+        return PayloadArrived(text)
 
 
-class LaneWriter:
-    """The sending side of a lane. Arguments as of `LaneReader`."""
+class StripeWriter:
+    """The sending side of a stripe. Arguments as of `StripeReader`."""
 
     def __init__(self, mac: RecordMac | None, helper: TagHelper | None = None) -> None:
         self._mac = mac
@@ -221,7 +221,7 @@ class LaneWriter:
 
     @property
     def seal(self) -> Seal | None:
-        """As of `LaneReader`."""
+        """As of `StripeReader`."""
         return None if self._mac is None else self._mac.seal
 
     @property

@@ -5,7 +5,7 @@ the last records in memory for `dump`. Both are used in the same way, from the e
 
     clocks = Clocks(hybrid=endpoint.clock)
     recorder = LogRecorder(Path("capture"), origin_of(identity), clocks)
-    tap = recorder.machine(STEP_COMMIT, "step-commit", StepCommit(**config), config)
+    tap = Tap(recorder, STEP_COMMIT, "step-commit", StepCommit(**config), config)
     actions = tap.handle(event, now_ns=now_ns)
     ...
     recorder.close("finished")
@@ -29,13 +29,13 @@ from zbmd.transport.capture.errors import (
     CaptureMismatch,
     NotACapture,
 )
-from zbmd.transport.capture.files import DiskLimits
+from zbmd.transport.capture.files import DiskLimits, capture_to_text, text_to_capture
 from zbmd.transport.capture.format import Anchor, Origin
 from zbmd.transport.capture.log import FLUSH_S, LogLimits, LogRecorder, Overflow
-from zbmd.transport.capture.merge import Filter, Skew, filtered, merged, skews
+from zbmd.transport.capture.merge import ClockSkew, Filter, filtered, merged, skews
 from zbmd.transport.capture.reader import Capture, Ending, Entry, ProcessLog, StepPlace, open_log
 from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
-from zbmd.transport.capture.records import PROCESS_STREAM, Kind, Record
+from zbmd.transport.capture.records import PROCESS_STREAM, Record, RecordType
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.capture.replay import (
     Divergence,
@@ -43,15 +43,13 @@ from zbmd.transport.capture.replay import (
     Incomplete,
     StreamReplay,
     Verdict,
+    describe,
     replay_log,
     replay_process,
     replay_stream,
 )
 from zbmd.transport.capture.ring import RingRecorder, dump_on_crash
-from zbmd.transport.capture.story import describe
-from zbmd.transport.capture.tap import Tap
-from zbmd.transport.capture.text import capture_to_text, text_to_capture
-from zbmd.transport.capture.thread_tap import ThreadTap
+from zbmd.transport.capture.tap import Tap, ThreadTap
 
 __all__ = [
     "FLUSH_S",
@@ -71,7 +69,7 @@ __all__ = [
     "Filter",
     "Identical",
     "Incomplete",
-    "Kind",
+    "RecordType",
     "LogLimits",
     "LogRecorder",
     "MachineKind",
@@ -82,7 +80,7 @@ __all__ = [
     "Record",
     "Recorder",
     "RingRecorder",
-    "Skew",
+    "ClockSkew",
     "StepPlace",
     "StreamReplay",
     "Tap",

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from time import sleep as real_sleep
+from typing import Annotated
+
+import msgspec
 
 from zbmd.transport.capture.codec import encode_batch
-from zbmd.transport.capture.errors import CaptureError, CaptureExists, CaptureMismatch
+from zbmd.transport.capture.errors import CaptureError, CaptureExists, CaptureMismatch, NotACapture
 from zbmd.transport.capture.format import (
     BLOCK_RAW_BYTES_MAX,
     BLOCK_RECORDS_MAX,
     FLAG_ENDS,
     FLAG_MARKS,
     FLAG_STREAMS,
+    INDEX_MAGIC,
     INDEX_SUFFIX,
     SEGMENTS_MAX,
     Anchor,
@@ -28,14 +35,73 @@ from zbmd.transport.capture.format import (
     directory_name,
     new_compressor,
     pack_block,
+    pack_body,
     pack_header,
     segment_path,
 )
-from zbmd.transport.capture.index import MarkRange, SegmentIndex, mark_ranges
-from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord, Taken
+from zbmd.transport.capture.records import PROCESS_STREAM, RawRecord, RecordType, Taken
 from zbmd.transport.errors import LocalProtocolError
 
-STREAM, MARK, END, LOST = int(Kind.STREAM), int(Kind.MARK), int(Kind.END), int(Kind.LOST)
+# The index of a segment: its blocks, and which steps begin in which of them.
+#
+# It is written when the segment is complete and is only a short cut: one that is missing, damaged or of
+# another file is made again from the segment, whose block prefixes say all of it but the steps.
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class MarkRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The steps of one stream that begin in one block: the smallest and the greatest."""
+
+    block: _Natural
+    stream: _Natural
+    step_min: _Natural
+    step_max: _Natural
+
+
+class SegmentIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """What a segment holds.
+
+    log_bytes: the size of the segment that it describes. oldest_segment, oldest_record: the first ones kept
+    when it was written; what came before was deleted to stay within the bound of the disk.
+    """
+
+    origin: Origin
+    segment: _Natural
+    log_bytes: _Natural
+    oldest_segment: _Natural
+    oldest_record: _Natural
+    blocks: list[BlockInfo]
+    marks: list[MarkRange]
+
+    def pack(self) -> bytes:
+        """The bytes of the index file."""
+        return pack_body(INDEX_MAGIC, self)
+
+
+_decoder = msgspec.msgpack.Decoder(SegmentIndex)
+
+
+def unpack_index(body: bytes) -> SegmentIndex:
+    """The index in a body whose checksum was right. Raises `ValueError` or `RecursionError` if it is none."""
+    return _decoder.decode(body)
+
+
+def mark_ranges(block: int, marks: Iterable[tuple[int, int]]) -> list[MarkRange]:
+    """The ranges of the `(stream, step)` pairs that begin in the block with this number."""
+    steps: dict[int, tuple[int, int]] = {}
+    for stream, step in marks:
+        low, high = steps.get(stream, (step, step))
+        steps[stream] = (min(low, step), max(high, step))
+    return [MarkRange(block, stream, low, high) for stream, (low, high) in steps.items()]
+
+
+STREAM, MARK, END, LOST = (
+    int(RecordType.STREAM),
+    int(RecordType.MARK),
+    int(RecordType.END),
+    int(RecordType.LOST),
+)
 _kind = itemgetter(0)
 _at_ns = itemgetter(2)
 SEGMENT_BYTES_MIN = 1 << 12
@@ -291,3 +357,50 @@ class LogFiles:
 def declared_again(stream: RawRecord, at_ns: int, hlc: int) -> RawRecord:
     """A STREAM record for a file in which the stream does not begin."""
     return (*stream[:2], at_ns, hlc, *stream[4:-1], True)
+
+
+# A capture as text, to be kept beside a test: a line `# path` for each file, then its bytes in base64.
+
+LINE_CHARS = 100
+TEXT_CHARS_MAX = 64 << 20
+_PATH = re.compile(r"[A-Za-z0-9_.#@-]+(/[A-Za-z0-9_#@-][A-Za-z0-9_.#@-]*)*\.zlog")
+
+
+def capture_to_text(directory: Path) -> str:
+    """Return the capture in `directory` as text, without its indexes, which are made again from the logs."""
+    lines: list[str] = []
+    for file in sorted(directory.rglob("*.zlog")):
+        text = base64.b64encode(file.read_bytes()).decode()
+        lines.append(f"# {file.relative_to(directory).as_posix()}")
+        lines += [text[start : start + LINE_CHARS] for start in range(0, len(text), LINE_CHARS)]
+    return "\n".join(lines) + "\n"
+
+
+def text_to_capture(text: str, directory: Path) -> None:
+    """Write the capture that `text` holds into `directory`. Raises `NotACapture` if it holds none."""
+    for path, data in _files(text):
+        if not _PATH.fullmatch(path) or ".." in path:
+            raise NotACapture(
+                f"the text names a file {path!r}, which no capture has: was it changed by hand?"
+            )
+        file = directory / path
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        except OSError as error:  # a name too long, say, or one that is a file and a directory
+            raise NotACapture(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _files(text: str) -> Iterator[tuple[str, bytes]]:
+    if len(text) > TEXT_CHARS_MAX:
+        raise NotACapture(f"the text has {len(text)} characters; {TEXT_CHARS_MAX} are the bound")
+    path = ""
+    for is_name, lines in groupby(text.splitlines(), key=lambda line: line.startswith("# ")):
+        if is_name:
+            path = list(lines)[-1][2:]
+            continue
+        try:
+            data = base64.b64decode("".join(lines), validate=True)
+        except ValueError as error:  # binascii.Error, or text that is not ASCII
+            raise NotACapture(f"the text of {path or 'a file without a name'} is damaged: {error}") from None
+        yield path, data

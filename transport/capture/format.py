@@ -126,7 +126,7 @@ class BlockInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.offset + BLOCK_PREFIX_BYTES + self.compressed_bytes
 
 
-class Torn(Exception):
+class TornBlock(Exception):
     """The file ends inside what is being read: its writer died there, or is writing now."""
 
 
@@ -235,10 +235,10 @@ def pack_block(compressed: bytes, raw_bytes: int, info: BlockInfo) -> tuple[byte
 def unpack_prefix(data: bytes, *, path: Path, offset: int) -> tuple[BlockInfo, int]:
     """The description of the block at `offset`, and the checksum of its compressed records.
 
-    Raises `Torn` if `data` ends inside the prefix, `CaptureDamaged` if it is no prefix or a damaged one.
+    Raises `TornBlock` if `data` ends inside the prefix, `CaptureDamaged` if it is no prefix or a damaged one.
     """
     if len(data) < BLOCK_PREFIX_BYTES:
-        raise Torn
+        raise TornBlock
     fields = data[: _BLOCK_FIELDS.size]
     skippable, skipped, flags, compressed, raw, records, first, hlc_first, hlc_last, at_min, at_max, check = (
         _BLOCK_FIELDS.unpack(fields)
@@ -267,10 +267,10 @@ def decompress(
 ) -> bytes:
     """A block's MessagePack stream.
 
-    Raises `Torn` if `compressed` is shorter than announced, `CaptureDamaged` if it is something else.
+    Raises `TornBlock` if `compressed` is shorter than announced, `CaptureDamaged` if it is something else.
     """
     if len(compressed) < info.compressed_bytes:
-        raise Torn
+        raise TornBlock
     if xxhash.xxh3_64_intdigest(compressed) != check:
         raise CaptureDamaged(path, info.offset, "a block's checksum is wrong")
     try:

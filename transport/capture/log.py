@@ -19,7 +19,7 @@ import structlog
 from zbmd.transport.capture.files import DiskLimits, LogFiles
 from zbmd.transport.capture.format import BLOCK_RECORDS_MAX, Origin
 from zbmd.transport.capture.recorder import RECORD_WEIGHT_BYTES, Clocks, Detail, Recorder
-from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord
+from zbmd.transport.capture.records import PROCESS_STREAM, RawRecord, RecordType
 from zbmd.transport.errors import LocalProtocolError
 
 FLUSH_S = 0.1
@@ -116,7 +116,7 @@ class LogRecorder(Recorder):
             return
         if self._lost:
             self._append(self._lost_record())
-        self._append((int(Kind.END), PROCESS_STREAM, self.now_ns(), self._stamp(), reason))
+        self._append((int(RecordType.END), PROCESS_STREAM, self.now_ns(), self._stamp(), reason))
         self._off()
         self._closing = True  # only now: the writer's last pass begins after it has seen this
         self._wake.set()
@@ -160,7 +160,7 @@ class LogRecorder(Recorder):
 
     def _lost_record(self) -> RawRecord:
         reason = "the disk was too slow for the buffer"
-        return (int(Kind.LOST), PROCESS_STREAM, self.now_ns(), self._stamp(), self._lost, reason)
+        return (int(RecordType.LOST), PROCESS_STREAM, self.now_ns(), self._stamp(), self._lost, reason)
 
     # ---- the writing thread
 

@@ -16,7 +16,7 @@ from itertools import count, islice
 
 from zbmd.transport.capture.format import BlockInfo, Origin
 from zbmd.transport.capture.reader import Entry, ProcessLog, Segment
-from zbmd.transport.capture.records import FrameIn, FrameOut, Kind, Mark
+from zbmd.transport.capture.records import FrameIn, FrameOut, Mark, RecordType
 from zbmd.transport.clock.offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, unpack_header
@@ -26,7 +26,7 @@ SKEW_RECORDS_MAX = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skew:
+class ClockSkew:
     """How far a process's wall clock is ahead of the reference's: `offset_ns`, give or take `error_ns`.
 
     via: the process by way of which it was found; the reference itself has none. frames: how many it rests
@@ -53,7 +53,7 @@ class Filter:
     since_ns: int | None = None
     until_ns: int | None = None
     steps: tuple[int, int] | None = None
-    kinds: frozenset[Kind] | None = None
+    kinds: frozenset[RecordType] | None = None
 
     def takes_process(self, origin: Origin) -> bool:
         """Whether any record of this process is wanted."""
@@ -115,7 +115,7 @@ def _keyed(index: int, entries: Iterator[Entry]) -> Iterator[tuple[int, int, int
         yield latest, index, order, entry
 
 
-def skews(logs: Sequence[ProcessLog]) -> list[Skew]:
+def skews(logs: Sequence[ProcessLog]) -> list[ClockSkew]:
     """How far each process's wall clock is ahead of the first one's, in the order of `logs`.
 
     Those that no chain of recorded frames connects with it are left out. Damaged logs tell what they can.
@@ -124,7 +124,7 @@ def skews(logs: Sequence[ProcessLog]) -> list[Skew]:
     delays = _delays(logs)
     found = offsets_from_first(len(logs), lambda known, other: _between(logs, known, other, delays))
     return [
-        Skew(
+        ClockSkew(
             process=logs[index].name,
             offset_ns=offset.offset_ns,
             error_ns=offset.error_ns,

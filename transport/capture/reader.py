@@ -25,8 +25,8 @@ import msgspec
 
 from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureError, NotACapture
-from zbmd.transport.capture.format import BlockInfo, Origin, SegmentHeader, Torn
-from zbmd.transport.capture.index import MarkRange, SegmentIndex, mark_ranges, unpack_index
+from zbmd.transport.capture.files import MarkRange, SegmentIndex, mark_ranges, unpack_index
+from zbmd.transport.capture.format import BlockInfo, Origin, SegmentHeader, TornBlock
 from zbmd.transport.capture.records import Mark, Record, StreamDeclared, decode_records
 
 PROCESSES_MAX = 1 << 16
@@ -121,11 +121,11 @@ class Segment:
         return self.header.segment
 
     def blocks(self) -> Iterator[BlockInfo]:
-        """What each whole block holds, by its prefix. Raises `CaptureDamaged`, or `Torn` at the end."""
+        """What each whole block holds, by its prefix. Raises `CaptureDamaged`, or `TornBlock` at the end."""
         with _File(self.path) as file:
             for info, _ in self._prefixes(file, self.first_block):
                 if info.end > file.nbytes:
-                    raise Torn
+                    raise TornBlock
                 yield info
 
     def records(
@@ -133,7 +133,7 @@ class Segment:
     ) -> Generator[tuple[BlockInfo, list[Record]]]:
         """The records of each block, from the block `start` on; of a block that is not `wanted`, none.
 
-        Raises `CaptureDamaged`, or `Torn` at the end.
+        Raises `CaptureDamaged`, or `TornBlock` at the end.
         """
         decompressor = fmt.new_decompressor()
         with _File(self.path) as file:
@@ -141,7 +141,7 @@ class Segment:
             for info, check in self._prefixes(file, offset):
                 if wanted is not None and not wanted(info):
                     if info.end > file.nbytes:
-                        raise Torn
+                        raise TornBlock
                     yield info, []
                     continue
                 compressed = file.read(info.offset + fmt.BLOCK_PREFIX_BYTES, info.compressed_bytes)
@@ -191,7 +191,7 @@ class Segment:
                 steps = [(record.stream, record.step) for record in records if isinstance(record, Mark)]
                 marks += mark_ranges(len(blocks), steps)
                 blocks.append(info)
-        except (Torn, CaptureDamaged):
+        except (TornBlock, CaptureDamaged):
             pass  # what is before it is what there is; whoever reads the records is told
         return SegmentIndex(
             origin=self.header.origin,
@@ -229,7 +229,7 @@ class ProcessLog:
         try:
             for block in self.segments[-1].blocks():
                 last = block
-        except Torn:
+        except TornBlock:
             return Ending.TORN
         return Ending.CLOSED if last is not None and last.flags & fmt.FLAG_ENDS else Ending.CUT
 
@@ -243,7 +243,7 @@ class ProcessLog:
                     for record in records:
                         if isinstance(record, StreamDeclared):
                             found.setdefault(record.stream, record)
-            except (Torn, CaptureDamaged):
+            except (TornBlock, CaptureDamaged):
                 break  # whoever reads the records is told
         return found
 
@@ -297,7 +297,7 @@ class ProcessLog:
                     for number, record in enumerate(records, info.first_record):
                         yield Entry(self, number, record.at_ns + offset_ns, record)
                     number = info.first_record + info.records
-            except Torn:
+            except TornBlock:
                 if segment is not self.segments[-1]:
                     raise CaptureDamaged(
                         segment.path, segment.path.stat().st_size, "its end is missing"
@@ -309,7 +309,7 @@ def _find_mark(segment: Segment, block: BlockInfo, stream: int, step: int) -> in
     with closing(segment.records(block)) as blocks:
         try:
             info, records = next(blocks)
-        except (StopIteration, Torn):
+        except (StopIteration, TornBlock):
             return None
         for number, record in enumerate(records, info.first_record):
             if isinstance(record, Mark) and (record.stream, record.step) == (stream, step):

@@ -25,21 +25,29 @@ from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.capture.format import Anchor, Origin
 from zbmd.transport.capture.native._recording import RECORD_WEIGHT_BYTES as RECORD_WEIGHT_BYTES
 from zbmd.transport.capture.native._recording import Taking
-from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord
+from zbmd.transport.capture.records import PROCESS_STREAM, RawRecord, RecordType
 from zbmd.transport.capture.registry import LINK, ActionT, EventT, MachineKind
-from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.identity import Identity
-from zbmd.transport.machine import Machine
 
 STREAMS_OPEN_MAX = 65_536
 BULK_WHOLE_BYTES_MAX = 1 << 20
 """A larger bulk payload is recorded by its digest, also where whole ones are asked for."""
 TEXT_CHARS_MAX = 4096
 
-_EVENT, _ACTIONS, _RAISED, _MARK = int(Kind.EVENT), int(Kind.ACTIONS), int(Kind.RAISED), int(Kind.MARK)
-_STREAM, _END, _LOST, _NOTE = int(Kind.STREAM), int(Kind.END), int(Kind.LOST), int(Kind.NOTE)
-_STATE = int(Kind.STATE)
+_EVENT, _ACTIONS, _RAISED, _MARK = (
+    int(RecordType.EVENT),
+    int(RecordType.ACTIONS),
+    int(RecordType.RAISED),
+    int(RecordType.MARK),
+)
+_STREAM, _END, _LOST, _NOTE = (
+    int(RecordType.STREAM),
+    int(RecordType.END),
+    int(RecordType.LOST),
+    int(RecordType.NOTE),
+)
+_STATE = int(RecordType.STATE)
 _NIL = msgspec.Raw(b"\xc0")
 NEVER = 1 << 62
 
@@ -116,16 +124,6 @@ class Recorder(Taking, ABC):
         """Decide whether a record of `weight`, which is counted already, is taken; set the next alarm."""
 
     # ---- streams
-
-    def machine(
-        self,
-        kind: MachineKind[EventT, ActionT],
-        name: str,
-        machine: Machine[EventT, ActionT],
-        config: Mapping[str, Any],
-    ) -> Tap[EventT, ActionT]:
-        """Record a machine from its start; see `Tap`."""
-        return Tap(self, kind, name, machine, config)
 
     def declare_machine(self, kind: MachineKind[Any, Any], name: str, config: Mapping[str, Any]) -> int:
         """Declare a machine's stream and return its number; secrets in `config` are left out."""
@@ -221,20 +219,24 @@ class Recorder(Taking, ABC):
 
     def timer(self, name: str, due_ns: int, *, stream: int = PROCESS_STREAM) -> None:
         """A driver's timer, set for monotonic `due_ns`, fired."""
-        self._take((int(Kind.TIMER), stream, self.now_ns(), self._stamp(), name[:TEXT_CHARS_MAX], due_ns))
+        self._take(
+            (int(RecordType.TIMER), stream, self.now_ns(), self._stamp(), name[:TEXT_CHARS_MAX], due_ns)
+        )
 
     def death(self, process: str, incarnation: int, *, clean: bool, reason: str) -> None:
         """The end of another process was noticed."""
         what = (process, incarnation, clean, reason[:TEXT_CHARS_MAX])
-        self._take((int(Kind.DEATH), PROCESS_STREAM, self.now_ns(), self._stamp(), *what))
+        self._take((int(RecordType.DEATH), PROCESS_STREAM, self.now_ns(), self._stamp(), *what))
 
     def seed(self, name: str, value: bytes) -> None:
         """Randomness was taken in."""
-        self._take((int(Kind.SEED), PROCESS_STREAM, self.now_ns(), self._stamp(), name, value), len(value))
+        self._take(
+            (int(RecordType.SEED), PROCESS_STREAM, self.now_ns(), self._stamp(), name, value), len(value)
+        )
 
     def clock(self, wall_ns: int) -> None:
         """The wall clock was read, and something depends on it."""
-        self._take((int(Kind.CLOCK), PROCESS_STREAM, self.now_ns(), self._stamp(), wall_ns))
+        self._take((int(RecordType.CLOCK), PROCESS_STREAM, self.now_ns(), self._stamp(), wall_ns))
 
     def note(self, text: str, *, stream: int = PROCESS_STREAM) -> None:
         """Something worth telling."""
@@ -247,7 +249,9 @@ class Recorder(Taking, ABC):
         whole = self._bulk is Detail.WHOLE and nbytes <= BULK_WHOLE_BYTES_MAX
         data = bytes(payload) if whole else None
         what = (name, nbytes, xxhash.xxh3_128_digest(payload), data)
-        self._take((int(Kind.BULK), stream, self.now_ns(), self._stamp(), *what), nbytes if whole else 0)
+        self._take(
+            (int(RecordType.BULK), stream, self.now_ns(), self._stamp(), *what), nbytes if whole else 0
+        )
 
     def mark(self, stream: int, step: int) -> None:
         """A step begins."""

@@ -1,8 +1,9 @@
 """The records of a log: MessagePack arrays `[kind, stream, at_ns, hlc, …]`.
 
-kind: see `Kind`. stream: what it belongs to, declared by an earlier STREAM record; 0 is the process itself.
-at_ns: monotonic time, ns; for EVENT, ACTIONS and RAISED the machine's `now_ns`. hlc: the process's hybrid
-logical clock, never smaller than in the record before. Later releases may add fields at the end of a record.
+kind: see `RecordType`. stream: what it belongs to, declared by an earlier STREAM record; 0 is the process
+itself. at_ns: monotonic time, ns; for EVENT, ACTIONS and RAISED the machine's `now_ns`. hlc: the process's
+hybrid logical clock, never smaller than in the record before. Later releases may add fields at the end of a
+record.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PROCESS_STREAM = 0
 """The stream of records that belong to no machine or link."""
 
 
-class Kind(IntEnum):
+class RecordType(IntEnum):
     """The first item of every record."""
 
     STREAM = 1
@@ -41,13 +42,13 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    kind: ClassVar[Kind]
+    kind: ClassVar[RecordType]
     stream: _Natural
     at_ns: int
     hlc: _Natural
 
 
-class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.STREAM)):
+class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.STREAM)):
     """A machine or a link begins; what follows under its number is its own.
 
     machine: the kind of machine, `link`, or empty; version, fingerprint: of that kind's events and actions;
@@ -55,7 +56,7 @@ class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(Ki
     again so that the file can be read alone.
     """
 
-    kind: ClassVar[Kind] = Kind.STREAM
+    kind: ClassVar[RecordType] = RecordType.STREAM
     name: str
     machine: str
     version: int
@@ -64,126 +65,126 @@ class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(Ki
     continued: bool
 
 
-class EventTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.EVENT)):
+class EventTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.EVENT)):
     """A machine was given an event: its class's name, and its fields as a map."""
 
-    kind: ClassVar[Kind] = Kind.EVENT
+    kind: ClassVar[RecordType] = RecordType.EVENT
     tag: str
     fields: msgspec.Raw
 
 
-class ActionsGiven(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.ACTIONS)):
+class ActionsGiven(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.ACTIONS)):
     """What the machine answered: `[[class name, fields], …]`, or nil and its XXH3-128 digest alone."""
 
-    kind: ClassVar[Kind] = Kind.ACTIONS
+    kind: ClassVar[RecordType] = RecordType.ACTIONS
     count: _Natural
     digest: bytes
     actions: msgspec.Raw
 
 
-class FrameIn(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.FRAME_IN)):
+class FrameIn(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.FRAME_IN)):
     """A frame came over the stream's link: its header and payload, as they were on the wire."""
 
-    kind: ClassVar[Kind] = Kind.FRAME_IN
+    kind: ClassVar[RecordType] = RecordType.FRAME_IN
     frame: bytes
 
 
-class FrameOut(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.FRAME_OUT)):
+class FrameOut(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.FRAME_OUT)):
     """A frame was given to the stream's link."""
 
-    kind: ClassVar[Kind] = Kind.FRAME_OUT
+    kind: ClassVar[RecordType] = RecordType.FRAME_OUT
     header: bytes
     payload: bytes
 
 
-class TimerFired(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.TIMER)):
+class TimerFired(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.TIMER)):
     """A timer set for monotonic `due_ns` fired."""
 
-    kind: ClassVar[Kind] = Kind.TIMER
+    kind: ClassVar[RecordType] = RecordType.TIMER
     name: str
     due_ns: int
 
 
-class DeathSeen(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.DEATH)):
+class DeathSeen(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.DEATH)):
     """The end of another process was noticed."""
 
-    kind: ClassVar[Kind] = Kind.DEATH
+    kind: ClassVar[RecordType] = RecordType.DEATH
     process: str
     incarnation: _Natural
     clean: bool
     reason: str
 
 
-class SeedDrawn(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.SEED)):
+class SeedDrawn(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.SEED)):
     """Randomness was taken in."""
 
-    kind: ClassVar[Kind] = Kind.SEED
+    kind: ClassVar[RecordType] = RecordType.SEED
     name: str
     value: bytes
 
 
-class ClockRead(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.CLOCK)):
+class ClockRead(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.CLOCK)):
     """The wall clock was read: `wall_ns` since 1970."""
 
-    kind: ClassVar[Kind] = Kind.CLOCK
+    kind: ClassVar[RecordType] = RecordType.CLOCK
     wall_ns: int
 
 
-class Note(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.NOTE)):
+class Note(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.NOTE)):
     """Something worth telling whoever reads the story."""
 
-    kind: ClassVar[Kind] = Kind.NOTE
+    kind: ClassVar[RecordType] = RecordType.NOTE
     text: str
 
 
-class Bulk(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.BULK)):
+class Bulk(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.BULK)):
     """A bulk payload: its XXH3-128 digest, and the bytes if they are captured whole."""
 
-    kind: ClassVar[Kind] = Kind.BULK
+    kind: ClassVar[RecordType] = RecordType.BULK
     name: str
     payload_bytes: _Natural
     digest: bytes
     data: bytes | None
 
 
-class Mark(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.MARK)):
+class Mark(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.MARK)):
     """A step begins; the index finds it."""
 
-    kind: ClassVar[Kind] = Kind.MARK
+    kind: ClassVar[RecordType] = RecordType.MARK
     step: _Natural
 
 
-class Lost(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.LOST)):
+class Lost(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.LOST)):
     """This many records are missing here, and why."""
 
-    kind: ClassVar[Kind] = Kind.LOST
+    kind: ClassVar[RecordType] = RecordType.LOST
     records: _Natural
     reason: str
 
 
-class End(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.END)):
+class End(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.END)):
     """The stream ended; of stream 0: the log was closed in good order."""
 
-    kind: ClassVar[Kind] = Kind.END
+    kind: ClassVar[RecordType] = RecordType.END
     reason: str
 
 
-class Raised(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.RAISED)):
+class Raised(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.RAISED)):
     """The machine raised instead of answering. where: `handle` or `check_invariants`; error: the class."""
 
-    kind: ClassVar[Kind] = Kind.RAISED
+    kind: ClassVar[RecordType] = RecordType.RAISED
     where: str
     error: str
     message: str
 
 
-class StateTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.STATE)):
+class StateTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.STATE)):
     """What a machine was just before its next event: a replay can begin here. See `state.StateCodec`.
 
     fingerprint: of the classes that the state is made of.
     """
 
-    kind: ClassVar[Kind] = Kind.STATE
+    kind: ClassVar[RecordType] = RecordType.STATE
     fingerprint: str
     state: msgspec.Raw
 

@@ -22,7 +22,7 @@ from zbmd.transport.capture.errors import CaptureError
 from zbmd.transport.capture.files import DiskLimits, LogFiles, declared_again
 from zbmd.transport.capture.format import Origin
 from zbmd.transport.capture.recorder import RECORD_WEIGHT_BYTES, TEXT_CHARS_MAX, Clocks, Detail, Recorder
-from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord, Taken
+from zbmd.transport.capture.records import PROCESS_STREAM, RawRecord, RecordType, Taken
 from zbmd.transport.errors import LocalProtocolError
 
 RING_BYTES = 8 << 20
@@ -80,15 +80,15 @@ class RingRecorder(Recorder):
             directory, self.origin, DiskLimits(), self.clocks.anchor, records_before=self._forgotten
         )
         records = files.unfolded(taken)
-        begun = {record[1] for record in records if record[0] == Kind.STREAM}
+        begun = {record[1] for record in records if record[0] == RecordType.STREAM}
         first_ns, first_hlc = records[0][2:4] if records else (at_ns, hlc)
         known = [*self._streams.values(), *(stream for _, stream in self._ended)]
         older = sorted((stream for stream in known if stream[1] not in begun), key=lambda stream: stream[1])
         try:
             files.write([declared_again(stream, first_ns, first_hlc) for stream in older])
             files.write(records)
-            files.write([(int(Kind.NOTE), PROCESS_STREAM, at_ns, hlc, f"dumped from memory: {reason}")])
-            files.write([(int(Kind.END), PROCESS_STREAM, at_ns, hlc, reason)])
+            files.write([(int(RecordType.NOTE), PROCESS_STREAM, at_ns, hlc, f"dumped from memory: {reason}")])
+            files.write([(int(RecordType.END), PROCESS_STREAM, at_ns, hlc, reason)])
         finally:
             files.close()
         return files.path

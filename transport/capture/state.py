@@ -5,7 +5,7 @@ the kind knows beforehand, told by number: the machine's own, the data classes t
 its events and actions are made of. No constructor of a machine is run; attributes are set, and only those
 that the class, or a machine just built, has.
 
-Whatever is not a plain value is an array `[what, …]`, see `What`. What can change is written once, and
+Whatever is not a plain value is an array `[what, …]`, see `StateTag`. What can change is written once, and
 referred to where it stands again: two parts of a state that share a list still share it afterwards.
 """
 
@@ -31,7 +31,7 @@ STATE_BYTES_MAX: Final = 1 << 20
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-class What(IntEnum):
+class StateTag(IntEnum):
     """The first item of every array in a state."""
 
     TUPLE = 0
@@ -105,18 +105,22 @@ class _Writing:
         if cls in _PLAIN:
             return value
         if isinstance(value, Enum):
-            return [What.ENUM, self._number(cls), value.name]
+            return [StateTag.ENUM, self._number(cls), value.name]
         if isinstance(value, tuple):
             items = [self.tree(item) for item in value]
-            return [What.TUPLE, *items] if cls is tuple else [What.NAMED, self._number(cls), *items]
+            return [StateTag.TUPLE, *items] if cls is tuple else [StateTag.NAMED, self._number(cls), *items]
         if isinstance(value, msgspec.Struct):
-            return [What.NAMED, self._number(cls), *(self.tree(v) for v in msgspec.structs.astuple(value))]
+            return [
+                StateTag.NAMED,
+                self._number(cls),
+                *(self.tree(v) for v in msgspec.structs.astuple(value)),
+            ]
         if isinstance(value, frozenset):
-            return [What.FROZEN_SET, *self._sorted(value)]
+            return [StateTag.FROZEN_SET, *self._sorted(value)]
         if is_frozen(cls):
             return self._object(value)
         if (number := self._begun.get(id(value))) is not None:
-            return [What.AGAIN, number]
+            return [StateTag.AGAIN, number]
         self._begun[id(value)] = len(self._kept)
         self._kept.append(value)
         return self._changeable(value)
@@ -124,20 +128,24 @@ class _Writing:
     def _changeable(self, value: object) -> object:
         cls = type(value)
         if cls is list:
-            return [What.LIST, *map(self.tree, typing.cast("list[object]", value))]
+            return [StateTag.LIST, *map(self.tree, typing.cast("list[object]", value))]
         if cls is set:
-            return [What.SET, *self._sorted(typing.cast("set[object]", value))]
+            return [StateTag.SET, *self._sorted(typing.cast("set[object]", value))]
         if cls is dict:
             pairs = typing.cast("dict[object, object]", value).items()
-            return [What.DICT, *(self.tree(one) for pair in pairs for one in pair)]
+            return [StateTag.DICT, *(self.tree(one) for pair in pairs for one in pair)]
         if isinstance(value, deque):
             items = typing.cast("deque[object]", value)
-            return [What.DEQUE, items.maxlen, *map(self.tree, items)]
+            return [StateTag.DEQUE, items.maxlen, *map(self.tree, items)]
         return self._object(value)
 
     def _object(self, value: object) -> object:
         number = self._number(type(value))
-        return [What.OBJECT, number, {name: self.tree(getattr(value, name)) for name in _attributes(value)}]
+        return [
+            StateTag.OBJECT,
+            number,
+            {name: self.tree(getattr(value, name)) for name in _attributes(value)},
+        ]
 
     def _sorted(self, items: Iterable[object]) -> list[object]:
         """A set has no order: by what its items are written as."""
@@ -163,7 +171,9 @@ class _Reading:
 
     def root(self, tree: object) -> None:
         match tree:
-            case [What.OBJECT, int(number), dict(attributes)] if self._classes[number] is type(self._machine):
+            case [StateTag.OBJECT, int(number), dict(attributes)] if self._classes[number] is type(
+                self._machine
+            ):
                 self._begun.append(self._machine)
                 self._fill(self._machine, attributes, set(_attributes(self._machine)))
             case _:
@@ -174,20 +184,20 @@ class _Reading:
             if type(tree) in _PLAIN:
                 return tree
             raise TypeError(f"a {type(tree).__name__} stands alone")
-        what, items = What(tree[0]), tree[1:]
+        what, items = StateTag(tree[0]), tree[1:]
         match what:
-            case What.TUPLE:
+            case StateTag.TUPLE:
                 return tuple(map(self.value, items))
-            case What.FROZEN_SET:
+            case StateTag.FROZEN_SET:
                 return frozenset(map(self.value, items))
-            case What.ENUM:
+            case StateTag.ENUM:
                 enum: Any = self._class(items[0], Enum)
                 return enum[items[1]]
-            case What.NAMED:
+            case StateTag.NAMED:
                 return self._named(self._class(items[0], tuple | msgspec.Struct), items[1:])
-            case What.AGAIN:
+            case StateTag.AGAIN:
                 return self._begun[_natural(items[0])]
-            case What.OBJECT:
+            case StateTag.OBJECT:
                 return self._object(*items)
             case _:
                 return self._container(what, items)
@@ -196,13 +206,13 @@ class _Reading:
         names = cls.__struct_fields__ if issubclass(cls, msgspec.Struct) else cls._fields
         return cls(**dict(zip(names, map(self.value, items), strict=True)))
 
-    def _container(self, what: What, items: list[Any]) -> object:
+    def _container(self, what: StateTag, items: list[Any]) -> object:
         """It is counted before what is in it, as it was when it was written."""
-        if what is What.LIST:
+        if what is StateTag.LIST:
             return self._filled(made := list[Any](), made.append, items)
-        if what is What.SET:
+        if what is StateTag.SET:
             return self._filled(kept := set[Any](), kept.add, items)
-        if what is What.DEQUE:
+        if what is StateTag.DEQUE:
             most = None if items[0] is None else _natural(items[0])
             return self._filled(line := deque[Any](maxlen=most), line.append, items[1:])
         found: dict[Any, Any] = {}

@@ -14,13 +14,46 @@ knob; every other deadline is a share or a multiple of it, so that they cannot c
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import Any, Final
 
-from zbmd.transport.clock.durations import format_duration, parse_duration
 from zbmd.transport.errors import UserError
+
+# Durations as users write and read them: `500ms`, `2s`, `1.5min`.
+
+DURATION_S_MAX: Final = 7 * 24 * 3600.0
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s|min|h)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in a duration such as `500ms` or `1min`. Raises `UserError`."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise UserError(f"{text!r} is not a duration. Write a number and a unit, such as 500ms, 2s or 1min.")
+    seconds = float(found[1]) * _SECONDS[found[2]]
+    if not 0 < seconds <= DURATION_S_MAX:
+        raise UserError(f"a duration of {text} is out of range. Give more than 0 and at most 7 days.")
+    return seconds
+
+
+def format_duration(duration_ns: int) -> str:
+    """`duration_ns` with at most four digits, in a unit that `parse_duration` knows: `250ms`, `1.5s`."""
+    for unit, unit_ns in (
+        ("h", 3600 * 10**9),
+        ("min", 60 * 10**9),
+        ("s", 10**9),
+        ("ms", 10**6),
+        ("us", 10**3),
+    ):
+        if duration_ns >= unit_ns:
+            return f"{duration_ns / unit_ns:.4g}{unit}"
+    return f"{duration_ns}ns"
+
 
 MILLISECOND_NS: Final = 10**6
 SECOND_NS: Final = 10**9
@@ -38,7 +71,7 @@ RECOVERY_BUDGET_VARIABLE: Final = "ZBMD_RECOVERY_BUDGET"
 _RULE: Final = "rule"
 
 
-class Kind(Enum):
+class DeadlineKind(Enum):
     """What a deadline is to the recovery."""
 
     SHARE = "share"
@@ -47,13 +80,13 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class DeadlineRule:
     """How a deadline follows from the budget: `times / parts` of it, within its limits, and why.
 
     unit_ns: what the value is counted in, rounded up to whole ones unless it is nanoseconds.
     """
 
-    kind: Kind
+    kind: DeadlineKind
     times: int
     parts: int
     reason: str
@@ -77,9 +110,9 @@ class Rule:
         return text if self.most_ns is None else f"{text}, at most {format_duration(self.most_ns)}"
 
 
-def _derived(kind: Kind, times: int, parts: int, reason: str, **limits: int) -> Any:
-    """A field whose value follows from the budget; `limits` are those of `Rule`."""
-    rule = Rule(kind=kind, times=times, parts=parts, reason=reason, **limits)
+def _derived(kind: DeadlineKind, times: int, parts: int, reason: str, **limits: int) -> Any:
+    """A field whose value follows from the budget; `limits` are those of `DeadlineRule`."""
+    rule = DeadlineRule(kind=kind, times=times, parts=parts, reason=reason, **limits)
     return dataclasses.field(metadata={_RULE: rule})
 
 
@@ -89,7 +122,7 @@ class Derived:
 
     name: str
     value_ns: int
-    kind: Kind
+    kind: DeadlineKind
     rule: str
     reason: str
 
@@ -106,32 +139,46 @@ class Deadlines:
 
     # The path of a recovery.
     notice_ns: int = _derived(
-        Kind.SHARE, 1, 50, "same host: the kernel marks the futexes of the dead before it frees their memory"
+        DeadlineKind.SHARE,
+        1,
+        50,
+        "same host: the kernel marks the futexes of the dead before it frees their memory",
     )
     confirmation_ns: int = _derived(
-        Kind.SHARE, 1, 4, "same host: pidfd and EOF come once memory is freed, after about 60 ms a GiB"
+        DeadlineKind.SHARE,
+        1,
+        4,
+        "same host: pidfd and EOF come once memory is freed, after about 60 ms a GiB",
     )
     suspicion_ns: int = _derived(
-        Kind.SHARE, 2, 5, "other hosts: eight heartbeats missed; no proof, so a majority must share it"
+        DeadlineKind.SHARE,
+        2,
+        5,
+        "other hosts: eight heartbeats missed; no proof, so a majority must share it",
     )
-    agreement_ns: int = _derived(Kind.SHARE, 1, 10, "the members agree on the next view")
+    agreement_ns: int = _derived(DeadlineKind.SHARE, 1, 10, "the members agree on the next view")
     replacement_ns: int = _derived(
-        Kind.SHARE, 1, 10, "a fork of the template, which has imported everything, and its join"
+        DeadlineKind.SHARE, 1, 10, "a fork of the template, which has imported everything, and its join"
     )
-    link_up_ns: int = _derived(Kind.SHARE, 1, 5, "the links of the new view are made, all at once")
+    link_up_ns: int = _derived(DeadlineKind.SHARE, 1, 5, "the links of the new view are made, all at once")
     resume_ns: int = _derived(
-        Kind.SHARE, 3, 20, "a group is made, state pulled from a peer, and the step begins again"
+        DeadlineKind.SHARE, 3, 20, "a group is made, state pulled from a peer, and the step begins again"
     )
 
     # What finds the silent.
     heartbeat_ns: int = _derived(
-        Kind.PROBE, 1, 20, "other hosts: eight of them fit into a suspicion, so lost ones do no harm"
+        DeadlineKind.PROBE, 1, 20, "other hosts: eight of them fit into a suspicion, so lost ones do no harm"
     )
     tcp_keepalive_idle_s: int = _derived(
-        Kind.PROBE, 1, 1, "an idle connection is probed after it", least_ns=SECOND_NS, unit_ns=SECOND_NS
+        DeadlineKind.PROBE,
+        1,
+        1,
+        "an idle connection is probed after it",
+        least_ns=SECOND_NS,
+        unit_ns=SECOND_NS,
     )
     tcp_keepalive_interval_s: int = _derived(
-        Kind.PROBE,
+        DeadlineKind.PROBE,
         1,
         4,
         "from probe to probe; the kernel counts in seconds",
@@ -139,7 +186,7 @@ class Deadlines:
         unit_ns=SECOND_NS,
     )
     tcp_user_timeout_ms: int = _derived(
-        Kind.PROBE,
+        DeadlineKind.PROBE,
         1,
         1,
         "bytes unacknowledged so long end a connection: after a suspicion, and after a retransmission or two",
@@ -149,7 +196,7 @@ class Deadlines:
 
     # What ends that which should long be over. Never so short that a busy machine is taken for a dead one.
     hello_ns: int = _derived(
-        Kind.BOUND,
+        DeadlineKind.BOUND,
         5,
         1,
         "to say hello on a connection: a stranger who stalls holds one of few places",
@@ -157,7 +204,7 @@ class Deadlines:
         most_ns=30 * SECOND_NS,
     )
     dial_ns: int = _derived(
-        Kind.BOUND,
+        DeadlineKind.BOUND,
         6,
         1,
         "to connect and say hello: longer than a hello, and a lost SYN is repeated after 1 s",
@@ -165,7 +212,7 @@ class Deadlines:
         most_ns=60 * SECOND_NS,
     )
     view_ns: int = _derived(
-        Kind.BOUND,
+        DeadlineKind.BOUND,
         10,
         1,
         "all links of a view stand, all who went are confirmed: longer than a dial, so its reason is known",
@@ -173,7 +220,7 @@ class Deadlines:
         most_ns=600 * SECOND_NS,
     )
     join_ns: int = _derived(
-        Kind.BOUND,
+        DeadlineKind.BOUND,
         60,
         1,
         "from a replacement's fork to its join, while others wait for it: it reads and imports what it needs",
@@ -181,7 +228,7 @@ class Deadlines:
         most_ns=1800 * SECOND_NS,
     )
     flush_ns: int = _derived(
-        Kind.BOUND,
+        DeadlineKind.BOUND,
         1,
         2,
         "a rank that leaves waits so long for its last reports",
@@ -189,7 +236,7 @@ class Deadlines:
         most_ns=5 * SECOND_NS,
     )
     stop_grace_ns: int = _derived(
-        Kind.BOUND,
+        DeadlineKind.BOUND,
         1,
         1,
         "from SIGTERM to SIGKILL: room for the flush, and no more than a person waits",
@@ -197,7 +244,7 @@ class Deadlines:
         most_ns=10 * SECOND_NS,
     )
     stop_kill_ns: int = _derived(
-        Kind.BOUND,
+        DeadlineKind.BOUND,
         1,
         2,
         "from SIGKILL to the end of the run, even if the kernel is still freeing a process",
@@ -262,7 +309,7 @@ class Deadlines:
         )
 
 
-RULES: Final[dict[str, Rule]] = {
+RULES: Final[dict[str, DeadlineRule]] = {
     field.name: field.metadata[_RULE] for field in dataclasses.fields(Deadlines) if _RULE in field.metadata
 }
 """By the field's name in `Deadlines`."""

@@ -8,10 +8,101 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final, Protocol
 
-from zbmd.transport.cuda.facts import DeviceFacts
 from zbmd.transport.errors import ZbmdError
+
+# What a device and its driver can do, and which way bytes go between two of them (pure).
+#
+# CUDA's IPC works between processes of one host under Linux proper: not under WSL, and not between instances
+# of a divided GPU (MIG). See NVIDIA's CUDA C++ Programming Guide, "Interprocess Communication", and its MIG
+# User Guide, "CUDA IPC".
+
+UUID_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """Of one GPU, as the process sees it that computes on it."""
+
+    index: int
+    uuid: bytes
+    name: str
+    memory_bytes: int
+    pci: str
+    """Its PCI address, such as 0000:3b:00.0."""
+    unified_addressing: bool
+    ipc_events: bool
+    """Whether events of it can be opened by other processes."""
+    dma_buf: bool
+    """Whether its memory can be handed to a network card as a dma-buf."""
+    wsl: bool = False
+
+    @property
+    def divided(self) -> bool:
+        """Whether it is an instance of a divided GPU."""
+        return " MIG " in f"{self.name} "
+
+
+class CopyRoute(Enum):
+    """Name the route of a copy from one device to another."""
+
+    SAME_DEVICE = "same device"
+    PEER = "peer access"
+    """Over NVLink or PCIe, from device to device."""
+    THROUGH_HOST = "opened, copied through the host"
+    """By CUDA itself, of memory that is opened: the devices do not reach each other."""
+    STAGED = "staged"
+    """Through page-locked memory and the host's own regions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRouteChoice:
+    """The decision and its reason."""
+
+    way: CopyRoute
+    reason: str
+
+
+def why_no_ipc(device: DeviceFacts) -> str:
+    """Why no other process can open the device's memory; empty if it can."""
+    if device.wsl:
+        return "under WSL memory of a GPU cannot be opened by another process"
+    if device.divided:
+        return f"{device.name} is an instance of a divided GPU (MIG)"
+    if not device.unified_addressing:
+        return f"{device.name} has no unified addressing"
+    if not device.ipc_events:
+        return f"{device.name} has no events between processes"
+    return ""
+
+
+def choose_copy_route(
+    ours: DeviceFacts, theirs: DeviceFacts, *, same_host: bool, visible: bool, can_access_peer: bool
+) -> CopyRouteChoice:
+    """Choose the route of copies from our device to a peer's, with the reason.
+
+    visible: the peer's device is visible to this process. can_access_peer: as CUDA reports for the two.
+    """
+    if not same_host:
+        return CopyRouteChoice(way=CopyRoute.STAGED, reason="the peer is on another host")
+    why = why_no_ipc(ours) or why_no_ipc(theirs)
+    if why:
+        return CopyRouteChoice(way=CopyRoute.STAGED, reason=why)
+    if ours.uuid == theirs.uuid:
+        return CopyRouteChoice(way=CopyRoute.SAME_DEVICE, reason=f"both compute on {ours.name} at {ours.pci}")
+    if not visible:
+        return CopyRouteChoice(
+            way=CopyRoute.STAGED,
+            reason=f"the peer's {theirs.name} at {theirs.pci} is hidden by CUDA_VISIBLE_DEVICES",
+        )
+    if can_access_peer:
+        return CopyRouteChoice(way=CopyRoute.PEER, reason=f"{ours.pci} reaches {theirs.pci} by itself")
+    return CopyRouteChoice(
+        way=CopyRoute.THROUGH_HOST, reason=f"{ours.pci} does not reach {theirs.pci} by itself"
+    )
+
 
 HANDLE_BYTES: Final = 64
 """Of a cudaIpcMemHandle_t and of a cudaIpcEventHandle_t."""
@@ -51,11 +142,11 @@ class CudaApi(Protocol):
         ...
 
     def facts(self) -> DeviceFacts:
-        """Of this device."""
+        """Return the properties of this device that decide how its memory is reached."""
         ...
 
     def device_of(self, uuid: bytes) -> int | None:
-        """The index here of the device with that UUID (16 bytes); None if it is not visible."""
+        """Return the index of the device with that UUID (16 bytes), or None if it is not visible here."""
         ...
 
     def can_access_peer(self, peer: int) -> bool:
@@ -95,11 +186,11 @@ class CudaApi(Protocol):
         ...
 
     def event_create(self, *, interprocess: bool = False) -> int:
-        """An event without timing; `interprocess`: one that other processes can open."""
+        """Create an event without timing. interprocess: other processes can open it."""
         ...
 
     def event_record(self, event: int, stream: int) -> None:
-        """It stands for all that was asked of `stream` until now."""
+        """Record the event behind everything queued on `stream` so far."""
         ...
 
     def event_query(self, event: int) -> bool:
@@ -111,15 +202,15 @@ class CudaApi(Protocol):
         ...
 
     def event_destroy(self, event: int) -> None:
-        """Of our own or opened."""
+        """Destroy an event, our own or an opened one."""
         ...
 
     def stream_create(self) -> int:
-        """One that does not wait for the default stream."""
+        """Create a stream that does not synchronize with the default stream."""
         ...
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """What is asked of `stream` from now on begins behind what `event` stands for now."""
+        """Make `stream` wait for `event` before it runs what is queued from now on."""
         ...
 
     def stream_synchronize(self, stream: int) -> None:
@@ -157,7 +248,7 @@ class CudaApi(Protocol):
         ...
 
     def new_array(self, shape: tuple[int, ...], typestr: str) -> Any:
-        """A new array of this device, as users have it: cupy's. Its contents are undefined."""
+        """Return a new cupy array on this device, with undefined contents."""
         ...
 
     def launch(

@@ -100,14 +100,14 @@ class RecordSignal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class SetPeerCell:
     """Set the peer's cell."""
 
     channel: int
     value: int
 
 
-class Outcome(Enum):
+class CopyOutcome(Enum):
     """How a copy ended."""
 
     DONE = "done"
@@ -120,7 +120,7 @@ class Finish:
     """The buffers of a copy may be reused."""
 
     operation: int
-    outcome: Outcome
+    outcome: CopyOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +128,10 @@ class LetGo:
     """Nothing is under way, and nothing will be: close the peer's memory and events, destroy the stream."""
 
 
-Action: TypeAlias = Join | Issue | RecordSignal | Tell | Finish | LetGo
+Action: TypeAlias = Join | Issue | RecordSignal | SetPeerCell | Finish | LetGo
 
 
-class State(Enum):
+class CopiesState(Enum):
     """Of the peer."""
 
     OPEN = "open"
@@ -143,7 +143,7 @@ class CudaCopies:
     """One peer, from our side."""
 
     def __init__(self) -> None:
-        self.state = State.OPEN
+        self.state = CopiesState.OPEN
         self.why = ""
         """What a fault said."""
         self._closing = False
@@ -184,8 +184,8 @@ class CudaCopies:
             case Drained():
                 return self._drained(event)
             case PeerGone():
-                if self.state is State.OPEN:
-                    self.state = State.GONE
+                if self.state is CopiesState.OPEN:
+                    self.state = CopiesState.GONE
                 return []
             case Faulted():
                 return self._faulted(event)
@@ -207,7 +207,7 @@ class CudaCopies:
         self._require_open()
         self._require_unsignalled(event.channel)
         if not self._waiting:
-            return [Tell(channel=event.channel, value=event.value)]
+            return [SetPeerCell(channel=event.channel, value=event.value)]
         self._waiting.append(event)
         return []
 
@@ -224,43 +224,45 @@ class CudaCopies:
         return [
             *self._joined(event.after),
             RecordSignal(channel=event.channel),
-            Tell(channel=event.channel, value=event.value),
+            SetPeerCell(channel=event.channel, value=event.value),
         ]
 
     def _drained(self, event: Drained) -> list[Action]:
-        if self.state is State.FAULTED:  # it was handed back with the fault
+        if self.state is CopiesState.FAULTED:  # it was handed back with the fault
             return []
         head = self._waiting[0] if self._waiting else None
         if not isinstance(head, CopyAsked) or head.operation != event.operation:
             raise LocalProtocolError(f"copy {event.operation} has drained, and {head} is the first under way")
         self._waiting.popleft()
         self._copies -= 1
-        lost = self.state is State.GONE
+        lost = self.state is CopiesState.GONE
         actions: list[Action] = []
         if not lost and head.channel is not None:
-            actions.append(Tell(channel=head.channel, value=head.value))
-        actions.append(Finish(operation=head.operation, outcome=Outcome.LOST if lost else Outcome.DONE))
+            actions.append(SetPeerCell(channel=head.channel, value=head.value))
+        actions.append(
+            Finish(operation=head.operation, outcome=CopyOutcome.LOST if lost else CopyOutcome.DONE)
+        )
         while self._waiting and isinstance(self._waiting[0], NotifyAsked):
             told = self._waiting.popleft()
             if not lost:
                 assert told.channel is not None
-                actions.append(Tell(channel=told.channel, value=told.value))
+                actions.append(SetPeerCell(channel=told.channel, value=told.value))
         return actions
 
     def _faulted(self, event: Faulted) -> list[Action]:
-        if self.state is State.FAULTED:
+        if self.state is CopiesState.FAULTED:
             return []
-        self.state, self.why = State.FAULTED, event.why
+        self.state, self.why = CopiesState.FAULTED, event.why
         copies = [each for each in self._waiting if isinstance(each, CopyAsked)]
         self._waiting.clear()
         self._copies = 0
-        return [Finish(operation=each.operation, outcome=Outcome.FAULT) for each in copies]
+        return [Finish(operation=each.operation, outcome=CopyOutcome.FAULT) for each in copies]
 
     def _joined(self, after: int | None) -> list[Action]:
         return [] if after is None else [Join(stream=after)]
 
     def _require_open(self) -> None:
-        if self.state is not State.OPEN or self._closing:
+        if self.state is not CopiesState.OPEN or self._closing:
             state = "closing" if self._closing else self.state.value
             raise LocalProtocolError(f"something is asked of a peer's device memory that is {state}")
         if len(self._waiting) >= OPERATIONS_MAX:

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Iterable
 
 from zbmd.transport.cuda.api import CudaApi
-from zbmd.transport.cuda.array import span_of
-from zbmd.transport.cuda.handle import DeviceHandle
+from zbmd.transport.cuda.array import DeviceHandle, span_of
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.region import REGIONS_MAX
 
@@ -91,7 +90,7 @@ class DeviceExports:
             return frozenset(export.writers)
 
     def let_go(self, slot: int, handle: DeviceHandle) -> None:
-        """The process in `slot` says that it has closed it. Idempotent."""
+        """Record that the process in `slot` has closed it. Idempotent."""
         with self._lock:
             export = self._exports.get(handle)
             if export is not None:
@@ -99,7 +98,7 @@ class DeviceExports:
                 self._drop_if_free(handle, export)
 
     def writer_gone(self, slot: int) -> None:
-        """The process in `slot` is proven gone. Idempotent."""
+        """Record that the process in `slot` is proven gone. Idempotent."""
         with self._lock:
             for handle, export in list(self._exports.items()):
                 export.writers.discard(slot)

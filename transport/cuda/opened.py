@@ -79,7 +79,7 @@ class Close:
 Action: TypeAlias = Open | Close
 
 
-class Stage(Enum):
+class OpenedStage(Enum):
     """Of an allocation."""
 
     OPENING = "opening"
@@ -90,7 +90,7 @@ class Stage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    stage: Stage = Stage.OPENING
+    stage: OpenedStage = OpenedStage.OPENING
     address: int = 0
     users: int = 1
     taken: bool = False
@@ -109,7 +109,7 @@ class OpenedMemory:
     def address(self, memory: bytes) -> int:
         """Where it is open. Raises `LocalProtocolError` if it is not."""
         entry = self._entries.get(memory)
-        if entry is None or entry.stage is Stage.OPENING:
+        if entry is None or entry.stage is OpenedStage.OPENING:
             raise LocalProtocolError("an allocation is asked for that is not open")
         return entry.address
 
@@ -127,12 +127,15 @@ class OpenedMemory:
             case Use():
                 return self._use(event.memory)
             case Opened():
-                entry = self._entry(event.memory, Stage.OPENING)
+                entry = self._entry(event.memory, OpenedStage.OPENING)
                 leaving = self._gone or entry.taken
-                entry.stage, entry.address = Stage.LEAVING if leaving else Stage.OPEN, event.address
+                entry.stage, entry.address = (
+                    OpenedStage.LEAVING if leaving else OpenedStage.OPEN,
+                    event.address,
+                )
                 return []
             case NotOpened():
-                self._entry(event.memory, Stage.OPENING)
+                self._entry(event.memory, OpenedStage.OPENING)
                 del self._entries[event.memory]
                 return []
             case Disuse():
@@ -149,7 +152,7 @@ class OpenedMemory:
         entry = self._entries.pop(memory, None)
         if entry is not None:
             self._entries[memory] = entry  # the most recently used is the last
-            if entry.stage is not Stage.OPEN:
+            if entry.stage is not OpenedStage.OPEN:
                 raise LocalProtocolError(f"an allocation of a peer is used again that is {entry.stage.value}")
             entry.users += 1
             return []
@@ -172,19 +175,19 @@ class OpenedMemory:
 
     def _disuse(self, memory: bytes) -> list[Action]:
         entry = self._entries.get(memory)
-        if entry is None or entry.stage is Stage.OPENING or not entry.users:
+        if entry is None or entry.stage is OpenedStage.OPENING or not entry.users:
             raise LocalProtocolError("a region ends that was not begun")
         entry.users -= 1
-        return self._closed(memory) if entry.stage is Stage.LEAVING and not entry.users else []
+        return self._closed(memory) if entry.stage is OpenedStage.LEAVING and not entry.users else []
 
     def _leave(self, memories: list[bytes]) -> list[Action]:
         actions: list[Action] = []
         for memory in memories:
             entry = self._entries[memory]
-            if entry.stage is Stage.OPENING:
+            if entry.stage is OpenedStage.OPENING:
                 entry.taken = True  # `Opened` comes next
                 continue
-            entry.stage = Stage.LEAVING
+            entry.stage = OpenedStage.LEAVING
             if not entry.users:
                 actions += self._closed(memory)
         return actions
@@ -192,7 +195,7 @@ class OpenedMemory:
     def _closed(self, memory: bytes) -> list[Action]:
         return [Close(memory=memory, address=self._entries.pop(memory).address)]
 
-    def _entry(self, memory: bytes, stage: Stage) -> _Entry:
+    def _entry(self, memory: bytes, stage: OpenedStage) -> _Entry:
         entry = self._entries.get(memory)
         if entry is None or entry.stage is not stage:
             raise LocalProtocolError(f"an allocation is told to be opened that is not {stage.value}")
@@ -203,5 +206,5 @@ class OpenedMemory:
         assert len(self._entries) <= self._opened_max
         for entry in self._entries.values():
             assert entry.users >= 0
-            assert entry.users or entry.stage is Stage.OPEN, "what is to be closed is in use"
-            assert not (self._gone and entry.stage is Stage.OPEN), "what is gone is to be closed"
+            assert entry.users or entry.stage is OpenedStage.OPEN, "what is to be closed is in use"
+            assert not (self._gone and entry.stage is OpenedStage.OPEN), "what is gone is to be closed"

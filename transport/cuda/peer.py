@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias, assert_never
 
 from zbmd.transport.cuda.api import CudaApi, CudaFault
+from zbmd.transport.cuda.array import DeviceHandle, EventHandle, require_device_handle
 from zbmd.transport.cuda.copies import (
     CloseAsked,
+    CopiesState,
     CopyAsked,
+    CopyOutcome,
     CudaCopies,
     Drained,
     Faulted,
@@ -25,15 +28,12 @@ from zbmd.transport.cuda.copies import (
     Join,
     LetGo,
     NotifyAsked,
-    Outcome,
     PeerGone,
     RecordSignal,
+    SetPeerCell,
     SignalAsked,
-    State,
-    Tell,
 )
 from zbmd.transport.cuda.copies import Event as CopyEvent
-from zbmd.transport.cuda.handle import DeviceHandle, EventHandle, require_device_handle
 from zbmd.transport.cuda.opened import (
     AllGone,
     Close,
@@ -99,16 +99,16 @@ class CudaPeer:
     # -- what is asked -----------------------------------------------------------------------------------
 
     def require_alive(self) -> None:
-        """Raises `PeerLost` if it is known to have ended, `CudaFault` if the device has failed."""
+        """Raise `PeerLost` if the peer is known to have ended, `CudaFault` if the device has failed."""
         with self._lock:
-            if self._copies.state is State.OPEN:
+            if self._copies.state is CopiesState.OPEN:
                 try:
                     self._cell.get(_NOTHING)
                 except PeerLost:
                     self._handle(PeerGone())
-            if self._copies.state is State.GONE:
+            if self._copies.state is CopiesState.GONE:
                 raise self._lost()
-            if self._copies.state is State.FAULTED:
+            if self._copies.state is CopiesState.FAULTED:
                 raise CudaFault(self._copies.why)
 
     def copy(
@@ -151,7 +151,7 @@ class CudaPeer:
             self._handle(SignalAsked(channel=channel, value=value, after=after))
 
     def offer_event(self, own_slot: int, own_incarnation: int, channel: int) -> EventHandle:
-        """The event of the signals that this process gives the peer on `channel`, for `take_event` there."""
+        """Return the event of our signals on `channel`, for the peer's `take_event`."""
         with self._lock:
             event = self._signal_events.get(channel)
             if event is None:
@@ -192,7 +192,7 @@ class CudaPeer:
     # -- memory ------------------------------------------------------------------------------------------
 
     def open(self, handle: DeviceHandle) -> int:
-        """The address here of the peer's array, until `shut`.
+        """Return the address at which the peer's array is mapped here, until `shut`.
 
         Raises `RemoteProtocolError` on a handle that is forged or stale, or does not fit what CUDA opens;
         `UserError` if too many allocations are in use, `PeerLost` and `CudaFault` as `require_alive`.
@@ -215,7 +215,7 @@ class CudaPeer:
             return base + handle.offset
 
     def shut(self, handle: DeviceHandle) -> None:
-        """The end of one `open`: once all copies that were asked until now have drained."""
+        """End one `open`, once all copies that were queued until now have drained."""
         with self._lock:
             if self._under_way:
                 self._shutting.append((max(self._under_way), handle))
@@ -223,7 +223,7 @@ class CudaPeer:
                 self._handle_memory(Disuse(memory=handle.memory))
 
     def take_back(self, handle: DeviceHandle, then: Callable[[], None]) -> None:
-        """The peer wants this memory back: `then` is called once it is closed here, at once if it is."""
+        """Close this memory, which the peer wants back, and then call `then`."""
         with self._lock:
             try:
                 self._memory.address(handle.memory)
@@ -236,7 +236,7 @@ class CudaPeer:
     # -- the end -----------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """The peer has ended: nothing is told any more; what is under way drains. Idempotent."""
+        """End, because the peer has: nothing more is signalled; copies in flight drain. Idempotent."""
         with self._lock:
             self._handle(PeerGone())
 
@@ -258,7 +258,7 @@ class CudaPeer:
                     self._ask(lambda: self._issue(operation))
                 case RecordSignal(channel=channel):
                     self._ask(lambda: self.api.event_record(self._signal_events[channel], self._stream))
-                case Tell(channel=channel, value=value):
+                case SetPeerCell(channel=channel, value=value):
                     self._tell(channel, value)
                 case Finish(operation=operation, outcome=outcome):
                     self._finish(operation, outcome)
@@ -268,7 +268,7 @@ class CudaPeer:
                     assert_never(action)
 
     def _ask(self, call: Callable[[], None]) -> None:
-        if self._copies.state is State.FAULTED:
+        if self._copies.state is CopiesState.FAULTED:
             return
         try:
             call()
@@ -288,22 +288,22 @@ class CudaPeer:
         self._asked.put((operation, asked.event))
 
     def _tell(self, channel: int, value: int) -> None:
-        if self._copies.state is not State.OPEN:
+        if self._copies.state is not CopiesState.OPEN:
             return
         try:
             self._cell.notify(channel, value)
         except PeerLost:
             self._handle(PeerGone())
 
-    def _finish(self, operation: int, outcome: Outcome) -> None:
+    def _finish(self, operation: int, outcome: CopyOutcome) -> None:
         done = self._under_way.pop(operation)
         while self._shutting and self._shutting[0][0] <= operation:
             self._handle_memory(Disuse(memory=self._shutting.popleft()[1].memory))
-        if outcome is Outcome.FAULT:
+        if outcome is CopyOutcome.FAULT:
             done.transfer.finish(CudaFault(self._copies.why))
             return
         self._recycle(done.event)
-        done.transfer.finish(self._lost() if outcome is Outcome.LOST else None)
+        done.transfer.finish(self._lost() if outcome is CopyOutcome.LOST else None)
 
     def _handle_memory(self, event: MemoryEvent, handle: DeviceHandle | None = None) -> None:
         for action in self._memory.handle(event, now_ns=now_ns()):

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from zbmd.transport.cuda.array import DeviceSpan, is_device_array, span_of
-from zbmd.transport.cuda.handle import DeviceHandle
+from zbmd.transport.cuda.array import DeviceHandle, DeviceSpan, is_device_array, span_of
 from zbmd.transport.cuda.peer import CudaPeer
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.memory.checked_region import CheckedRegion
-from zbmd.transport.memory.region import read_only, require_cell, require_range
+from zbmd.transport.memory.region import CheckedRegion, read_only, require_cell, require_range
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native._native import address_of
 
@@ -63,9 +61,10 @@ class CudaRegion(CheckedRegion):
         )
 
     def put_behind(self, src: Any, offset: int = 0, *, channel: int, value: int) -> Transfer:
-        """As `put` of a device array, but the cell is set at once, and stands for the device's order alone.
+        """Put a device array as `put` does, but set the cell at once: it stands for the device's order alone.
 
-        A peer that has seen it calls `CudaPeer.follow`: what its stream is asked then comes behind the copy.
+        A peer that has seen the cell calls `CudaPeer.follow`: what it queues on its stream then runs after
+        the copy.
         """
         span = self._writing(src, offset)
         require_cell(channel, value)
@@ -74,7 +73,7 @@ class CudaRegion(CheckedRegion):
         return transfer
 
     def array(self) -> DeviceSpan:
-        """The peer's array in place, by the CUDA array interface, for kernels: valid until `close`.
+        """Return the peer's array in place, with the CUDA array interface, for kernels; valid until `close`.
 
         Ordering is the caller's: `CudaPeer.follow` before, `CudaPeer.signal` after.
         """

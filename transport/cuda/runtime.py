@@ -16,8 +16,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, DeviceKernels
-from zbmd.transport.cuda.facts import DeviceFacts
+from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, DeviceFacts, DeviceKernels
 from zbmd.transport.errors import UserError
 
 _SUCCESS: Final = 0

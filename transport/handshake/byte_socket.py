@@ -13,7 +13,7 @@ from typing import Final
 
 from zbmd.transport.handshake.driver import readable, writable
 from zbmd.transport.handshake.hello import HungUp
-from zbmd.transport.secure.record_mac import Buffer
+from zbmd.transport.secure.mac import Buffer
 from zbmd.transport.secure.tls import tls_error
 
 PIECES_PER_WRITE_MAX: Final = 64

@@ -1,15 +1,23 @@
-"""Runs a hello over whatever carries its bytes; the machine decides everything."""
+"""Runs a hello over whatever carries its bytes; the machine decides everything.
+
+`HELLO` is the kind under which captures record the machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
+import msgspec
+
+from zbmd.transport.capture.errors import CaptureMismatch
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.handshake.capture_kind import HELLO, hello_config
 from zbmd.transport.handshake.hello import (
     NONCE_BYTES,
     Accept,
@@ -24,9 +32,49 @@ from zbmd.transport.handshake.hello import (
     SetTimer,
     TimerFired,
 )
-from zbmd.transport.identity import PeerInfo, Side
+from zbmd.transport.identity import Identity, PeerInfo, Side
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
+
+_COOKIE_CHECK = b"zbmd capture: which cookie"
+"""Prefix of what is hashed to recognize a cookie in a capture, which never holds the cookie itself."""
+
+
+def hello_config(
+    *, side: Side, identity: Identity, cookie: bytes, nonce: bytes, deadline_ns: int
+) -> dict[str, Any]:
+    """Return the configuration of a hello as it is recorded, with a check value for the cookie."""
+    return {
+        "side": side,
+        "identity": identity,
+        "cookie": cookie,
+        "cookie_check": _check(cookie),
+        "nonce": nonce,
+        "deadline_ns": deadline_ns,
+    }
+
+
+def _check(cookie: bytes) -> bytes:
+    return hashlib.sha256(_COOKIE_CHECK + cookie).digest()
+
+
+def _build(config: Mapping[str, Any]) -> HelloMachine:
+    if _check(config["cookie"]) != config["cookie_check"]:
+        raise CaptureMismatch(
+            "this cookie is not the one of the recorded job: give the job's cookie file with --cookie"
+        )
+    return HelloMachine(
+        side=Side(config["side"]),
+        identity=msgspec.convert(config["identity"], Identity),
+        cookie=config["cookie"],
+        nonce=config["nonce"],
+        deadline_ns=config["deadline_ns"],
+    )
+
+
+HELLO: MachineKind[HelloEvent, HelloAction] = register(
+    "hello", 2, _build, events=HelloEvent, actions=HelloAction, secrets=("cookie",)
+)
 
 
 class Wire(Protocol):
@@ -42,7 +90,7 @@ class Wire(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Greeting:
+class HelloResult:
     """What an accepted hello yields."""
 
     peer: PeerInfo
@@ -54,7 +102,7 @@ class Greeting:
 
 async def say_hello(
     wire: Wire, endpoint: Endpoint, side: Side, deadline_ns: int, *, peer_uid: int | None, label: str
-) -> Greeting:
+) -> HelloResult:
     """Run one hello on a connected wire. label: the peer's name in the log. Raises its `HelloError`."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     identity, cookie = endpoint.identity, endpoint.cookie
@@ -63,7 +111,7 @@ async def say_hello(
     tap = Tap(endpoint.recorder, HELLO, f"hello/{side.value}/{label}", machine, config)
     try:
         accept = await _drive(wire, tap, Opened(peer_uid=peer_uid), deadline_ns)
-        return Greeting(peer=accept.peer, surplus=accept.surplus, secret=machine.session_secret())
+        return HelloResult(peer=accept.peer, surplus=accept.surplus, secret=machine.session_secret())
     finally:
         tap.close(machine.state.value)
 

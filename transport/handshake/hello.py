@@ -51,7 +51,7 @@ _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 # --- errors ---------------------------------------------------------------------------------------------
 
 
-class Refusal(IntEnum):
+class RefusalReason(IntEnum):
     """Why a hello failed; the number is what a REFUSAL message carries."""
 
     GARBAGE = 1
@@ -68,75 +68,75 @@ class Refusal(IntEnum):
 class HelloError(RemoteProtocolError):
     """A hello failed: the connection is to be closed. `by_peer` tells that the peer refused us."""
 
-    refusal: ClassVar[Refusal]
+    refusal: ClassVar[RefusalReason]
     by_peer: bool = False
 
 
 class Garbage(HelloError):
     """What the peer sent is no hello, or none that fits here."""
 
-    refusal = Refusal.GARBAGE
+    refusal = RefusalReason.GARBAGE
 
 
 class WrongVersion(HelloError):
     """The peer speaks another version of the hello."""
 
-    refusal = Refusal.WRONG_VERSION
+    refusal = RefusalReason.WRONG_VERSION
 
 
 class Oversized(HelloError):
     """The peer announced a message beyond `MAX_BODY_BYTES`."""
 
-    refusal = Refusal.OVERSIZED
+    refusal = RefusalReason.OVERSIZED
 
 
 class WrongCookie(HelloError):
     """The peer does not hold our cookie."""
 
-    refusal = Refusal.WRONG_COOKIE
+    refusal = RefusalReason.WRONG_COOKIE
 
 
 class WrongUser(HelloError):
     """The kernel says that the peer belongs to another user."""
 
-    refusal = Refusal.WRONG_USER
+    refusal = RefusalReason.WRONG_USER
 
 
 class WrongJob(HelloError):
     """The peer belongs to another job."""
 
-    refusal = Refusal.WRONG_JOB
+    refusal = RefusalReason.WRONG_JOB
 
 
 class ContractsDiffer(HelloError):
     """Both sides have a contract of the same id and version, and they are not the same."""
 
-    refusal = Refusal.CONTRACTS_DIFFER
+    refusal = RefusalReason.CONTRACTS_DIFFER
 
 
 class HelloTimeout(HelloError):
     """The hello was not done by its deadline."""
 
-    refusal = Refusal.TIMEOUT
+    refusal = RefusalReason.TIMEOUT
 
 
 class HungUp(HelloError):
     """The peer closed the connection before the hello was done."""
 
-    refusal = Refusal.HUNG_UP
+    refusal = RefusalReason.HUNG_UP
 
 
 _ERRORS: dict[int, type[HelloError]] = {error.refusal: error for error in HelloError.__subclasses__()}
 _ADVICE = {
-    Refusal.GARBAGE: "something that is no zbmd process uses this address",
-    Refusal.WRONG_VERSION: "run the same release of zbmd on both sides",
-    Refusal.OVERSIZED: "something that is no zbmd process uses this address",
-    Refusal.WRONG_COOKIE: "give both sides the same cookie file (ZBMD_COOKIE_FILE)",
-    Refusal.WRONG_USER: "run both processes as the same user",
-    Refusal.WRONG_JOB: "an old process of another run may hold the address: end it",
-    Refusal.CONTRACTS_DIFFER: "give a changed contract a new version",
-    Refusal.TIMEOUT: "the peer is stuck or the host overloaded: look at its log",
-    Refusal.HUNG_UP: "the peer ended meanwhile or refused us without a word: look at its log",
+    RefusalReason.GARBAGE: "something that is no zbmd process uses this address",
+    RefusalReason.WRONG_VERSION: "run the same release of zbmd on both sides",
+    RefusalReason.OVERSIZED: "something that is no zbmd process uses this address",
+    RefusalReason.WRONG_COOKIE: "give both sides the same cookie file (ZBMD_COOKIE_FILE)",
+    RefusalReason.WRONG_USER: "run both processes as the same user",
+    RefusalReason.WRONG_JOB: "an old process of another run may hold the address: end it",
+    RefusalReason.CONTRACTS_DIFFER: "give a changed contract a new version",
+    RefusalReason.TIMEOUT: "the peer is stuck or the host overloaded: look at its log",
+    RefusalReason.HUNG_UP: "the peer ended meanwhile or refused us without a word: look at its log",
 }
 
 
@@ -202,7 +202,7 @@ class Reject:
 HelloAction: TypeAlias = SendBytes | SetTimer | Accept | Reject
 
 
-class State(Enum):
+class HelloState(Enum):
     """What the machine waits for."""
 
     NEW = "the connection"
@@ -256,7 +256,7 @@ class HelloMachine:
         if len(nonce) != NONCE_BYTES:
             raise LocalProtocolError(f"a nonce of {len(nonce)} bytes; it must have {NONCE_BYTES}")
         self.side = side
-        self.state = State.NEW
+        self.state = HelloState.NEW
         self.peer: PeerInfo | None = None
         self._identity = identity
         self._packed_identity = _pack(identity)
@@ -270,8 +270,8 @@ class HelloMachine:
 
     def handle(self, event: HelloEvent, *, now_ns: int) -> list[HelloAction]:
         """Take one event at monotonic `now_ns`, ns. What the peer does wrong ends in a `Reject`."""
-        if self.state in (State.ACCEPTED, State.REJECTED):
-            if self.state is State.ACCEPTED and isinstance(event, BytesReceived):
+        if self.state in (HelloState.ACCEPTED, HelloState.REJECTED):
+            if self.state is HelloState.ACCEPTED and isinstance(event, BytesReceived):
                 raise LocalProtocolError("bytes after the hello: the stream was handed on with Accept")
             return []
         try:
@@ -298,7 +298,7 @@ class HelloMachine:
         nonces, and the input the cookie. It is handed out by call alone, so that no log of actions holds it.
         Raises `LocalProtocolError` before the hello is accepted.
         """
-        if self.state is not State.ACCEPTED:
+        if self.state is not HelloState.ACCEPTED:
             raise LocalProtocolError(
                 "a session's secret before its hello was accepted", story=tuple(self._story)
             )
@@ -307,14 +307,21 @@ class HelloMachine:
     def check_invariants(self) -> None:
         """The buffer is bounded and only whole accepted hellos have a peer; see `Machine`."""
         assert len(self._buffer) < _HEADER.size + MAX_BODY_BYTES, len(self._buffer)
-        assert (self.peer is not None) == (self.state is State.ACCEPTED), (self.peer, self.state)
-        own = {State.OPEN, State.PROOF} if self.side is Side.LISTENER else {State.CHALLENGE, State.WELCOME}
-        assert self.state in own | {State.NEW, State.ACCEPTED, State.REJECTED}, (self.side, self.state)
+        assert (self.peer is not None) == (self.state is HelloState.ACCEPTED), (self.peer, self.state)
+        own = (
+            {HelloState.OPEN, HelloState.PROOF}
+            if self.side is Side.LISTENER
+            else {HelloState.CHALLENGE, HelloState.WELCOME}
+        )
+        assert self.state in own | {HelloState.NEW, HelloState.ACCEPTED, HelloState.REJECTED}, (
+            self.side,
+            self.state,
+        )
 
     # -- steps ---------------------------------------------------------------------------------------
 
     def _opened(self, peer_uid: int | None) -> list[HelloAction]:
-        if self.state is not State.NEW:
+        if self.state is not HelloState.NEW:
             raise LocalProtocolError("a hello is opened once", story=tuple(self._story))
         self._story.append(f"opened (peer uid {peer_uid})")
         self._same_host = peer_uid is not None
@@ -322,13 +329,13 @@ class HelloMachine:
             raise _Failed(WrongUser, f"it belongs to uid {peer_uid}, we to uid {self._identity.uid}")
         timer = SetTimer(at_ns=self._deadline_ns)
         if self.side is Side.LISTENER:
-            self.state = State.OPEN
+            self.state = HelloState.OPEN
             return [timer]
-        self.state = State.CHALLENGE
+        self.state = HelloState.CHALLENGE
         return [timer, self._send(_Type.OPEN, self._nonce)]
 
     def _received(self, data: bytes) -> list[HelloAction]:
-        if self.state is State.NEW:
+        if self.state is HelloState.NEW:
             raise LocalProtocolError("bytes before the connection was opened")
         actions: list[HelloAction] = []
         # Bounded: the peer may send one message and whatever has come behind it, and then waits for us.
@@ -379,21 +386,21 @@ class HelloMachine:
         match (self.state, message):
             case (_, _Type.REFUSAL):
                 raise _refused(body)
-            case (State.OPEN, _Type.OPEN):
+            case (HelloState.OPEN, _Type.OPEN):
                 _expect_nonce(body)
-                self.state = State.PROOF
+                self.state = HelloState.PROOF
                 return [self._send(_Type.CHALLENGE, self._nonce)]
-            case (State.CHALLENGE, _Type.CHALLENGE):
+            case (HelloState.CHALLENGE, _Type.CHALLENGE):
                 _expect_nonce(body)
-                self.state = State.WELCOME
+                self.state = HelloState.WELCOME
                 return [self._send_proof(_Type.PROOF)]
-            case (State.PROOF, _Type.PROOF):
+            case (HelloState.PROOF, _Type.PROOF):
                 peer = self._check(body, before, by=Side.DIALER)
                 welcome = self._send_proof(_Type.WELCOME)
-                self.peer, self.state = peer, State.ACCEPTED
+                self.peer, self.state = peer, HelloState.ACCEPTED
                 return [welcome]
-            case (State.WELCOME, _Type.WELCOME):
-                self.peer, self.state = self._check(body, before, by=Side.LISTENER), State.ACCEPTED
+            case (HelloState.WELCOME, _Type.WELCOME):
+                self.peer, self.state = self._check(body, before, by=Side.LISTENER), HelloState.ACCEPTED
                 return []
             case _:
                 raise _Failed(Garbage, f"it sent {message.name} out of turn")
@@ -447,9 +454,11 @@ class HelloMachine:
         # To one that speaks no hello, has gone or has refused us there is nothing to say; and a listener that
         # has our PROOF may have accepted us, so that the next bytes would be read as what follows the hello.
         silent = (
-            failed.by_peer or refusal in (Refusal.GARBAGE, Refusal.HUNG_UP) or self.state is State.WELCOME
+            failed.by_peer
+            or refusal in (RefusalReason.GARBAGE, RefusalReason.HUNG_UP)
+            or self.state is HelloState.WELCOME
         )
-        self.state = State.REJECTED
+        self.state = HelloState.REJECTED
         self._buffer.clear()
         reject = Reject(error=error)
         return [reject] if silent else [self._send(_Type.REFUSAL, bytes([refusal])), reject]

@@ -15,8 +15,8 @@ import msgspec
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.identity import PeerInfo
 from zbmd.transport.secure.session_keys import (
-    LANES_MAX,
     SESSION_ID_BYTES,
+    STRIPES_MAX,
     TOKEN_BYTES,
     Protection,
     Purpose,
@@ -28,46 +28,46 @@ from zbmd.transport.secure.session_keys import (
 
 SETUP_BYTES_MAX: Final = 512
 
-_Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES_MAX)]
+_Stripe = Annotated[int, msgspec.Meta(ge=0, lt=STRIPES_MAX)]
 _SessionId = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-class Joins(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Which control session a lane joins, and the proof that it may."""
+class StripeJoin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which control session a stripe joins, and the proof that it may."""
 
     control_id: _SessionId
-    lane: _Lane
+    stripe: _Stripe
     token: _Token
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer", forbid_unknown_fields=True):
+class SessionOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer", forbid_unknown_fields=True):
     """The dialer's message. joins: None for a control connection."""
 
     protection: Protection
-    joins: Joins | None = None
+    joins: StripeJoin | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer", forbid_unknown_fields=True):
+class SessionAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer", forbid_unknown_fields=True):
     """The listener's message."""
 
     protection: Protection
 
 
-class Why(Enum):
+class DeclineReason(Enum):
     """Why a listener declines a connection of one that holds the cookie."""
 
     PROTECTION = "protection"
     NO_SESSION = "no-session"
     TOKEN = "token"
-    LANE_TAKEN = "lane-taken"
+    STRIPE_TAKEN = "lane-taken"
     BUSY = "busy"
 
 
-class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline", forbid_unknown_fields=True):
+class SessionDecline(msgspec.Struct, frozen=True, array_like=True, tag="decline", forbid_unknown_fields=True):
     """The listener's message when it does not take the connection."""
 
-    why: Why
+    why: DeclineReason
     protection: Protection
     """What the listener asks for."""
 
@@ -87,31 +87,33 @@ class ProtectionDiffers(SetupError):
 
 
 class JoinRefused(SetupError):
-    """A lane may not join: no such session, a wrong token, or its number is taken."""
+    """A stripe may not join: no such session, a wrong token, or its number is taken."""
 
 
 class PeerBusy(SetupError):
     """The listener has no room for another connection; the dialer may try again."""
 
 
-Lookup = Callable[[bytes, int], Session | Why]
-"""The control session that a lane may join, by its id and the lane's number, or why there is none."""
+SessionLookup = Callable[[bytes, int], Session | DeclineReason]
+"""The control session that a stripe may join, by its id and the stripe's number, or why there is none."""
 
 MessageT = TypeVar("MessageT")
 _encode = msgspec.msgpack.Encoder().encode
-_offer_decoder = msgspec.msgpack.Decoder(Offer)
-_answer_decoder: msgspec.msgpack.Decoder[Answer | Decline] = msgspec.msgpack.Decoder(Answer | Decline)
+_offer_decoder = msgspec.msgpack.Decoder(SessionOffer)
+_answer_decoder: msgspec.msgpack.Decoder[SessionAnswer | SessionDecline] = msgspec.msgpack.Decoder(
+    SessionAnswer | SessionDecline
+)
 
 
 def make_offer(
-    secrets: Secrets, wanted: Protection, *, control: Session | None = None, lane: int = 0
+    secrets: Secrets, wanted: Protection, *, control: Session | None = None, stripe: int = 0
 ) -> bytes:
-    """The dialer's message; of a lane of `control`, if that is given."""
+    """The dialer's message; of a stripe of `control`, if that is given."""
     joins = None
     if control is not None:
-        token = join_token(control.join_key, lane=lane, lane_session_id=secrets.session_id)
-        joins = Joins(control_id=control.control_id, lane=lane, token=token)
-    return _encode(Offer(protection=wanted, joins=joins))
+        token = join_token(control.join_key, stripe=stripe, stripe_session_id=secrets.session_id)
+        joins = StripeJoin(control_id=control.control_id, stripe=stripe, token=token)
+    return _encode(SessionOffer(protection=wanted, joins=joins))
 
 
 def accept_offer(
@@ -119,36 +121,42 @@ def accept_offer(
     secrets: Secrets,
     wanted: Protection,
     peer: PeerInfo,
-    lookup: Lookup,
+    lookup: SessionLookup,
     *,
     has_room: bool = True,
 ) -> tuple[bytes, Session | SetupError]:
     """The listener's message to the dialer's `data`, and the session, or why there is none.
 
-    The protection of the offer must be ours. A lane must name an open session of the same peer and
+    The protection of the offer must be ours. A stripe must name an open session of the same peer and
     incarnation, and prove itself. Without `has_room` a control connection is declined. Raises
     `MalformedSetup`, to which there is nothing to say.
     """
     offer = _decode(data, _offer_decoder)
     if offer.protection is not wanted:
         what = f"{peer.name} asks for protection {offer.protection.value}, we for {wanted.value}"
-        return _decline(Why.PROTECTION, wanted, ProtectionDiffers(f"{what}: {_PROTECTION_ADVICE}"))
-    answer = _encode(Answer(protection=wanted))
+        return _decline(DeclineReason.PROTECTION, wanted, ProtectionDiffers(f"{what}: {_PROTECTION_ADVICE}"))
+    answer = _encode(SessionAnswer(protection=wanted))
     joins = offer.joins
     if joins is None and has_room:
         return answer, control_session(secrets, wanted, peer)
     if joins is None:
-        return _decline(Why.BUSY, wanted, PeerBusy(f"{peer.name} asks for one more connection than we take"))
-    control = lookup(joins.control_id, joins.lane)
-    if isinstance(control, Why):
-        error = JoinRefused(f"{peer.name} asks to join a session as lane {joins.lane}: {control.value}")
+        return _decline(
+            DeclineReason.BUSY, wanted, PeerBusy(f"{peer.name} asks for one more connection than we take")
+        )
+    control = lookup(joins.control_id, joins.stripe)
+    if isinstance(control, DeclineReason):
+        error = JoinRefused(f"{peer.name} asks to join a session as stripe {joins.stripe}: {control.value}")
         return _decline(control, wanted, error)
     if (control.peer.name, control.peer.incarnation) != (peer.name, peer.incarnation):
         error = JoinRefused(f"{peer.name} asks to join the session of {control.peer.name}")
-        return _decline(Why.NO_SESSION, wanted, error)
-    if not token_holds(joins.token, control.join_key, lane=joins.lane, lane_session_id=secrets.session_id):
-        return _decline(Why.TOKEN, wanted, JoinRefused(f"{peer.name} asks to join with a forged token"))
-    return answer, lane_session(secrets, control, joins.lane)
+        return _decline(DeclineReason.NO_SESSION, wanted, error)
+    if not token_holds(
+        joins.token, control.join_key, stripe=joins.stripe, stripe_session_id=secrets.session_id
+    ):
+        return _decline(
+            DeclineReason.TOKEN, wanted, JoinRefused(f"{peer.name} asks to join with a forged token")
+        )
+    return answer, stripe_session(secrets, control, joins.stripe)
 
 
 def accept_answer(
@@ -158,20 +166,20 @@ def accept_answer(
     peer: PeerInfo,
     *,
     control: Session | None = None,
-    lane: int = 0,
+    stripe: int = 0,
 ) -> Session:
     """The dialer's session, from the listener's message.
 
     Raises `MalformedSetup` on anything else, and the `SetupError` that the listener tells of.
     """
     message = _decode(data, _answer_decoder)
-    if isinstance(message, Decline):
+    if isinstance(message, SessionDecline):
         raise _declined(message, wanted, peer)
     if message.protection is not wanted:
         raise MalformedSetup(f"{peer.name} answered our offer with what was not offered: {message}")
     if control is None:
         return control_session(secrets, wanted, peer)
-    return lane_session(secrets, control, lane)
+    return stripe_session(secrets, control, stripe)
 
 
 def control_session(secrets: Secrets, protection: Protection, peer: PeerInfo) -> Session:
@@ -188,39 +196,39 @@ def control_session(secrets: Secrets, protection: Protection, peer: PeerInfo) ->
     )
 
 
-def lane_session(secrets: Secrets, control: Session, lane: int) -> Session:
-    """The session of a lane that has joined `control`."""
+def stripe_session(secrets: Secrets, control: Session, stripe: int) -> Session:
+    """The session of a stripe that has joined `control`."""
     return Session(
         session_id=secrets.session_id,
         side=secrets.side,
         peer=control.peer,
-        purpose=Purpose.LANE,
+        purpose=Purpose.STRIPE,
         protection=control.protection,
-        keys=secrets.keys(Purpose.LANE) if control.protection is Protection.MAC else None,
+        keys=secrets.keys(Purpose.STRIPE) if control.protection is Protection.MAC else None,
         control_id=control.control_id,
-        lane=lane,
+        stripe=stripe,
     )
 
 
 _PROTECTION_ADVICE = "set the same ZBMD_PROTECTION on both sides"
 
 
-def _decline(why: Why, wanted: Protection, error: SetupError) -> tuple[bytes, SetupError]:
-    return _encode(Decline(why=why, protection=wanted)), error
+def _decline(why: DeclineReason, wanted: Protection, error: SetupError) -> tuple[bytes, SetupError]:
+    return _encode(SessionDecline(why=why, protection=wanted)), error
 
 
-def _declined(message: Decline, wanted: Protection, peer: PeerInfo) -> SetupError:
+def _declined(message: SessionDecline, wanted: Protection, peer: PeerInfo) -> SetupError:
     error: SetupError
     match message.why:
-        case Why.PROTECTION:
+        case DeclineReason.PROTECTION:
             error = ProtectionDiffers(
                 f"{peer.name} asks for protection {message.protection.value}, we for "
                 f"{wanted.value}: {_PROTECTION_ADVICE}"
             )
-        case Why.BUSY:
+        case DeclineReason.BUSY:
             error = PeerBusy(f"{peer.name} has no room for another connection: try again")
-        case Why.NO_SESSION | Why.TOKEN | Why.LANE_TAKEN:
-            error = JoinRefused(f"{peer.name} does not let a lane join our session ({message.why.value})")
+        case DeclineReason.NO_SESSION | DeclineReason.TOKEN | DeclineReason.STRIPE_TAKEN:
+            error = JoinRefused(f"{peer.name} does not let a stripe join our session ({message.why.value})")
     error.by_peer = True
     return error
 

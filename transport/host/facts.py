@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from zbmd.transport.host.topology.interfaces import Interface, read_interfaces
+from zbmd.transport.host.topology.interfaces import Addresses, Interface, read_interfaces
 from zbmd.transport.host.topology.kernel_files import parse_int, read_fields, read_text
-from zbmd.transport.host.topology.netlink import Addresses
 from zbmd.transport.host.topology.pci import link_name
-from zbmd.transport.host.topology.rdma import RdmaDevice, read_rdma_devices
-from zbmd.transport.host.topology.verbs_devices import verbs_missing
+from zbmd.transport.host.topology.rdma import RdmaDevice, read_rdma_devices, verbs_missing
 
 INSTALL_VERBS: Final = "apt install python3-pyverbs"
 CAP_IPC_LOCK: Final = 14

@@ -17,7 +17,7 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import HostFacts
 from zbmd.transport.host.rdma_device_choice import RdmaPath, WantedDevice, rdma_paths, why_no_rdma
 from zbmd.transport.host.topology.interfaces import Interface, InterfaceKind
-from zbmd.transport.host.topology.pci import Place
+from zbmd.transport.host.topology.pci import PciLocation
 
 INTERFACES_VARIABLE: Final = "ZBMD_SOCKET_IFNAME"
 
@@ -151,7 +151,7 @@ _CLASS: Final = {
 }
 
 
-def _near(place: Place | None, numa_node: int | None) -> bool:
+def _near(place: PciLocation | None, numa_node: int | None) -> bool:
     return numa_node is not None and place is not None and place.numa_node == numa_node
 
 

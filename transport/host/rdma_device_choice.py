@@ -6,14 +6,17 @@ Ranks, the choice of a link between two hosts and `zbmd-node doctor` all ask her
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from ipaddress import IPv6Address
+from typing import Final, TypeVar
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import HostFacts
-from zbmd.transport.host.topology.pci import Place
+from zbmd.transport.host.topology.pci import PciLocation
 from zbmd.transport.host.topology.rdma import Gid, RdmaDevice, RdmaPort
+
+T = TypeVar("T")
 
 DEVICES_VARIABLE: Final = "ZBMD_RDMA_DEVICES"
 """The RDMA devices that may be used, with commas between them: DEVICE, or DEVICE@ADDRESS."""
@@ -102,6 +105,24 @@ def share_of(paths: Sequence[RdmaPath], turn: int) -> RdmaPath:
     return best[turn % len(best)]
 
 
+def choose_address(device: str, address: str | None, usable: Iterable[tuple[IPv6Address, T]]) -> T:
+    """Return what goes with the address to use of `device`: one that is not link-local, if there is one.
+
+    address: the one that is asked for, or None for any. usable: the GIDs of active ports that `fits` admits.
+    Raises `UserError` if there is none, or none with `address`.
+    """
+    wanted = None if address is None else ipaddress.ip_address(address)
+    found = [
+        (gid.is_link_local, each)
+        for gid, each in usable
+        if wanted is None or wanted in (gid, gid.ipv4_mapped)
+    ]
+    if not found:
+        which = f" with the address {address}" if address else ""
+        raise UserError(f"the RDMA device {device} has no active port{which}.")
+    return min(found, key=lambda each: each[0])[1]
+
+
 def fits(gid: Gid, port: RdmaPort) -> bool:
     """Whether the address can be used: over Ethernet only RoCE v2 passes routers, and is what we speak."""
     return port.link_layer != ETHERNET or gid.kind == ROCE_V2
@@ -143,7 +164,7 @@ def _addresses(port: RdmaPort) -> Iterator[str]:
             yield str(parsed.ipv4_mapped or parsed)
 
 
-def _near(place: Place | None, numa_node: int | None) -> bool:
+def _near(place: PciLocation | None, numa_node: int | None) -> bool:
     return numa_node is not None and place is not None and place.numa_node == numa_node
 
 

@@ -93,7 +93,7 @@ class Link(Protocol):
 
     @property
     def peer(self) -> PeerInfo:
-        """Who the peer proved to be at hello."""
+        """Return the identity that the peer proved at hello."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class Link(Protocol):
         ...
 
     def open_region(self, handle: RegionHandle) -> RemoteRegion:
-        """The peer's registered memory behind `handle`, checked once here; any thread may use it.
+        """Open the peer's registered memory behind `handle`, checked once here. Any thread may use it.
 
         Raises `RemoteProtocolError` on a handle that is forged, stale or out of bounds, and
         `LocalProtocolError` if this process or the peer brought no memory to the link.

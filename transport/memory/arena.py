@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zbmd.transport.errors import ArenaFull, LocalProtocolError
+from zbmd.transport.errors import ArenaFull, LocalProtocolError, UserError
 from zbmd.transport.memory._region import stream
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
@@ -234,3 +234,47 @@ class Arena:
             return
         for _ in range(len(self._returned)):
             self._allocator.free(self._returned.popleft())
+
+
+# `zbmd.empty` and `zbmd.from_array`: arrays in the arena of the worker that this process has joined as.
+
+_joined: list[Arena] = []
+
+
+def arena_joined(arena: Arena) -> None:
+    """Allocate from this arena, too: a worker of this process has joined."""
+    _joined.append(arena)
+
+
+def arena_left(arena: Arena) -> None:
+    """It has left; its arrays live on, but nobody else sees them. Idempotent."""
+    if arena in _joined:
+        _joined.remove(arena)
+
+
+def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """Return an uninitialised C-contiguous array, 64-byte aligned, that all ranks of this host can read.
+
+    Collectives read it in place. Its memory returns to the arena when the array and all its views are gone.
+    Raises `ArenaFull` if there is no room for it, and `UserError` if this process has not joined a job.
+    """
+    return _arena("empty").empty(shape, dtype)
+
+
+def from_array(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy of `array` in memory as of `empty`; raises as `empty` does."""
+    return _arena("from_array").from_array(array)
+
+
+def _arena(function: str) -> Arena:
+    if not _joined:
+        raise UserError(
+            f"zbmd.{function} makes arrays that the other ranks can read, and this process has not joined a "
+            "job. Call it inside `async with zbmd.join():`; outside of one, numpy's own arrays will do."
+        )
+    if len(_joined) > 1:
+        raise UserError(
+            f"zbmd.{function} cannot choose among the {len(_joined)} workers of this process. "
+            f"Call worker.segment.arena.{function}(...)."
+        )
+    return _joined[0]

@@ -14,16 +14,13 @@ import os
 import select
 import struct
 import threading
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from zbmd.transport.errors import ArenaFull, RemoteProtocolError
-from zbmd.transport.frames import HEADER_BYTES, FrameHeader, unpack_header
+from zbmd.transport.errors import ArenaFull
+from zbmd.transport.frames import FrameHeader
 from zbmd.transport.memory.arena import ALIGNMENT, Arena
 from zbmd.transport.memory.scattered import Scattered
-from zbmd.transport.native._native import RING_BLOCKS, RingReader, RingWriter
-
-if TYPE_CHECKING:
-    from zbmd.transport.memory.segment import PeerSegment
+from zbmd.transport.native._native import RING_BLOCKS, RingWriter
 
 BLOCK_BYTES_MIN: Final = 64 << 10
 """A smaller payload goes through the ring: it fits, and a copy more costs less than a block
@@ -35,7 +32,7 @@ LENT_PARTS: Final = 8
 LINK_PARTS: Final = 4
 """One link gets at most this part of that: a peer that brings nothing back takes nothing from the others."""
 
-_RECORD: Final = struct.Struct("<QI")
+BLOCK_RECORD: Final = struct.Struct("<QI")
 """The block's offset from the base of the sender's segment, and its number."""
 
 
@@ -145,7 +142,7 @@ class LinkLoans:
         self._blocks[block] = offset, nbytes
         self._bytes += nbytes
         self._writer.lend(block)
-        return _RECORD.pack(offset, block)
+        return BLOCK_RECORD.pack(offset, block)
 
     def ask(self) -> bool:
         """Whether to wait for room: a block is on its way to the peer. Then the writer is woken for it.
@@ -194,27 +191,3 @@ def process_ended(pid: int) -> bool:
 def block_bytes(payload: bytes | Scattered) -> int:
     """What a payload takes of the arena."""
     return -(-len(payload) // ALIGNMENT) * ALIGNMENT
-
-
-def borrow(
-    frame: bytes, reader: RingReader, memory: PeerSegment | None, *, frame_bytes_max: int
-) -> BorrowedFrame:
-    """The frame that a marked one stands for; the peer's block is brought back with the last view of it.
-
-    Raises `RemoteProtocolError` on anything that is none: the numbers are a peer's.
-    """
-    header = unpack_header(frame)
-    if len(frame) != HEADER_BYTES + _RECORD.size:
-        raise RemoteProtocolError(f"a frame that names a block has {len(frame)} bytes")
-    if HEADER_BYTES + header.payload_bytes > frame_bytes_max:
-        raise RemoteProtocolError(
-            f"a frame with a block of {header.payload_bytes} bytes is over the bound of {frame_bytes_max}"
-        )
-    offset, block = _RECORD.unpack_from(frame, HEADER_BYTES)
-    if memory is None or block >= RING_BLOCKS:
-        raise RemoteProtocolError(
-            f"a frame names block {block} in {'no memory' if memory is None else 'an arena'}: there is none"
-        )
-    memory.require_arena(offset, header.payload_bytes)
-    view = reader.take(block, memory.mapping, offset, header.payload_bytes)
-    return BorrowedFrame(header, view, frame[:HEADER_BYTES])

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
-from zbmd.transport.host.file_descriptors import exhaustion_is_typed
-from zbmd.transport.host.topology.cgroups import groups
+from zbmd.transport.host.process_limits import exhaustion_is_typed
+from zbmd.transport.host.topology.cpus import groups
 from zbmd.transport.native._native import Mapping
 
 HEADROOM_BYTES = 32 << 20

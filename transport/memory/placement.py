@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from zbmd.transport.host.smaps import counted
 from zbmd.transport.host.topology.kernel_files import read_chosen, read_cpu_list, read_int
+from zbmd.transport.host.topology.pages import counted
 from zbmd.transport.memory.memfd import SEALS, fill_memfd, in_words, map_own, open_memfd
 from zbmd.transport.native._native import (
     HUGE_BYTES,
@@ -39,7 +39,7 @@ TRANSPARENT: Final = "transparent huge pages"
 SHMEM_MODES_ON_ADVICE: Final = ("advise", "within_size", "always", "force")
 
 
-class Pages(enum.Enum):
+class PageKind(enum.Enum):
     """What a mapping is made of."""
 
     BASE = "base"
@@ -48,7 +48,7 @@ class Pages(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class HugePageSupport:
     """What this machine offers."""
 
     hugetlb_free_bytes: int
@@ -61,7 +61,7 @@ class Offer:
 class Placement:
     """What a segment got."""
 
-    pages: Pages
+    pages: PageKind
     huge_bytes: int
     """Of the segment, in huge pages."""
     numa_node: int | None
@@ -71,7 +71,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedMemory:
     """A segment's memory: all of it is there, and its size sealed."""
 
     fd: int
@@ -80,18 +80,20 @@ class Placed:
     placement: Placement
 
 
-def probe(root: Path = Path("/")) -> Offer:
+def probe(root: Path = Path("/")) -> HugePageSupport:
     """Read what the machine offers; `root` is where `sys` is mounted."""
     pool = root / f"sys/kernel/mm/hugepages/hugepages-{HUGE_BYTES >> 10}kB"
     free = (read_int(pool / "free_hugepages") or 0) - (read_int(pool / "resv_hugepages") or 0)
-    return Offer(
+    return HugePageSupport(
         hugetlb_free_bytes=max(0, free) * HUGE_BYTES,
         shmem_mode=read_chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled") or "absent",
         numa_nodes=len(read_cpu_list(root / "sys/devices/system/node/online")),
     )
 
 
-def place(name: str, *, head_bytes: int, arena_bytes: int, offer: Offer | None = None) -> Placed:
+def place(
+    name: str, *, head_bytes: int, arena_bytes: int, offer: HugePageSupport | None = None
+) -> PlacedMemory:
     """Allocate `head_bytes`, writable by peers, and an arena behind it; both are rounded up to pages.
 
     Raises `OutOfMemory` as `create_memfd` does. The memfd is the caller's to close.
@@ -112,7 +114,9 @@ def place(name: str, *, head_bytes: int, arena_bytes: int, offer: Offer | None =
     return _from_base_pages(name, _up(head_bytes, PAGE_BYTES), arena_bytes, offer, notes)
 
 
-def _from_pool(name: str, head_bytes: int, total: int, offer: Offer, notes: list[str]) -> Placed | None:
+def _from_pool(
+    name: str, head_bytes: int, total: int, offer: HugePageSupport, notes: list[str]
+) -> PlacedMemory | None:
     """None if the pool turns out to have too little: others take from it too."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
     try:
@@ -127,11 +131,13 @@ def _from_pool(name: str, head_bytes: int, total: int, offer: Offer, notes: list
             raise
         notes.append(f"hugetlb: refused ({error.strerror})")
         return None
-    placement = Placement(pages=Pages.HUGETLB, huge_bytes=total, numa_node=node, notes=tuple(notes))
-    return Placed(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement)
+    placement = Placement(pages=PageKind.HUGETLB, huge_bytes=total, numa_node=node, notes=tuple(notes))
+    return PlacedMemory(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement)
 
 
-def _from_base_pages(name: str, head_bytes: int, arena_bytes: int, offer: Offer, notes: list[str]) -> Placed:
+def _from_base_pages(
+    name: str, head_bytes: int, arena_bytes: int, offer: HugePageSupport, notes: list[str]
+) -> PlacedMemory:
     total = head_bytes + _up(arena_bytes, PAGE_BYTES)
     fd = open_memfd(name, total)
     try:
@@ -142,12 +148,12 @@ def _from_base_pages(name: str, head_bytes: int, arena_bytes: int, offer: Offer,
     except BaseException:
         os.close(fd)
         raise
-    pages = Pages.TRANSPARENT if huge_bytes else Pages.BASE
+    pages = PageKind.TRANSPARENT if huge_bytes else PageKind.BASE
     placement = Placement(pages=pages, huge_bytes=huge_bytes, numa_node=node, notes=tuple(notes))
-    return Placed(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement)
+    return PlacedMemory(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement)
 
 
-def _make_transparent(mapping: Mapping, offer: Offer, notes: list[str]) -> int:
+def _make_transparent(mapping: Mapping, offer: HugePageSupport, notes: list[str]) -> int:
     """Bytes of the mapping that the kernel gave huge pages. They must be touched through it: fallocate knows
     nothing of its advice."""
     if offer.shmem_mode not in SHMEM_MODES_ON_ADVICE:
@@ -173,7 +179,7 @@ def collapse(mapping: Mapping, placement: Placement) -> Placement:
     Blocks, without the GIL, for as long as copying takes. madvise(2), MADV_COLLAPSE: Linux 6.1 and later, and
     refused where `shmem_enabled` is "deny".
     """
-    if placement.pages is not Pages.BASE:
+    if placement.pages is not PageKind.BASE:
         return placement
     notes = [note for note in placement.notes if not note.startswith(TRANSPARENT)]
     try:
@@ -181,7 +187,7 @@ def collapse(mapping: Mapping, placement: Placement) -> Placement:
     except OSError as error:
         notes.append(f"{TRANSPARENT}: not made ({error.strerror})")
     huge_bytes = huge_bytes_of(mapping)
-    pages = Pages.TRANSPARENT if huge_bytes else Pages.BASE
+    pages = PageKind.TRANSPARENT if huge_bytes else PageKind.BASE
     return replace(placement, pages=pages, huge_bytes=huge_bytes, notes=tuple(notes))
 
 
@@ -191,7 +197,7 @@ def huge_bytes_of(mapping: Mapping) -> int:
     return counted(mapping.address, mapping.nbytes, *fields)
 
 
-def _prefer_own_node(mapping: Mapping, offer: Offer, notes: list[str]) -> int | None:
+def _prefer_own_node(mapping: Mapping, offer: HugePageSupport, notes: list[str]) -> int | None:
     if offer.numa_nodes < 2:
         return None
     node = current_node()

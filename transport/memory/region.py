@@ -22,6 +22,12 @@ from zbmd.transport.native._native import CHANNELS
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 
 REGIONS_MAX: Final = 1 << 16
 """Regions that one process has registered at once."""
@@ -29,7 +35,7 @@ _ADDRESS_MAX: Final = (1 << 63) - 1
 
 
 class RegionHandle(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Where registered memory lies: serialisable, and worthless to any other incarnation of its owner."""
+    """Locate registered memory: serialisable, and invalid for any other incarnation of its owner."""
 
     slot: int
     incarnation: int
@@ -64,7 +70,7 @@ class RemoteRegion(Protocol):
 
     @property
     def handle(self) -> RegionHandle:
-        """What was opened."""
+        """Return the handle that was opened."""
         ...
 
     def put(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> Transfer:
@@ -86,7 +92,7 @@ class RemoteRegion(Protocol):
         ...
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
-        """`nbytes` (default: the rest) in place and read-only, if the memory is shared with us; else None.
+        """Return `nbytes` (default: the rest) in place and read-only if the memory is shared, else None.
 
         It outlives the region and its owner: a dead process's arena can be read for as long as it is held.
         Raises `RemoteProtocolError` outside the region.
@@ -320,3 +326,87 @@ def flat_bytes(buffer: Buffer | NDArray[Any]) -> memoryview:
         raise LocalProtocolError(
             f"{type(buffer).__name__} is no buffer that can be moved: {error}"
         ) from error
+
+
+# A peer's region that is reached by messages: what is checked here before anything is sent, once.
+
+
+class CheckedRegion(ABC):
+    """See `zbmd.transport.memory.region.RemoteRegion`. A transport adds how bytes travel."""
+
+    def __init__(self, handle: RegionHandle) -> None:
+        self._handle = handle
+        self._closed = False
+
+    @abstractmethod
+    def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
+        """Send the bytes of `view`, which are `owner`'s, and the notification behind them."""
+
+    def _put_now(self, view: memoryview, offset: int, channel: int, value: int) -> bool:
+        """Do so, if the bytes of `view` are needed no more when it returns; else nothing, and False."""
+        return False
+
+    @abstractmethod
+    def _get(self, view: memoryview, offset: int, owner: object) -> Transfer:
+        """Fill `view`, whose bytes are `owner`'s."""
+
+    @abstractmethod
+    def _notify(self, channel: int, value: int) -> None:
+        """Send the notification."""
+
+    def _check_usable(self) -> None:
+        """Raise if nothing can be sent; see `RemoteRegion.put`."""
+        self._check_open()
+
+    @property
+    def handle(self) -> RegionHandle:
+        """Return the handle that was opened."""
+        return self._handle
+
+    def put(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> Transfer:
+        """See `RemoteRegion.put`."""
+        return self._put(self._what_is_put(src, offset, channel, value), offset, channel, value, src)
+
+    def put_now(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> bool:
+        """As `put`, if `src` may be reused as soon as this returns, whatever becomes of the connection.
+
+        False: nothing has been put, since that cannot be had now. Raises as `put`.
+        """
+        return self._put_now(self._what_is_put(src, offset, channel, value), offset, channel, value)
+
+    def get(self, into: Buffer | NDArray[Any], offset: int = 0) -> Transfer:
+        """See `RemoteRegion.get`."""
+        self._check_usable()
+        view = flat_bytes(into)
+        if view.readonly:
+            raise LocalProtocolError("get into a buffer that cannot be written")
+        require_range(self._handle, offset, view.nbytes)
+        return self._get(view, offset, into)
+
+    def notify(self, channel: int, value: int) -> None:
+        """See `RemoteRegion.notify`."""
+        self._check_usable()
+        require_cell(channel, value)
+        self._notify(channel, value)
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
+        """None: the memory is not shared with us. Raises `RemoteProtocolError` outside the region."""
+        require_range(self._handle, offset, self._handle.nbytes - offset if nbytes is None else nbytes)
+        return None
+
+    def close(self) -> None:
+        """See `RemoteRegion.close`."""
+        self._closed = True
+
+    def _what_is_put(self, src: Buffer | NDArray[Any], offset: int, channel: int, value: int) -> memoryview:
+        self._check_usable()
+        require_cell(channel, value)
+        if not self._handle.writable:
+            raise read_only(self._handle)
+        view = flat_bytes(src)
+        require_range(self._handle, offset, view.nbytes)
+        return view
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LocalProtocolError(f"the region of slot {self._handle.slot} is closed")

@@ -7,17 +7,82 @@ behind, and no memory of a dead incarnation is ever mistaken for its replacement
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
+from typing import Final, Protocol
 
-from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.memory._region import Cells, ShmRegion
+from zbmd.transport.errors import LinkFull, LocalProtocolError, RemoteProtocolError, ZbmdError
+from zbmd.transport.memory._region import Cells, Deferred, Pinned, ShmRegion
 from zbmd.transport.memory.arena import Arena
-from zbmd.transport.memory.copy_queue import CopyQueue
 from zbmd.transport.memory.frame_loans import FrameLender
 from zbmd.transport.memory.memfd import map_from_peer, sealed_size
-from zbmd.transport.memory.placement import PAGE_BYTES, Placed, collapse, place
-from zbmd.transport.memory.region import RegionHandle, Regions, require_owner
+from zbmd.transport.memory.placement import PAGE_BYTES, PlacedMemory, collapse, place
+from zbmd.transport.memory.region import RegionHandle, Regions, RemoteRegion, require_owner
+from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import Mapping
+
+# Copies that would hold up an event loop: done in order, for one peer, by a thread of their own.
+
+COPIES_MAX: Final = 1024
+"""Copies and notifications that wait for one peer."""
+
+
+class Performer(Protocol):
+    """A region, as this queue sees it."""
+
+    def perform(self, kind: int, buffer: Pinned | None, offset: int, channel: int, value: int) -> None:
+        """Do now what was put off."""
+        ...
+
+
+class CopyQueue(Deferred):
+    """What all regions of one peer have put off. `deferred` says how much that is; while it is not 0,
+    whatever follows must queue up too, or it would overtake.
+
+    The thread lives for as long as there is something to do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Transfer, Performer, int, Pinned | None, int, int, int]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self, region: Performer, kind: int, buffer: Pinned | None, offset: int, channel: int, value: int
+    ) -> Transfer:
+        """Have `region` perform it after all that was submitted before. Raises `LinkFull`."""
+        transfer = Transfer(buffer)
+        with self._lock:
+            if len(self._queue) >= COPIES_MAX:
+                raise LinkFull(
+                    f"{COPIES_MAX} copies wait for this peer already; await one of their transfers"
+                )
+            self._queue.append((transfer, region, kind, buffer, offset, channel, value))
+            self.defer(1)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="zbmd-copy")
+                self._thread.start()
+        return transfer
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    return
+                transfer, region, kind, buffer, offset, channel, value = self._queue.popleft()
+            error: ZbmdError | None = None
+            try:
+                region.perform(kind, buffer, offset, channel, value)
+            except ZbmdError as found:
+                error = found
+            del buffer
+            with self._lock:
+                self.defer(-1)
+            transfer.finish(error)
+
 
 NODE_SLOT = _native.MAX_SLOTS - 1
 """The slots below it are for ranks."""
@@ -40,7 +105,7 @@ class _Ends:
 class Segment(Cells):
     """This process's own segment, mapped read-write."""
 
-    def __init__(self, placed: Placed, *, slot: int, incarnation: int, slots: int) -> None:
+    def __init__(self, placed: PlacedMemory, *, slot: int, incarnation: int, slots: int) -> None:
         mapping, arena_offset = placed.mapping, placed.arena_offset
         self._fd = placed.fd
         self.placement = placed.placement
@@ -127,7 +192,7 @@ class Segment(Cells):
         return _native.lost_mask(self.mapping.address)
 
     def set_lost(self, slot: int) -> None:
-        """The process in `slot`, which is on another host, is known to have ended: waits for it end."""
+        """Mark the process in `slot`, which is on another host, as lost: waits for it end."""
         _native.set_lost(self.base, slot)
 
     def clear_lost(self, slot: int) -> None:
@@ -137,11 +202,11 @@ class Segment(Cells):
         self._ends.proven &= ~(1 << slot)
 
     def end_proven(self, slot: int) -> None:
-        """The lost process in `slot` can store nothing more: the kernel reported its end, or closed its
-        socket; or nobody stores on its behalf any more, if it was on another host. A notice does not prove
-        that, for it comes before the process's other threads have stopped.
+        """Release for reuse what the lost process in `slot` could write: it can store no more. Idempotent.
 
-        What the process could write may be reused from now on. Idempotent.
+        Call it once the kernel has reported the end of the process or closed its socket, or, if it was on
+        another host, once nobody stores on its behalf any more. A death notice proves nothing: it comes
+        before the process's other threads have stopped.
         """
         self.regions.writer_gone(slot)
         self._ends.proven |= 1 << slot
@@ -269,3 +334,41 @@ class PeerSegment:
     def close(self) -> None:
         """Let go of the mapping, which ends with the last view of it. Idempotent."""
         self._mapping = None
+
+
+# What a process holds of a peer's memory, wherever that is: mapped on one host, over TCP between two.
+
+
+class PeerMemory(Protocol):
+    """The memory of one incarnation of one peer: a `PeerSegment` or a `RemoteMemory`."""
+
+    @property
+    def slot(self) -> int:
+        """Where the peer's cells and its bit in the lost mask are in our segment."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """Of the peer."""
+        ...
+
+    @property
+    def arena_offset(self) -> int:
+        """Where its inbox ends and its arena begins, bytes from the base of its segment."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in its whole segment."""
+        ...
+
+    def open_region(self, handle: RegionHandle, own: Segment) -> RemoteRegion:
+        """The peer's region behind `handle`; its notifications are told as from `own`.
+
+        Raises `RemoteProtocolError` on a handle that is forged, stale or out of bounds.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        ...

@@ -45,7 +45,7 @@ class Transfer:
         return self._done
 
     def finish(self, error: ZbmdError | None = None) -> None:
-        """Nothing touches the buffers any more. Idempotent: the first call tells the outcome."""
+        """Mark it done: nothing touches the buffers any more. Idempotent; the first call sets the outcome."""
         with self._lock:
             if self._done:
                 return
@@ -65,7 +65,7 @@ class Transfer:
 
     @property
     def error(self) -> ZbmdError | None:
-        """What ended it, once it is done; None if it went well."""
+        """Return the error that ended it, once it is done; None if it succeeded."""
         return self._error
 
     def then(self, callback: Callable[[], None]) -> None:

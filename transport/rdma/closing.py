@@ -40,7 +40,7 @@ class TimerFired:
     """The time asked for has come."""
 
 
-LifeEvent: TypeAlias = CloseAsked | GoodbyeCame | GoodbyeArrived | Failed | TimerFired
+ClosingEvent: TypeAlias = CloseAsked | GoodbyeCame | GoodbyeArrived | Failed | TimerFired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class End:
     error: ZbmdError | None
 
 
-LifeAction: TypeAlias = SayGoodbye | SetTimer | MarkLost | End
+ClosingAction: TypeAlias = SayGoodbye | SetTimer | MarkLost | End
 
 
-class State(Enum):
+class ClosingState(Enum):
     """Of a connection."""
 
     OPEN = "open"
@@ -78,19 +78,19 @@ class State(Enum):
     ENDED = "ended"
 
 
-class RdmaLife:
+class RdmaClosing:
     """One side. peer: how it is called in errors; close_ns: how long an orderly end may take."""
 
     def __init__(self, *, peer: int | str, close_ns: int) -> None:
         self.peer = peer
-        self.state = State.OPEN
+        self.state = ClosingState.OPEN
         self._close_ns = close_ns
         self._heard = False
         self._arrived = False
 
-    def handle(self, event: LifeEvent, *, now_ns: int) -> list[LifeAction]:
+    def handle(self, event: ClosingEvent, *, now_ns: int) -> list[ClosingAction]:
         """Take one event; `now_ns` is monotonic. See `Machine`."""
-        if self.state is State.ENDED:
+        if self.state is ClosingState.ENDED:
             return []
         match event:
             case CloseAsked():
@@ -106,24 +106,24 @@ class RdmaLife:
                 return self._end(None if self._heard else error)
             case TimerFired():
                 late = LinkClosed(f"{self.peer} did not answer our goodbye in time")
-                return self._end(late) if self.state is State.CLOSING else []
+                return self._end(late) if self.state is ClosingState.CLOSING else []
             case _:
                 assert_never(event)
 
     def check_invariants(self) -> None:
         """See `Machine`."""
-        assert not (self._arrived and self.state is State.OPEN), "a goodbye arrived that was not said"
+        assert not (self._arrived and self.state is ClosingState.OPEN), "a goodbye arrived that was not said"
 
-    def _close(self, now_ns: int) -> list[LifeAction]:
-        if self.state is not State.OPEN:
+    def _close(self, now_ns: int) -> list[ClosingAction]:
+        if self.state is not ClosingState.OPEN:
             return []
-        self.state = State.CLOSING
+        self.state = ClosingState.CLOSING
         return [SayGoodbye(), SetTimer(at_ns=now_ns + self._close_ns)]
 
-    def _end_if_done(self) -> list[LifeAction]:
+    def _end_if_done(self) -> list[ClosingAction]:
         return self._end(None) if self._heard and self._arrived else []
 
-    def _end(self, error: ZbmdError | None) -> list[LifeAction]:
-        self.state = State.ENDED
+    def _end(self, error: ZbmdError | None) -> list[ClosingAction]:
+        self.state = ClosingState.ENDED
         lost = isinstance(error, PeerLost | RemoteProtocolError)
         return [End(error=error), *([MarkLost()] if lost else [])]

@@ -40,7 +40,7 @@ _KIND_SHIFT: Final = 17
 _RESERVED: Final = ~((1 << 19) - 1)
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is."""
 
     FRAME = 0
@@ -48,10 +48,10 @@ class Kind(IntEnum):
     GOODBYE = 2
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Immediate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The immediate data of a message."""
 
-    kind: Kind
+    kind: MessageKind
     more: bool = False
     credits: int = 0
 
@@ -60,15 +60,20 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.credits | (_MORE if self.more else 0) | self.kind << _KIND_SHIFT
 
 
-def unpack_word(bits: int) -> Word:
+def unpack_immediate(bits: int) -> Immediate:
     """Raises `RemoteProtocolError` on what no sender of ours makes."""
     kind, credits = bits >> _KIND_SHIFT & 3, bits & 0xFFFF
-    if bits & _RESERVED or kind > max(Kind) or credits > CREDITS or (bits & _MORE and kind != Kind.FRAME):
+    if (
+        bits & _RESERVED
+        or kind > max(MessageKind)
+        or credits > CREDITS
+        or (bits & _MORE and kind != MessageKind.FRAME)
+    ):
         raise RemoteProtocolError(f"a message came with the word {bits:#x}: there is none like that")
-    return Word(kind=Kind(kind), more=bool(bits & _MORE), credits=credits)
+    return Immediate(kind=MessageKind(kind), more=bool(bits & _MORE), credits=credits)
 
 
-class Flow:
+class CreditFlow:
     """Both directions of one link: what may be sent, and what came and waits to be read.
 
     It has no state to name: every call is legal until the link ends.
@@ -93,21 +98,21 @@ class Flow:
         """Whether the peer has a buffer for a message of a frame."""
         return self._credits > 0
 
-    def send(self, *, more: bool) -> Word:
+    def send(self, *, more: bool) -> Immediate:
         """The word of a message of a frame, which is sent now. more: it is not the frame's last."""
         assert self._credits > 0
         self._credits -= 1
-        return Word(kind=Kind.FRAME, more=more, credits=self._give_back())
+        return Immediate(kind=MessageKind.FRAME, more=more, credits=self._give_back())
 
-    def credits_due(self) -> Word | None:
+    def credits_due(self) -> Immediate | None:
         """The word of a message of credits alone, if it is to be sent now."""
         if self._owed < _OWED_MAX:
             return None
-        return Word(kind=Kind.CREDITS, credits=self._give_back())
+        return Immediate(kind=MessageKind.CREDITS, credits=self._give_back())
 
-    def say_goodbye(self) -> Word:
+    def say_goodbye(self) -> Immediate:
         """The word of our last message."""
-        return Word(kind=Kind.GOODBYE)
+        return Immediate(kind=MessageKind.GOODBYE)
 
     def _give_back(self) -> int:
         owed, self._owed = self._owed, 0
@@ -115,16 +120,16 @@ class Flow:
 
     # -- receiving ---------------------------------------------------------------------------------------
 
-    def came(self, word: Word, data: bytes) -> None:
+    def came(self, word: Immediate, data: bytes) -> None:
         """A message has come. Raises `RemoteProtocolError` if the peer had no credit for it, or no more."""
         if self.goodbye:
             raise RemoteProtocolError("a message came behind the goodbye")
         self._credits += word.credits
         if self._credits > CREDITS:
             raise RemoteProtocolError(f"{word.credits} credits came back that were never given")
-        if word.kind is Kind.GOODBYE:
+        if word.kind is MessageKind.GOODBYE:
             self.goodbye = True
-        if word.kind is not Kind.FRAME:
+        if word.kind is not MessageKind.FRAME:
             if data:
                 raise RemoteProtocolError(f"{len(data)} bytes came with a message of kind {word.kind.name}")
             return

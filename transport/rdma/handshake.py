@@ -12,8 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from zbmd.transport.bulk.limits import BulkLimits
-from zbmd.transport.bulk.peer import BulkPeerInfo
+from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.identity import PeerInfo
@@ -23,14 +22,14 @@ from zbmd.transport.rdma.link import RdmaLink
 from zbmd.transport.rdma.queue_pair import QueuePair
 from zbmd.transport.rdma.setup import (
     WHY_MAX,
-    Answer,
     MemoryAt,
     MessageT,
-    Offer,
-    Ready,
-    Refusal,
-    decode,
-    encode,
+    RdmaAnswer,
+    RdmaOffer,
+    RdmaReady,
+    RdmaRefusal,
+    decode_setup,
+    encode_setup,
     require_fits,
 )
 from zbmd.transport.tcp.link import TcpLink
@@ -45,18 +44,18 @@ TRIAL_SHARE: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What gives links regions, where both sides have it: the peer's cells in our segment are of its slot."""
+class RdmaMemory:
+    """Give RDMA links regions, if the peer has it too. slot_of: the slot of a peer's cells in our segment."""
 
     plane: RdmaPlane
     slot_of: Callable[[PeerInfo], int]
 
 
-class NoWay(UserError):
+class RdmaUnreachable(UserError):
     """Both sides have RDMA, and what one sends does not reach the other."""
 
 
-class Talk:
+class SetupChannel:
     """The messages of one set-up, over its TCP link."""
 
     def __init__(self, link: TcpLink, deadline_ns: int) -> None:
@@ -70,16 +69,19 @@ class Talk:
         self.link.on_frame = None  # one at a time: what follows may be for the link
         self._came.put_nowait(bytes(payload))
 
-    def say(self, message: Offer | Answer | Refusal | Ready) -> None:
+    def say(self, message: RdmaOffer | RdmaAnswer | RdmaRefusal | RdmaReady) -> None:
         """Send it."""
-        self.link.send(encode(message))
+        self.link.send(encode_setup(message))
 
     def refuse(self, why: str) -> None:
         """Say that nothing comes of it, and why."""
-        self.say(Refusal(why=why[:WHY_MAX]))
+        self.say(RdmaRefusal(why=why[:WHY_MAX]))
 
     async def hear(self, kind: type[MessageT]) -> MessageT:
-        """The peer's next message. Raises `RdmaRefused`, `PeerLost`, `DeadlineExceeded`, and as `decode`."""
+        """The peer's next message.
+
+        Raises `RdmaRefused`, `PeerLost`, `DeadlineExceeded`, and as `decode_setup`.
+        """
         name = self.link.peer.name
         self.link.on_frame = self._on_frame
         try:
@@ -89,7 +91,7 @@ class Talk:
             raise DeadlineExceeded(f"{name} did not set up its RDMA link in time: it may be stuck") from error
         if data is None:
             raise PeerLost(name, "it ended while the RDMA link was set up")
-        return decode(data, kind, name)
+        return decode_setup(data, kind, name)
 
     def release(self) -> TcpLink:
         """The link, for other use: the set-up is over. Raises `PeerLost` if it has ended."""
@@ -103,12 +105,15 @@ class Talk:
 class _Joined:
     """The memory of one link, while it is set up. None of it if `memory` is None."""
 
-    def __init__(self, memory: Memory | None, peer: PeerInfo, endpoint: Endpoint) -> None:
+    def __init__(self, memory: RdmaMemory | None, peer: PeerInfo, endpoint: Endpoint) -> None:
         self.peer: RdmaPeer | None = None
         self.link: RdmaLink | None = None
         if memory is None:
             return
-        self.peer = memory.plane.connect(
+        from zbmd.transport.rdma.peer import RdmaPeer
+
+        self.peer = RdmaPeer(
+            memory.plane,
             BulkPeerInfo(name=peer.name, slot=memory.slot_of(peer), incarnation=peer.incarnation),
             limits=BulkLimits(close_ns=endpoint.deadlines.flush_ns),
             on_ended=self._on_ended,
@@ -127,7 +132,10 @@ class _Joined:
             self.drop()
 
     async def try_way(self, deadline_ns: int) -> None:
-        """Read something of the peer, so that what keeps packets back is found now. Raises `NoWay`."""
+        """Read something of the peer, so that what keeps packets back is found now.
+
+        Raises `RdmaUnreachable`.
+        """
         if self.peer is None:
             return
         trial = self.peer.trial()
@@ -135,7 +143,7 @@ class _Joined:
             async with asyncio.timeout((deadline_ns - now_ns()) / TRIAL_SHARE / 1e9):
                 await trial
         except (TimeoutError, ZbmdError) as error:
-            raise NoWay(
+            raise RdmaUnreachable(
                 f"nothing comes through from the RDMA device here to that of {self.peer.info.name} "
                 f"({error or 'no answer in time'}): is UDP port 4791 open, and is there a route between "
                 "their addresses?"
@@ -159,7 +167,9 @@ class _Joined:
             self.link.memory_ended(error)
 
 
-async def offer(talk: Talk, endpoint: Endpoint, device: RdmaDevice, memory: Memory | None) -> RdmaLink:
+async def set_up_as_dialer(
+    talk: SetupChannel, endpoint: Endpoint, device: RdmaDevice, memory: RdmaMemory | None
+) -> RdmaLink:
     """The dialer's side: the link.
 
     Raises `RdmaRefused` or `UserError` if the peer or we cannot, which both know then; else the TCP link is
@@ -172,25 +182,27 @@ async def offer(talk: Talk, endpoint: Endpoint, device: RdmaDevice, memory: Memo
         made.append(joined.drop)
         queue_pair = QueuePair(device)
         made.append(lambda: queue_pair.end(_nothing))
-        talk.say(Offer(at=queue_pair.at, memory=joined.at))
-        answer = await talk.hear(Answer)
-        await device.reach(require_fits(answer.at, link.peer.name), talk.deadline_ns)
-        queue_pair.connect(answer.at)
-        joined.connect(answer.memory)
+        talk.say(RdmaOffer(at=queue_pair.at, memory=joined.at))
+        set_up_as_listener = await talk.hear(RdmaAnswer)
+        await device.reach(require_fits(set_up_as_listener.at, link.peer.name), talk.deadline_ns)
+        queue_pair.connect(set_up_as_listener.at)
+        joined.connect(set_up_as_listener.memory)
         await joined.try_way(talk.deadline_ns)
-        talk.say(Ready())
+        talk.say(RdmaReady())
         return joined.join(RdmaLink(link, queue_pair, device, endpoint=endpoint))
     except BaseException as error:
         _undo(made, error, talk)
         raise
 
 
-async def answer(talk: Talk, endpoint: Endpoint, device: RdmaDevice, memory: Memory | None) -> RdmaLink:
-    """The listener's side; as `offer`."""
+async def set_up_as_listener(
+    talk: SetupChannel, endpoint: Endpoint, device: RdmaDevice, memory: RdmaMemory | None
+) -> RdmaLink:
+    """The listener's side; as `set_up_as_dialer`."""
     link = talk.link
     made: list[Callable[[], None]] = []
     try:
-        offered = await talk.hear(Offer)
+        offered = await talk.hear(RdmaOffer)
         joined = _Joined(memory if offered.memory else None, link.peer, endpoint)
         made.append(joined.drop)
         queue_pair = QueuePair(device)
@@ -198,15 +210,15 @@ async def answer(talk: Talk, endpoint: Endpoint, device: RdmaDevice, memory: Mem
         await device.reach(require_fits(offered.at, link.peer.name), talk.deadline_ns)
         queue_pair.connect(offered.at)
         joined.connect(offered.memory)
-        talk.say(Answer(at=queue_pair.at, memory=joined.at))
-        await talk.hear(Ready)
+        talk.say(RdmaAnswer(at=queue_pair.at, memory=joined.at))
+        await talk.hear(RdmaReady)
         return joined.join(RdmaLink(link, queue_pair, device, endpoint=endpoint))
     except BaseException as error:
         _undo(made, error, talk)
         raise
 
 
-def _undo(made: list[Callable[[], None]], error: BaseException, talk: Talk) -> None:
+def _undo(made: list[Callable[[], None]], error: BaseException, talk: SetupChannel) -> None:
     """What was made is given back; the peer is told what is ours to tell."""
     for undo in made:
         undo()

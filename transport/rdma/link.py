@@ -17,7 +17,7 @@ from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
-from zbmd.transport.rdma.credit import MESSAGE_BYTES, Flow, unpack_word
+from zbmd.transport.rdma.credit import MESSAGE_BYTES, CreditFlow, unpack_immediate
 from zbmd.transport.rdma.message_device import RdmaDevice
 from zbmd.transport.rdma.queue_pair import QueuePair
 from zbmd.transport.tcp.link import TcpLink
@@ -50,7 +50,7 @@ class RdmaLink(LinkSide):
         self._queue_pair = queue_pair
         self._device = device
         self._on_end = on_end
-        self._flow = Flow(frame_bytes_max=endpoint.limits.frame_bytes_max)
+        self._flow = CreditFlow(frame_bytes_max=endpoint.limits.frame_bytes_max)
         self._head_done = 0
         """Bytes of the frame at the head that have left."""
         self._room_wanted = False
@@ -125,7 +125,7 @@ class RdmaLink(LinkSide):
         if self._closed or self._peer_end is not None:
             return
         try:
-            self._flow.came(unpack_word(word), data)
+            self._flow.came(unpack_immediate(word), data)
         except RemoteProtocolError as error:
             self._fail(error)
             return

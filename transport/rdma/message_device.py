@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import mmap
 from collections import deque
+from collections.abc import Iterator
+from ipaddress import IPv6Address
 from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.topology.verbs_devices import rdma_devices
+from zbmd.transport.host.rdma_device_choice import choose_address
+from zbmd.transport.host.topology.rdma import rdma_devices
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.spin import SpinPolicy
 from zbmd.transport.native import _native
@@ -55,7 +57,7 @@ class Completes(Protocol):
 
 
 class RdmaDevice:
-    """One port of a device, opened by `open_device`. For its loop's thread."""
+    """One port of a device, opened by `open_rdma_device`. For its loop's thread."""
 
     def __init__(self, name: str, context: Any, at: _At, loop: asyncio.AbstractEventLoop) -> None:
         v = verbs()
@@ -228,10 +230,10 @@ class _At(NamedTuple):
 
     port: int
     gid_index: int
-    gid: ipaddress.IPv6Address
+    gid: IPv6Address
 
 
-def open_device(name: str, address: str | None = None) -> RdmaDevice:
+def open_rdma_device(name: str, address: str | None = None) -> RdmaDevice:
     """Open the device on the running loop. address: of the interface to use, if the device has several.
 
     Raises `UserError` if it is not there, is down or has no such address, or pyverbs is missing.
@@ -243,7 +245,8 @@ def open_device(name: str, address: str | None = None) -> RdmaDevice:
         known = ", ".join(rdma_devices()) or "none"
         raise UserError(f"there is no RDMA device {name!r} ({error}). There are: {known}.") from error
     try:
-        return RdmaDevice(name, context, _choose(context, name, address), asyncio.get_running_loop())
+        at = choose_address(name, address, _usable(context))
+        return RdmaDevice(name, context, at, asyncio.get_running_loop())
     except v.Error as error:
         context.close()
         raise UserError(
@@ -254,25 +257,15 @@ def open_device(name: str, address: str | None = None) -> RdmaDevice:
         raise
 
 
-def _choose(context: Any, name: str, address: str | None) -> _At:
-    """An address of an active port, RoCE v2 or InfiniBand; rather one that is not link-local.
-
-    By the device's table: sysfs has a file for every entry that there could be, a thousand of them.
-    """
+def _usable(context: Any) -> Iterator[tuple[IPv6Address, _At]]:
+    """By the device's table: sysfs has a file for every entry that there could be, a thousand of them."""
     c = verbs().c
-    wanted = None if address is None else ipaddress.ip_address(address)
-    found: list[_At] = []
     for entry in context.query_gid_table(GIDS_MAX):
         port, index = int(entry.port_num), int(entry.gid_index)
         if entry.gid_type == c.IBV_GID_TYPE_ROCE_V1 or context.query_port(port).state != c.IBV_PORT_ACTIVE:
             continue
-        gid = ipaddress.IPv6Address(str(context.query_gid(port, index)))
-        if wanted is None or wanted in (gid, gid.ipv4_mapped):
-            found.append(_At(port, index, gid))
-    if not found:
-        which = f" with the address {address}" if address else ""
-        raise UserError(f"the RDMA device {name} has no active port{which}.")
-    return min(found, key=lambda at: at.gid.is_link_local)
+        gid = IPv6Address(str(context.query_gid(port, index)))
+        yield gid, _At(port, index, gid)
 
 
 def address_of(slab: mmap.mmap) -> int:

@@ -13,8 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from zbmd.transport.bulk.limits import BulkLimits
-from zbmd.transport.bulk.peer import BulkPeerInfo, OnEnded
+from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo, OnEnded
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -22,32 +21,37 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.memory.checked_region import CheckedRegion
-from zbmd.transport.memory.region import RegionHandle, flat_bytes, require_cell, require_owner, require_range
+from zbmd.transport.memory.region import (
+    CheckedRegion,
+    RegionHandle,
+    flat_bytes,
+    require_cell,
+    require_owner,
+    require_range,
+)
 from zbmd.transport.memory.transfer import DONE, Transfer
 from zbmd.transport.native import _native
 from zbmd.transport.rdma.closing import (
     CloseAsked,
+    ClosingEvent,
     End,
     Failed,
     GoodbyeArrived,
     GoodbyeCame,
-    LifeEvent,
     MarkLost,
-    RdmaLife,
+    RdmaClosing,
     SayGoodbye,
     SetTimer,
     TimerFired,
 )
-from zbmd.transport.rdma.counts import TransferCounts
 from zbmd.transport.rdma.native._rdma import ACCESS_REFUSED, GET, MALFORMED, PUT
 from zbmd.transport.rdma.native._rdma import End as NativeEnd
+from zbmd.transport.rdma.plane import RdmaPlane
 from zbmd.transport.rdma.setup import MemoryAt, why_broken
+from zbmd.transport.rdma.transfer import TransferCounts
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from zbmd.transport.rdma.plane import RdmaPlane
 
 TRIAL_BYTES: Final = 8
 LET_GO_NS: Final = 1_000_000_000
@@ -59,8 +63,9 @@ log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
 class RdmaPeer:
     """One-sided transfers to and from one incarnation of a peer, as `bulk_peer.BulkPeer` over TCP.
 
-    Made by `RdmaPlane.connect`. `at` is told to the peer, and its own is given to `connect`, before anything
-    is put.
+    Send `at` to the peer, and give the peer's to `connect`, before anything is put. on_ended: called once
+    from the plane's thread, when the connection has ended. Raises `UserError` if the device gives no queue
+    pair, and `LinkClosed` once the plane is closed.
     """
 
     def __init__(
@@ -68,9 +73,10 @@ class RdmaPeer:
         plane: RdmaPlane,
         info: BulkPeerInfo,
         *,
-        limits: BulkLimits,
-        on_ended: OnEnded | None,
+        limits: BulkLimits | None = None,
+        on_ended: OnEnded | None = None,
     ) -> None:
+        limits = limits or BulkLimits()
         self.info = info
         self.ended = Transfer()
         """Done when the connection has ended and nothing is touched any more; raises why, if not orderly."""
@@ -88,9 +94,10 @@ class RdmaPeer:
             plane.registrations.lend,
         )
         self._theirs: MemoryAt | None = None
-        self._life = RdmaLife(peer=info.name, close_ns=limits.close_ns)
+        self._life = RdmaClosing(peer=info.name, close_ns=limits.close_ns)
         self._heard = False
         self._trials = 0
+        plane.add(self)
 
     @property
     def at(self) -> MemoryAt:
@@ -214,7 +221,7 @@ class RdmaPeer:
             )
         return PeerLost(name, why_broken(status))
 
-    def _handle(self, event: LifeEvent) -> None:
+    def _handle(self, event: ClosingEvent) -> None:
         for action in self._life.handle(event, now_ns=_native.now_ns()):
             match action:
                 case SayGoodbye():

@@ -13,25 +13,43 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
-from zbmd.transport.bulk.limits import BulkLimits
-from zbmd.transport.bulk.peer import BulkPeerInfo, OnEnded
-from zbmd.transport.errors import LinkClosed
+from zbmd.transport.errors import LinkClosed, ZbmdError
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
-from zbmd.transport.rdma.counts import TransferCounts
 from zbmd.transport.rdma.native._rdma import ATTENTION, ENDS_MAX, NEVER_NS, Plane
 from zbmd.transport.rdma.native._rdma_device import Device
-from zbmd.transport.rdma.peer import RdmaPeer
 from zbmd.transport.rdma.port import choose_port
 from zbmd.transport.rdma.registrations import RdmaRegionKeys, Registrations
+from zbmd.transport.rdma.transfer import TransferCounts
 
 PARK_MS: Final = 1
 """How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
 ENDS_MIN: Final = 62
 """Queue pairs that a small job's plane has room for; a larger job's has one a rank."""
 _CLOSED: Final = "the RDMA data plane of this process is closed"
+
+
+class PlanePeer(Protocol):
+    """What the plane calls of a peer. See `peer.RdmaPeer`."""
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Of its transfers so far."""
+        ...
+
+    def look(self) -> None:
+        """Something may have completed."""
+        ...
+
+    def timer_fired(self) -> None:
+        """The time given to `set_timer` has come."""
+        ...
+
+    def cut(self, error: ZbmdError) -> None:
+        """End now."""
+        ...
 
 
 class RdmaPlane:
@@ -66,9 +84,9 @@ class RdmaPlane:
         self._kept = segment.mapping
         self._keys = RdmaRegionKeys(device, base)
         segment.regions.keyed_by(self._keys)
-        self._peers: dict[RdmaPeer, None] = {}
+        self._peers: dict[PlanePeer, None] = {}
         self._ended_counts = TransferCounts()
-        self._timers: dict[RdmaPeer, int] = {}
+        self._timers: dict[PlanePeer, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
         """What other threads ask for: connects, closes and aborts, a few of each peer."""
         self._lock = threading.Lock()
@@ -89,19 +107,11 @@ class RdmaPlane:
             counts = counts.plus(peer.counts)
         return counts
 
-    def connect(
-        self, info: BulkPeerInfo, *, limits: BulkLimits | None = None, on_ended: OnEnded | None = None
-    ) -> RdmaPeer:
-        """One end of a connection to a peer; `at` of each is given to the `connect` of the other.
-
-        on_ended: called from the plane's thread, once, when it has ended. Raises `UserError` if the device
-        gives no queue pair, and `LinkClosed` once the plane is closed.
-        """
-        peer = RdmaPeer(self, info, limits=limits or BulkLimits(), on_ended=on_ended)
+    def add(self, peer: PlanePeer) -> None:
+        """Serve `peer` from now on. Raises `LinkClosed` once closed."""
         if not self.call(lambda: self._peers.update({peer: None})):
             peer.cut(LinkClosed(_CLOSED))
             raise LinkClosed(_CLOSED)
-        return peer
 
     def call(self, function: Callable[[], None]) -> bool:
         """Have the thread call `function`, in the order of these calls; False if the plane is closed."""
@@ -173,12 +183,12 @@ class RdmaPlane:
 
     # -- the thread ----------------------------------------------------------------------------------------
 
-    def set_timer(self, peer: RdmaPeer, at_ns: int) -> None:
+    def set_timer(self, peer: PlanePeer, at_ns: int) -> None:
         """Fire the peer's one timer at this monotonic time. On the thread."""
         self._timers[peer] = at_ns
         self.native.wake()
 
-    def forget(self, peer: RdmaPeer) -> None:
+    def forget(self, peer: PlanePeer) -> None:
         """This peer has ended. On the thread."""
         with self._lock:
             if peer in self._peers:

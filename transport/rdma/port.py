@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
+from collections.abc import Iterator
+from ipaddress import IPv6Address
 from typing import TYPE_CHECKING, NamedTuple
 
-from zbmd.transport.errors import UserError
+from zbmd.transport.host.rdma_device_choice import choose_address
 from zbmd.transport.rdma.native._rdma_device import ACTIVE, ROCE_V1, Path
 from zbmd.transport.rdma.setup import RETRIES, TIMEOUT, QueuePairAt
 
@@ -49,16 +50,12 @@ def choose_port(device: Device, address: str | None) -> PortAt:
 
     Raises `UserError` if there is none, or none with `address`.
     """
-    wanted = None if address is None else ipaddress.ip_address(address)
-    found: list[tuple[bool, PortAt]] = []
+    return choose_address(device.name, address, _usable(device))
+
+
+def _usable(device: Device) -> Iterator[tuple[IPv6Address, PortAt]]:
     for port, index, gid_type, raw in device.gids():
         state, mtu, lid, message_bytes_max = device.port(port)
-        gid = ipaddress.IPv6Address(raw)
-        if gid_type == ROCE_V1 or state != ACTIVE or not int(gid):
-            continue
-        if wanted is None or wanted in (gid, gid.ipv4_mapped):
-            found.append((gid.is_link_local, PortAt(port, index, raw, mtu, lid, message_bytes_max)))
-    if not found:
-        which = f" with the address {address}" if address else ""
-        raise UserError(f"the RDMA device {device.name} has no active port{which}.")
-    return min(found, key=lambda at: at[0])[1]
+        gid = IPv6Address(raw)
+        if gid_type != ROCE_V1 and state == ACTIVE and int(gid):
+            yield gid, PortAt(port, index, raw, mtu, lid, message_bytes_max)

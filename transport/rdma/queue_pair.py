@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Final, Protocol
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.rdma.credit import MESSAGE_BYTES, Word
+from zbmd.transport.rdma.credit import MESSAGE_BYTES, Immediate
 from zbmd.transport.rdma.message_device import CONTROL_SLOTS, SEND_SLOTS, RdmaDevice, address_of
 from zbmd.transport.rdma.pyverbs_compat import verbs
 from zbmd.transport.rdma.setup import RETRIES, TIMEOUT, QueuePairAt, why_broken
@@ -28,7 +28,7 @@ ENTRY: Final = 1 << 32
 """Tells a send's number from a receive buffer's."""
 
 
-class State(Enum):
+class QueuePairState(Enum):
     """Of a queue pair."""
 
     MADE = "made"
@@ -61,7 +61,7 @@ class QueuePair:
         v = verbs()
         device.require_room()
         self._device = device
-        self._state = State.MADE
+        self._state = QueuePairState.MADE
         self._psn = secrets.randbits(24)
         self._sent = 0
         self._acknowledged = 0
@@ -114,21 +114,24 @@ class QueuePair:
             self._qp.to_rts(to)
         except v.Error as error:
             raise UserError(f"the RDMA device {device.name} cannot reach {gid}: {error}.") from error
-        self._state = State.OPEN
+        self._state = QueuePairState.OPEN
 
     # -- sending -----------------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
         """Whether a message of a frame can be sent now: some slots are kept for those without credit."""
-        return self._state is State.OPEN and self._sent - self._acknowledged < SEND_SLOTS - CONTROL_SLOTS
+        return (
+            self._state is QueuePairState.OPEN
+            and self._sent - self._acknowledged < SEND_SLOTS - CONTROL_SLOTS
+        )
 
     @property
     def all_arrived(self) -> bool:
         """Whether the peer's device has all that was sent."""
-        return self._sent == self._acknowledged or self._state is State.CLOSED
+        return self._sent == self._acknowledged or self._state is QueuePairState.CLOSED
 
-    def send(self, word: Word, *parts: memoryview | bytes) -> None:
+    def send(self, word: Immediate, *parts: memoryview | bytes) -> None:
         """Send one message of at most `MESSAGE_BYTES`."""
         v = verbs()
         number = self._sent
@@ -158,7 +161,7 @@ class QueuePair:
             self._failed(status)
             return
         self._acknowledged += (number + 1 - self._acknowledged) & (ENTRY - 1)
-        if self._state is State.DRAINING:
+        if self._state is QueuePairState.DRAINING:
             if self.all_arrived:
                 self._destroy()
         elif self.receiver is not None:
@@ -166,7 +169,7 @@ class QueuePair:
 
     def on_message(self, word: int, data: bytes) -> None:
         """See `rdma_device.Completes`."""
-        if self._state is State.DRAINING:
+        if self._state is QueuePairState.DRAINING:
             return
         if self.receiver is None:
             self._early.append((word, data))
@@ -181,10 +184,10 @@ class QueuePair:
             receiver.on_message(word, data)
 
     def _failed(self, status: int) -> None:
-        if self._state is State.DRAINING:
+        if self._state is QueuePairState.DRAINING:
             self._destroy()
-        elif self._state is State.OPEN:
-            self._state = State.FAILED
+        elif self._state is QueuePairState.OPEN:
+            self._state = QueuePairState.FAILED
             self._sent = self._acknowledged
             if self.receiver is not None:
                 self.receiver.on_failed(why_broken(status))
@@ -195,17 +198,17 @@ class QueuePair:
         """Let what was sent arrive, then close; `on_ended` is called then, once. Nothing is told any more."""
         self.receiver = None
         self._on_ended = on_ended
-        if self._state is State.OPEN and not self.all_arrived:
-            self._state = State.DRAINING
+        if self._state is QueuePairState.OPEN and not self.all_arrived:
+            self._state = QueuePairState.DRAINING
         else:
             self._destroy()
 
     def _destroy(self) -> None:
         """Into its error state, so that nothing new comes; what has completed is taken; then no more."""
         v, number = verbs(), self._qp.qp_num
-        if self._state is not State.MADE:
+        if self._state is not QueuePairState.MADE:
             self._qp.modify(v.QPAttr(qp_state=v.c.IBV_QPS_ERR), v.c.IBV_QP_STATE)
-        self._state = State.CLOSED
+        self._state = QueuePairState.CLOSED
         self._device.remove(number)
         self._qp.close()
         self._region.close()

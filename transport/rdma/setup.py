@@ -61,7 +61,7 @@ WHY_MAX: Final = 400
 """Characters of a reason."""
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-offer", forbid_unknown_fields=True):
+class RdmaOffer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-offer", forbid_unknown_fields=True):
     """The dialer's message."""
 
     at: QueuePairAt
@@ -69,25 +69,27 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-offer", forb
     """Of the dialer, if it gives the link regions."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-answer", forbid_unknown_fields=True):
+class RdmaAnswer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-answer", forbid_unknown_fields=True):
     """The listener's."""
 
     at: QueuePairAt
     memory: MemoryAt | None = None
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="rdma-refusal", forbid_unknown_fields=True):
+class RdmaRefusal(
+    msgspec.Struct, frozen=True, array_like=True, tag="rdma-refusal", forbid_unknown_fields=True
+):
     """Of who cannot or does not want to, in place of what is due: nothing comes of it."""
 
     why: Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="rdma-ready", forbid_unknown_fields=True):
+class RdmaReady(msgspec.Struct, frozen=True, array_like=True, tag="rdma-ready", forbid_unknown_fields=True):
     """The dialer's second message."""
 
 
 SETUP_BYTES_MAX: Final = 4 * WHY_MAX + 64
-Message = Offer | Answer | Refusal | Ready
+Message = RdmaOffer | RdmaAnswer | RdmaRefusal | RdmaReady
 MessageT = TypeVar("MessageT", bound=Message)
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -97,12 +99,12 @@ class RdmaRefused(RemoteProtocolError):
     """The peer cannot set up an RDMA link; says why."""
 
 
-def encode(message: Message) -> bytes:
+def encode_setup(message: Message) -> bytes:
     """As bytes."""
     return _encode(message)
 
 
-def decode(data: bytes, kind: type[MessageT], peer: str) -> MessageT:
+def decode_setup(data: bytes, kind: type[MessageT], peer: str) -> MessageT:
     """The message of that kind. Raises `RdmaRefused`, and `RemoteProtocolError` on anything else."""
     if len(data) > SETUP_BYTES_MAX:
         raise RemoteProtocolError(f"{peer} sent {len(data)} bytes to set up an RDMA link")
@@ -110,7 +112,7 @@ def decode(data: bytes, kind: type[MessageT], peer: str) -> MessageT:
         message = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"{peer} sent no message that sets up an RDMA link: {error}") from error
-    if isinstance(message, Refusal):
+    if isinstance(message, RdmaRefusal):
         raise RdmaRefused(f"{peer} refuses an RDMA link: {message.why}")
     if not isinstance(message, kind):
         raise RemoteProtocolError(f"{peer} sent {type(message).__name__} where {kind.__name__} was due")

@@ -26,7 +26,7 @@ from typing import Final
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import MAX_FRAME_BYTES
-from zbmd.transport.secure.record_mac import TAG_BYTES, Buffer, RecordMac
+from zbmd.transport.secure.mac import TAG_BYTES, Buffer, RecordMac
 from zbmd.transport.secure.session_keys import Keys
 
 RECORD_HEADER_BYTES: Final = 8

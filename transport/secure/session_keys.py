@@ -2,10 +2,10 @@
 
 A connection between hosts begins with the hello (`hello`), whose secret is the root of all keys here, and one
 exchange of setup messages (`session_setup`). What then stands is a `Session`. The first connection to a peer
-is the control connection and carries a link; further ones, *lanes*, carry bulk data. A lane runs a hello of
-its own, so that its keys are its own, and joins the control session by a token that only the two ends of that
-can make. The dialer of the control connection dials its lanes: `tcp.open_lane`; at the listener they come out
-of `TcpLink.on_lane`.
+is the control connection and carries a link; further ones, *stripes*, carry bulk data. A stripe runs a hello
+of its own, so that its keys are its own, and joins the control session by a token that only the two ends of
+that can make. The dialer of the control connection dials its stripes: `tcp.open_stripe`; at the listener
+they come out of `TcpLink.on_stripe`.
 
 Keys are by HKDF-SHA256 (RFC 5869): extracted in `HelloMachine.session_secret`, expanded here, one for each
 purpose and direction, so that nothing said in one role can be played back in another. There is no forward
@@ -29,8 +29,8 @@ SESSION_ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
 TOKEN_BYTES: Final = 32
 SECRET_BYTES: Final = 32
-LANES_MAX: Final = 16
-"""Lanes of one control session."""
+STRIPES_MAX: Final = 16
+"""Stripes of one control session."""
 
 _LABEL: Final = b"zbmd session 1"
 
@@ -51,7 +51,7 @@ class Purpose(Enum):
 
     CONTROL = "control"
     """Carries the frames of a link."""
-    LANE = "lane"
+    STRIPE = "lane"
     """Carries bulk data beside a control connection."""
 
 
@@ -94,7 +94,7 @@ class Secrets:
         return self._keys(purpose.value.encode())
 
     def join_key(self) -> bytes:
-        """What the tokens of this session's lanes are made with (`join_token`)."""
+        """What the tokens of this session's stripes are made with (`join_token`)."""
         return self._expand(b"join", KEY_BYTES)
 
     def _keys(self, purpose: bytes) -> Keys:
@@ -126,22 +126,24 @@ class Session:
     keys: Keys | None
     """For the MAC of each direction; None if the protection is another."""
     control_id: bytes
-    """The session id of the control connection: its own, or that which a lane has joined."""
-    lane: int = 0
-    """Of a lane: its number, 0..`LANES_MAX` - 1."""
+    """The session id of the control connection: its own, or that which a stripe has joined."""
+    stripe: int = 0
+    """Of a stripe: its number, 0..`STRIPES_MAX` - 1."""
     join_key: bytes = field(default=b"", repr=False)
-    """Of a control session: makes the tokens of its lanes."""
+    """Of a control session: makes the tokens of its stripes."""
 
 
-def join_token(join_key: bytes, *, lane: int, lane_session_id: bytes) -> bytes:
+def join_token(join_key: bytes, *, stripe: int, stripe_session_id: bytes) -> bytes:
     """What lets one connection, and no other, join a control session: `TOKEN_BYTES` bytes.
 
-    join_key: of the control session; lane_session_id: of the connection that joins.
+    join_key: of the control session; stripe_session_id: of the connection that joins.
     """
-    text = b"zbmd lane\0" + lane.to_bytes(4, "little") + lane_session_id
+    text = b"zbmd lane\0" + stripe.to_bytes(4, "little") + stripe_session_id
     return hmac.digest(join_key, text, "sha256")
 
 
-def token_holds(token: bytes, join_key: bytes, *, lane: int, lane_session_id: bytes) -> bool:
+def token_holds(token: bytes, join_key: bytes, *, stripe: int, stripe_session_id: bytes) -> bool:
     """Whether `token` is that of `join_token`, compared in constant time."""
-    return hmac.compare_digest(token, join_token(join_key, lane=lane, lane_session_id=lane_session_id))
+    return hmac.compare_digest(
+        token, join_token(join_key, stripe=stripe, stripe_session_id=stripe_session_id)
+    )

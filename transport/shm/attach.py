@@ -26,20 +26,20 @@ OFFER_FDS_MAX: Final = 4
 """Link memory, the dialer's eventfd, the listener's eventfd, the dialer's segment."""
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer", forbid_unknown_fields=True):
+class AttachOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer", forbid_unknown_fields=True):
     """The dialer's message. `slot` is None if it hands over no segment."""
 
     ring_bytes: int
     slot: int | None
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer", forbid_unknown_fields=True):
+class AttachAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer", forbid_unknown_fields=True):
     """The listener's message. `slot` is None if it hands over no segment."""
 
     slot: int | None
 
 
-MessageT = TypeVar("MessageT", Offer, Answer)
+MessageT = TypeVar("MessageT", AttachOffer, AttachAnswer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def accept_offer(data: bytes, fds: list[int], *, incarnation: int) -> Attached:
     """
     kept: tuple[int, ...] = ()
     try:
-        offer = decode(data, Offer)
+        offer = decode(data, AttachOffer)
         if len(fds) != 3 + (offer.slot is not None):
             raise RemoteProtocolError(f"attach: an offer with {len(fds)} descriptors")
         ring = offer.ring_bytes
@@ -95,7 +95,7 @@ def accept_offer(data: bytes, fds: list[int], *, incarnation: int) -> Attached:
 def accept_answer(data: bytes, fds: list[int], *, incarnation: int) -> PeerSegment | None:
     """Check an answer and map the listener's segment; closes all `fds`. Raises as `accept_offer`."""
     try:
-        answer = decode(data, Answer)
+        answer = decode(data, AttachAnswer)
         if len(fds) != (answer.slot is not None):
             raise RemoteProtocolError(f"attach: an answer with {len(fds)} descriptors")
         return None if answer.slot is None else _attach_segment(fds[0], answer.slot, incarnation)

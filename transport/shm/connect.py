@@ -29,7 +29,7 @@ from zbmd.transport.errors import (
 from zbmd.transport.handshake.acceptor import Acceptor
 from zbmd.transport.handshake.driver import readable, say_hello
 from zbmd.transport.handshake.hello import MAX_BODY_BYTES
-from zbmd.transport.host.file_descriptors import check_left, exhaustion_is_typed
+from zbmd.transport.host.process_limits import check_left, exhaustion_is_typed
 from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.link.endpoint import Endpoint as Endpoint
 from zbmd.transport.memory.memfd import create_memfd, map_own
@@ -38,8 +38,8 @@ from zbmd.transport.native._native import Mapping, now_ns
 from zbmd.transport.shm.attach import (
     MESSAGE_BYTES_MAX,
     OFFER_FDS_MAX,
-    Answer,
-    Offer,
+    AttachAnswer,
+    AttachOffer,
     accept_answer,
     accept_offer,
     close_all,
@@ -192,7 +192,7 @@ async def _listener_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: i
     data, fds = await _receive(sock, deadline_ns, peer.name)
     attached = accept_offer(data, fds, incarnation=peer.incarnation)
     segment = endpoint.segment
-    answer = Answer(slot=None if segment is None else segment.slot)
+    answer = AttachAnswer(slot=None if segment is None else segment.slot)
     try:
         _hand_over(sock, answer, [] if segment is None else [segment.fd], peer.name)
     except (OSError, PeerLost):
@@ -214,7 +214,7 @@ async def _dialer_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int
     memory = _make_link_memory(endpoint.limits.ring_bytes)
     try:
         segment = endpoint.segment
-        offer = Offer(ring_bytes=memory.ring_bytes, slot=None if segment is None else segment.slot)
+        offer = AttachOffer(ring_bytes=memory.ring_bytes, slot=None if segment is None else segment.slot)
         fds = [memory.memfd, memory.dialer_wake_fd, memory.listener_wake_fd]
         _hand_over(sock, offer, fds if segment is None else [*fds, segment.fd], peer.name)
         data, answer_fds = await _receive(sock, deadline_ns, peer.name)
@@ -342,7 +342,7 @@ async def _receive(sock: socket.socket, deadline_ns: int, peer: str) -> tuple[by
     return data, fds
 
 
-def _hand_over(sock: socket.socket, what: Offer | Answer, fds: list[int], peer: str) -> None:
+def _hand_over(sock: socket.socket, what: AttachOffer | AttachAnswer, fds: list[int], peer: str) -> None:
     """Send our part of the link. Raises `PeerLost` if the peer has ended, or given the link up, meanwhile."""
     try:
         _send(sock, msgspec.msgpack.encode(what), fds)

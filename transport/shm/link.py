@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
+from zbmd.transport.frames import HEADER_BYTES, unpack_header
 from zbmd.transport.identity import Identity, PeerInfo
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.spin import SpinPolicy
-from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN, BorrowedFrame, LinkLoans, borrow
+from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN, BLOCK_RECORD, BorrowedFrame, LinkLoans
 from zbmd.transport.memory.scattered import Scattered
 from zbmd.transport.memory.segment import PeerSegment, Segment
-from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
+from zbmd.transport.native._native import RING_BLOCKS, RING_HEADER_BYTES, Mapping, RingReader, RingWriter
 from zbmd.transport.shm._shm_link import ShmCore
 
 GOODBYE = b"\x01"
@@ -112,7 +113,7 @@ class ShmLink(ShmCore, LinkSide):
 
     def _borrowed(self, frame: bytes) -> BorrowedFrame:
         limit = self._limits.frame_bytes_max
-        return borrow(frame, self._reader, self._peer_segment, frame_bytes_max=limit)
+        return _borrow(frame, self._reader, self._peer_segment, frame_bytes_max=limit)
 
     def _on_wake(self) -> None:
         # Whatever the peer, who has the same descriptor, made of its O_NONBLOCK.
@@ -150,3 +151,27 @@ class ShmLink(ShmCore, LinkSide):
         if self._loans is not None:
             self._loans.end()
         del self._writer, self._reader, self._mapping
+
+
+def _borrow(
+    frame: bytes, reader: RingReader, memory: PeerSegment | None, *, frame_bytes_max: int
+) -> BorrowedFrame:
+    """The frame that a marked one stands for; the peer's block is brought back with the last view of it.
+
+    Raises `RemoteProtocolError` on anything that is none: the numbers are a peer's.
+    """
+    header = unpack_header(frame)
+    if len(frame) != HEADER_BYTES + BLOCK_RECORD.size:
+        raise RemoteProtocolError(f"a frame that names a block has {len(frame)} bytes")
+    if HEADER_BYTES + header.payload_bytes > frame_bytes_max:
+        raise RemoteProtocolError(
+            f"a frame with a block of {header.payload_bytes} bytes is over the bound of {frame_bytes_max}"
+        )
+    offset, block = BLOCK_RECORD.unpack_from(frame, HEADER_BYTES)
+    if memory is None or block >= RING_BLOCKS:
+        raise RemoteProtocolError(
+            f"a frame names block {block} in {'no memory' if memory is None else 'an arena'}: there is none"
+        )
+    memory.require_arena(offset, header.payload_bytes)
+    view = reader.take(block, memory.mapping, offset, header.payload_bytes)
+    return BorrowedFrame(header, view, frame[:HEADER_BYTES])

@@ -57,12 +57,6 @@ from zbmd.transport.sim.clock import (
     WALL_START_NS,
     LocalClock,
 )
-from zbmd.transport.sim.errors import (
-    Deadlock,
-    Livelock,
-    NotSimulated,
-    Waiting,
-)
 from zbmd.transport.sim.faults import (
     ALL_FAULTS,
     MACHINE_FAULTS,
@@ -94,9 +88,6 @@ from zbmd.transport.sim.faults import (
     parse_fault,
     parse_plan,
 )
-from zbmd.transport.sim.history import (
-    History,
-)
 from zbmd.transport.sim.links import (
     SimLink,
 )
@@ -113,14 +104,18 @@ from zbmd.transport.sim.model import (
     CancelTimer,
     Commanded,
     Conditions,
+    Deadlock,
     Effect,
     Exit,
     FailureKind,
+    History,
+    HistoryKind,
     Kill,
     KillPoint,
-    Kind,
+    Livelock,
     MachineProcess,
     Note,
+    NotSimulated,
     PeerEnded,
     Process,
     Record,
@@ -132,6 +127,7 @@ from zbmd.transport.sim.model import (
     Started,
     Stimulus,
     TimerFired,
+    Waiting,
 )
 from zbmd.transport.sim.network import (
     Datagram,
@@ -139,7 +135,7 @@ from zbmd.transport.sim.network import (
 from zbmd.transport.sim.parts.disk import (
     SimDisk,
 )
-from zbmd.transport.sim.parts.memory import (
+from zbmd.transport.sim.parts.segment import (
     Allocation,
     SimMemory,
 )
@@ -149,11 +145,11 @@ from zbmd.transport.sim.process import (
 from zbmd.transport.sim.scenarios.scenario import (
     Checker,
     Options,
-    Outcome,
-    Report,
+    RunOutcome,
     Scenario,
+    ScenarioReport,
+    ScenarioStage,
     SimulatedWorld,
-    Stage,
     parse_faults,
     run_scenario,
 )
@@ -198,7 +194,7 @@ __all__ = [
     "History",
     "Kill",
     "KillPoint",
-    "Kind",
+    "HistoryKind",
     "Livelock",
     "LocalClock",
     "MachineProcess",
@@ -208,7 +204,7 @@ __all__ = [
     "NotSimulated",
     "Note",
     "Options",
-    "Outcome",
+    "RunOutcome",
     "PROCESS_FAULTS",
     "Partition",
     "Pause",
@@ -216,7 +212,7 @@ __all__ = [
     "Process",
     "Program",
     "Record",
-    "Report",
+    "ScenarioReport",
     "RunEnd",
     "SIM_START_NS",
     "STORAGE_FAULTS",
@@ -234,7 +230,7 @@ __all__ = [
     "SimulationFailure",
     "Skew",
     "Slow",
-    "Stage",
+    "ScenarioStage",
     "Start",
     "Started",
     "Stimulus",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
 
 from zbmd.transport.sim.model import Arrived, MessageT, Process, Stimulus
-from zbmd.transport.sim.weather import Lane
+from zbmd.transport.sim.weather import NetworkPath
 
 Factory: TypeAlias = Callable[[int], Process[MessageT]]
 """Makes a process for the incarnation it is given."""
@@ -27,7 +27,7 @@ class Host(Generic[MessageT]):
     paused_until_ns: int = 0
     timers: dict[str, int] = field(default_factory=dict[str, int])
     told: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    routes: dict[str, tuple[Host[MessageT], Lane]] = field(default_factory=dict[str, Any])
+    routes: dict[str, tuple[Host[MessageT], NetworkPath]] = field(default_factory=dict[str, Any])
 
 
 Entry: TypeAlias = tuple[

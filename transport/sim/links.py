@@ -1,25 +1,33 @@
-"""`SimLink`: a `zbmd.transport.link.interface.Link` between two simulated processes."""
+"""`SimLink`: a `zbmd.transport.link.interface.Link` between two simulated processes, and its regions.
+
+Operations on regions and frames of one link share one order. Bytes are read from the sender's buffer when
+they arrive, as a network card reads them while it sends: a buffer that is reused before its transfer is done
+sends something else. When the sender dies, the put that was in flight may land in part, and is not notified.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Final, Protocol
 
-from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.identity import Identity, PeerInfo
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import LinkLimits
-from zbmd.transport.memory.region import RegionHandle, RemoteRegion, require_owner
+from zbmd.transport.memory.region import CheckedRegion, RegionHandle, RemoteRegion, require_owner
 from zbmd.transport.memory.transfer import Transfer
-from zbmd.transport.sim.parts.regions import Operations, SimRegion
+from zbmd.transport.sim.parts.segment import SimSegment
 
-if TYPE_CHECKING:
-    from zbmd.transport.sim.network import Network
-    from zbmd.transport.sim.parts.segment import SimSegment
-    from zbmd.transport.sim.world import SimProcess
+OPERATION_BYTES: Final = 64
+"""What a put, a get or a notification takes on the wire beside its bytes."""
+TRANSFERS_MAX: Final = 1024
+"""Transfers of one link under way at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +42,84 @@ class LinkOptions:
     hello: str = ""
 
 
+class SimTransfer(Transfer):
+    """A transfer that can only be awaited: a thread that blocks would stop all of virtual time."""
+
+    __slots__ = ()
+
+    def wait(self, deadline_ns: int = 0) -> None:
+        """Raises `LocalProtocolError` unless done."""
+        if not self.done:
+            raise LocalProtocolError("a simulated process cannot block: await the transfer")
+        super().wait()
+
+
+class Operations:
+    """The transfers of one end of a link that are under way."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[SimTransfer, None] = {}
+
+    def begin(self, view: memoryview) -> SimTransfer:
+        """Raises `LinkFull`."""
+        self._under_way = {transfer: None for transfer in self._under_way if not transfer.done}
+        if len(self._under_way) >= TRANSFERS_MAX:
+            raise LinkFull(f"{TRANSFERS_MAX} transfers are under way; await one of them")
+        transfer = SimTransfer(view)
+        self._under_way[transfer] = None
+        return transfer
+
+    def fail(self, error: PeerLost) -> None:
+        """The link has ended: whatever arrives now touches no buffer."""
+        under_way, self._under_way = self._under_way, {}
+        for transfer in under_way:
+            transfer.finish(error)
+
+
+class LinkOwner(Protocol):
+    """What a link needs of the process that owns one of its ends."""
+
+    name: str
+    incarnation: int
+    dead: bool
+    context: Context
+    hybrid_clock: HybridClock
+    segment: SimSegment | None
+
+    def wall_ns(self) -> int:
+        """The process's wall clock, ns since 1970."""
+        ...
+
+
+class Carrier(Protocol):
+    """What a link needs of the network; see `network.Network`."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The simulator's loop."""
+        ...
+
+    def carry(self, link: SimLink, nbytes: int, deliver: Callable[[], None], frame: bytes, /) -> None:
+        """Carry a frame, an operation or a goodbye to the other end: in order, without loss."""
+        ...
+
+    def credit(self, link: SimLink, deliver: Callable[[], None], /) -> None:
+        """Report to the other end that a frame was taken."""
+        ...
+
+    def delivered(self, link: SimLink, frame: bytes | bytearray, /) -> None:
+        """A frame was taken from the link."""
+        ...
+
+    def part_that_lands(self) -> float:
+        """Return the part, in [0, 1), of the operation that a death cut off."""
+        ...
+
+    def forget(self, link: SimLink, /) -> None:
+        """The link has ended on this side."""
+        ...
+
+
 class SimLink(LinkSide):
     """See `zbmd.transport.link.interface.Link`. Made by `SimProcess.listen` and `dial`.
 
@@ -44,10 +130,10 @@ class SimLink(LinkSide):
 
     def __init__(
         self,
-        network: Network,
-        owner: SimProcess,
+        network: Carrier,
+        owner: LinkOwner,
         identity: Identity,
-        peer_process: SimProcess,
+        peer_process: LinkOwner,
         peer: PeerInfo,
         limits: LinkLimits,
     ) -> None:
@@ -231,3 +317,74 @@ class SimLink(LinkSide):
         self._inbox.clear()
         self._operations.fail(self._lost())
         self._network.forget(self)
+
+
+class SimRegion(CheckedRegion):
+    """See `zbmd.transport.memory.region.RemoteRegion`. Made by `SimLink.open_region`."""
+
+    def __init__(self, link: SimLink, handle: RegionHandle) -> None:
+        super().__init__(handle)
+        self._link = link
+
+    def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
+        transfer = self._link.transfer(view)
+        arrive = partial(self._put_arrives, transfer, view, offset, channel, value)
+        self._link.send_operation(OPERATION_BYTES + view.nbytes, arrive)
+        return transfer
+
+    def _get(self, view: memoryview, offset: int, owner: object) -> Transfer:
+        transfer = self._link.transfer(view)
+        self._link.send_operation(OPERATION_BYTES, partial(self._get_arrives, transfer, view, offset))
+        return transfer
+
+    def _notify(self, channel: int, value: int) -> None:
+        self._link.send_operation(OPERATION_BYTES, partial(self._notify_arrives, channel, value))
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        self._link.require_peer()
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
+        """None: simulated processes share no memory."""
+        self._check_open()
+        return super().view(offset, nbytes)
+
+    # -- at the owner, when the network says so; `landed` is the part that made it, 1 if all did ---------
+
+    def _put_arrives(
+        self, transfer: Transfer, view: memoryview, offset: int, channel: int, value: int, landed: float
+    ) -> None:
+        if transfer.done:  # the sender's end of the link is closed, and its buffer may be another's
+            return
+        far = self._link.far
+        try:
+            target = far.own_memory.regions.resolve(self._handle, offset, view.nbytes, write=True)
+        except RemoteProtocolError as error:
+            far.answer(OPERATION_BYTES, partial(transfer.finish, error))
+            return
+        count = int(view.nbytes * landed)
+        target[:count] = view[:count]
+        if landed == 1.0:
+            far.own_memory.notified(self._link.own_memory.slot, channel, value)
+            far.answer(OPERATION_BYTES, transfer.finish)
+
+    def _get_arrives(self, transfer: Transfer, view: memoryview, offset: int, landed: float) -> None:
+        far = self._link.far
+        if landed < 1.0:
+            return
+        try:
+            data = bytes(far.own_memory.regions.resolve(self._handle, offset, view.nbytes, write=False))
+        except RemoteProtocolError as error:
+            far.answer(OPERATION_BYTES, partial(transfer.finish, error))
+            return
+        far.answer(OPERATION_BYTES + len(data), partial(_fill, transfer, view, data))
+
+    def _notify_arrives(self, channel: int, value: int, landed: float) -> None:
+        if landed == 1.0:
+            self._link.far.own_memory.notified(self._link.own_memory.slot, channel, value)
+
+
+def _fill(transfer: Transfer, view: memoryview, data: bytes) -> None:
+    if not transfer.done:
+        view[:] = data
+        transfer.finish()

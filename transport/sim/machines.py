@@ -29,7 +29,6 @@ from zbmd.transport.sim.faults import (
     kind_of,
     names_of,
 )
-from zbmd.transport.sim.history import History
 from zbmd.transport.sim.hosts import Entry, Factory, Flying, Host
 from zbmd.transport.sim.model import (
     CALM,
@@ -43,9 +42,10 @@ from zbmd.transport.sim.model import (
     Effect,
     Exit,
     FailureKind,
+    History,
+    HistoryKind,
     Kill,
     KillPoint,
-    Kind,
     MessageT,
     Note,
     PeerEnded,
@@ -59,7 +59,7 @@ from zbmd.transport.sim.model import (
     TimerFired,
 )
 from zbmd.transport.sim.scenarios.kills import Kills
-from zbmd.transport.sim.weather import Lane, LaneFlooded, Weather
+from zbmd.transport.sim.weather import NetworkPath, PathFlooded, Weather
 
 BEFORE_ALL = -1.0
 """The tie of what comes before everything else of its moment."""
@@ -104,7 +104,7 @@ class Simulation(Generic[MessageT]):
 
     @property
     def supported(self) -> frozenset[type[Fault]]:
-        """The faults that strike here. What a stopped lane holds arrives later: only `loss` loses."""
+        """The faults that strike here. What a stopped path holds arrives later: only `loss` loses."""
         return frozenset((Crash, CrashWithin, Pause, Partition, Cut, Clog, NetConditions))
 
     @property
@@ -197,7 +197,7 @@ class Simulation(Generic[MessageT]):
         """Stop `name` for a while (SIGSTOP, a long computation): what comes for it waits."""
         host = self._host(name)
         host.paused_until_ns = max(host.paused_until_ns, self.now_ns + for_ns)
-        self._record(host, Kind.PAUSE, f"for {for_ns} ns")
+        self._record(host, HistoryKind.PAUSE, f"for {for_ns} ns")
 
     def apply(self, fault: Fault) -> None:
         """Have `fault` strike at its time, counted from the start of virtual time.
@@ -315,7 +315,7 @@ class Simulation(Generic[MessageT]):
             assert callable(what)
             try:
                 what()
-            except LaneFlooded as error:
+            except PathFlooded as error:
                 raise self._failure(str(error), FailureKind.LIVENESS) from error
         else:
             if version:
@@ -366,7 +366,7 @@ class Simulation(Generic[MessageT]):
         if isinstance(stimulus, PeerEnded) and self._weather.now.notice_is_fence:
             under_way = self._under_way(stimulus.peer, stimulus.incarnation).get(host, [])
             self._drop_under_way(under_way, stimulus.peer, stimulus.incarnation, host, keep=0)
-        self.history.raw.append((now_ns, host.name, incarnation, Kind.DELIVER, stimulus))
+        self.history.raw.append((now_ns, host.name, incarnation, HistoryKind.DELIVER, stimulus))
         host.deliveries += 1
         try:
             effects = process.deliver(stimulus, now_ns=now_ns)
@@ -378,7 +378,7 @@ class Simulation(Generic[MessageT]):
             kind = FailureKind.CRASH
             if isinstance(error, AssertionError):
                 kind = FailureKind.SAFETY
-            if isinstance(error, LaneFlooded):
+            if isinstance(error, PathFlooded):
                 kind = FailureKind.LIVENESS
             what = f"{host.name}#{host.incarnation} on {stimulus}: {type(error).__name__}: {error}"
             raise self._failure(what, kind) from error
@@ -405,7 +405,7 @@ class Simulation(Generic[MessageT]):
                 self._send(host, effect)
             case SetTimer(name=name, at_ns=at_ns):
                 version = self._new_timer(host, name)
-                self._record(host, Kind.TIMER, f"{name} at {at_ns}")
+                self._record(host, HistoryKind.TIMER, f"{name} at {at_ns}")
                 due_ns = max(at_ns, self.now_ns)
                 if lag_ns := self._weather.now.timer_lag_ns:
                     due_ns += int(self._order.random() * (lag_ns + 1))
@@ -413,9 +413,9 @@ class Simulation(Generic[MessageT]):
                 self._push(due_ns, self._order.random(), host, host.incarnation, fired, version)
             case CancelTimer(name=name):
                 if host.timers.pop(name, None) is not None:
-                    self._record(host, Kind.TIMER, f"{name} cancelled")
+                    self._record(host, HistoryKind.TIMER, f"{name} cancelled")
             case Note(value=value):
-                self._record(host, Kind.NOTE, value)
+                self._record(host, HistoryKind.NOTE, value)
             case Start(process=process):
                 self.start(process)
             case Kill(process=process):
@@ -433,22 +433,22 @@ class Simulation(Generic[MessageT]):
     # -- network -------------------------------------------------------------------------------------
 
     def _send(self, host: Host[MessageT], send: Send[MessageT]) -> None:
-        self.history.raw.append((self.now_ns, host.name, host.incarnation, Kind.SEND, send))
+        self.history.raw.append((self.now_ns, host.name, host.incarnation, HistoryKind.SEND, send))
         route = host.routes.get(send.to)
         if route is None:
             target = self._host(send.to)
-            route = host.routes[send.to] = (target, self._weather.lane(host.name, target.name))
-        target, lane = route
+            route = host.routes[send.to] = (target, self._weather.path(host.name, target.name))
+        target, path = route
         arrived = Arrived(sender=host.name, incarnation=host.incarnation, message=send.message)
         if target is host:
             self._push(self.now_ns, self._order.random(), host, host.incarnation, arrived)
         elif target.process is None:
             self._tell(host, target, target.ended_clean)
-        elif lane.cut or lane.clogged:
-            again = partial(self._pass, host, target, target.incarnation, arrived, send, lane)
-            lane.hold(host.incarnation, again)
+        elif path.cut or path.clogged:
+            again = partial(self._pass, host, target, target.incarnation, arrived, send, path)
+            path.hold(host.incarnation, again)
         else:
-            self._pass(host, target, target.incarnation, arrived, send, lane)
+            self._pass(host, target, target.incarnation, arrived, send, path)
 
     def _pass(
         self,
@@ -457,16 +457,16 @@ class Simulation(Generic[MessageT]):
         incarnation: int,
         arrived: Arrived[MessageT],
         send: Send[MessageT],
-        lane: Lane,
+        path: NetworkPath,
     ) -> None:
         weather = self._weather
         now, chance = weather.now, self._network.random
         copies = 2 if now.duplicate and chance() < now.duplicate else 1
         while copies:
             copies -= 1
-            at_ns = weather.arrival_ns(lane, now, self.now_ns, send.nbytes)
+            at_ns = weather.arrival_ns(path, now, self.now_ns, send.nbytes)
             if now.loss and chance() < now.loss:
-                self._record(host, Kind.LOSE, send)
+                self._record(host, HistoryKind.LOSE, send)
             else:
                 self._push(at_ns, self._order.random(), target, incarnation, arrived)
 
@@ -489,14 +489,14 @@ class Simulation(Generic[MessageT]):
         *,
         keep: int | None,
     ) -> None:
-        """Drop all but the first `keep` (None: drawn) of these, and of those that a stopped lane holds."""
-        lane = self._weather.lane(sender, to.name)
+        """Drop all but the first `keep` (None: drawn) of these, and of those that a stopped path holds."""
+        path = self._weather.path(sender, to.name)
         if keep is None:
-            keep = self._deaths.randint(0, len(under_way) + lane.held_from(incarnation))
+            keep = self._deaths.randint(0, len(under_way) + path.held_from(incarnation))
         for _, _, sequence, what in sorted(under_way)[keep:]:
             self._dropped.add(sequence)
-            self._record(to, Kind.DROP, what)
-        lane.drop_held(incarnation, keep=max(0, keep - len(under_way)))
+            self._record(to, HistoryKind.DROP, what)
+        path.drop_held(incarnation, keep=max(0, keep - len(under_way)))
 
     # -- life and death ------------------------------------------------------------------------------
 
@@ -508,13 +508,13 @@ class Simulation(Generic[MessageT]):
         host.timers.clear()
         host.told.clear()
         host.process = host.factory(host.incarnation)
-        self._record(host, Kind.START, "")
+        self._record(host, HistoryKind.START, "")
         self._push(self.now_ns, 0.0, host, host.incarnation, Started(incarnation=host.incarnation))
 
     def _end(self, host: Host[MessageT], *, clean: bool) -> None:
         host.process = None
         host.ended_clean = clean
-        self._record(host, Kind.EXIT if clean else Kind.CRASH, "")
+        self._record(host, HistoryKind.EXIT if clean else HistoryKind.CRASH, "")
         under_way = {} if clean else self._under_way(host.name, host.incarnation)
         for peer in self._hosts.values():
             if peer is host:
@@ -529,17 +529,17 @@ class Simulation(Generic[MessageT]):
             return
         witness.told.add((dead.name, dead.incarnation))
         notice = PeerEnded(peer=dead.name, incarnation=dead.incarnation, clean=clean)
-        incarnation, lane = witness.incarnation, self._weather.lane(dead.name, witness.name)
+        incarnation, path = witness.incarnation, self._weather.path(dead.name, witness.name)
 
         def tell() -> None:
             now = self._weather.now
             at_ns = self.now_ns + self._deaths.randint(now.notice_min_ns, now.notice_max_ns)
             if clean:  # the goodbye travels behind what was sent
-                at_ns = max(at_ns, lane.last_arrival_ns + 1)
+                at_ns = max(at_ns, path.last_arrival_ns + 1)
             self._push(at_ns, self._order.random(), witness, incarnation, notice)
 
-        if clean and lane.held:
-            lane.hold(dead.incarnation, tell)
+        if clean and path.held:
+            path.hold(dead.incarnation, tell)
         else:
             tell()
 
@@ -559,7 +559,7 @@ class Simulation(Generic[MessageT]):
 
         def strike() -> None:
             if version == self._plan_version:
-                self.history.raw.append((self.now_ns, "world", 0, Kind.FAULT, fault))
+                self.history.raw.append((self.now_ns, "world", 0, HistoryKind.FAULT, fault))
                 act()
 
         self._push(SIM_START_NS + at_ns, tie, None, 0, strike)
@@ -590,7 +590,7 @@ class Simulation(Generic[MessageT]):
             at_ns = self.now_ns
         heapq.heappush(queue, (at_ns, tie, sequence, host, incarnation, what, version))
 
-    def _record(self, host: Host[MessageT], kind: Kind, detail: object) -> None:
+    def _record(self, host: Host[MessageT], kind: HistoryKind, detail: object) -> None:
         self.history.raw.append((self.now_ns, host.name, host.incarnation, kind, detail))
 
     def _failure(self, what: str, kind: FailureKind) -> SimulationFailure:

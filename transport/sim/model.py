@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
 
 import msgspec
 
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.machine import Machine
+
+# Errors of the asyncio simulator.
+
+
+class NotSimulated(LocalProtocolError):
+    """There is no real I/O, signal or thread in a simulation."""
+
+
+class Livelock(ZbmdError):
+    """Callbacks keep running and virtual time stands still."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A task that has not ended, and where it waits."""
+
+    process: str
+    task: str
+    frames: tuple[str, ...]
+    """The outermost await first, as `file:line in function`."""
+
+    def __str__(self) -> str:
+        return f"{self.process} {self.task}: " + " > ".join(self.frames)
+
+
+class Deadlock(ZbmdError):
+    """Nothing can run and no timer is set, while tasks wait: nothing will ever happen again.
+
+    `waiting` says what every task waits for.
+    """
+
+    def __init__(self, waiting: Sequence[Waiting]) -> None:
+        lines = "\n".join(f"    {task}" for task in waiting) or "    (no task is left)"
+        super().__init__(f"nothing can run and no timer is set; {len(waiting)} tasks wait:\n{lines}")
+        self.waiting = tuple(waiting)
+
 
 MessageT = TypeVar("MessageT")
 EventT = TypeVar("EventT")
@@ -219,7 +257,7 @@ CALM = Conditions()
 """Reliable, ordered, prompt: what liveness is asked under."""
 
 
-class Kind(Enum):
+class HistoryKind(Enum):
     """What a record of the history tells."""
 
     DELIVER = "<-"
@@ -242,7 +280,7 @@ class Record:
     at_ns: int
     process: str
     incarnation: int
-    kind: Kind
+    kind: HistoryKind
     detail: object
 
     def __str__(self) -> str:
@@ -302,3 +340,80 @@ class SimulationFailure(ZbmdError):
         self.seed = seed
         self.at_ns = at_ns
         self.story = tuple(story)
+
+
+# The history of a run: what happened, in order, and a digest that tells two runs apart.
+#
+# Recording appends one tuple and nothing else; records are made, and hashed in batches, when they are asked
+# for. What is recorded must therefore not change afterwards: messages are frozen.
+
+BATCH_RECORDS = 4096
+"""How many records are encoded at once for the digest."""
+
+Raw: TypeAlias = tuple[int, str, int, HistoryKind, object]
+"""What a `Record` is made of: time, ns; process; incarnation; kind; detail."""
+
+
+def _plain(value: object) -> Any:
+    """What msgspec cannot encode by itself, in words. (It asks for no other types than those.)"""
+    return repr(value)
+
+
+class History(Sequence[Record]):
+    """The records of one run. Append to `raw`; everything else reads."""
+
+    def __init__(self) -> None:
+        self.raw: MutableSequence[Raw] = []
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._hashed = 0
+        # Sets and dicts in a fixed order: the digest may not depend on PYTHONHASHSEED.
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain, order="deterministic")
+
+    def keep_last(self, records: int) -> None:
+        """Remember no more than the last `records` from now on. There is no digest then."""
+        self.raw = deque(self.raw, maxlen=records)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [Record(*raw) for raw in list(self.raw)[index]]
+        return Record(*self.raw[index])
+
+    def __iter__(self) -> Iterator[Record]:
+        return (Record(*raw) for raw in self.raw)
+
+    def notes(self) -> Iterator[tuple[str, object]]:
+        """The notes so far, as (process, value)."""
+        return ((process, detail) for _, process, _, kind, detail in self.raw if kind is HistoryKind.NOTE)
+
+    def turns(self, numbers: list[int]) -> None:
+        """Take the order of turns into the digest: (time, process) pairs, which no record tells of."""
+        if numbers:
+            self._digest.update(self._encoder.encode((len(self.raw), numbers)))
+
+    def digest(self) -> str:
+        """A digest (BLAKE2b) of every record so far: equal for equal seeds.
+
+        That holds for details that msgspec encodes, dataclasses and sets of them included, and for others
+        whose repr holds no id. Raises `LocalProtocolError` if not all is remembered.
+        """
+        if not isinstance(self.raw, list):
+            raise LocalProtocolError("a history of which only the last records are kept has no digest")
+        while self._hashed < len(self.raw):
+            batch = self.raw[self._hashed : self._hashed + BATCH_RECORDS]
+            self._digest.update(self._encode(batch))
+            self._hashed += len(batch)
+        return self._digest.hexdigest()
+
+    def _encode(self, batch: list[Raw]) -> bytes:
+        kinds = " ".join([type(raw[4]).__name__ for raw in batch]).encode()
+        try:
+            return kinds + self._encoder.encode(batch)
+        except (OverflowError, TypeError, ValueError):  # an integer beyond 64 bits, a dict keyed by objects
+            return kinds + repr(batch).encode()

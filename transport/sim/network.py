@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
-from zbmd.transport.sim.links import LinkOptions, SimLink
+from zbmd.transport.identity import Identity
+from zbmd.transport.sim.links import LinkOptions, LinkOwner, SimLink
 from zbmd.transport.sim.loop import SimLoop
-from zbmd.transport.sim.model import Kind
+from zbmd.transport.sim.model import HistoryKind
 from zbmd.transport.sim.weather import Weather
 
-if TYPE_CHECKING:
-    from zbmd.transport.sim.world import SimProcess
-
 DATAGRAM_BYTES_MAX = 65_507
+DATAGRAMS_WAITING_MAX = 1024
+"""Datagrams that wait to be received; more are lost, as a kernel's buffer loses them."""
 LINKS_MAX = 4096
 """Ends of links that one process may have open."""
 DATAGRAM_HEADER_BYTES = 28
@@ -27,7 +28,8 @@ SHAKE_BYTES = 256
 """What either side of a dial sends."""
 
 OnLink = Callable[[SimLink], None]
-Recorder = Callable[["SimProcess", Kind, object], None]
+Recorder = Callable[[Any, HistoryKind, object], None]
+"""Records a happening at a process: the process, its kind, and details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,54 @@ class Datagram:
     data: bytes
 
 
+class NetworkProcess(LinkOwner, Protocol):
+    """What the network needs of a process; see `world.SimProcess`."""
+
+    def identity(self, options: LinkOptions, /) -> Identity:
+        """Return the identity that the process proves at hello."""
+        ...
+
+    def take_datagram(self, datagram: Datagram, /) -> bool:
+        """Take a datagram that arrived; return False if there is no room."""
+        ...
+
+
+class DatagramInbox:
+    """The datagrams that have arrived at one process and wait to be received. owner: names it in errors."""
+
+    def __init__(self, owner: str, loop: SimLoop) -> None:
+        self._owner = owner
+        self._loop = loop
+        self._waiting: deque[Datagram] = deque()
+        self._receiver: asyncio.Future[None] | None = None
+
+    async def receive(self) -> Datagram:
+        """Return the next datagram. Raises `LocalProtocolError` if another task waits for one."""
+        while not self._waiting:
+            if self._receiver is not None:
+                raise LocalProtocolError(f"another task of {self._owner} waits for a datagram")
+            self._receiver = self._loop.create_future()
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
+        return self._waiting.popleft()
+
+    def put(self, datagram: Datagram) -> bool:
+        """Add a datagram; return False if `DATAGRAMS_WAITING_MAX` wait already."""
+        if len(self._waiting) >= DATAGRAMS_WAITING_MAX:
+            return False
+        self._waiting.append(datagram)
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+        return True
+
+
 class Network:
     """Carries what processes send. `weather` says how well."""
 
     def __init__(
-        self, loop: SimLoop, weather: Weather, find: Callable[[str], SimProcess | None], record: Recorder
+        self, loop: SimLoop, weather: Weather, find: Callable[[str], NetworkProcess | None], record: Recorder
     ) -> None:
         self.loop = loop
         self.weather = weather
@@ -51,32 +96,32 @@ class Network:
         self._record = record
         self._chance: random.Random = loop.rng("sim/datagrams")
         self._deaths: random.Random = loop.rng("sim/link-deaths")
-        self._links: dict[SimProcess, dict[SimLink, None]] = {}
-        self._listeners: dict[SimProcess, tuple[OnLink, LinkOptions]] = {}
+        self._links: dict[LinkOwner, dict[SimLink, None]] = {}
+        self._listeners: dict[NetworkProcess, tuple[OnLink, LinkOptions]] = {}
 
     # -- datagrams ---------------------------------------------------------------------------------------
 
-    def send_datagram(self, source: SimProcess, to: str, data: bytes) -> None:
+    def send_datagram(self, source: NetworkProcess, to: str, data: bytes) -> None:
         """Send once, without any promise."""
         if len(data) > DATAGRAM_BYTES_MAX:
             raise LocalProtocolError(f"a datagram of {len(data)} bytes; {DATAGRAM_BYTES_MAX} is the bound")
-        lane, now = self.weather.lane(source.name, to), self.weather.now
-        self._record(source, Kind.SEND, _told(to, data))
-        if lane.cut or (now.loss and self._chance.random() < now.loss):
-            self._record(source, Kind.LOSE, _told(to, data))
+        path, now = self.weather.path(source.name, to), self.weather.now
+        self._record(source, HistoryKind.SEND, _told(to, data))
+        if path.cut or (now.loss and self._chance.random() < now.loss):
+            self._record(source, HistoryKind.LOSE, _told(to, data))
             return
         datagram = Datagram(sender=source.name, incarnation=source.incarnation, data=bytes(data))
-        if lane.clogged:
-            lane.hold(source.incarnation, partial(self._pass, to, datagram))
+        if path.clogged:
+            path.hold(source.incarnation, partial(self._pass, to, datagram))
             return
         copies = 2 if now.duplicate and self._chance.random() < now.duplicate else 1
         for _ in range(copies):
             self._pass(to, datagram)
 
     def _pass(self, to: str, datagram: Datagram) -> None:
-        lane = self.weather.lane(datagram.sender, to)
+        path = self.weather.path(datagram.sender, to)
         nbytes = DATAGRAM_HEADER_BYTES + len(datagram.data)
-        at_ns = self.weather.arrival_ns(lane, self.weather.now, self.loop.now_ns, nbytes)
+        at_ns = self.weather.arrival_ns(path, self.weather.now, self.loop.now_ns, nbytes)
         self.loop.act_at(at_ns, partial(self._arrive, to, datagram))
 
     def _arrive(self, to: str, datagram: Datagram) -> None:
@@ -84,17 +129,19 @@ class Network:
         if target is None:
             return
         taken = target.take_datagram(datagram)
-        self._record(target, Kind.DELIVER if taken else Kind.DROP, _told(datagram.sender, datagram.data))
+        self._record(
+            target, HistoryKind.DELIVER if taken else HistoryKind.DROP, _told(datagram.sender, datagram.data)
+        )
 
     # -- links -------------------------------------------------------------------------------------------
 
-    def listen(self, process: SimProcess, on_link: OnLink, options: LinkOptions) -> None:
+    def listen(self, process: NetworkProcess, on_link: OnLink, options: LinkOptions) -> None:
         """Accept links; `on_link` runs in the process."""
         if process in self._listeners:
             raise LocalProtocolError(f"{process} listens already")
         self._listeners[process] = (on_link, options)
 
-    async def dial(self, process: SimProcess, to: str, options: LinkOptions, timeout_s: float) -> SimLink:
+    async def dial(self, process: NetworkProcess, to: str, options: LinkOptions, timeout_s: float) -> SimLink:
         """A link to whoever listens as `to`."""
         answer: asyncio.Future[SimLink] = self.loop.create_future()
         self._reliably(process.name, to, SHAKE_BYTES, partial(self._asked, process, to, options, answer))
@@ -105,7 +152,7 @@ class Network:
             raise DeadlineExceeded(f"{to} did not answer {process.name} in {timeout_s:g} s") from None
 
     def _asked(
-        self, dialer: SimProcess, to: str, options: LinkOptions, answer: asyncio.Future[SimLink]
+        self, dialer: NetworkProcess, to: str, options: LinkOptions, answer: asyncio.Future[SimLink]
     ) -> None:
         target = self._find(to)
         if dialer.dead:
@@ -120,7 +167,7 @@ class Network:
         self._reliably(to, dialer.name, SHAKE_BYTES, partial(self._answer, dialer, answer, near))
 
     def _answer(
-        self, dialer: SimProcess, answer: asyncio.Future[SimLink], outcome: SimLink | PeerLost
+        self, dialer: NetworkProcess, answer: asyncio.Future[SimLink], outcome: SimLink | PeerLost
     ) -> None:
         def settle() -> None:
             if answer.done():  # the dialer has given up
@@ -134,7 +181,7 @@ class Network:
         self.loop.call_soon(settle, context=dialer.context.copy())
 
     def _join(
-        self, a: SimProcess, a_options: LinkOptions, b: SimProcess, b_options: LinkOptions
+        self, a: NetworkProcess, a_options: LinkOptions, b: NetworkProcess, b_options: LinkOptions
     ) -> tuple[SimLink, SimLink]:
         a_identity, b_identity = a.identity(a_options), b.identity(b_options)
         near = SimLink(self, a, a_identity, b, b_identity, a_options.limits)
@@ -151,14 +198,14 @@ class Network:
     def carry(self, link: SimLink, nbytes: int, deliver: Callable[[], None], frame: bytes) -> None:
         """Take a frame, or a goodbye, from one end of a link to the other: in order, without loss."""
         if frame:
-            self._record(link.owner, Kind.SEND, _told(link.peer.name, frame))
+            self._record(link.owner, HistoryKind.SEND, _told(link.peer.name, frame))
         self._reliably(link.owner.name, link.peer_process.name, nbytes, deliver)
 
     def credit(self, link: SimLink, deliver: Callable[[], None]) -> None:
         """Tell the far end that a frame was taken."""
-        lane = self.weather.lane(link.owner.name, link.peer_process.name)
-        if lane.stopped:
-            lane.hold(link.owner.incarnation, deliver)
+        path = self.weather.path(link.owner.name, link.peer_process.name)
+        if path.stopped:
+            path.hold(link.owner.incarnation, deliver)
         else:
             self.loop.act_at(self.loop.now_ns + self.weather.now.latency_ns, deliver)
 
@@ -168,13 +215,13 @@ class Network:
 
     def delivered(self, link: SimLink, frame: bytes | bytearray) -> None:
         """A frame was taken from a link."""
-        self._record(link.owner, Kind.DELIVER, _told(link.peer.name, frame))
+        self._record(link.owner, HistoryKind.DELIVER, _told(link.peer.name, frame))
 
     def forget(self, link: SimLink) -> None:
         """The link has ended on this side."""
         self._links.get(link.owner, {}).pop(link, None)
 
-    def process_ended(self, process: SimProcess) -> None:
+    def process_ended(self, process: NetworkProcess) -> None:
         """Its links end: some of its last frames never arrive, and each peer learns of it at its own time."""
         self._listeners.pop(process, None)
         lost = PeerLost(process.name, "its end of the link closed without a goodbye")
@@ -184,21 +231,21 @@ class Network:
             far.peer_dies(far.frames_arrived + self._deaths.randint(0, under_way))
             self._notice(process, far, partial(far.peer_ended, lost))
 
-    def _notice(self, dead: SimProcess, witness: SimLink, deliver: Callable[[], None]) -> None:
-        lane, now = self.weather.lane(dead.name, witness.owner.name), self.weather.now
-        if lane.stopped:
+    def _notice(self, dead: NetworkProcess, witness: SimLink, deliver: Callable[[], None]) -> None:
+        path, now = self.weather.path(dead.name, witness.owner.name), self.weather.now
+        if path.stopped:
             again = partial(self._notice, dead, witness, deliver)
-            lane.hold(dead.incarnation, again)
+            path.hold(dead.incarnation, again)
             return
         at_ns = self.loop.now_ns + self._deaths.randint(now.notice_min_ns, now.notice_max_ns)
-        self.loop.act_at(max(at_ns, lane.last_arrival_ns + 1), deliver)
+        self.loop.act_at(max(at_ns, path.last_arrival_ns + 1), deliver)
 
     def _reliably(self, source: str, target: str, nbytes: int, deliver: Callable[[], None]) -> None:
-        lane = self.weather.lane(source, target)
-        if lane.stopped:
-            lane.hold(0, partial(self._reliably, source, target, nbytes, deliver))
+        path = self.weather.path(source, target)
+        if path.stopped:
+            path.hold(0, partial(self._reliably, source, target, nbytes, deliver))
         else:
-            self.loop.act_at(self.weather.reliable_ns(lane, self.loop.now_ns, nbytes), deliver)
+            self.loop.act_at(self.weather.reliable_ns(path, self.loop.now_ns, nbytes), deliver)
 
 
 def _told(other: str, data: bytes | bytearray) -> str:

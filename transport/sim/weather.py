@@ -1,6 +1,6 @@
 """What the network does to a message between two processes: when it arrives, or what holds it up.
 
-Both kinds of simulated world ask it. A lane is one directed pair; it is stopped while a `Partition`, `Cut`
+Both kinds of simulated world ask it. A path is one directed pair; it is stopped while a `Partition`, `Cut`
 or `Clog` applies to it, and keeps what waits for it to open again.
 """
 
@@ -16,7 +16,7 @@ from zbmd.transport.sim.faults import Clog, Cut, NetConditions, Partition
 from zbmd.transport.sim.model import Conditions
 
 HELD_MAX = 100_000
-"""Messages that wait for one lane to open; more means that a sender takes no notice of a dead link."""
+"""Messages that wait for one path to open; more means that a sender takes no notice of a dead link."""
 
 RETRANSMIT_NS = 200_000
 """After how long a reliable channel sends again what was lost; twice as long each further time."""
@@ -25,12 +25,12 @@ RETRANSMISSIONS_MAX = 8
 NetworkFault = Partition | Cut | Clog | NetConditions
 
 
-class LaneFlooded(ZbmdError):
-    """`HELD_MAX` messages wait for a lane to open: a sender does not notice that nothing is answered."""
+class PathFlooded(ZbmdError):
+    """`HELD_MAX` messages wait for a path to open: a sender does not notice that nothing is answered."""
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class NetworkPath:
     """From `source` to `target`."""
 
     source: str
@@ -48,9 +48,9 @@ class Lane:
         return self.cut or self.clogged
 
     def hold(self, incarnation: int, again: Callable[[], None]) -> None:
-        """Call `again` when the lane opens, for that incarnation of its source. Raises `LaneFlooded`."""
+        """Call `again` when the path opens, for that incarnation of its source. Raises `PathFlooded`."""
         if len(self.held) >= HELD_MAX:
-            raise LaneFlooded(f"{HELD_MAX} messages from {self.source} to {self.target} are held up")
+            raise PathFlooded(f"{HELD_MAX} messages from {self.source} to {self.target} are held up")
         self.held.append((incarnation, again))
 
     def held_from(self, incarnation: int) -> int:
@@ -69,12 +69,12 @@ class Lane:
 
 
 class Weather:
-    """The lanes of one world, and the network faults that are on."""
+    """The paths of one world, and the network faults that are on."""
 
     def __init__(self, conditions: Conditions, rng: random.Random) -> None:
         self._conditions = conditions
         self._rng = rng
-        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._paths: dict[tuple[str, str], NetworkPath] = {}
         self._active: list[NetworkFault] = []
         self.now = conditions
         """The conditions that hold at this moment."""
@@ -89,30 +89,30 @@ class Weather:
         self._conditions = conditions
         self._judge_all()
 
-    def lane(self, source: str, target: str) -> Lane:
-        """The lane from `source` to `target`, made at its first use."""
-        found = self._lanes.get((source, target))
+    def path(self, source: str, target: str) -> NetworkPath:
+        """The path from `source` to `target`, made at its first use."""
+        found = self._paths.get((source, target))
         if found is None:
-            found = self._lanes[source, target] = Lane(source, target)
+            found = self._paths[source, target] = NetworkPath(source, target)
             self._judge(found)
         return found
 
-    def arrival_ns(self, lane: Lane, conditions: Conditions, now_ns: int, nbytes: int) -> int:
-        """When `nbytes` sent now arrive: in the order of the lane, unless they are to be reordered."""
+    def arrival_ns(self, path: NetworkPath, conditions: Conditions, now_ns: int, nbytes: int) -> int:
+        """When `nbytes` sent now arrive: in the order of the path, unless they are to be reordered."""
         random = self._rng.random
-        departed_ns = lane.free_ns if lane.free_ns > now_ns else now_ns
+        departed_ns = path.free_ns if path.free_ns > now_ns else now_ns
         departed_ns += nbytes * 1_000_000_000 // conditions.bandwidth_bytes_per_s
-        lane.free_ns = departed_ns
+        path.free_ns = departed_ns
         if conditions.reorder and random() < conditions.reorder:
             spread_ns = 4 * (conditions.latency_ns + conditions.jitter_ns)
             return departed_ns + int(random() * (spread_ns + 1))
         at_ns = departed_ns + conditions.latency_ns + int(random() * (conditions.jitter_ns + 1))
-        if at_ns <= lane.last_arrival_ns:
-            at_ns = lane.last_arrival_ns + 1
-        lane.last_arrival_ns = at_ns
+        if at_ns <= path.last_arrival_ns:
+            at_ns = path.last_arrival_ns + 1
+        path.last_arrival_ns = at_ns
         return at_ns
 
-    def reliable_ns(self, lane: Lane, now_ns: int, nbytes: int) -> int:
+    def reliable_ns(self, path: NetworkPath, now_ns: int, nbytes: int) -> int:
         """When `nbytes` sent now over a reliable, ordered channel arrive: a loss costs a retransmission."""
         conditions = self.now
         for attempt in range(RETRANSMISSIONS_MAX):
@@ -120,7 +120,7 @@ class Weather:
                 break
             now_ns += RETRANSMIT_NS << attempt
         in_order = replace(conditions, reorder=0.0) if conditions.reorder else conditions
-        return self.arrival_ns(lane, in_order, now_ns, nbytes)
+        return self.arrival_ns(path, in_order, now_ns, nbytes)
 
     def begin(self, fault: NetworkFault) -> None:
         """The fault is on."""
@@ -128,7 +128,7 @@ class Weather:
         self._judge_all()
 
     def end(self, fault: NetworkFault) -> None:
-        """The fault is over; what its lanes held goes on its way. Nothing if it was not on."""
+        """The fault is over; what its paths held goes on its way. Nothing if it was not on."""
         if fault in self._active:
             self._active.remove(fault)
         self._judge_all()
@@ -155,18 +155,18 @@ class Weather:
     def _judge_all(self) -> None:
         storms = [fault for fault in self._active if isinstance(fault, NetConditions)]
         self.now = _under(storms[-1], self._conditions) if storms else self._conditions
-        for lane in self._lanes.values():
-            self._judge(lane)
-        for lane in list(self._lanes.values()):
-            waiting = len(lane.held)
-            while waiting and not lane.stopped:
+        for path in self._paths.values():
+            self._judge(path)
+        for path in list(self._paths.values()):
+            waiting = len(path.held)
+            while waiting and not path.stopped:
                 waiting -= 1
-                lane.held.popleft()[1]()
+                path.held.popleft()[1]()
 
-    def _judge(self, lane: Lane) -> None:
-        lane.cut = any(_cuts(fault, lane.source, lane.target) for fault in self._active)
-        lane.clogged = any(
-            isinstance(fault, Clog) and (fault.source, fault.target) == (lane.source, lane.target)
+    def _judge(self, path: NetworkPath) -> None:
+        path.cut = any(_cuts(fault, path.source, path.target) for fault in self._active)
+        path.clogged = any(
+            isinstance(fault, Clog) and (fault.source, fault.target) == (path.source, path.target)
             for fault in self._active
         )
 

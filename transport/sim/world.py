@@ -4,44 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, assert_never
 
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.sim.clock import LocalClock
-from zbmd.transport.sim.errors import Deadlock, Livelock
-from zbmd.transport.sim.faults import WORLD_FAULTS, Fault
-from zbmd.transport.sim.history import History
+from zbmd.transport.sim.faults import (
+    WORLD_FAULTS,
+    Clog,
+    Crash,
+    CrashWithin,
+    Cut,
+    DiskFull,
+    DiskReadErrors,
+    DiskSlow,
+    Fault,
+    MemoryLimit,
+    NetConditions,
+    Partition,
+    Pause,
+    Skew,
+    Slow,
+    TornWrites,
+    UnsupportedFault,
+    names_of,
+)
 from zbmd.transport.sim.links import LinkOptions, SimLink
 from zbmd.transport.sim.loop import SimLoop
 from zbmd.transport.sim.model import (
     CALM,
     MAX_EVENTS_DEFAULT,
+    SIM_START_NS,
     STORY_RECORDS,
     Conditions,
+    Deadlock,
     FailureKind,
-    Kind,
+    History,
+    HistoryKind,
+    Livelock,
     RunEnd,
     SimulationFailure,
 )
-from zbmd.transport.sim.network import Datagram, Network, OnLink
+from zbmd.transport.sim.network import Datagram, DatagramInbox, Network, OnLink
 from zbmd.transport.sim.parts.disk import SimDisk
-from zbmd.transport.sim.parts.memory import MEMORY_BYTES_DEFAULT, SimMemory
-from zbmd.transport.sim.parts.segment import SimSegment
-from zbmd.transport.sim.process import LoopProcess
-from zbmd.transport.sim.strikes import Strikes
-from zbmd.transport.sim.weather import LaneFlooded, Weather
+from zbmd.transport.sim.parts.segment import MEMORY_BYTES_DEFAULT, SimMemory, SimSegment
+from zbmd.transport.sim.process import LoopProcess, run_to_end
+from zbmd.transport.sim.weather import PathFlooded, Weather
 
 CALLBACK_NS = 1_000
 """The virtual time that a callback of a process takes, half to one and a half times."""
-DATAGRAMS_WAITING_MAX = 1024
-"""Datagrams that wait to be received; more are lost, as a kernel's buffer loses them."""
 DIAL_TIMEOUT_S = 5.0
 TURNS_PER_DIGEST_RECORD = 64
 """How many turns one record of the order of turns tells of."""
@@ -57,7 +73,7 @@ class SimProcess(LoopProcess):
     tasks it left are cancelled, its links break unless it closed them.
     """
 
-    def __init__(self, world: World, place: Place, rng: random.Random) -> None:
+    def __init__(self, world: World, place: ProcessHome, rng: random.Random) -> None:
         super().__init__(
             place.name, place.incarnation, rng=rng, clock=place.clock, callback_ns=place.callback_ns
         )
@@ -69,8 +85,7 @@ class SimProcess(LoopProcess):
         self.hybrid_clock = HybridClock()
         self.main: asyncio.Task[None] | None = None
         self.pid = place.number * PIDS_PER_PLACE + place.incarnation
-        self._datagrams: deque[Datagram] = deque()
-        self._receiver: asyncio.Future[None] | None = None
+        self._datagrams = DatagramInbox(self.name, world.loop)
 
     def wall_ns(self) -> int:
         """This process's wall clock, ns since 1970."""
@@ -78,7 +93,7 @@ class SimProcess(LoopProcess):
 
     def note(self, value: object) -> None:
         """Write a value into the history, for checkers and for whoever reads it."""
-        self.world.record(self, Kind.NOTE, value)
+        self.world.record(self, HistoryKind.NOTE, value)
 
     def identity(self, options: LinkOptions) -> Identity:
         """Who this process proves to be at hello."""
@@ -98,7 +113,14 @@ class SimProcess(LoopProcess):
         """
         if self.segment is not None:
             raise LocalProtocolError(f"{self.name} has opened its segment already")
-        self.segment = SimSegment(self, slot, arena_bytes, inbox_bytes)
+        self.segment = SimSegment(
+            slot,
+            self.incarnation,
+            memory=self.memory,
+            local_ns=lambda: self.clock.local_ns(self.world.now_ns),
+            arena_bytes=arena_bytes,
+            inbox_bytes=inbox_bytes,
+        )
         return self.segment
 
     def listen(
@@ -144,24 +166,11 @@ class SimProcess(LoopProcess):
 
     async def receive_datagram(self) -> Datagram:
         """The next datagram; one task at a time may wait. Raises `LocalProtocolError` if another does."""
-        while not self._datagrams:
-            if self._receiver is not None:
-                raise LocalProtocolError(f"another task of {self.name} waits for a datagram")
-            self._receiver = self.world.loop.create_future()
-            try:
-                await self._receiver
-            finally:
-                self._receiver = None
-        return self._datagrams.popleft()
+        return await self._datagrams.receive()
 
     def take_datagram(self, datagram: Datagram) -> bool:
         """The network delivers; False if there is no room."""
-        if len(self._datagrams) >= DATAGRAMS_WAITING_MAX:
-            return False
-        self._datagrams.append(datagram)
-        if self._receiver is not None and not self._receiver.done():
-            self._receiver.set_result(None)
-        return True
+        return self._datagrams.put(datagram)
 
 
 Program: TypeAlias = Callable[[SimProcess], Coroutine[Any, Any, None]]
@@ -169,7 +178,7 @@ Program: TypeAlias = Callable[[SimProcess], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ProcessHome:
     """What of a process outlives its incarnations."""
 
     name: str
@@ -199,7 +208,7 @@ class World:
         self.weather = Weather(conditions, self.rng("sim/net"))
         self.network = Network(self.loop, self.weather, self.process, self.record)
         self._deaths = self.rng("sim/death")
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ProcessHome] = {}
         self._checkers: list[tuple[str, Callable[[], None], int]] = []
         self._unexpected: list[tuple[str, BaseException | None]] = []
         self._turns: list[int] = []
@@ -257,7 +266,7 @@ class World:
             raise LocalProtocolError(f"simulated process {name} exists; give each its own name")
         disk = SimDisk(self.rng(f"disk/{name}"), self.loop.charge)
         number = len(self._places) + 1
-        self._places[name] = Place(name, number, program, LocalClock(), disk, callback_ns)
+        self._places[name] = ProcessHome(name, number, program, LocalClock(), disk, callback_ns)
         if start:
             self.begin(self._places[name])
 
@@ -291,7 +300,7 @@ class World:
         """SIGKILL `name` now; nothing if it does not live. No `finally` of it runs."""
         place = self.place(name)
         if place.process is not None:
-            self._end(place, place.process, Kind.CRASH)
+            self._end(place, place.process, HistoryKind.CRASH)
 
     def crash_at(self, name: str, at_ns: int) -> None:
         """SIGKILL `name` at virtual time `at_ns`."""
@@ -303,7 +312,7 @@ class World:
         process = self.place(name).process
         if process is not None:
             process.paused_until_ns = max(process.paused_until_ns, self.now_ns + for_ns)
-            self.record(process, Kind.PAUSE, f"for {for_ns} ns")
+            self.record(process, HistoryKind.PAUSE, f"for {for_ns} ns")
 
     def apply(self, fault: Fault) -> None:
         """Have `fault` strike at its time, counted from the start of virtual time."""
@@ -319,7 +328,7 @@ class World:
 
     # -- looking -------------------------------------------------------------------------------------
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> ProcessHome:
         """The place of the process `name`. Raises `LocalProtocolError` if there is none."""
         try:
             return self._places[name]
@@ -369,7 +378,7 @@ class World:
             try:
                 end = self._run(until, end_ns, max_events)
                 self._check(0)
-            except (Deadlock, Livelock, LaneFlooded) as error:
+            except (Deadlock, Livelock, PathFlooded) as error:
                 raise self._failure(str(error), FailureKind.LIVENESS) from error
         return end
 
@@ -426,7 +435,7 @@ class World:
 
     # -- life and death ------------------------------------------------------------------------------
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: ProcessHome) -> None:
         """The next incarnation starts now."""
         place.starting = False
         place.incarnation += 1
@@ -434,38 +443,38 @@ class World:
         process = place.process = SimProcess(self, place, rng)
         self.loop.add(process)
         self._strikes.on_start(process)
-        self.record(process, Kind.START, "")
+        self.record(process, HistoryKind.START, "")
         self.loop.call_soon(self._main, place, process, context=process.context.copy())
 
-    def _main(self, place: Place, process: SimProcess) -> None:
-        main = self.loop.create_task(_until_nothing_is_left(place.program, process), name="main")
+    def _main(self, place: ProcessHome, process: SimProcess) -> None:
+        main = self.loop.create_task(run_to_end(place.program(process), process), name="main")
         process.main = main
         main.add_done_callback(lambda done: self._main_ended(place, process, done))
 
-    def _main_ended(self, place: Place, process: SimProcess, main: asyncio.Task[None]) -> None:
+    def _main_ended(self, place: ProcessHome, process: SimProcess, main: asyncio.Task[None]) -> None:
         error = None if main.cancelled() else main.exception()
         if error is not None and not isinstance(error, SystemExit):
             self._on_unexpected(process, "its program raised", error)
         if place.process is process:
-            self._end(place, process, Kind.EXIT)
+            self._end(place, process, HistoryKind.EXIT)
 
-    def _end(self, place: Place, process: SimProcess, kind: Kind) -> None:
+    def _end(self, place: ProcessHome, process: SimProcess, kind: HistoryKind) -> None:
         place.process = None
         self.record(process, kind, "")
         self.loop.kill(process)
         self.network.process_ended(process)
-        if kind is Kind.CRASH:
+        if kind is HistoryKind.CRASH:
             place.disk.crash()
 
     # -- small parts ---------------------------------------------------------------------------------
 
-    def record(self, process: SimProcess, kind: Kind, detail: object) -> None:
+    def record(self, process: SimProcess, kind: HistoryKind, detail: object) -> None:
         """Write into the history."""
         self.history.raw.append((self.now_ns, process.name, process.incarnation, kind, detail))
 
     def record_fault(self, fault: Fault, what: str) -> None:
         """A fault begins or ends."""
-        self.history.raw.append((self.now_ns, "world", 0, Kind.FAULT, f"{what} {fault}"))
+        self.history.raw.append((self.now_ns, "world", 0, HistoryKind.FAULT, f"{what} {fault}"))
 
     def _failure(self, what: str, kind: FailureKind) -> SimulationFailure:
         story = self.history[-STORY_RECORDS:]
@@ -474,14 +483,109 @@ class World:
         )
 
 
-async def _until_nothing_is_left(program: Program, process: SimProcess) -> None:
-    """As `asyncio.run`: when the program has ended, its other tasks are cancelled and waited for."""
-    try:
-        await program(process)
-    finally:
-        ours = asyncio.current_task()
-        others = [task for task in process.pending() if task is not ours]
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others)
+LastingFault = Slow | Skew | DiskFull | DiskSlow | DiskReadErrors | TornWrites | MemoryLimit
+"""Those that are in force at a process's place for a while, over restarts."""
+
+
+class Strikes:
+    """The faults of one world: those to come, and those in force."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._version = 0
+        self._in_force: list[LastingFault] = []
+
+    def apply(self, fault: Fault) -> None:
+        """Have it strike at its time."""
+        world = self._world
+        for name in names_of(fault):
+            world.place(name)
+        end_ns = fault.at_ns + fault.for_ns
+        match fault:
+            case Crash(process=name):
+                self._plan(fault.at_ns, fault, "crash", lambda: world.crash(name))
+                if fault.for_ns:
+                    self._plan(end_ns, fault, "restart", lambda: self._revive(name))
+            case Pause(process=name, for_ns=for_ns):
+                self._plan(fault.at_ns, fault, "begin", lambda: world.pause(name, for_ns))
+            case Partition() | Cut() | Clog() | NetConditions():
+                self._plan(fault.at_ns, fault, "begin", lambda: world.weather.begin(fault))
+                self._plan(end_ns, fault, "end", lambda: world.weather.end(fault))
+            case Slow() | Skew() | DiskFull() | DiskSlow() | DiskReadErrors() | TornWrites() | MemoryLimit():
+                self._plan(fault.at_ns, fault, "begin", lambda: self._begin(fault))
+                self._plan(end_ns, fault, "end", lambda: self._end(fault))
+            case CrashWithin():
+                raise UnsupportedFault("a program's effects take time: let a Crash fall between two")
+            case _:
+                assert_never(fault)
+
+    def heal(self, core: frozenset[str], *, revive: bool) -> None:
+        """See `World.heal`."""
+        self._version += 1
+        for fault in [fault for fault in self._in_force if fault.process in core]:
+            self._end(fault)
+        self._world.weather.heal(core)
+        for name in sorted(core):
+            process = self._world.process(name)
+            if process is not None:
+                self._wake(process)
+            elif revive:
+                self._revive(name)
+
+    def on_start(self, process: SimProcess) -> None:
+        """A new incarnation: what is in force at its place strikes it too."""
+        self._settle(process.name)
+
+    def _plan(self, at_ns: int, fault: Fault, what: str, act: Callable[[], None]) -> None:
+        version = self._version
+
+        def strike() -> None:
+            if version == self._version:
+                self._world.record_fault(fault, what)
+                act()
+
+        self._world.call_at(SIM_START_NS + at_ns, strike)
+
+    def _begin(self, fault: LastingFault) -> None:
+        self._in_force.append(fault)
+        if isinstance(fault, Skew):
+            self._world.place(fault.process).clock.step_wall(fault.step_ns)
+        self._settle(fault.process)
+
+    def _end(self, fault: LastingFault) -> None:
+        self._in_force.remove(fault)
+        if isinstance(fault, Skew):
+            self._world.place(fault.process).clock.step_wall(-fault.step_ns)
+        self._settle(fault.process)
+
+    def _settle(self, name: str) -> None:
+        """Bring the place in line with what is in force; of several faults of a kind the worst counts."""
+        place = self._world.place(name)
+        here = [fault for fault in self._in_force if fault.process == name]
+        disk, process = place.disk, place.process
+        disk.full = any(isinstance(fault, DiskFull) for fault in here)
+        disk.torn = any(isinstance(fault, TornWrites) for fault in here)
+        disk.delay_ns = max([fault.delay_ns for fault in here if isinstance(fault, DiskSlow)], default=0)
+        disk.read_errors = max(
+            [fault.probability for fault in here if isinstance(fault, DiskReadErrors)], default=0.0
+        )
+        place.memory_limit_bytes = min(
+            [fault.limit_bytes for fault in here if isinstance(fault, MemoryLimit)],
+            default=MEMORY_BYTES_DEFAULT,
+        )
+        drift_ppm = sum(fault.drift_ppm for fault in here if isinstance(fault, Skew))
+        place.clock.set_drift(self._world.now_ns, drift_ppm)
+        if process is not None:
+            process.slowness = max([fault.factor for fault in here if isinstance(fault, Slow)], default=1.0)
+            process.memory.limit_bytes = place.memory_limit_bytes
+            self._world.loop.retime(process)
+
+    def _wake(self, process: SimProcess) -> None:
+        """Undo a pause. What the process is busy with, such as a read from a slow disk, takes its time."""
+        process.paused_until_ns = min(process.paused_until_ns, self._world.now_ns)
+        self._world.loop.reschedule(process)
+
+    def _revive(self, name: str) -> None:
+        place = self._world.place(name)
+        if place.process is None and not place.starting:
+            self._world.start(name, delay_ns=0)

@@ -1,4 +1,4 @@
-"""TCP links between hosts: listening, dialing, and lanes for bulk data beside them.
+"""TCP links between hosts: listening, dialing, and stripes for bulk data beside them.
 
 A connection goes through TLS, if that is asked for, the hello, and the setup (`setup`), all by one
 deadline. Strangers are bounded in number, and drive out themselves before others (`half_open`).
@@ -14,21 +14,20 @@ from typing import Final
 
 import structlog
 
-from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.handshake.acceptor import Acceptor
 from zbmd.transport.handshake.byte_socket import lost_reason
 from zbmd.transport.handshake.hello import HungUp
-from zbmd.transport.handshake.session_setup import PeerBusy, Why
+from zbmd.transport.handshake.session_setup import DeclineReason, PeerBusy
 from zbmd.transport.host.link_choice import rank_interfaces
 from zbmd.transport.host.topology.interfaces import read_interfaces
 from zbmd.transport.identity import Side
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.session_keys import LANES_MAX, Protection, Purpose, Session
-from zbmd.transport.tcp.address import TcpAddress, numeric, parse_address, source_of
+from zbmd.transport.secure.session_keys import STRIPES_MAX, Protection, Purpose, Session
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings, numeric, parse_address, source_of
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 from zbmd.transport.tcp.setup import Ready, secure, set_up_dialer, set_up_listener
 from zbmd.transport.tcp.sockets import Resolved, connect, listen_on, resolve, set_options
 
@@ -69,7 +68,7 @@ class Listener:
         self._timeout_ns = timeout_ns
         self._links_max = links_max
         self._links: dict[bytes, TcpLink] = {}
-        self._lanes_under_way: set[tuple[bytes, int]] = set()
+        self._stripes_under_way: set[tuple[bytes, int]] = set()
         name = " ".join(str(numeric(sock.getsockname())) for sock in sockets)
         self._acceptor = Acceptor(name, sockets, self._welcome, source_of=_source, places=half_open_max)
         if settings.protection is Protection.NONE:
@@ -102,14 +101,14 @@ class Listener:
         deadline_ns = now_ns() + self._timeout_ns
         try:
             ready = await self._set_up(sock, source, deadline_ns)
-            lane = _lane(ready, self._endpoint) if ready.session.purpose is Purpose.LANE else None
+            stripe = _stripe(ready, self._endpoint) if ready.session.purpose is Purpose.STRIPE else None
         except (ZbmdError, OSError) as error:
             self._acceptor.refused(error, source=source)
             return
-        if lane is None:
+        if stripe is None:
             self._add_link(ready)
         else:
-            self._add_lane(lane)
+            self._add_stripe(stripe)
 
     async def _set_up(self, sock: socket.socket, source: str, deadline_ns: int) -> Ready:
         try:
@@ -134,11 +133,11 @@ class Listener:
             byte_socket.close()
             raise
 
-    def _lookup(self, control_id: bytes, lane: int) -> Session | Why:
+    def _lookup(self, control_id: bytes, stripe: int) -> Session | DeclineReason:
         link = self._links.get(control_id)
         if link is None:
-            return Why.NO_SESSION
-        return link.session if link.has_place_for(lane) else Why.LANE_TAKEN
+            return DeclineReason.NO_SESSION
+        return link.session if link.has_place_for(stripe) else DeclineReason.STRIPE_TAKEN
 
     def _add_link(self, ready: Ready) -> None:
         session_id = ready.session.session_id
@@ -146,12 +145,12 @@ class Listener:
         self._links[session_id] = link
         self._on_link(link)
 
-    def _add_lane(self, lane: Lane) -> None:
-        link = self._links.get(lane.session.control_id)
-        if link is None or not link.has_place_for(lane.session.lane):
-            lane.sock.close()  # it has ended, or another has been faster
+    def _add_stripe(self, stripe: Stripe) -> None:
+        link = self._links.get(stripe.session.control_id)
+        if link is None or not link.has_place_for(stripe.session.stripe):
+            stripe.sock.close()  # it has ended, or another has been faster
             return
-        link.add_lane(lane)
+        link.add_stripe(stripe)
 
 
 async def listen(
@@ -212,21 +211,25 @@ async def dial(
     return TcpLink(ready, endpoint=endpoint, dialed=where, settings=settings)
 
 
-async def open_lane(link: TcpLink, lane: int, endpoint: Endpoint, *, timeout_ns: int | None = None) -> Lane:
-    """One more connection to the peer of `link`, which we have dialed: lane 0..`LANES_MAX` - 1.
+async def open_stripe(
+    link: TcpLink, stripe: int, endpoint: Endpoint, *, timeout_ns: int | None = None
+) -> Stripe:
+    """One more connection to the peer of `link`, which we have dialed: stripe 0..`STRIPES_MAX` - 1.
 
-    At the peer it comes out of its link's `on_lane`. Raises as `dial`, `JoinRefused` if the lane's number is
-    taken there, and `LocalProtocolError` if the link is not ours to extend.
+    At the peer it comes out of its link's `on_stripe`. Raises as `dial`, `JoinRefused` if the stripe's
+    number is taken there, and `LocalProtocolError` if the link is not ours to extend.
     """
-    if link.dialed is None or link.settings is None or not 0 <= lane < LANES_MAX or link.closed:
+    if link.dialed is None or link.settings is None or not 0 <= stripe < STRIPES_MAX or link.closed:
         raise LocalProtocolError(
-            f"lane {lane} of {link}: lanes 0 to {LANES_MAX - 1} are opened by the dialer of an open link"
+            f"stripe {stripe} of {link}: the dialer of an open link may open 0 to {STRIPES_MAX - 1}"
         )
     deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
     where, host = link.remote_address, link.dialed.host
-    ready = await _dial(where, host, endpoint, link.settings, deadline_ns, control=link.session, lane=lane)
+    ready = await _dial(
+        where, host, endpoint, link.settings, deadline_ns, control=link.session, stripe=stripe
+    )
     try:
-        return _lane(ready, endpoint)
+        return _stripe(ready, endpoint)
     except OSError as error:
         silent_ms = endpoint.deadlines.tcp_user_timeout_ms
         raise PeerLost(ready.session.peer.name, lost_reason(error, silent_ms=silent_ms)) from error
@@ -240,13 +243,13 @@ async def _dial(
     deadline_ns: int,
     *,
     control: Session | None = None,
-    lane: int = 0,
+    stripe: int = 0,
 ) -> Ready:
     """Dial until it stands, or is refused, or has been tried often enough."""
     pause_s = DIAL_PAUSE_S
     for tries_left in reversed(range(DIAL_TRIES_MAX)):
         try:
-            return await _dial_once(where, host, endpoint, settings, deadline_ns, control, lane)
+            return await _dial_once(where, host, endpoint, settings, deadline_ns, control, stripe)
         except (HungUp, PeerBusy) as error:
             if isinstance(error, HungUp) and error.by_peer:
                 raise
@@ -264,7 +267,7 @@ async def _dial_once(
     settings: TcpSettings,
     deadline_ns: int,
     control: Session | None,
-    lane: int,
+    stripe: int,
 ) -> Ready:
     local_hosts = _own_hosts(settings)
     sock = await connect(where, deadline_ns, local_hosts=local_hosts)
@@ -275,7 +278,7 @@ async def _dial_once(
         )
         sock = byte_socket.sock
         return await set_up_dialer(
-            byte_socket, binding, endpoint, settings, deadline_ns, control=control, lane=lane
+            byte_socket, binding, endpoint, settings, deadline_ns, control=control, stripe=stripe
         )
     except BaseException as error:
         sock.close()
@@ -285,7 +288,7 @@ async def _dial_once(
         raise
 
 
-def _lane(ready: Ready, endpoint: Endpoint) -> Lane:
+def _stripe(ready: Ready, endpoint: Endpoint) -> Stripe:
     """Hand over its socket; closed if that fails with OSError."""
     sock = ready.byte_socket.sock
     try:
@@ -293,7 +296,7 @@ def _lane(ready: Ready, endpoint: Endpoint) -> Lane:
     except OSError:
         sock.close()
         raise
-    return Lane(session=ready.session, sock=sock, surplus=ready.surplus)
+    return Stripe(session=ready.session, sock=sock, surplus=ready.surplus)
 
 
 def _source(sock: socket.socket) -> str:

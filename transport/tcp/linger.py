@@ -15,7 +15,7 @@ from typing import Final
 
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.byte_socket import PIECES_PER_WRITE_MAX, ByteSocket
-from zbmd.transport.secure.record_mac import Buffer
+from zbmd.transport.secure.mac import Buffer
 
 LINGERING_MAX: Final = 256
 """Of a process; a connection beyond it is closed at once."""

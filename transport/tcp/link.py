@@ -15,22 +15,20 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from zbmd.transport.bulk.lane import Lane, OnLane
 from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.bulk.stripe_io import OnStripe, Stripe
 from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.handshake.byte_socket import PIECES_PER_WRITE_MAX, lost_reason
 from zbmd.transport.host.tcp_silence import LOOKS, Silence, read_progress
 from zbmd.transport.link.base import LinkSide
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.memory_budget import Share
+from zbmd.transport.link.endpoint import Endpoint, MemoryShare
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.memory.scattered import Scattered
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.record_mac import Buffer
+from zbmd.transport.secure.mac import Buffer
 from zbmd.transport.secure.record_stream import SecureStream
-from zbmd.transport.tcp.address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings
 from zbmd.transport.tcp.linger import drop_sent, linger
-from zbmd.transport.tcp.settings import TcpSettings
 from zbmd.transport.tcp.setup import Ready
 
 BACKLOG_BYTES_MAX: Final = 1 << 16
@@ -84,12 +82,12 @@ class TcpLink(LinkSide):
         """Runs while the peer has something to acknowledge."""
         self._broken: OSError | None = None
         """Why nothing more can be written; what can still be read comes first."""
-        self._unsent = Share(endpoint.send_memory)
-        self._unread = Share(endpoint.receive_memory)
+        self._unsent = MemoryShare(endpoint.send_memory)
+        self._unread = MemoryShare(endpoint.receive_memory)
         self._reading_socket = False
-        self._on_lane: OnLane | None = None
-        self._lanes: deque[Lane] = deque()
-        self._lanes_joined: set[int] = set()
+        self._on_stripe: OnStripe | None = None
+        self._stripes: deque[Stripe] = deque()
+        self._stripes_joined: set[int] = set()
         self._bulk: BulkPeer | None = None
         self._records.feed(ready.surplus)
         self._read_on()
@@ -108,30 +106,30 @@ class TcpLink(LinkSide):
         """The peer's end, as the kernel has it."""
         return self._remote
 
-    # -- lanes -------------------------------------------------------------------------------------------
+    # -- stripes -------------------------------------------------------------------------------------------
 
     @property
-    def on_lane(self) -> OnLane | None:
-        """Called with each lane that the peer has dialed; they wait until it is set."""
-        return self._on_lane
+    def on_stripe(self) -> OnStripe | None:
+        """Called with each stripe that the peer has dialed; they wait until it is set."""
+        return self._on_stripe
 
-    @on_lane.setter
-    def on_lane(self, callback: OnLane | None) -> None:
-        self._on_lane = callback
-        while self._lanes and self._on_lane is not None:
-            self._on_lane(self._lanes.popleft())
+    @on_stripe.setter
+    def on_stripe(self, callback: OnStripe | None) -> None:
+        self._on_stripe = callback
+        while self._stripes and self._on_stripe is not None:
+            self._on_stripe(self._stripes.popleft())
 
-    def has_place_for(self, lane: int) -> bool:
-        """Whether the peer may add this lane: each number once."""
-        return not self._closed and lane not in self._lanes_joined
+    def has_place_for(self, stripe: int) -> bool:
+        """Whether the peer may add this stripe: each number once."""
+        return not self._closed and stripe not in self._stripes_joined
 
-    def add_lane(self, lane: Lane) -> None:
-        """The listener has let a lane join that has a place."""
-        self._lanes_joined.add(lane.session.lane)
-        if self._on_lane is None:
-            self._lanes.append(lane)
+    def add_stripe(self, stripe: Stripe) -> None:
+        """The listener has let a stripe join that has a place."""
+        self._stripes_joined.add(stripe.session.stripe)
+        if self._on_stripe is None:
+            self._stripes.append(stripe)
         else:
-            self._on_lane(lane)
+            self._on_stripe(stripe)
 
     # -- regions -----------------------------------------------------------------------------------------
 
@@ -391,9 +389,9 @@ class TcpLink(LinkSide):
         for share in (self._unsent, self._unread):
             share.memory.forget(self)
             share.hold(0)
-        for lane in self._lanes:
-            lane.sock.close()
-        self._lanes.clear()
+        for stripe in self._stripes:
+            stripe.sock.close()
+        self._stripes.clear()
         self._end_bulk()
         if self._on_end is not None:
             self._on_end()

@@ -12,12 +12,12 @@ from typing import Final
 
 from zbmd.transport.errors import DeadlineExceeded
 from zbmd.transport.handshake.byte_socket import ByteSocket, PlainSocket, TlsSocket
-from zbmd.transport.handshake.driver import Greeting, say_hello
+from zbmd.transport.handshake.driver import HelloResult, say_hello
 from zbmd.transport.handshake.hello import HelloTimeout, HungUp
 from zbmd.transport.handshake.session_setup import (
     SETUP_BYTES_MAX,
-    Lookup,
     MalformedSetup,
+    SessionLookup,
     SetupError,
     accept_answer,
     accept_offer,
@@ -27,9 +27,8 @@ from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.secure.record_stream import RECORD_HEADER_BYTES, Opener, RecordKind, Sealer
 from zbmd.transport.secure.session_keys import Keys, Protection, Secrets, Session
-from zbmd.transport.tcp.address import TcpAddress, numeric
-from zbmd.transport.tcp.congestion import settle
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings, numeric
+from zbmd.transport.tcp.sockets import settle
 
 READ_BYTES: Final = 1 << 10
 
@@ -83,18 +82,18 @@ async def set_up_dialer(
     deadline_ns: int,
     *,
     control: Session | None = None,
-    lane: int = 0,
+    stripe: int = 0,
 ) -> Ready:
-    """The dialer's side; of a lane of `control`, if that is given.
+    """The dialer's side; of a stripe of `control`, if that is given.
 
     Raises the `HelloError` or `SetupError` that either side has found, `PeerLost`, `DeadlineExceeded`.
     """
     greeting = await _hello(byte_socket, endpoint, Side.DIALER, deadline_ns)
     secrets, wanted = Secrets(greeting.secret, Side.DIALER, binding=binding), settings.protection
     keys = secrets.setup_keys()
-    await _send(byte_socket, keys, make_offer(secrets, wanted, control=control, lane=lane), deadline_ns)
+    await _send(byte_socket, keys, make_offer(secrets, wanted, control=control, stripe=stripe), deadline_ns)
     data, surplus = await _receive(byte_socket, keys, greeting, deadline_ns)
-    session = accept_answer(data, secrets, wanted, greeting.peer, control=control, lane=lane)
+    session = accept_answer(data, secrets, wanted, greeting.peer, control=control, stripe=stripe)
     return _ready(byte_socket, session, surplus)
 
 
@@ -105,7 +104,7 @@ async def set_up_listener(
     settings: TcpSettings,
     deadline_ns: int,
     *,
-    lookup: Lookup,
+    lookup: SessionLookup,
     has_room: bool,
 ) -> Ready:
     """The listener's side. Raises as `set_up_dialer`."""
@@ -134,7 +133,7 @@ def _ready(byte_socket: ByteSocket, session: Session, surplus: bytes) -> Ready:
     )
 
 
-async def _hello(byte_socket: ByteSocket, endpoint: Endpoint, side: Side, deadline_ns: int) -> Greeting:
+async def _hello(byte_socket: ByteSocket, endpoint: Endpoint, side: Side, deadline_ns: int) -> HelloResult:
     label = byte_socket.peer
     return await say_hello(byte_socket, endpoint, side, deadline_ns, peer_uid=None, label=label)
 
@@ -145,7 +144,7 @@ async def _send(byte_socket: ByteSocket, keys: Keys, message: bytes, deadline_ns
 
 
 async def _receive(
-    byte_socket: ByteSocket, keys: Keys, greeting: Greeting, deadline_ns: int
+    byte_socket: ByteSocket, keys: Keys, greeting: HelloResult, deadline_ns: int
 ) -> tuple[bytes, bytes]:
     """The peer's setup message, and what has come behind it."""
     peer, opener = greeting.peer, Opener(keys.receive, body_bytes_max=SETUP_BYTES_MAX)

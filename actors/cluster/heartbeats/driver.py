@@ -33,7 +33,7 @@ from zbmd.actors.cluster.heartbeats import detector as d
 from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_KEY_BYTES, PEERS_MAX, NativeHeartbeats
 from zbmd.actors.cluster.membership.overlay import OBSERVERS_MAX
 from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import Deadlines
@@ -199,7 +199,7 @@ class Heartbeats:
         if place is not None:
             self._native.sent(place)
 
-    def adopt(self, key: NodeKey, lane: Lane, control: Session) -> bool:
+    def adopt(self, key: NodeKey, lane: Stripe, control: Session) -> bool:
         """Take a lane over, unless there is a better one: that which the lower key has dialed. Whether so."""
         preferred = (lane.session.side is Side.DIALER) == (self._me < key)
         if self._closed or (self._lanes.get(key) and not preferred):

@@ -12,10 +12,10 @@ import structlog
 from zbmd.actors.cluster.heartbeats.driver import Heartbeats
 from zbmd.actors.cluster.heartbeats.rdma import RdmaBeats
 from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.secure.session_keys import LANES_MAX
+from zbmd.transport.secure.session_keys import STRIPES_MAX
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.link import TcpLink
 
@@ -44,7 +44,7 @@ class HeartbeatLanes:
 
     def linked(self, key: NodeKey, link: TcpLink) -> None:
         """A link to this life stands."""
-        link.on_lane = partial(self._accept, key, link)
+        link.on_stripe = partial(self._accept, key, link)
         if link.dialed is not None:
             self._dialed[key] = _Dialed(link)
             self.open_missing()
@@ -63,7 +63,7 @@ class HeartbeatLanes:
             dialed = self._dialed.get(key)
             if dialed is None or dialed.opening is not None or dialed.link.closed:
                 continue
-            if dialed.lanes == LANES_MAX:
+            if dialed.lanes == STRIPES_MAX:
                 log.warning("no lane for heartbeats holds: another link is tried", peer=str(key))
                 dialed.link.close()
                 continue
@@ -83,7 +83,7 @@ class HeartbeatLanes:
     async def _open(self, key: NodeKey, dialed: _Dialed) -> None:
         number, dialed.lanes = dialed.lanes, dialed.lanes + 1
         try:
-            lane = await tcp.open_lane(dialed.link, number, self._endpoint)
+            lane = await tcp.open_stripe(dialed.link, number, self._endpoint)
         except (ZbmdError, OSError) as error:
             log.debug("no lane for heartbeats", peer=str(key), reason=str(error))
             return
@@ -91,10 +91,10 @@ class HeartbeatLanes:
             dialed.opening = None
         self._adopt(key, dialed.link, lane)
 
-    def _accept(self, key: NodeKey, link: TcpLink, lane: Lane) -> None:
+    def _accept(self, key: NodeKey, link: TcpLink, lane: Stripe) -> None:
         self._adopt(key, link, lane)
 
-    def _adopt(self, key: NodeKey, link: TcpLink, lane: Lane) -> None:
+    def _adopt(self, key: NodeKey, link: TcpLink, lane: Stripe) -> None:
         if self._closed or link.closed:
             lane.sock.close()
         elif self._beats.adopt(key, lane, link.session):

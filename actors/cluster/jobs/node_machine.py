@@ -46,8 +46,7 @@ from zbmd.actors.cluster.jobs.table import (
 from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.view import View
-from zbmd.transport.clock.deadlines import Deadlines, derive
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import Deadlines, derive, format_duration
 from zbmd.transport.errors import LocalProtocolError
 
 STORY_EVENTS_MAX = 16

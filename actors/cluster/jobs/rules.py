@@ -48,7 +48,7 @@ from zbmd.actors.cluster.jobs.table import (
 )
 from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome, child_id
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import format_duration
 
 
 def after_change(

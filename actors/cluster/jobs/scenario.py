@@ -415,13 +415,13 @@ class JobsScenario(MembershipScenario):
     name: str = "jobs"
     description: str = "a job over nodes that join, die and are cut off: each rank in one place, and up again"
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+    def build(self, seed: int | str, options: sim.Options) -> sim.ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
         span_ns = options.length * SECOND_NS
         simulation, world = build_jobs(seed, options.ranks, sim.SIM_START_NS + span_ns)
         names = tuple(name_of(node_id) for node_id in range(options.ranks))
         everybody = frozenset(names)
-        return sim.Stage(
+        return sim.ScenarioStage(
             world=simulation,
             victims=names,
             converged=lambda core: in_one_view(world.cluster, everybody) and all_up(world),

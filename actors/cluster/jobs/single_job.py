@@ -18,7 +18,7 @@ from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.host.events import EXIT_FAILED
 from zbmd.actors.view import Outcome
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import LocalProtocolError
 
 STORY_EVENTS_MAX = 16

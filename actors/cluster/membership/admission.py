@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from zbmd.actors.cluster.node_id import Node
 from zbmd.actors.cluster.view import ClusterView
-from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_VARIABLE
-from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_VARIABLE, format_duration
 from zbmd.transport.tcp.address import TcpAddress
 
 

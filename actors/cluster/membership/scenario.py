@@ -405,12 +405,12 @@ class MembershipScenario:
     description: str = "cluster views without a coordinator: nodes killed, paused, cut off, deaf and mute"
     kinds: tuple[type[sim.Fault], ...] = (sim.Crash, sim.Pause, sim.Partition, sim.Cut, sim.Clog)
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+    def build(self, seed: int | str, options: sim.Options) -> sim.ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
         simulation, cluster = build(seed, options.ranks)
         names = tuple(name_of(node_id) for node_id in range(options.ranks))
         agreed = agreement(cluster, frozenset(names))
-        return sim.Stage(
+        return sim.ScenarioStage(
             world=simulation,
             victims=names,
             converged=lambda core: agreed(),

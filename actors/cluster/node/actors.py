@@ -37,8 +37,7 @@ from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import Link
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress, parse_address
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
 
 log: Final = structlog.stdlib.get_logger("zbmd.node_actors")
 

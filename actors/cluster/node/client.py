@@ -17,9 +17,8 @@ from zbmd.transport.errors import PeerLost, UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress, parse_address
+from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import tcp_settings
 
 ASK_S: Final = 10.0
 

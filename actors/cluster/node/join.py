@@ -31,8 +31,7 @@ from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings
 from zbmd.transport.tcp.sockets import HostUnknown, resolve
 
 DOORS_MAX: Final = 64

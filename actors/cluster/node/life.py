@@ -33,8 +33,8 @@ from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
+from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 

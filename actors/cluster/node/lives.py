@@ -65,9 +65,8 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress, parse_address
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 

@@ -33,7 +33,7 @@ from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.port import ClusterListener
 from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import Contract
-from zbmd.transport.host.thread_priority import ask_for_priority
+from zbmd.transport.host.process_limits import raise_thread_priority
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
@@ -130,7 +130,7 @@ class ClusterNode:
     def _run_thread(self) -> None:
         error: BaseException | None = None
         # Heartbeats that come late on a busy machine would be taken for a death.
-        log.debug("the cluster's thread has", urgency=ask_for_priority().value)
+        log.debug("the cluster's thread has", urgency=raise_thread_priority().value)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._main())

@@ -19,7 +19,7 @@ from zbmd.transport.clock.deadlines import MILLISECOND_NS, SECOND_NS
 from zbmd.transport.handshake.session_setup import control_session, lane_session
 from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.secure.session_keys import Protection, Secrets, Session
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpSettings
 
 BUDGET_NS = 200 * MILLISECOND_NS
 LONG_BUDGET_NS = 60 * SECOND_NS

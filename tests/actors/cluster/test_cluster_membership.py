@@ -45,7 +45,7 @@ from zbmd.actors.cluster.view import ClusterView
 from zbmd.tools.lab.proofs.membership_states import run_schedules
 from zbmd.transport import sim
 from zbmd.transport.clock.deadlines import MILLISECOND_NS, derive
-from zbmd.transport.sim import Options, Outcome, parse_plan, run_scenario
+from zbmd.transport.sim import Options, RunOutcome, parse_plan, run_scenario
 
 World = tuple[sim.Simulation[Packet], Cluster]
 
@@ -81,7 +81,7 @@ def settle(world: World, expected: frozenset[str]) -> None:
 def test_clusters_stand_faults(seed: int, ranks: int, length: int, faults: int) -> None:
     scenario, options = MembershipScenario(), Options(ranks=ranks, length=length, faults=faults)
     report = run_scenario(scenario, seed, options, scenario.draw_plan(seed, options), tell=None)
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 def test_who_is_cut_off_as_a_view_is_installed_stops_though_it_has_commands() -> None:
@@ -89,7 +89,7 @@ def test_who_is_cut_off_as_a_view_is_installed_stops_though_it_has_commands() ->
     fault = "partition:groups=node0+node2/node1,at={}ns,for={}ns"
     plan = parse_plan(";".join([fault.format(3433369838, 1817573661), fault.format(4429671818, 1901264580)]))
     report = run_scenario(JobsScenario(), 160487494768267, Options(ranks=3, length=6), plan, tell=None)
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 @pytest.mark.parametrize("seed", [66_630, 33_706])

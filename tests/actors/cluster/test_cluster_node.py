@@ -34,8 +34,7 @@ from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress, parse_address
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
 
 OTHER_COOKIE = b"the cookie of another test's nodes"
 

@@ -85,7 +85,7 @@ def test_a_cluster_with_jobs_and_faults_replays_identical(
     monkeypatch.setattr(jobs_scenario, "LocalJobs", RecordedJobs)
     scenario, options = JobsScenario(), sim.Options(ranks=4, length=2, faults=4)
     report = sim.run_scenario(scenario, seed, options, scenario.draw_plan(seed, options), tell=None)
-    assert report.outcome is sim.Outcome.OK, report
+    assert report.outcome is sim.RunOutcome.OK, report
     Recording.log.close("the end")
     verdicts: list[Any] = list(capture.replay_log(tmp_path / "log"))
     assert len(verdicts) >= 12 and all(isinstance(v, capture.Identical) for v in verdicts), verdicts

@@ -23,7 +23,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.link.interface import Link
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpSettings
 
 COOKIE = b"the cookie of all nodes with actors of a test"
 

@@ -10,7 +10,7 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.simulated.ledgers import Groups, Lives, Names, Nodes, Talks, Ties
 from zbmd.actors.simulated.scenario import ActorsScenario
-from zbmd.transport.sim import Options, Outcome, SimProcess, World, run_scenario
+from zbmd.transport.sim import Options, RunOutcome, SimProcess, World, run_scenario
 
 SCENARIO = ActorsScenario()
 
@@ -20,7 +20,7 @@ SCENARIO = ActorsScenario()
 def test_nodes_and_their_actors_stand_faults(seed: int, ranks: int, faults: int) -> None:
     options = Options(ranks=ranks, length=1, faults=faults)
     report = run_scenario(SCENARIO, seed, options, SCENARIO.draw_plan(seed, options), tell=None)
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 async def _idle(_: SimProcess) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.actors.simulated.links_scenario import Board, InTime, LinksScenario, Number, Promises
-from zbmd.transport.sim import Crash, Cut, FaultPlan, Options, Outcome, SimProcess, World, run_scenario
+from zbmd.transport.sim import Crash, Cut, FaultPlan, Options, RunOutcome, SimProcess, World, run_scenario
 
 MS = 1_000_000
 
@@ -20,7 +20,7 @@ def test_links_keep_their_promises(seed: int, ranks: int, length: int, faults: i
     report = run_scenario(
         LinksScenario(), seed, Options(ranks=ranks, length=length, faults=faults), tell=None
     )
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 def test_who_is_cut_off_for_good_holds_nobody_else_up() -> None:
@@ -31,7 +31,7 @@ def test_who_is_cut_off_for_good_holds_nobody_else_up() -> None:
     cores: set[frozenset[str]] = set()
     for seed in range(12):
         report = run_scenario(LinksScenario(), seed, Options(ranks=3, length=4), plan, tell=None)
-        assert report.outcome is Outcome.OK, report
+        assert report.outcome is RunOutcome.OK, report
         cores.add(report.core)
     assert len(cores) > 2
 

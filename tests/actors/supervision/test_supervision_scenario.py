@@ -22,7 +22,7 @@ from zbmd.actors.supervision.events import (
     Strategy,
 )
 from zbmd.actors.supervision.supervisor import ChildSpec
-from zbmd.transport.sim import Options, Outcome, run_scenario
+from zbmd.transport.sim import Options, RunOutcome, run_scenario
 
 PERIOD_NS = 1_000
 
@@ -35,7 +35,7 @@ def test_trees_stand_crashes(seed: int, ranks: int, length: int, faults: int) ->
     report = run_scenario(
         SupervisionScenario(), seed, Options(ranks=ranks, length=length, faults=faults), tell=None
     )
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 def started(child: str, incarnation: int = 1) -> list[Event | Action]:
@@ -145,4 +145,4 @@ def test_the_judge_knows_what_is_temporary() -> None:
 def test_seeds_that_failed_once(seed: int, ranks: int, length: int) -> None:
     options = Options(ranks=ranks, length=length, faults=0)
     report = run_scenario(SupervisionScenario(), seed, options, (), tell=None)
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report

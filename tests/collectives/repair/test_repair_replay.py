@@ -49,7 +49,7 @@ def record(directory: Path, seed: int, patch: pytest.MonkeyPatch) -> int:
             super().__init__(rank=rank)
             lives.append(rank)
             twin = RepairMachine(rank=rank)
-            self._twin = log.machine(REPAIR, f"life {len(lives)}", twin, repair_config(twin))
+            self._twin = capture.Tap(log, REPAIR, f"life {len(lives)}", twin, repair_config(twin))
 
         def handle(self, event: rm.RepairEvent, *, now_ns: int) -> list[rm.RepairAction]:
             actions = super().handle(event, now_ns=now_ns)

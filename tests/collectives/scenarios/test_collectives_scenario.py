@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.programs.program import IN, OUT, PUB
-from zbmd.collectives.programs.simulate import Outcome as End
+from zbmd.collectives.programs.simulate import RunOutcome as End
 from zbmd.collectives.scenarios.collectives import (
     CollectivesScenario,
     CollectiveWorld,
@@ -24,9 +24,9 @@ from zbmd.transport.sim import (
     Crash,
     FailureKind,
     Options,
-    Outcome,
     Partition,
     Pause,
+    RunOutcome,
     SimulationFailure,
     UnsupportedFault,
     run_scenario,
@@ -81,7 +81,7 @@ def test_operations_stand_kills_and_pauses(seed: int, ranks: int, faults: int) -
     report = run_scenario(
         CollectivesScenario(), seed, Options(ranks=ranks, length=4, faults=faults), tell=None
     )
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 def test_rounds_end_in_all_ways_and_the_dead_come_back() -> None:

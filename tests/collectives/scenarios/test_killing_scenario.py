@@ -12,10 +12,10 @@ from zbmd.collectives.scenarios.commit_world import CommitOptions, draw_kills, n
 from zbmd.transport.sim import (
     Crash,
     Fault,
-    Kind,
+    HistoryKind,
     Options,
-    Outcome,
-    Report,
+    RunOutcome,
+    ScenarioReport,
     format_plan,
     parse_plan,
     run_scenario,
@@ -43,7 +43,7 @@ def test_every_kill_point_is_a_fault() -> None:
 
 
 def without_faults(history: object) -> list[str]:
-    return [str(record) for record in history if record.kind is not Kind.FAULT]  # type: ignore[attr-defined]
+    return [str(record) for record in history if record.kind is not HistoryKind.FAULT]  # type: ignore[attr-defined]
 
 
 def test_a_healed_world_kills_nobody() -> None:
@@ -53,7 +53,7 @@ def test_a_healed_world_kills_nobody() -> None:
     simulation.heal(frozenset(names_of(2)), revive=False)
     simulation.run()
     assert world.finished == {0, 1}
-    assert not any(record.kind is Kind.CRASH for record in simulation.history)
+    assert not any(record.kind is HistoryKind.CRASH for record in simulation.history)
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 9))
@@ -77,12 +77,12 @@ def test_a_second_kill_falls_into_the_recovery_from_the_first() -> None:
         for fault in plan:
             simulation.apply(fault)
         simulation.run()
-        crashes = [record for record in simulation.history if record.kind is Kind.CRASH]
+        crashes = [record for record in simulation.history if record.kind is HistoryKind.CRASH]
         again += len(crashes) == 2 and max(crash.incarnation for crash in crashes) == 2
     assert again >= 3
 
 
-def run(seed: int, options: Options) -> Report:
+def run(seed: int, options: Options) -> ScenarioReport:
     scenario = CommitScenario()
     return run_scenario(scenario, seed, options, scenario.draw_plan(seed, options), tell=None)
 
@@ -93,7 +93,7 @@ def run(seed: int, options: Options) -> Report:
 @settings(max_examples=25)
 def test_the_job_stands_what_it_is_meant_to(seed: int, ranks: int, length: int, faults: int) -> None:
     report = run(seed, Options(ranks=ranks, length=length, faults=faults))
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 def test_the_runs_are_of_all_kinds() -> None:

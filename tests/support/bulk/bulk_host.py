@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from zbmd.transport.bulk.lane import Lane
-from zbmd.transport.bulk.limits import BulkLimits
-from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo
+from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo
+from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.plane import DataPlane
+from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.identity import Identity, Side
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
@@ -34,10 +34,10 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return dialer, listener
 
 
-def lane_of(
+def stripe_of(
     sock: socket.socket, number: int, side: Side, protection: Protection, surplus: bytes = b""
-) -> Lane:
-    """A lane as `session_setup` would have made it."""
+) -> Stripe:
+    """A stripe as `session_setup` would have made it."""
     keys = None
     if protection is Protection.MAC:
         of_dialer, of_listener = (bytes([number, role]) * 16 for role in (1, 2))
@@ -48,13 +48,13 @@ def lane_of(
         session_id=bytes([number]) * 16,
         side=side,
         peer=Identity(name="peer", pid=1, uid=0, incarnation=1),
-        purpose=Purpose.LANE,
+        purpose=Purpose.STRIPE,
         protection=protection,
         keys=keys,
         control_id=bytes(16),
-        lane=number,
+        stripe=number,
     )
-    return Lane(session=session, sock=sock, surplus=surplus)
+    return Stripe(session=session, sock=sock, surplus=surplus)
 
 
 class BulkHost:
@@ -70,9 +70,9 @@ class BulkHost:
         self._stack.callback(self.plane.close)
 
     def connect(self, slot: int, *, limits: BulkLimits | None = None) -> BulkPeer:
-        """The bulk connection with the host of that slot, without a lane."""
+        """The bulk connection with the host of that slot, without a stripe."""
         info = BulkPeerInfo(name=f"rank{slot}", slot=slot, incarnation=slot + 1)
-        return self.plane.connect(info, segment=self.segment, limits=limits)
+        return BulkPeer(self.plane, info, segment=self.segment, limits=limits)
 
     def wait(self, slot: int, channel: int, value: int) -> int:
         """Wait for a notification, by the patience of tests; see `Segment.wait`."""
@@ -94,13 +94,13 @@ def join(
     a: BulkHost,
     b: BulkHost,
     *,
-    lanes: int = 1,
+    stripes: int = 1,
     protection: Protection = Protection.MAC,
     limits: BulkLimits | None = None,
 ) -> tuple[BulkPeer, BulkPeer]:
     """Connect two hosts; what `a` sees and what `b` sees."""
     ends = a.connect(b.slot, limits=limits), b.connect(a.slot, limits=limits)
-    for number in range(lanes):
+    for number in range(stripes):
         for end, sock, side in zip(ends, tcp_pair(), (Side.DIALER, Side.LISTENER), strict=True):
-            end.add_lane(lane_of(sock, number, side, protection))
+            end.add_stripe(stripe_of(sock, number, side, protection))
     return ends

@@ -1,4 +1,4 @@
-"""Two bulk machines joined by lanes that are byte buffers: cut anywhere, in any order, without a socket."""
+"""Two bulk machines joined by stripes that are byte buffers: cut anywhere, in any order, without a socket."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from typing import assert_never
 from zbmd.transport.bulk.events import (
     BulkAction,
     BulkEvent,
-    CloseLane,
+    CloseStripe,
     End,
     Finish,
     GetAsked,
     GetRefused,
     GetResolved,
-    LaneEnded,
-    LaneFailed,
-    LaneOpened,
     MarkLost,
     NotifyAsked,
-    Of,
     PayloadCame,
     Publish,
     PutAsked,
@@ -33,16 +29,20 @@ from zbmd.transport.bulk.events import (
     SendRecord,
     Serve,
     SetTimer,
-    ShutLane,
+    ShutStripe,
+    SourceKind,
+    StripeEnded,
+    StripeFailed,
+    StripeOpened,
     Unserve,
 )
 from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.machine import BulkMachine
 from zbmd.transport.bulk.records import BulkError
-from zbmd.transport.bulk.stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWriter
 from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.memory.region import RegionHandle
-from zbmd.transport.secure.record_mac import RecordMac
+from zbmd.transport.secure.mac import RecordMac
 
 REGION_BYTES = 1 << 16
 Tamper = Callable[[bytes], bytes]
@@ -50,7 +50,7 @@ Tamper = Callable[[bytes], bytes]
 
 @dataclass
 class Wire:
-    """One direction of one lane."""
+    """One direction of one stripe."""
 
     data: bytearray = field(default_factory=bytearray)
     shut: bool = False
@@ -58,10 +58,10 @@ class Wire:
 
 @dataclass
 class Port:
-    """One end of one lane."""
+    """One end of one stripe."""
 
-    reader: LaneReader
-    writer: LaneWriter
+    reader: StripeReader
+    writer: StripeWriter
     into: Wire
     out: Wire
     closed: bool = False
@@ -69,7 +69,7 @@ class Port:
 
 
 class BulkEnd:
-    """A machine, its memory and its lanes. Performs actions as the data plane does, on byte buffers."""
+    """A machine, its memory and its stripes. Performs actions as the data plane does, on byte buffers."""
 
     def __init__(self, slot: int, *, limits: BulkLimits | None = None) -> None:
         self.slot = slot
@@ -128,21 +128,21 @@ class BulkEnd:
 
     # -- moving bytes --------------------------------------------------------------------------------
 
-    def send(self, lane: int, nbytes_max: int) -> int:
-        """Let up to `nbytes_max` bytes leave on a lane; how many have."""
-        port = self.ports[lane]
+    def send(self, stripe: int, nbytes_max: int) -> int:
+        """Let up to `nbytes_max` bytes leave on a stripe; how many have."""
+        port = self.ports[stripe]
         parts = port.writer.pending(4)
         data = b"".join(parts)[:nbytes_max]
         if not data or port.closed:
             return 0
         port.out.data += data
         if records := port.writer.sent(len(data)):
-            self.handle(RecordsSent(lane=lane, records=records))
+            self.handle(RecordsSent(stripe=stripe, records=records))
         return len(data)
 
-    def receive(self, lane: int, nbytes_max: int) -> int:
-        """Take up to `nbytes_max` bytes that have come on a lane; how many were taken."""
-        port = self.ports[lane]
+    def receive(self, stripe: int, nbytes_max: int) -> int:
+        """Take up to `nbytes_max` bytes that have come on a stripe; how many were taken."""
+        port = self.ports[stripe]
         taken = 0
         while port.into.data and taken < nbytes_max and not port.closed and port.reader.wanted_bytes:
             try:
@@ -153,38 +153,38 @@ class BulkEnd:
                 taken += n
                 came = port.reader.filled(n)
             except BulkError as error:
-                self.handle(LaneFailed(lane=lane, error=error))
+                self.handle(StripeFailed(stripe=stripe, error=error))
                 break
-            if isinstance(came, Arrived):
-                self.handle(PayloadCame(lane=lane, text=came.text))
+            if isinstance(came, PayloadArrived):
+                self.handle(PayloadCame(stripe=stripe, text=came.text))
             elif came is not None:
-                self.handle(RecordCame(lane=lane, record=came))
+                self.handle(RecordCame(stripe=stripe, record=came))
         if port.into.shut and not port.into.data and not port.told_end and not port.closed:
             port.told_end = True
-            self.handle(LaneEnded(lane=lane, between_records=port.reader.between_records))
+            self.handle(StripeEnded(stripe=stripe, between_records=port.reader.between_records))
         return taken
 
     # -- actions -------------------------------------------------------------------------------------
 
     def _perform(self, action: BulkAction) -> None:
         match action:
-            case SendRecord(lane=lane, record=record, source=source, text=text):
+            case SendRecord(stripe=stripe, record=record, source=source, text=text):
                 payload = memoryview(text) if text else None
                 if source is not None:
-                    ours = source.of is Of.TRANSFER
+                    ours = source.of is SourceKind.TRANSFER
                     whole = memoryview(self.buffers[source.number]) if ours else self.served[source.number]
                     payload = whole[source.offset : source.offset + source.nbytes]
-                self.ports[lane].writer.add(record, payload)
-            case ReceivePut(lane=lane, handle=handle, offset=offset, nbytes=nbytes):
+                self.ports[stripe].writer.add(record, payload)
+            case ReceivePut(stripe=stripe, handle=handle, offset=offset, nbytes=nbytes):
                 if handle != self.inbox_handle:
-                    self.handle(PutRefused(lane=lane, reason="no such region"))
-                    self._receive(lane, nbytes, None)
+                    self.handle(PutRefused(stripe=stripe, reason="no such region"))
+                    self._receive(stripe, nbytes, None)
                 else:
-                    self._receive(lane, nbytes, memoryview(self.inbox)[offset : offset + nbytes])
-            case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
-                self._receive(lane, nbytes, memoryview(self.buffers[transfer])[offset : offset + nbytes])
-            case ReceiveText(lane=lane):
-                self.ports[lane].reader.receive_text()
+                    self._receive(stripe, nbytes, memoryview(self.inbox)[offset : offset + nbytes])
+            case ReceiveGet(stripe=stripe, transfer=transfer, offset=offset, nbytes=nbytes):
+                self._receive(stripe, nbytes, memoryview(self.buffers[transfer])[offset : offset + nbytes])
+            case ReceiveText(stripe=stripe):
+                self.ports[stripe].reader.receive_text()
             case Serve(get=get, handle=handle, at=at, total=total):
                 if handle != self.arena_handle:
                     self.handle(GetRefused(get=get, reason="no such region"))
@@ -201,10 +201,10 @@ class BulkEnd:
                 assert self.lost or not isinstance(error, PeerLost)
                 assert transfer not in self.finished
                 self.finished[transfer] = error
-            case ShutLane(lane=lane):
-                self.ports[lane].out.shut = True
-            case CloseLane(lane=lane):
-                self._close(self.ports[lane])
+            case ShutStripe(stripe=stripe):
+                self.ports[stripe].out.shut = True
+            case CloseStripe(stripe=stripe):
+                self._close(self.ports[stripe])
             case SetTimer():
                 pass
             case MarkLost():
@@ -212,20 +212,20 @@ class BulkEnd:
             case End():
                 assert self.end is None
                 self.end = action
-                for lane, port in self.ports.items():
-                    while not port.closed and self.send(lane, 1 << 30):
+                for stripe, port in self.ports.items():
+                    while not port.closed and self.send(stripe, 1 << 30):
                         pass
                     self._close(port)
             case _:
                 assert_never(action)
 
-    def _receive(self, lane: int, nbytes: int, view: memoryview | None) -> None:
+    def _receive(self, stripe: int, nbytes: int, view: memoryview | None) -> None:
         if not nbytes:
-            self.handle(PayloadCame(lane=lane))
+            self.handle(PayloadCame(stripe=stripe))
         elif view is None:
-            self.ports[lane].reader.receive_nowhere()
+            self.ports[stripe].reader.receive_nowhere()
         else:
-            self.ports[lane].reader.receive_into(view)
+            self.ports[stripe].reader.receive_into(view)
 
     def _close(self, port: Port) -> None:
         port.closed = True
@@ -233,24 +233,24 @@ class BulkEnd:
 
 
 class BulkPair:
-    """Two ends and the lanes between them. key: None for lanes without a MAC."""
+    """Two ends and the stripes between them. key: None for stripes without a MAC."""
 
-    def __init__(self, lanes: int, *, key: bytes | None, limits: BulkLimits | None = None) -> None:
+    def __init__(self, stripes: int, *, key: bytes | None, limits: BulkLimits | None = None) -> None:
         self.key = key
         self.a = BulkEnd(0, limits=limits)
         self.b = BulkEnd(1, limits=limits)
-        for lane in range(lanes):
-            self.open_lane(lane)
+        for stripe in range(stripes):
+            self.open_stripe(stripe)
 
-    def open_lane(self, lane: int) -> None:
+    def open_stripe(self, stripe: int) -> None:
         there, back = Wire(), Wire()
         for end, into, out, names in ((self.a, back, there, b"ba"), (self.b, there, back, b"ab")):
-            macs = [self._mac(lane, name) for name in names]
-            end.ports[lane] = Port(LaneReader(macs[0]), LaneWriter(macs[1]), into, out)
-            end.handle(LaneOpened(lane=lane))
+            macs = [self._mac(stripe, name) for name in names]
+            end.ports[stripe] = Port(StripeReader(macs[0]), StripeWriter(macs[1]), into, out)
+            end.handle(StripeOpened(stripe=stripe))
 
-    def _mac(self, lane: int, name: int) -> RecordMac | None:
-        return None if self.key is None else RecordMac(bytes([lane, name]) + self.key[2:])
+    def _mac(self, stripe: int, name: int) -> RecordMac | None:
+        return None if self.key is None else RecordMac(bytes([stripe, name]) + self.key[2:])
 
     def run(self) -> None:
         """Until nothing moves."""
@@ -258,6 +258,6 @@ class BulkPair:
         while moved:
             moved = False
             for end in (self.a, self.b):
-                for lane in list(end.ports):
-                    moved |= bool(end.send(lane, 1 << 30))
-                    moved |= bool(end.receive(lane, 1 << 30))
+                for stripe in list(end.ports):
+                    moved |= bool(end.send(stripe, 1 << 30))
+                    moved |= bool(end.receive(stripe, 1 << 30))

@@ -11,8 +11,7 @@ from zbmd.actors.cluster.clocks import wall_ns
 from zbmd.actors.cluster.node.lives import Acting, NodeConfig, NodeEvent
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
-from zbmd.transport.tcp.address import TcpAddress, parse_address
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
 
 COOKIE = b"the cookie of the nodes of a test"
 PATIENCE_S = 120.0

@@ -21,8 +21,8 @@ from support.links.region_harness import (
     Sizes,
     run_between,
 )
+from zbmd.transport.cuda.array import DeviceHandle
 from zbmd.transport.cuda.exports import DeviceExports
-from zbmd.transport.cuda.handle import DeviceHandle
 from zbmd.transport.cuda.peer import CudaPeer
 from zbmd.transport.cuda.region import CudaRegion
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion

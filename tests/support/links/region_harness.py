@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 
 from support.rdma.rdma_world import given_devices
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.connect import rdma
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.region import Regions, RemoteRegion
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
+from zbmd.transport.rdma.connect import dial_rdma, listen_rdma, open_rdma_plane
+from zbmd.transport.rdma.handshake import RdmaMemory
 from zbmd.transport.rdma.link import RdmaLink
-from zbmd.transport.rdma.message_device import RdmaDevice, open_device
+from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
 from zbmd.transport.shm.connect import Endpoint, link_pair
 from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
 from zbmd.transport.sim import SimProcess, World
@@ -367,9 +368,9 @@ class PlaneEnds(Ends, Generic[PlaneT, LinkT]):
 class _TcpEnds(PlaneEnds[DataPlane, TcpLink]):
     """Of a process that is killed, closed sockets are left."""
 
-    def __init__(self, sizes: Sizes, lanes: int) -> None:
+    def __init__(self, sizes: Sizes, stripes: int) -> None:
         super().__init__(sizes)
-        self._lanes = lanes
+        self._stripes = stripes
 
     def _plane(self, slot: int, segment: Segment) -> DataPlane:
         return DataPlane()
@@ -382,7 +383,7 @@ class _TcpEnds(PlaneEnds[DataPlane, TcpLink]):
         link = await tcp.dial(listener.address, near[0])
         other = await accepted
         await asyncio.gather(
-            join_bulk(link, *near, slot=FAR, lanes=self._lanes),
+            join_bulk(link, *near, slot=FAR, stripes=self._stripes),
             join_bulk(other, *far, slot=NEAR),
         )
         listener.close()
@@ -395,13 +396,13 @@ class _TcpEnds(PlaneEnds[DataPlane, TcpLink]):
 class TcpHarness(RegionHarness):
     """Over loopback, with the MAC."""
 
-    def __init__(self, lanes: int) -> None:
-        self.name = f"tcp, {lanes} lanes"
-        self._lanes = lanes
+    def __init__(self, stripes: int) -> None:
+        self.name = f"tcp, {stripes} stripes"
+        self._stripes = stripes
 
     def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
         async def main() -> None:
-            ends = _TcpEnds(sizes, self._lanes)
+            ends = _TcpEnds(sizes, self._stripes)
             try:
                 await ends.begin()
                 await scenario(ends)
@@ -516,24 +517,24 @@ class RdmaEnds(PlaneEnds["RdmaPlane", RdmaLink]):
         self._devices = devices
 
     def _plane(self, slot: int, segment: Segment) -> RdmaPlane:
-        return rdma.open_plane(*given_devices()[0 if slot == NEAR else -1], segment=segment)
+        return open_rdma_plane(*given_devices()[0 if slot == NEAR else -1], segment=segment)
 
     async def _linked(
         self, near: tuple[Endpoint, RdmaPlane], far: tuple[Endpoint, RdmaPlane]
     ) -> tuple[RdmaLink, RdmaLink]:
         accepted: asyncio.Future[RdmaLink] = asyncio.get_running_loop().create_future()
-        listener = await rdma.listen(
+        listener = await listen_rdma(
             "127.0.0.1:0",
             accepted.set_result,
             far[0],
             self._devices[-1],
-            memory=rdma.Memory(plane=far[1], slot_of=lambda peer: NEAR),
+            memory=RdmaMemory(plane=far[1], slot_of=lambda peer: NEAR),
         )
-        link = await rdma.dial(
+        link = await dial_rdma(
             listener.address,
             near[0],
             self._devices[0],
-            memory=rdma.Memory(plane=near[1], slot_of=lambda peer: FAR),
+            memory=RdmaMemory(plane=near[1], slot_of=lambda peer: FAR),
         )
         other = await accepted
         listener.close()
@@ -553,7 +554,7 @@ class RdmaHarness(RegionHarness):
 
     def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
         async def main() -> None:
-            devices = [open_device(*at) for at in given_devices()]
+            devices = [open_rdma_device(*at) for at in given_devices()]
             ends = RdmaEnds(sizes, devices)
             try:
                 await ends.begin()

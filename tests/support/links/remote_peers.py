@@ -6,12 +6,12 @@ import socket
 from collections.abc import Sequence
 from itertools import combinations
 
-from support.bulk.bulk_host import lane_of, tcp_pair
+from support.bulk.bulk_host import stripe_of, tcp_pair
 from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.connect.remote_memory import Mirror, RemoteMemory
 from zbmd.transport.identity import Side
 from zbmd.transport.memory.segment import Segment
+from zbmd.transport.rdma.remote_memory import Mirror, RemoteMemory
 from zbmd.transport.secure.session_keys import Protection
 
 
@@ -44,8 +44,8 @@ class Wiring:
                 continue
             segment = self._segments[peer]
             info = BulkPeerInfo(name=f"rank{peer}", slot=peer, incarnation=segment.incarnation)
-            bulk = bulks[peer] = plane.connect(info, segment=self._segments[rank])
-            bulk.add_lane(lane_of(sock, 0, side, Protection.MAC))
+            bulk = bulks[peer] = BulkPeer(plane, info, segment=self._segments[rank])
+            bulk.add_stripe(stripe_of(sock, 0, side, Protection.MAC))
             memories[peer] = RemoteMemory(
                 bulk,
                 self._mirrors[rank, peer],

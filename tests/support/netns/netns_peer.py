@@ -1,8 +1,8 @@
-"""One of two processes on different hosts of a laboratory, with a TCP link and bulk lanes between them.
+"""One of two processes on different hosts of a laboratory, with a TCP link and bulk stripes between them.
 
 Run as a script: `netns_peer.py listen ADDRESS BUDGET` or `netns_peer.py dial ADDRESS BUDGET`. What happens
 comes out as lines; the dialer takes commands as lines of standard input: `frames COUNT BYTES`, `put BYTES
-LANES`, `hold`.
+STRIPES`, `hold`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zbmd.transport.tcp.link import TcpLink
 from zbmd.transport.tcp.regions import join_bulk
 
 REGION_BYTES = 16 << 20
-LANES = 4
+STRIPES = 4
 CHANNEL = 3
 NUMBER_BYTES = 8
 
@@ -106,7 +106,7 @@ async def dial(address: str, budget: str) -> None:
     peer = Peer(1, budget)
     link = await tcp.dial(address, peer.endpoint)
     peer.take(link)
-    await join_bulk(link, peer.endpoint, peer.host.plane, slot=0, lanes=LANES)
+    await join_bulk(link, peer.endpoint, peer.host.plane, slot=0, stripes=STRIPES)
     region = link.open_region(msgspec.msgpack.decode(await peer.frames.get(), type=RegionHandle))
     say("linked")
     numbers = itertools.count(1)

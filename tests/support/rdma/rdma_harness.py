@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from support.links.link_harness import COOKIE, INCARNATION, SMALL, Listening, OnLink, RealHarness, Who
 from support.rdma.rdma_world import given_devices
 from support.tcp.tcp_harness import TcpHarness
-from zbmd.transport.connect import rdma
-from zbmd.transport.connect.rdma_or_tcp import Rdma
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.segment import Segment
+from zbmd.transport.rdma.connect import Rdma, dial_rdma, listen_rdma, open_rdma_plane
+from zbmd.transport.rdma.handshake import RdmaMemory
 from zbmd.transport.rdma.link import RdmaLink
-from zbmd.transport.rdma.message_device import RdmaDevice, open_device
+from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
 
 
 @asynccontextmanager
@@ -26,13 +26,13 @@ async def rdma_link_pair(
 
     timeout_ns: for each side to set it up, by default as their endpoints have it.
     """
-    devices = [open_device(*at) for at in given_devices()]
+    devices = [open_rdma_device(*at) for at in given_devices()]
     accepted: asyncio.Queue[RdmaLink] = asyncio.Queue()
-    listening = await rdma.listen(
+    listening = await listen_rdma(
         "127.0.0.1:0", accepted.put_nowait, listener, devices[-1], timeout_ns=timeout_ns
     )
     try:
-        dialed = await rdma.dial(listening.address, dialer, devices[0], timeout_ns=timeout_ns)
+        dialed = await dial_rdma(listening.address, dialer, devices[0], timeout_ns=timeout_ns)
         yield dialed, await accepted.get()
     finally:
         listening.close()
@@ -51,12 +51,12 @@ async def rdma_offers() -> AsyncGenerator[list[tuple[Endpoint, Rdma]]]:
                 slot=slot, incarnation=INCARNATION, arena_bytes=1 << 16, inbox_bytes=1 << 16
             )
             stack.callback(segment.close)
-            device = open_device(*at)
+            device = open_rdma_device(*at)
             stack.push_async_callback(device.aclose)
-            plane = rdma.open_plane(*at, segment=segment)
+            plane = open_rdma_plane(*at, segment=segment)
             stack.callback(plane.close)
             identity = Who(name=f"side{slot}", limits=SMALL).identity
-            memory = rdma.Memory(plane=plane, slot_of=lambda peer: int(peer.name[-1]))
+            memory = RdmaMemory(plane=plane, slot_of=lambda peer: int(peer.name[-1]))
             endpoint = Endpoint(identity=identity, cookie=COOKIE, segment=segment)
             made.append((endpoint, Rdma(device=device, memory=memory)))
         yield made
@@ -75,7 +75,7 @@ class RdmaHarness(RealHarness):
 
     async def _main(self, main: Coroutine[None, None, None]) -> None:
         given = given_devices()
-        self._devices = [open_device(*at) for at in given]
+        self._devices = [open_rdma_device(*at) for at in given]
         try:
             await main
         finally:
@@ -83,11 +83,11 @@ class RdmaHarness(RealHarness):
                 await device.aclose()
 
     async def listen(self, on_link: OnLink, who: Who) -> tuple[Listening, str]:
-        listener = await rdma.listen("127.0.0.1:0", on_link, self._endpoint(who), self._devices[-1])
+        listener = await listen_rdma("127.0.0.1:0", on_link, self._endpoint(who), self._devices[-1])
         return listener, str(listener.address)
 
     async def dial(self, address: str, who: Who) -> LinkSide:
-        return await rdma.dial(address, self._endpoint(who), self._devices[0])
+        return await dial_rdma(address, self._endpoint(who), self._devices[0])
 
     def die_at_message(self, number: int) -> None:
         TcpHarness("asyncio").die_at_message(number)

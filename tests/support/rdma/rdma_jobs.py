@@ -15,7 +15,7 @@ from zbmd.actors.view import Outcome
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
 from zbmd.training.replicated.job import run_plain
-from zbmd.transport.rdma.counts import TransferCounts
+from zbmd.transport.rdma.transfer import TransferCounts
 
 EXPECTED_VARIABLE = "ZBMD_TEST_DIGESTS"
 """Digests of collectives on one host, for a machine that would take long to find them out; with commas."""

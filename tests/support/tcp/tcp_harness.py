@@ -23,7 +23,7 @@ from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.secure.session_keys import Protection
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.address import TcpSettings
 
 
 class TcpHarness(RealHarness):

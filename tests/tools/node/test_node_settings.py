@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zbmd.actors.rank_env import RankEnvironment, parse_size
 from zbmd.tools.cli.console import Progress, Recovery, format_progress, format_recovery
 from zbmd.tools.cli.settings import SETTINGS, merge
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
 
 

@@ -15,7 +15,7 @@ import pytest
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim.hunt import Hunt, Quarry
 from zbmd.tools.sim.scenarios import ENTRIES, run_once, scenario_named
-from zbmd.transport.sim import Options, Outcome, parse_plan
+from zbmd.transport.sim import Options, RunOutcome, parse_plan
 
 PATIENCE_S = 60
 
@@ -118,7 +118,7 @@ def test_small_runs_are_tried_most() -> None:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_scenario_can_shrink_to_one_rank(name: str) -> None:
     report = run_once(scenario_named(name), 3, Options(ranks=1, length=1, faults=1))
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 def test_leaving_a_hunt_ends_its_workers() -> None:

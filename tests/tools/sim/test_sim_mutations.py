@@ -20,7 +20,7 @@ import pytest
 
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim import command as sim_cli
-from zbmd.transport.sim import Outcome, parse_plan, shrink
+from zbmd.transport.sim import RunOutcome, parse_plan, shrink
 
 SHRINK_RUNS = 10
 """How often what was found is repeated to shrink it, but for the first bug of each scenario."""
@@ -62,7 +62,7 @@ class Mutation:
     what: str
     scenario: str
     edits: tuple[Edit, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RunOutcome, ...]
     size: str = ""
     seed: int = field(kw_only=True)
 
@@ -77,8 +77,8 @@ CLUSTER = "zbmd.actors.cluster.membership.machine:ClusterMachine"
 DIRECTORY = "zbmd.actors.directory.machine:DirectoryMachine"
 UPGRADE = "zbmd.actors.upgrade.local:LocalUpgrade"
 LOCAL_JOBS = "zbmd.actors.cluster.jobs.node_machine:LocalJobs"
-BROKEN = (Outcome.SAFETY, Outcome.CRASH)
-ANY = (Outcome.SAFETY, Outcome.CRASH, Outcome.LIVENESS)
+BROKEN = (RunOutcome.SAFETY, RunOutcome.CRASH)
+ANY = (RunOutcome.SAFETY, RunOutcome.CRASH, RunOutcome.LIVENESS)
 
 CALM_PAIR = "--ranks 2 --length 2 --faults 0"
 
@@ -93,7 +93,7 @@ MUTATIONS = [
                 "if False:",
             ),
         ),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         seed=1310,
     ),
     Mutation(
@@ -103,7 +103,7 @@ MUTATIONS = [
             Edit(
                 f"{REPAIR}._ended",
                 "if event.outcome is Outcome.COMMITTED:",
-                "if event.outcome in (Outcome.COMMITTED, Outcome.HELD):",
+                "if event.outcome in (RunOutcome.COMMITTED, Outcome.HELD):",
             ),
         ),
         BROKEN,
@@ -222,21 +222,21 @@ MUTATIONS = [
             Edit(f"{LOCAL_JOBS}._install", "if passed not in local.promised and", "if False and"),
             Edit(f"{LOCAL_JOBS}._host_said", "if promised or passed:", "if promised:"),
         ),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         seed=2062,
     ),
     Mutation(
         "ranks that have lost each other get no other view",
         "jobs",
         (Edit(f"{LOCAL_JOBS}._link_lost", "epoch > local.relinked", "False"),),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         seed=3002,
     ),
     Mutation(
         "a rank that never joins is waited for",
         "jobs",
         (Edit(f"{LOCAL_JOBS}._forked", "if process.hurried:", "if False:"),),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         seed=3016,
     ),
     Mutation(
@@ -269,7 +269,7 @@ MUTATIONS = [
                 "self._view_wanted = self._view_wanted or not normal or bool(self._unlinked)",
             ),
         ),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         "--ranks 3 --length 1 --faults 1",  # a rank must leave just as the view after it is under way
         seed=16,
     ),
@@ -368,7 +368,7 @@ MUTATIONS = [
         "an actor spawned in another process outlives the spawn that was given up",
         "supervision",
         (Edit(f"{PEER}.unspawn", "self.post(wire.Unspawn(call))", "pass"),),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         "--ranks 1",
         seed=7,
     ),
@@ -427,7 +427,7 @@ MUTATIONS = [
         "everybody takes itself for the owner of all scripts",
         "actors",
         (Edit("zbmd.actors.routing.routes:Routes._finder_of", "if self.owns(process):", "if True:"),),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         CALM_PAIR,
         seed=1,
     ),
@@ -435,7 +435,7 @@ MUTATIONS = [
         "a name stays with an actor that has ended",
         "actors",
         (Edit(f"{DIRECTORY}._ended", "if holder == key]", "if holder is None]"),),
-        (Outcome.LIVENESS,),
+        (RunOutcome.LIVENESS,),
         CALM_PAIR,
         seed=3001,
     ),

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives.programs.simulate import Outcome as End
+from zbmd.collectives.programs.simulate import RunOutcome as End
 from zbmd.collectives.scenarios.commit import build
 from zbmd.collectives.scenarios.commit_world import CommitOptions
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.scenario import TrainingContents, TrainingScenario, TrainingSlots, plain_job
-from zbmd.transport.sim import Options, Outcome, Simulation, SimulationFailure, run_scenario
+from zbmd.transport.sim import Options, RunOutcome, Simulation, SimulationFailure, run_scenario
 
 SCENARIO = TrainingScenario()
 
@@ -24,7 +24,7 @@ SCENARIO = TrainingScenario()
 def test_every_version_has_the_bits_of_the_plain_job(seed: int, ranks: int, length: int, faults: int) -> None:
     options = Options(ranks=ranks, length=length, faults=faults)
     report = run_scenario(SCENARIO, seed, options, SCENARIO.draw_plan(seed, options), tell=None)
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 def test_the_oracle_is_the_plain_trainer() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from support.bulk.bulk_host import BulkHost, deadline, lane_of, tcp_pair
+from support.bulk.bulk_host import BulkHost, deadline, stripe_of, tcp_pair
 
 from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeer
@@ -26,14 +26,14 @@ Fork = Callable[[Callable[[], None]], int]
 PUT_BYTES = 2 << 20
 ROWS = 16
 SILENT_MS = 40
-LANES = 2
+STRIPES = 2
 
 
 class Ends:
     """Sockets of both processes, made before the fork, and a pipe for the child's region handle."""
 
     def __init__(self) -> None:
-        self._pairs = [tcp_pair() for _ in range(LANES)]
+        self._pairs = [tcp_pair() for _ in range(STRIPES)]
         self._handles = os.pipe()
 
     @contextmanager
@@ -45,7 +45,7 @@ class Ends:
             for number, pair in enumerate(self._pairs):
                 pair[1 - slot].close()
                 pair[slot].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
-                peer.add_lane(lane_of(pair[slot], number, side, Protection.MAC))
+                peer.add_stripe(stripe_of(pair[slot], number, side, Protection.MAC))
             yield host, peer
 
     def tell(self, handle: RegionHandle) -> None:

@@ -1,4 +1,4 @@
-"""The bulk protocol between two machines, over lanes that are cut and interleaved at will."""
+"""The bulk protocol between two machines, over stripes that are cut and interleaved at will."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from support.bulk.bulk_pair import REGION_BYTES, BulkEnd, BulkPair
 from zbmd.transport.bulk.events import (
     CloseAsked,
     GetAsked,
-    LaneEnded,
-    LaneFailed,
-    LaneOpened,
-    LanesUsed,
     NotifyAsked,
     RecordCame,
     RecordsSent,
+    StripeEnded,
+    StripeFailed,
+    StripeOpened,
+    StripesUsed,
     TimerFired,
 )
 from zbmd.transport.bulk.limits import BulkLimits
-from zbmd.transport.bulk.machine import BulkMachine, State
+from zbmd.transport.bulk.machine import BulkMachine, BulkState
 from zbmd.transport.bulk.records import (
     GETS_MAX,
     PUTS_AHEAD_MAX,
@@ -35,29 +35,29 @@ from zbmd.transport.bulk.records import (
     Put,
     PutRefusal,
     Record,
-    Refusal,
+    TransferRefusal,
 )
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost
 from zbmd.transport.memory.region import RegionHandle
 
 KEY = bytes(range(32))
-SMALL = BulkLimits(stripe_bytes=512, stripe_bytes_min=64, lane_bytes_max=1024)
+SMALL = BulkLimits(fragment_bytes=512, fragment_bytes_min=64, stripe_bytes_max=1024)
 
 
 def settle(pair: BulkPair, rng: random.Random) -> None:
-    """Let bytes move in pieces of any size, on any lane, in any order, until nothing is left."""
+    """Let bytes move in pieces of any size, on any stripe, in any order, until nothing is left."""
     idle = 0
     while idle < 64:
         end = rng.choice((pair.a, pair.b))
-        lane = rng.choice(list(end.ports))
-        moved = rng.choice((end.send, end.receive))(lane, rng.choice((1, 7, 100, 5000)))
+        stripe = rng.choice(list(end.ports))
+        moved = rng.choice((end.send, end.receive))(stripe, rng.choice((1, 7, 100, 5000)))
         idle = 0 if moved else idle + 1
     pair.run()
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lanes=st.integers(1, 4),
+    stripes=st.integers(1, 4),
     keyed=st.booleans(),
     puts=st.lists(st.integers(0, 4000), max_size=12),
     gets=st.lists(st.integers(0, 4000), max_size=6),
@@ -65,10 +65,10 @@ def settle(pair: BulkPair, rng: random.Random) -> None:
     seed=st.integers(0, 1 << 32),
 )
 def test_bytes_are_in_place_whenever_a_notification_is_published(
-    lanes: int, keyed: bool, puts: list[int], gets: list[int], used: list[int], seed: int
+    stripes: int, keyed: bool, puts: list[int], gets: list[int], used: list[int], seed: int
 ) -> None:
     rng = random.Random(seed)
-    pair = BulkPair(lanes, key=KEY if keyed else None, limits=SMALL)
+    pair = BulkPair(stripes, key=KEY if keyed else None, limits=SMALL)
     a, b = pair.a, pair.b
     b.arena[:] = rng.randbytes(REGION_BYTES)
     sources = [rng.randbytes(nbytes) for nbytes in puts]
@@ -84,7 +84,7 @@ def test_bytes_are_in_place_whenever_a_notification_is_published(
     for i, source in enumerate(sources):
         if i < len(used):
             for end in (a, b):
-                end.handle(LanesUsed(count=used[i]))
+                end.handle(StripesUsed(count=used[i]))
         a.put(b.inbox_handle, source, 5000 * i, channel=3, value=i + 1)
     asked = {a.get(b.arena_handle, nbytes, 100 * i): (100 * i, nbytes) for i, nbytes in enumerate(gets)}
     settle(pair, rng)
@@ -101,15 +101,15 @@ def test_bytes_are_in_place_whenever_a_notification_is_published(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lanes=st.integers(1, 4),
+    stripes=st.integers(1, 4),
     puts=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 3000)), max_size=12),
     seed=st.integers(0, 1 << 32),
 )
 def test_puts_that_overlap_take_effect_in_their_order_and_a_get_sees_them(
-    lanes: int, puts: list[tuple[int, int]], seed: int
+    stripes: int, puts: list[tuple[int, int]], seed: int
 ) -> None:
     rng = random.Random(seed)
-    pair = BulkPair(lanes, key=None, limits=SMALL)
+    pair = BulkPair(stripes, key=None, limits=SMALL)
     a, b = pair.a, pair.b
     b.arena = b.inbox
     expected = bytearray(REGION_BYTES)
@@ -122,7 +122,7 @@ def test_puts_that_overlap_take_effect_in_their_order_and_a_get_sees_them(
     assert a.buffers[last] == expected[:5000] and len(b.published) == len(puts)
 
 
-def test_a_later_put_waits_for_an_earlier_one_on_another_lane() -> None:
+def test_a_later_put_waits_for_an_earlier_one_on_another_stripe() -> None:
     pair = BulkPair(2, key=KEY, limits=SMALL)
     pair.a.put(pair.b.inbox_handle, bytes(range(250)) * 5, 0, channel=0, value=1)
     pair.a.notify(0, 2)
@@ -138,8 +138,8 @@ def test_more_notifications_than_may_be_ahead_all_arrive_in_order() -> None:
     count = 3 * PUTS_AHEAD_MAX
     for value in range(1, count + 1):
         pair.a.notify(0, value)
-    for lane in (1, 2):
-        pair.a.send(lane, 1 << 30)
+    for stripe in (1, 2):
+        pair.a.send(stripe, 1 << 30)
     assert len(pair.a.finished) < PUTS_AHEAD_MAX
     settle(pair, random.Random(1))
     assert pair.b.published == [(0, value) for value in range(1, count + 1)]
@@ -153,12 +153,12 @@ def test_gets_beyond_the_bound_wait_their_turn() -> None:
     assert len(pair.a.finished) == 2 * GETS_MAX and not any(pair.a.finished.values())
 
 
-def test_what_is_asked_before_there_is_a_lane_waits_for_it() -> None:
+def test_what_is_asked_before_there_is_a_stripe_waits_for_it() -> None:
     pair = BulkPair(0, key=KEY)
     pair.a.put(pair.b.inbox_handle, b"early", 0, channel=1, value=9)
     pair.run()
     assert not pair.a.finished
-    pair.open_lane(4)
+    pair.open_stripe(4)
     pair.run()
     assert pair.b.published == [(1, 9)] and pair.b.inbox[:5] == b"early"
 
@@ -167,10 +167,10 @@ def forged(end: BulkEnd) -> RegionHandle:
     return RegionHandle(slot=end.slot, incarnation=2, offset=0, nbytes=REGION_BYTES, writable=True)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("stripes", [1, 3])
 @pytest.mark.parametrize("nbytes", [0, 4, 4000])
-def test_a_refused_put_fails_alone(nbytes: int, lanes: int) -> None:
-    pair = BulkPair(lanes, key=KEY, limits=SMALL)
+def test_a_refused_put_fails_alone(nbytes: int, stripes: int) -> None:
+    pair = BulkPair(stripes, key=KEY, limits=SMALL)
     first = pair.a.put(pair.b.inbox_handle, b"good", 0, channel=0, value=1)
     bad = pair.a.put(forged(pair.b), bytes(nbytes), 0, channel=1, value=1)
     last = pair.a.notify(2, 1)
@@ -213,9 +213,9 @@ def test_what_is_under_way_is_finished_before_an_orderly_end() -> None:
     pair = BulkPair(2, key=KEY, limits=SMALL)
     pair.a.put(pair.b.inbox_handle, b"z" * 3000, 0, channel=0, value=1)
     get = pair.b.get(pair.a.arena_handle, 3000, 0)
-    for lane in range(2):
-        pair.b.send(lane, 1 << 20)
-        pair.a.receive(lane, 1 << 20)
+    for stripe in range(2):
+        pair.b.send(stripe, 1 << 20)
+        pair.a.receive(stripe, 1 << 20)
     pair.a.handle(CloseAsked())
     pair.b.handle(CloseAsked())
     pair.a.notify(0, 2)
@@ -240,12 +240,12 @@ def test_a_goodbye_that_is_not_answered_in_time() -> None:
     pair.a.handle(TimerFired())
     pair.a.handle(CloseAsked())
     pair.a.send(0, 1 << 20)
-    assert pair.a.machine.state is State.CLOSING
+    assert pair.a.machine.state is BulkState.CLOSING
     pair.a.handle(TimerFired())
     assert pair.a.end is not None and isinstance(pair.a.end.error, LinkClosed)
 
 
-def test_closing_without_lanes_is_at_once() -> None:
+def test_closing_without_stripes_is_at_once() -> None:
     pair = BulkPair(0, key=None)
     pair.a.handle(CloseAsked())
     assert pair.a.end is not None and pair.a.end.error is None
@@ -254,18 +254,20 @@ def test_closing_without_lanes_is_at_once() -> None:
 REGION = RegionHandle(slot=1, incarnation=1, offset=0, nbytes=REGION_BYTES, writable=True)
 
 
-def stripe(
-    number: int = 0, *, offset: int = 0, total: int = 16, stripe_bytes: int = 8, value: int = 1
+def fragment(
+    number: int = 0, *, offset: int = 0, total: int = 16, fragment_bytes: int = 8, value: int = 1
 ) -> Put:
-    nbytes = min(stripe_bytes, total - offset)
+    nbytes = min(fragment_bytes, total - offset)
     return Put(
-        transfer=number, handle=REGION, at=0, total=total, stripe_bytes=stripe_bytes, offset=offset,
+        transfer=number, handle=REGION, at=0, total=total, fragment_bytes=fragment_bytes, offset=offset,
         nbytes=nbytes, channel=0, value=value,
     )  # fmt: skip
 
 
 def data(transfer: int, *, total: int = 8, offset: int = 0) -> Data:
-    return Data(transfer=transfer, total=total, stripe_bytes=8, offset=offset, nbytes=min(8, total - offset))
+    return Data(
+        transfer=transfer, total=total, fragment_bytes=8, offset=offset, nbytes=min(8, total - offset)
+    )
 
 
 def note(number: int) -> Notify:
@@ -275,17 +277,17 @@ def note(number: int) -> Notify:
 @pytest.mark.parametrize(
     "records",
     [
-        [stripe(), stripe()],
-        [stripe(), stripe(offset=8, value=2)],
-        [stripe(), stripe(offset=8, stripe_bytes=4)],
-        [stripe(PUTS_AHEAD_MAX)],
+        [fragment(), fragment()],
+        [fragment(), fragment(offset=8, value=2)],
+        [fragment(), fragment(offset=8, fragment_bytes=4)],
+        [fragment(PUTS_AHEAD_MAX)],
         [note(0), note(0)],
         [note(1), note(1)],
-        [note(1), stripe(1)],
-        [stripe(), note(0)],
+        [note(1), fragment(1)],
+        [fragment(), note(0)],
         [Ack(puts=1)],
         [data(1)],
-        [Refusal(transfer=1, nbytes=5)],
+        [TransferRefusal(transfer=1, nbytes=5)],
         [PutRefusal(transfer=0, nbytes=5)],
         [Get(transfer=i, handle=REGION, at=0, total=1, after=0) for i in range(GETS_MAX + 1)],
         [Get(transfer=3, handle=REGION, at=0, total=1, after=0)] * 2,
@@ -294,13 +296,13 @@ def note(number: int) -> Notify:
 def test_a_peer_that_breaks_the_order_is_told_apart(records: list[Record]) -> None:
     end = BulkEnd(1)
     machine = end.machine
-    for lane in range(len(records)):
-        machine.handle(LaneOpened(lane=lane), now_ns=0)
-    for lane, record in enumerate(records):
-        assert machine.state is State.OPEN
-        machine.handle(RecordCame(lane=lane, record=record), now_ns=0)
+    for stripe in range(len(records)):
+        machine.handle(StripeOpened(stripe=stripe), now_ns=0)
+    for stripe, record in enumerate(records):
+        assert machine.state is BulkState.OPEN
+        machine.handle(RecordCame(stripe=stripe, record=record), now_ns=0)
     actions = machine.handle(CloseAsked(), now_ns=0)
-    assert machine.state is State.ENDED and actions == []
+    assert machine.state is BulkState.ENDED and actions == []
     with pytest.raises(Malformed):
         raise machine.end_error
 
@@ -308,48 +310,48 @@ def test_a_peer_that_breaks_the_order_is_told_apart(records: list[Record]) -> No
 def test_answers_that_do_not_fit_the_question() -> None:
     for records in ([data(1, total=9)], [data(1, total=16), data(1, total=16)]):
         machine = BulkMachine(peer=1)
-        for lane in range(2):
-            machine.handle(LaneOpened(lane=lane), now_ns=0)
+        for stripe in range(2):
+            machine.handle(StripeOpened(stripe=stripe), now_ns=0)
         total = records[-1].total if len(records) == 2 else 8
         machine.handle(GetAsked(transfer=1, handle=REGION, at=0, total=total), now_ns=0)
-        for lane, record in enumerate(records):
-            machine.handle(RecordCame(lane=lane, record=record), now_ns=0)
+        for stripe, record in enumerate(records):
+            machine.handle(RecordCame(stripe=stripe, record=record), now_ns=0)
         assert isinstance(machine.end_error, Malformed)
 
 
 def test_misuse_is_told_as_ours() -> None:
     machine = BulkMachine(peer=1)
-    machine.handle(LaneOpened(lane=0), now_ns=0)
+    machine.handle(StripeOpened(stripe=0), now_ns=0)
     with pytest.raises(LocalProtocolError, match="open already"):
-        machine.handle(LaneOpened(lane=0), now_ns=0)
+        machine.handle(StripeOpened(stripe=0), now_ns=0)
     with pytest.raises(LocalProtocolError, match="records sent"):
-        machine.handle(RecordsSent(lane=0, records=1), now_ns=0)
+        machine.handle(RecordsSent(stripe=0, records=1), now_ns=0)
     machine.handle(NotifyAsked(transfer=1, channel=0, value=1), now_ns=0)
     with pytest.raises(LocalProtocolError, match="under way"):
         machine.handle(NotifyAsked(transfer=1, channel=0, value=1), now_ns=0)
     with pytest.raises(LocalProtocolError):
-        BulkLimits(lane_bytes_max=0)
+        BulkLimits(stripe_bytes_max=0)
     with pytest.raises(LocalProtocolError):
-        BulkLimits(stripe_bytes=1 << 30)
+        BulkLimits(fragment_bytes=1 << 30)
 
 
 def test_events_after_the_end_change_nothing() -> None:
     machine = BulkMachine(peer=1)
-    machine.handle(LaneOpened(lane=0), now_ns=0)
-    machine.handle(LaneFailed(lane=0, error=PeerLost(1, "reset")), now_ns=0)
-    late = (LaneEnded(lane=0, between_records=True), RecordCame(lane=0, record=Goodbye()), TimerFired())
+    machine.handle(StripeOpened(stripe=0), now_ns=0)
+    machine.handle(StripeFailed(stripe=0, error=PeerLost(1, "reset")), now_ns=0)
+    late = (StripeEnded(stripe=0, between_records=True), RecordCame(stripe=0, record=Goodbye()), TimerFired())
     for event in late:
         assert machine.handle(event, now_ns=0) == []
 
 
-def test_what_is_sent_goes_over_the_first_lanes_alone_if_it_is_told_so() -> None:
+def test_what_is_sent_goes_over_the_first_stripes_alone_if_it_is_told_so() -> None:
     pair = BulkPair(4, key=None, limits=SMALL)
     a, b = pair.a, pair.b
-    a.handle(LanesUsed(count=1))
+    a.handle(StripesUsed(count=1))
     a.put(b.inbox_handle, bytes(4000), 0, channel=3, value=1)
     assert sorted(number for number, port in a.ports.items() if not port.writer.idle) == [0]
     settle(pair, random.Random(1))
-    a.handle(LanesUsed(count=3))
+    a.handle(StripesUsed(count=3))
     a.put(b.inbox_handle, bytes(4000), 0, channel=3, value=2)
     assert sorted(number for number, port in a.ports.items() if not port.writer.idle) == [0, 1, 2]
     settle(pair, random.Random(1))

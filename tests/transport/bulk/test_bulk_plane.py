@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.bulk.bulk_host import BulkHost, deadline, join, lane_of, tcp_pair
+from support.bulk.bulk_host import BulkHost, deadline, join, stripe_of, tcp_pair
 
-from zbmd.transport.bulk import lane_io as bulk_lane
+from zbmd.transport.bulk import stripe_io as bulk_stripe
 from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.records import BulkError, Error, Forged, Goodbye, Put
-from zbmd.transport.bulk.stream import LaneReader, LaneWriter
+from zbmd.transport.bulk.stream import StripeReader, StripeWriter
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -46,12 +46,12 @@ def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[
 
 
 @pytest.mark.parametrize("protection", [Protection.MAC, Protection.NONE])
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("stripes", [1, 3])
 def test_put_and_get_of_all_sizes(
-    hosts: tuple[BulkHost, BulkHost], lanes: int, protection: Protection
+    hosts: tuple[BulkHost, BulkHost], stripes: int, protection: Protection
 ) -> None:
     a, b = hosts
-    to_b, _ = join(a, b, lanes=lanes, protection=protection)
+    to_b, _ = join(a, b, stripes=stripes, protection=protection)
     inbox = b.segment.inbox.empty(9 << 20, np.uint8)
     arena = b.segment.arena.from_array(random_bytes(9 << 20, 1))
     target = to_b.open_region(b.regions.register(inbox))
@@ -71,7 +71,7 @@ def test_put_and_get_of_all_sizes(
 
 def test_puts_from_many_threads_and_both_directions(hosts: tuple[BulkHost, BulkHost]) -> None:
     a, b = hosts
-    ends = dict(zip(hosts, join(a, b, lanes=2), strict=True))
+    ends = dict(zip(hosts, join(a, b, stripes=2), strict=True))
     inboxes = {host: host.segment.inbox.empty((8, 20_000), np.int64) for host in hosts}
 
     def work(us: BulkHost, them: BulkHost, row: int) -> None:
@@ -200,7 +200,7 @@ class Puppet:
         sock, self.sock = tcp_pair()
         self.sock.settimeout(30)
         protection = Protection.MAC if keyed else Protection.NONE
-        self.peer.add_lane(lane_of(sock, 0, Side.DIALER, protection))
+        self.peer.add_stripe(stripe_of(sock, 0, Side.DIALER, protection))
 
     def say(self, data: bytes) -> None:
         self.sock.sendall(data)
@@ -208,10 +208,10 @@ class Puppet:
 
 def put_record(handle: RegionHandle, nbytes: int) -> bytes:
     record = Put(
-        transfer=0, handle=handle, at=0, total=nbytes, stripe_bytes=nbytes, offset=0, nbytes=nbytes,
+        transfer=0, handle=handle, at=0, total=nbytes, fragment_bytes=nbytes, offset=0, nbytes=nbytes,
         channel=0, value=1,
     )  # fmt: skip
-    writer = LaneWriter(None)
+    writer = StripeWriter(None)
     writer.add(record, memoryview(bytes(nbytes)))
     return b"".join(writer.pending(2))[: -nbytes or None]
 
@@ -256,7 +256,7 @@ def test_garbage_ends_its_own_connection_and_no_other(host: BulkHost, keyed: boo
 def test_a_peer_is_told_what_is_wrong_with_it(host: BulkHost) -> None:
     puppet = Puppet(host)
     puppet.say(random_bytes(1000).tobytes())
-    reader = LaneReader(None)
+    reader = StripeReader(None)
     said: list[object] = []
     while len(said) < 2:
         came = reader.filled(puppet.sock.recv_into(reader.want()))
@@ -340,7 +340,7 @@ async def test_a_cancelled_await_leaves_the_buffer_with_the_transfer(host: BulkH
 def test_a_host_that_acknowledges_nothing_is_lost(host: BulkHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a cable that was pulled looks like in TCP_INFO; nothing here can pull one."""
     dead = Progress(unacknowledged=3, unanswered_probes=0, quiet_ms=1 << 20)
-    monkeypatch.setattr(bulk_lane, "read_progress", lambda _: dead)
+    monkeypatch.setattr(bulk_stripe, "read_progress", lambda _: dead)
     puppet = Puppet(host, limits=BulkLimits(silent_ms=1))
     handle = RegionHandle(slot=1, incarnation=2, offset=0, nbytes=8, writable=True)
     puppet.peer.open_region(handle).notify(0, 1)
@@ -353,7 +353,7 @@ def test_a_host_that_acknowledges_nothing_is_lost(host: BulkHost, monkeypatch: p
 
 async def test_an_orderly_end_loses_nothing_and_marks_nobody(hosts: tuple[BulkHost, BulkHost]) -> None:
     a, b = hosts
-    to_b, to_a = join(a, b, lanes=3)
+    to_b, to_a = join(a, b, stripes=3)
     inbox = b.segment.inbox.empty(8 << 20, np.uint8)
     region = to_b.open_region(b.regions.register(inbox))
     data = random_bytes(8 << 20)
@@ -369,23 +369,23 @@ async def test_an_orderly_end_loses_nothing_and_marks_nobody(hosts: tuple[BulkHo
     assert a.segment.lost_mask() == b.segment.lost_mask() == 0
 
 
-def test_a_lane_for_what_has_ended_is_closed(host: BulkHost) -> None:
+def test_a_stripe_for_what_has_ended_is_closed(host: BulkHost) -> None:
     peer = host.connect(1)
     peer.close()
     peer.ended.wait(deadline())
     ours, theirs = tcp_pair()
     theirs.settimeout(30)
-    peer.add_lane(lane_of(ours, 0, Side.DIALER, Protection.NONE))
+    peer.add_stripe(stripe_of(ours, 0, Side.DIALER, Protection.NONE))
     assert theirs.recv(1) == b""
 
 
 def test_what_the_handshake_has_read_already_is_not_lost(host: BulkHost) -> None:
-    writer = LaneWriter(None)
+    writer = StripeWriter(None)
     writer.add(Goodbye())
     peer = host.connect(1)
     ours, theirs = tcp_pair()
     surplus = b"".join(writer.pending(1))
-    peer.add_lane(lane_of(ours, 0, Side.DIALER, Protection.NONE, surplus))
+    peer.add_stripe(stripe_of(ours, 0, Side.DIALER, Protection.NONE, surplus))
     peer.ended.wait(deadline())
     theirs.close()
 
@@ -398,7 +398,7 @@ def test_closing_the_plane_ends_everything_and_leaves_no_file_open() -> None:
     before = open_files()
     threads = threading.active_count()
     with BulkHost(0) as a, BulkHost(1) as b:
-        to_b, _ = join(a, b, lanes=2)
+        to_b, _ = join(a, b, stripes=2)
         stuck = a.connect(2).open_region(
             RegionHandle(slot=2, incarnation=3, offset=0, nbytes=8, writable=True)
         )

@@ -1,4 +1,4 @@
-"""A lane as bytes: any cut gives the same records, any change of a byte a typed error."""
+"""A stripe as bytes: any cut gives the same records, any change of a byte a typed error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.transport.bulk.records import (
+    FRAGMENT_BYTES_MAX,
+    FRAGMENTS_MAX,
     HEADER_BYTES,
-    STRIPE_BYTES_MAX,
-    STRIPES_MAX,
     TEXT_BYTES_MAX,
     Ack,
     BulkError,
@@ -28,16 +28,15 @@ from zbmd.transport.bulk.records import (
     Put,
     PutRefusal,
     Record,
-    Refusal,
+    TransferRefusal,
     decode,
     encode,
 )
-from zbmd.transport.bulk.stream import CHUNK_BYTES, Arrived, LaneReader, LaneWriter
+from zbmd.transport.bulk.stream import CHUNK_BYTES, PayloadArrived, StripeReader, StripeWriter
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import CHANNELS
-from zbmd.transport.secure.payload_mac import TAG_CHUNK_BYTES, TagHelper
-from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.secure.mac import TAG_BYTES, TAG_CHUNK_BYTES, RecordMac, TagHelper
 
 KEY = bytes(range(32))
 
@@ -56,12 +55,12 @@ HANDLE = RegionHandle(slot=3, incarnation=7, offset=1 << 20, nbytes=1 << 30, wri
 
 
 @st.composite
-def stripes(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """total, stripe_bytes, offset, nbytes."""
-    stripe_bytes = draw(st.integers(1, 700))
-    total = draw(st.integers(0, 3 * stripe_bytes))
-    offset = draw(st.integers(0, max(0, -(-total // stripe_bytes) - 1))) * stripe_bytes
-    return total, stripe_bytes, offset, min(stripe_bytes, total - offset)
+def fragments(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """total, fragment_bytes, offset, nbytes."""
+    fragment_bytes = draw(st.integers(1, 700))
+    total = draw(st.integers(0, 3 * fragment_bytes))
+    offset = draw(st.integers(0, max(0, -(-total // fragment_bytes) - 1))) * fragment_bytes
+    return total, fragment_bytes, offset, min(fragment_bytes, total - offset)
 
 
 @st.composite
@@ -69,12 +68,12 @@ def records(draw: st.DrawFn) -> Record:
     transfer, value = draw(U64), draw(U64)
     channel = draw(st.integers(0, CHANNELS - 1))
     text_bytes = draw(st.integers(1, TEXT_BYTES_MAX))
-    total, stripe_bytes, offset, nbytes = draw(stripes())
+    total, fragment_bytes, offset, nbytes = draw(fragments())
     put = Put(
         transfer=transfer, handle=HANDLE, at=draw(st.integers(0, 1000)), total=total, offset=offset,
-        stripe_bytes=stripe_bytes, nbytes=nbytes, channel=channel, value=value,
+        fragment_bytes=fragment_bytes, nbytes=nbytes, channel=channel, value=value,
     )  # fmt: skip
-    data = Data(transfer=transfer, total=total, stripe_bytes=stripe_bytes, offset=offset, nbytes=nbytes)
+    data = Data(transfer=transfer, total=total, fragment_bytes=fragment_bytes, offset=offset, nbytes=nbytes)
     return draw(
         st.sampled_from(
             [
@@ -82,7 +81,7 @@ def records(draw: st.DrawFn) -> Record:
                 data,
                 Notify(transfer=transfer, channel=channel, value=value),
                 Get(transfer=transfer, handle=HANDLE, at=5, total=total, after=value),
-                Refusal(transfer=transfer, nbytes=text_bytes),
+                TransferRefusal(transfer=transfer, nbytes=text_bytes),
                 PutRefusal(transfer=transfer, nbytes=text_bytes),
                 Ack(puts=value),
                 Error(nbytes=text_bytes),
@@ -101,7 +100,7 @@ def payload_of(record: Record, number: int) -> bytes:
 
 def write(sent: list[Record], *, keyed: bool) -> list[bytes]:
     """The bytes of each record."""
-    writer = LaneWriter(mac(keyed))
+    writer = StripeWriter(mac(keyed))
     out: list[bytes] = []
     for number, record in enumerate(sent):
         payload = payload_of(record, number)
@@ -119,7 +118,7 @@ def read(
     stream: bytes, cuts: Iterator[int], *, keyed: bool, helper: TagHelper | None = None
 ) -> Iterator[tuple[Record, bytes]]:
     """Each record with its payload, once that is whole and authentic."""
-    reader = LaneReader(mac(keyed), helper)
+    reader = StripeReader(mac(keyed), helper)
     came: tuple[Record, bytearray] | None = None
     at = 0
     while at < len(stream):
@@ -130,7 +129,7 @@ def read(
         match reader.filled(n):
             case None:
                 continue
-            case Arrived(text=text):
+            case PayloadArrived(text=text):
                 assert came is not None
                 yield came[0], text.encode() or bytes(came[1])
                 came = None
@@ -140,7 +139,7 @@ def read(
                     yield record, b""
                     continue
                 came = record, bytearray(record.nbytes)
-                if isinstance(record, Refusal | PutRefusal | Error):
+                if isinstance(record, TransferRefusal | PutRefusal | Error):
                     reader.receive_text()
                 else:
                     reader.receive_into(memoryview(came[1]))
@@ -185,7 +184,7 @@ def test_any_change_of_a_byte_is_found_before_its_record_counts(
 @pytest.mark.parametrize("keyed", [True, False])
 @pytest.mark.parametrize("order", [[1], [0, 0], [0, 2], [1, 0], [0, 1, 0], [0, 1, 2, 1]])
 def test_repeated_reordered_and_left_out_records(order: list[int], keyed: bool) -> None:
-    data = Data(transfer=1, total=5, stripe_bytes=5, offset=0, nbytes=5)
+    data = Data(transfer=1, total=5, fragment_bytes=5, offset=0, nbytes=5)
     written = write([Ack(puts=1), data, Notify(transfer=1, channel=1, value=1)], keyed=keyed)
     stream = b"".join(written[i] for i in order)
     with pytest.raises(Forged if keyed else OutOfSequence):
@@ -195,9 +194,9 @@ def test_repeated_reordered_and_left_out_records(order: list[int], keyed: bool) 
 def long_stream(helper: TagHelper | None) -> tuple[Data, bytes, bytes]:
     """A record whose payload is cut for sending and tagging, the payload, and what a writer makes of it."""
     total = 2 * CHUNK_BYTES + 17
-    record = Data(transfer=1, total=total, stripe_bytes=total, offset=0, nbytes=total)
+    record = Data(transfer=1, total=total, fragment_bytes=total, offset=0, nbytes=total)
     payload = random.Random(4).randbytes(total)
-    writer = LaneWriter(RecordMac(KEY), helper)
+    writer = StripeWriter(RecordMac(KEY), helper)
     writer.add(record, memoryview(payload))
     stream = bytearray()
     while not writer.idle:
@@ -241,7 +240,7 @@ def test_a_long_payload_that_is_thrown_away_is_checked(changed: bool) -> None:
     record, _, stream = long_stream(None)
     stream = bytearray(stream)
     stream[-100] ^= changed
-    reader, at = LaneReader(RecordMac(KEY)), 0
+    reader, at = StripeReader(RecordMac(KEY)), 0
     came: object = None
     with pytest.raises(Forged) if changed else contextlib.nullcontext():
         while at < len(stream):
@@ -252,7 +251,7 @@ def test_a_long_payload_that_is_thrown_away_is_checked(changed: bool) -> None:
             came = reader.filled(n)
             if came == record:
                 reader.receive_nowhere()
-        assert isinstance(came, Arrived) and reader.between_records
+        assert isinstance(came, PayloadArrived) and reader.between_records
 
 
 @given(header=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), kind=st.integers(0, 10))
@@ -272,7 +271,7 @@ def changed(field: int, width: int, value: int, record: Record) -> bytes:
 
 
 PUT = Put(
-    transfer=1, handle=HANDLE, at=0, total=100, stripe_bytes=40, offset=40, nbytes=40, channel=2, value=3
+    transfer=1, handle=HANDLE, at=0, total=100, fragment_bytes=40, offset=40, nbytes=40, channel=2, value=3
 )  # fmt: skip
 
 
@@ -283,18 +282,18 @@ PUT = Put(
         (changed(0, 1, 10, PUT), "unknown kind"),
         (changed(1, 1, 2, PUT), "does not have"),
         (changed(2, 2, CHANNELS, PUT), "channel"),
-        (changed(4, 4, 0, PUT), "stripes of 0"),
-        (changed(4, 4, STRIPE_BYTES_MAX + 1, PUT), "in stripes of"),
-        (changed(24, 8, 41, PUT), "no stripe"),
-        (changed(32, 8, 40 * STRIPES_MAX + 1, PUT), "of a transfer|outside|in stripes of"),
-        (changed(40, 8, 41, PUT), "no stripe"),
-        (changed(40, 8, 120, PUT), "no stripe"),
+        (changed(4, 4, 0, PUT), "fragments of 0"),
+        (changed(4, 4, FRAGMENT_BYTES_MAX + 1, PUT), "in fragments of"),
+        (changed(24, 8, 41, PUT), "no fragment"),
+        (changed(32, 8, 40 * FRAGMENTS_MAX + 1, PUT), "of a transfer|outside|in fragments of"),
+        (changed(40, 8, 41, PUT), "no fragment"),
+        (changed(40, 8, 120, PUT), "no fragment"),
         (changed(56, 8, (1 << 30) - 99, PUT), "outside a region"),
         (changed(56, 8, (1 << 64) - 1, PUT), "outside a region"),
         (changed(92, 4, 1, PUT), "does not have"),
         (changed(48, 8, 1, Goodbye()), "does not have"),
         (changed(24, 8, 0, Error(nbytes=1)), "reason of 0"),
-        (changed(24, 8, TEXT_BYTES_MAX + 1, Refusal(transfer=1, nbytes=1)), "reason of"),
+        (changed(24, 8, TEXT_BYTES_MAX + 1, TransferRefusal(transfer=1, nbytes=1)), "reason of"),
         (changed(24, 8, 1, Ack(puts=1)), "does not have"),
     ],
 )
@@ -303,14 +302,14 @@ def test_headers_that_no_peer_sends(header: bytes, match: str) -> None:
         decode(header, 0)
 
 
-def test_a_lane_that_goes_on_after_its_goodbye() -> None:
+def test_a_stripe_that_goes_on_after_its_goodbye() -> None:
     stream = b"".join(write([Goodbye(), Ack(puts=1)], keyed=False))
     with pytest.raises(Malformed, match="after its goodbye"):
         list(read(stream, cycle([100]), keyed=False))
 
 
 def test_a_text_is_made_fit_to_print() -> None:
-    reader = LaneReader(None)
+    reader = StripeReader(None)
     text = b"bad\x1b[31m\xff"
     for piece in (encode(Error(nbytes=len(text)), 0), text):
         want = reader.want()
@@ -318,11 +317,11 @@ def test_a_text_is_made_fit_to_print() -> None:
         came = reader.filled(len(piece))
         if isinstance(came, Error):
             reader.receive_text()
-    assert isinstance(came, Arrived) and came.text == "bad?[31m\ufffd"
+    assert isinstance(came, PayloadArrived) and came.text == "bad?[31m\ufffd"
 
 
 def test_misuse_is_told_as_ours() -> None:
-    reader, writer = LaneReader(None), LaneWriter(None)
+    reader, writer = StripeReader(None), StripeWriter(None)
     with pytest.raises(LocalProtocolError, match="no destination"):
         reader.receive_into(memoryview(bytearray(3)))
     reader.want()[:] = encode(PUT, 0)

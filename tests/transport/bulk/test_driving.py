@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from support.bulk.bulk_host import BulkHost, deadline, join
 
-from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.bulk.peer import BulkPeer, BulkRegion
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.bulk.region import BulkRegion
 from zbmd.transport.native import _native
 
 

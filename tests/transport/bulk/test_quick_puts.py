@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from support.bulk.bulk_host import BulkHost, deadline, join
 
 from zbmd.transport.bulk._fast_path import QUICK_BYTES_MAX, QuickPuts
-from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.bulk.peer import BulkPeer, BulkRegion
 from zbmd.transport.bulk.records import HEADER_BYTES, PUTS_AHEAD_MAX, Ack, Notify, Put, Record
-from zbmd.transport.bulk.region import BulkRegion
-from zbmd.transport.bulk.stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWriter
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import DONE
 from zbmd.transport.native import _native
-from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.secure.mac import TAG_BYTES, RecordMac
 from zbmd.transport.secure.session_keys import Protection
 
 KEY = bytes(range(32))
@@ -93,14 +92,14 @@ def put_record(
     number: int, data: bytes, *, at: int = 8, value: int | None = None, handle: RegionHandle = HANDLE
 ) -> Put:
     return Put(
-        transfer=number, handle=handle, at=at, total=len(data), stripe_bytes=1 << 24, offset=0,
+        transfer=number, handle=handle, at=at, total=len(data), fragment_bytes=1 << 24, offset=0,
         nbytes=len(data), channel=CHANNEL, value=number + 1 if value is None else value,
     )  # fmt: skip
 
 
 def written(*said: tuple[Record, bytes], keyed: bool) -> bytes:
-    """As a lane sends it."""
-    writer = LaneWriter(RecordMac(KEY) if keyed else None)
+    """As a stripe sends it."""
+    writer = StripeWriter(RecordMac(KEY) if keyed else None)
     for record, data in said:
         writer.add(record, memoryview(data) if data else None)
     found = bytearray()
@@ -110,8 +109,8 @@ def written(*said: tuple[Record, bytes], keyed: bool) -> bytes:
     return bytes(found)
 
 
-def test_a_lane_reads_what_is_sent_quickly(segment: Segment, *, keyed: bool) -> None:
-    side, reader = Side(segment, keyed=keyed), LaneReader(RecordMac(KEY) if keyed else None)
+def test_a_stripe_reads_what_is_sent_quickly(segment: Segment, *, keyed: bool) -> None:
+    side, reader = Side(segment, keyed=keyed), StripeReader(RecordMac(KEY) if keyed else None)
     data = random.Random(1).randbytes(300)
     side.hear(written((Notify(transfer=0, channel=CHANNEL, value=1), b""), keyed=keyed))
     sent = b"".join(
@@ -128,7 +127,7 @@ def test_a_lane_reads_what_is_sent_quickly(segment: Segment, *, keyed: bool) -> 
         n = min(len(want), len(sent))
         want[:n], sent = sent[:n], sent[n:]
         came = reader.filled(n)
-        if came is None or isinstance(came, Arrived):
+        if came is None or isinstance(came, PayloadArrived):
             continue
         found.append(came)
         if came.nbytes:
@@ -139,7 +138,7 @@ def test_a_lane_reads_what_is_sent_quickly(segment: Segment, *, keyed: bool) -> 
 
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(1, 400), min_size=1, max_size=8), keyed=st.booleans())
-def test_what_a_lane_writes_is_taken_however_it_is_cut(
+def test_what_a_stripe_writes_is_taken_however_it_is_cut(
     segment: Segment, cuts: list[int], *, keyed: bool
 ) -> None:
     side = Side(segment, keyed=keyed)
@@ -323,18 +322,18 @@ class Talker:
                 while not self.has_said(2 * k) and _native.now_ns() < limit:
                     if not self.host.plane.drive():
                         self.host.plane.park()  # what is held back for others leaves, too
-                self.was_quick += self.end._quick.lane >= 0
+                self.was_quick += self.end._quick.stripe >= 0
             assert self.has_said(2 * k) and self.inbox[at] == self.inbox[at + 7] == k
             if draw.random() < 0.2:
                 region.put(np.full(8, k, np.uint8), ASIDE, channel=ASIDE % 7, value=k).wait(limit)
 
 
 @pytest.mark.parametrize("protection", [Protection.MAC, Protection.NONE])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_quick_puts_and_all_else_keep_their_order(protection: Protection, lanes: int) -> None:
+@pytest.mark.parametrize("stripes", [1, 2])
+def test_quick_puts_and_all_else_keep_their_order(protection: Protection, stripes: int) -> None:
     nbytes = 3 * HALF
     with BulkHost(0, nbytes=nbytes) as a, BulkHost(1, nbytes=nbytes) as b, ThreadPoolExecutor(2) as threads:
-        to_b, to_a = join(a, b, lanes=lanes, protection=protection)
+        to_b, to_a = join(a, b, stripes=stripes, protection=protection)
         talkers = Talker(a, to_b, 1), Talker(b, to_a, 0)
         done = [
             threads.submit(one.talk, two.handle) for one, two in zip(talkers, reversed(talkers), strict=True)
@@ -349,7 +348,7 @@ def test_quick_puts_and_all_else_keep_their_order(protection: Protection, lanes:
 
 
 def put_quickly(host: BulkHost, region: BulkRegion) -> int:
-    """Put ones, each with the next value, until a put was quick; its value. At first no lane rests."""
+    """Put ones, each with the next value, until a put was quick; its value. At first no stripe rests."""
     value, limit = 1, deadline()
     while (put := region.put(np.ones(8, np.uint8), channel=CHANNEL, value=value)) is not DONE:
         while not put.done:
@@ -408,7 +407,7 @@ def test_a_long_put_waits_for_room_and_not_for_a_peer_that_does_not_read() -> No
                         break
                     source.fill(0)
             assert 0 < k < count, "more went than two sockets take"
-            assert end._quick.lane < 0
+            assert end._quick.stripe < 0
             end.settled()
             limit = deadline()
             while b.wait(0, CHANNEL, value + k - 1) != 0 and _native.now_ns() < limit:

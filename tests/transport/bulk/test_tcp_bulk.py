@@ -1,4 +1,4 @@
-"""Regions over TCP links: the lanes join by themselves, and bulk and link end together."""
+"""Regions over TCP links: the stripes join by themselves, and bulk and link end together."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 from support.bulk.bulk_host import BulkHost
 from support.tcp.tcp_certificates import job_tls
 
-from zbmd.transport.bulk.lane_count import LANES_DEFAULT_MAX, buffer_bytes_max, lanes_for
 from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.bulk.stripe_scaling import STRIPES_DEFAULT_MAX, buffer_bytes_max, stripes_for
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native import _native
 from zbmd.transport.secure.session_keys import Protection
 from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.link import TcpLink
 from zbmd.transport.tcp.regions import join_bulk
-from zbmd.transport.tcp.settings import TcpSettings
 
 NBYTES = 3 << 20
 
@@ -38,10 +38,10 @@ class Both:
         self.hosts = hosts
         self.links = links
 
-    async def join(self, *, lanes: int | None = None) -> tuple[BulkPeer, BulkPeer]:
+    async def join(self, *, stripes: int | None = None) -> tuple[BulkPeer, BulkPeer]:
         a, b = self.hosts
         first, second = await asyncio.gather(
-            join_bulk(self.links[0], endpoint_of(a), a.plane, slot=1, lanes=lanes),
+            join_bulk(self.links[0], endpoint_of(a), a.plane, slot=1, stripes=stripes),
             join_bulk(self.links[1], endpoint_of(b), b.plane, slot=0),
         )
         return first, second
@@ -65,7 +65,7 @@ async def linked(protection: Protection = Protection.MAC) -> AsyncGenerator[Both
 @pytest.mark.parametrize("protection", list(Protection))
 async def test_put_and_get_both_ways(protection: Protection) -> None:
     async with linked(protection) as both:
-        await both.join(lanes=2)
+        await both.join(stripes=2)
         for us, them, link in ((0, 1, both.links[0]), (1, 0, both.links[1])):
             host, peer = both.hosts[us], both.hosts[them]
             inbox = peer.segment.inbox.empty(NBYTES, np.uint8)
@@ -85,8 +85,8 @@ async def test_a_link_without_memory_opens_no_region() -> None:
         handle = b.regions.register(b.segment.inbox.empty(8, np.uint8))
         with pytest.raises(LocalProtocolError, match="no memory"):
             both.links[0].open_region(handle)
-        with pytest.raises(LocalProtocolError, match="17 lanes"):
-            await join_bulk(both.links[0], endpoint_of(a), a.plane, slot=1, lanes=17)
+        with pytest.raises(LocalProtocolError, match="17 stripes"):
+            await join_bulk(both.links[0], endpoint_of(a), a.plane, slot=1, stripes=17)
 
 
 async def test_closing_the_link_ends_the_bulk_connection_in_order() -> None:
@@ -140,13 +140,13 @@ async def test_a_bulk_connection_that_cannot_be_made_closes_the_link() -> None:
             both.links[0].open_region(handle).notify(0, 1)
 
 
-def test_the_number_of_lanes_follows_the_path() -> None:
+def test_the_number_of_stripes_follows_the_path() -> None:
     buffer_bytes = 2 << 20
-    assert lanes_for(50, buffer_bytes) == 1
-    assert lanes_for(1_000, buffer_bytes) == 1
-    assert lanes_for(5_000, buffer_bytes) == 3
-    assert lanes_for(100_000, buffer_bytes) == LANES_DEFAULT_MAX
-    assert lanes_for(0, 0) == 1
+    assert stripes_for(50, buffer_bytes) == 1
+    assert stripes_for(1_000, buffer_bytes) == 1
+    assert stripes_for(5_000, buffer_bytes) == 3
+    assert stripes_for(100_000, buffer_bytes) == STRIPES_DEFAULT_MAX
+    assert stripes_for(0, 0) == 1
     assert buffer_bytes_max() > 0
 
 
@@ -156,7 +156,7 @@ async def test_a_join_that_is_cancelled_closes_its_link_and_leaves_nothing(turns
         a, b = both.hosts
         await join_bulk(both.links[1], endpoint_of(b), b.plane, slot=0)
         joining = asyncio.ensure_future(
-            join_bulk(both.links[0], endpoint_of(a), a.plane, slot=1, lanes=LANES_DEFAULT_MAX)
+            join_bulk(both.links[0], endpoint_of(a), a.plane, slot=1, stripes=STRIPES_DEFAULT_MAX)
         )
         for _ in range(turns + 1):
             await asyncio.sleep(0)

@@ -67,19 +67,19 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
     log.close("done")
     found = read(tmp_path)
     assert [record.kind for record in found] == [
-        capture.Kind.STREAM,
-        capture.Kind.FRAME_OUT,
-        capture.Kind.FRAME_IN,
-        capture.Kind.TIMER,
-        capture.Kind.DEATH,
-        capture.Kind.SEED,
-        capture.Kind.CLOCK,
-        capture.Kind.NOTE,
-        capture.Kind.BULK,
-        capture.Kind.MARK,
-        capture.Kind.LOST,
-        capture.Kind.END,
-        capture.Kind.END,
+        capture.RecordType.STREAM,
+        capture.RecordType.FRAME_OUT,
+        capture.RecordType.FRAME_IN,
+        capture.RecordType.TIMER,
+        capture.RecordType.DEATH,
+        capture.RecordType.SEED,
+        capture.RecordType.CLOCK,
+        capture.RecordType.NOTE,
+        capture.RecordType.BULK,
+        capture.RecordType.MARK,
+        capture.RecordType.LOST,
+        capture.RecordType.END,
+        capture.RecordType.END,
     ]
     declared, sent, came, *_ = found
     assert isinstance(declared, rec.StreamDeclared) and declared.name == "rank1#2"
@@ -157,7 +157,7 @@ def test_large_records_take_blocks_of_their_own(tmp_path: Path) -> None:
         1 << 20,
         1 << 20,
         3 << 20,
-        capture.Kind.LOST,  # over the bound of a block
+        capture.RecordType.LOST,  # over the bound of a block
         1 << 20,
     ]
 
@@ -178,7 +178,7 @@ def test_after_close_nothing_is_recorded(tmp_path: Path) -> None:
     log.frame_in(1, b"", 1)
     log.close()
     assert log.flush()
-    assert [record.kind for record in read(tmp_path)] == [capture.Kind.END]
+    assert [record.kind for record in read(tmp_path)] == [capture.RecordType.END]
 
 
 def test_old_segments_make_room_for_new_ones(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from zbmd.transport.capture.files import DiskLimits, LogFiles
 from zbmd.transport.capture.format import BlockInfo
 from zbmd.transport.capture.merge import Filter, filtered, merged, skews
 from zbmd.transport.capture.reader import ProcessLog
-from zbmd.transport.capture.records import Kind, RawRecord
+from zbmd.transport.capture.records import RawRecord, RecordType
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.frames import FrameHeader, pack_header
 
@@ -29,7 +29,7 @@ ANCHOR = fmt.Anchor(wall_ns=1_000_000_000, monotonic_ns=1_000)
 
 def marks(count: int, *, stream: int = 0, first: int = 0) -> list[RawRecord]:
     """MARK records of `count` steps, one a microsecond."""
-    return [(int(Kind.MARK), stream, 1_000 * i, i, i) for i in range(first, first + count)]
+    return [(int(RecordType.MARK), stream, 1_000 * i, i, i) for i in range(first, first + count)]
 
 
 def write_log(
@@ -325,13 +325,13 @@ def test_a_step_that_was_run_again_is_found_where_it_began_first(tmp_path: Path)
 
 
 def test_filters_choose_processes_times_and_kinds(tmp_path: Path) -> None:
-    note: RawRecord = (int(Kind.NOTE), 0, 50_500, 51, "x")
+    note: RawRecord = (int(RecordType.NOTE), 0, 50_500, 51, "x")
     records = [*marks(51), note, *marks(49, first=51)]
     log = write_log(tmp_path, records, block=10)
     base_ns = ANCHOR.wall_ns - ANCHOR.monotonic_ns
     chosen = Filter(since_ns=base_ns + 50_000, until_ns=base_ns + 52_000)
     assert [entry.number for entry in filtered(log, chosen)] == [50, 51, 52]
-    assert [entry.number for entry in filtered(log, Filter(kinds=frozenset({Kind.NOTE})))] == [51]
+    assert [entry.number for entry in filtered(log, Filter(kinds=frozenset({RecordType.NOTE})))] == [51]
     assert len(list(filtered(log, Filter(processes=frozenset({"rank0"}))))) == 101
     assert len(list(filtered(log, Filter(processes=frozenset({"rank0#1"}))))) == 101
     assert list(filtered(log, Filter(processes=frozenset({"rank0#2", "rank1"})))) == []
@@ -354,7 +354,7 @@ def exchange(tmp_path: Path, *, offset_ns: int, there_ns: int, back_ns: int) -> 
     clocks = {"rank0": HybridClock(), "rank1": HybridClock()}
     ahead = {"rank0": 0, "rank1": offset_ns}
     records: dict[str, list[RawRecord]] = {
-        name: [(int(Kind.STREAM), 1, 0, 0, f"{peer}#1", "link", 0, "", msgspec.Raw(b"\x80"), False)]
+        name: [(int(RecordType.STREAM), 1, 0, 0, f"{peer}#1", "link", 0, "", msgspec.Raw(b"\x80"), False)]
         for name, peer in (("rank0", "rank1"), ("rank1", "rank0"))
     }
     now_ns = 1_000_000_000
@@ -363,10 +363,10 @@ def exchange(tmp_path: Path, *, offset_ns: int, there_ns: int, back_ns: int) -> 
         sent = frame(sender, number, clocks[sender], now_ns + ahead[sender])
         header, payload = sent[:48], sent[48:]
         stamp = clocks[sender].last
-        records[sender].append((int(Kind.FRAME_OUT), 1, now_ns, stamp, header, payload))
+        records[sender].append((int(RecordType.FRAME_OUT), 1, now_ns, stamp, header, payload))
         now_ns += (there_ns if sender == "rank0" else back_ns) + (number * 37) % 11 * 100
         received = clocks[receiver].merge(stamp, now_ns + ahead[receiver])
-        records[receiver].append((int(Kind.FRAME_IN), 1, now_ns, received, sent))
+        records[receiver].append((int(RecordType.FRAME_IN), 1, now_ns, received, sent))
     for name, kept in records.items():
         write_log(tmp_path, kept, process=name, anchor=fmt.Anchor(wall_ns=ahead[name], monotonic_ns=0))
     return list(capture.open_log(tmp_path).processes)

@@ -127,7 +127,7 @@ def run_membership(log: capture.Recorder, seed: int) -> None:
     """A host's life: ranks are forked, join, are killed and replaced, in an order drawn by the seed."""
     rng = random.Random(seed)
     config = {"world_size": 4, "on_loss": "replace"}
-    tap = log.machine(MEMBERSHIP, "host", _build_membership(config), config)
+    tap = capture.Tap(log, MEMBERSHIP, "host", _build_membership(config), config)
     waiting: list[view.Event] = [view.StartRequested()]
     now_ns, kills = 0, 2
     while waiting:
@@ -175,7 +175,7 @@ def run_supervision(log: capture.Recorder, seed: int) -> None:
     children = [ChildPolicy(child=f"c{i}") for i in range(3)]
     config = {"children": children, "strategy": "rest_for_one"}
     machine = SupervisionMachine(children, strategy=supervision.Strategy("rest_for_one"))
-    tap = log.machine(SUPERVISION, "root", machine, config)
+    tap = capture.Tap(log, SUPERVISION, "root", machine, config)
     waiting: list[supervision.Event] = [supervision.StartRequested()]
     now_ns = 0
     while True:
@@ -205,7 +205,7 @@ def run_commit(log: capture.Recorder, seed: int, monkeypatch: pytest.MonkeyPatch
             super().__init__(**config)
             lives.append(config["rank"])
             name = f"rank{config['rank']} life {len(lives)}"
-            self._tap = log.machine(COMMIT, name, StepCommit(**config), config)
+            self._tap = capture.Tap(log, COMMIT, name, StepCommit(**config), config)
 
         def handle(self, event: cm.CommitEvent, *, now_ns: int) -> list[cm.CommitAction]:
             actions = super().handle(event, now_ns=now_ns)
@@ -233,7 +233,7 @@ def run_hello(log: capture.Recorder, *, listener_cookie: bytes = COOKIE) -> None
             "deadline_ns": 10_000,
         }
         machine = hello.HelloMachine(**config)  # type: ignore[arg-type]
-        taps[side] = log.machine(HELLO, f"hello as {side.value}", machine, config)
+        taps[side] = capture.Tap(log, HELLO, f"hello as {side.value}", machine, config)
     waiting: list[tuple[Side, hello.HelloEvent]] = [
         (Side.LISTENER, hello.Opened(peer_uid=0)),
         (Side.DIALER, hello.Opened(peer_uid=None)),

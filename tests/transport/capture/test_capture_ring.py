@@ -102,7 +102,10 @@ def test_a_ring_is_dumped_once_into_a_directory(tmp_path: Path) -> None:
     recorder.close()
     recorder.note("late")
     recorder.dump(tmp_path, "x")
-    assert [entry.record.kind for entry in dumped(tmp_path)] == [capture.Kind.NOTE, capture.Kind.END]
+    assert [entry.record.kind for entry in dumped(tmp_path)] == [
+        capture.RecordType.NOTE,
+        capture.RecordType.END,
+    ]
     with pytest.raises(capture.CaptureExists):
         recorder.dump(tmp_path, "again")
     with pytest.raises(LocalProtocolError):

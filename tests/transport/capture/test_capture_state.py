@@ -20,10 +20,10 @@ from zbmd.actors.directory import events as de
 from zbmd.actors.directory.machine import DIRECTORY, DirectoryMachine
 from zbmd.tools.replay import kinds as replay_kinds
 from zbmd.transport import capture
-from zbmd.transport.capture import thread_tap
+from zbmd.transport.capture import tap as tap_module
 from zbmd.transport.capture.records import EventTaken, StateTaken
 from zbmd.transport.capture.registry import MachineKind
-from zbmd.transport.capture.state import STATE_BYTES_MAX, StateCodec, What
+from zbmd.transport.capture.state import STATE_BYTES_MAX, StateCodec, StateTag
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 
@@ -191,7 +191,7 @@ def ring(ring_bytes: int = 64 << 10) -> capture.RingRecorder:
 
 def test_a_ring_that_forgot_the_beginning_is_replayed_from_a_state(tmp_path: Path) -> None:
     memory = ring()
-    tap = memory.machine(KEEPER, "keeper", Keeper(), {})
+    tap = capture.Tap(memory, KEEPER, "keeper", Keeper(), {})
     for at_ns in range(2000):
         tap.handle(Put(item=at_ns % 5), now_ns=at_ns)
     memory.dump(tmp_path, "to see")
@@ -206,7 +206,7 @@ def test_a_log_whose_oldest_segments_are_gone_is_replayed_from_a_state(tmp_path:
     origin = capture.Origin(process="rank0", incarnation=1)
     limits = capture.LogLimits(disk=capture.DiskLimits(segment_bytes=1 << 13, disk_bytes=1 << 15))
     log = capture.LogRecorder(tmp_path, origin, capture.Clocks(hybrid=HybridClock()), limits=limits)
-    tap = log.machine(KEEPER, "keeper", Keeper(), {})
+    tap = capture.Tap(log, KEEPER, "keeper", Keeper(), {})
     noise = random.Random(1)
     for at_ns in range(6000):
         tap.handle(Put(item=at_ns % 5), now_ns=at_ns)
@@ -246,7 +246,7 @@ def test_a_machine_of_another_thread_is_replayed_from_a_state_too(tmp_path: Path
 def test_what_another_thread_says_while_the_loop_stands_still_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_tap, "WAITING_MAX", 20)
+    monkeypatch.setattr(tap_module, "WAITING_MAX", 20)
     log = capture.LogRecorder(
         tmp_path, capture.Origin(process="rank0", incarnation=1), capture.Clocks(hybrid=HybridClock())
     )
@@ -266,7 +266,7 @@ def test_what_another_thread_says_while_the_loop_stands_still_is_bounded(
 
 def test_a_replay_from_a_state_finds_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = ring()
-    tap = memory.machine(KEEPER, "keeper", Keeper(), {})
+    tap = capture.Tap(memory, KEEPER, "keeper", Keeper(), {})
     for at_ns in range(2000):
         tap.handle(Put(item=at_ns % 5), now_ns=at_ns)
     memory.dump(tmp_path, "to see")
@@ -282,7 +282,7 @@ def test_a_replay_from_a_state_finds_a_divergence(tmp_path: Path, monkeypatch: p
 
 def test_a_state_of_other_code_is_not_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = ring()
-    tap = memory.machine(KEEPER, "keeper", Keeper(), {})
+    tap = capture.Tap(memory, KEEPER, "keeper", Keeper(), {})
     for at_ns in range(2000):
         tap.handle(Put(item=1), now_ns=at_ns)
     memory.dump(tmp_path, "to see")
@@ -296,7 +296,7 @@ def test_a_state_that_cannot_be_recorded_costs_the_log_a_note(tmp_path: Path) ->
     memory = ring()
     keeper = Keeper()
     keeper.sizes[1] = object()  # type: ignore[assignment]  # pyright: ignore[reportArgumentType]
-    tap = memory.machine(KEEPER, "keeper", keeper, {})
+    tap = capture.Tap(memory, KEEPER, "keeper", keeper, {})
     for at_ns in range(2000):
         tap.handle(Put(item=2), now_ns=at_ns)
     memory.dump(tmp_path, "to see")
@@ -340,9 +340,9 @@ def test_what_a_state_may_not_hold() -> None:
     [
         None,
         {},
-        [What.OBJECT, 0, {}],
-        [What.OBJECT, 99, {}],
-        [What.LIST, 1],
+        [StateTag.OBJECT, 0, {}],
+        [StateTag.OBJECT, 99, {}],
+        [StateTag.LIST, 1],
     ],
 )
 def test_trees_that_are_no_state_are_refused(tree: object) -> None:

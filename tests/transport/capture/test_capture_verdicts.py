@@ -79,7 +79,7 @@ SEALED: capture.MachineKind[Add, Total] = capture.register(
 
 
 def adder(log: capture.Recorder, limit: int = 100) -> capture.Tap[Add, Total]:
-    return log.machine(ADDER, "adder", Adder(limit), {"limit": limit})
+    return capture.Tap(log, ADDER, "adder", Adder(limit), {"limit": limit})
 
 
 def test_errors_are_part_of_the_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +269,9 @@ def test_an_unknown_machine_and_a_missing_secret_are_named(tmp_path: Path) -> No
         name="test.adder", version=2, build=ADDER.build, events=ADDER.events, actions=ADDER.actions
     )
     log = recorder(tmp_path)
-    log.machine(later, "later", Adder(10), {"limit": 10}).handle(Add(amount=1), now_ns=1)
-    log.machine(ADDER, "odd", Adder(10), {"limits": 10}).handle(Add(amount=1), now_ns=1)
-    log.machine(SEALED, "sealed", Adder(10), {"limit": 10}).handle(Add(amount=1), now_ns=1)
+    capture.Tap(log, later, "later", Adder(10), {"limit": 10}).handle(Add(amount=1), now_ns=1)
+    capture.Tap(log, ADDER, "odd", Adder(10), {"limits": 10}).handle(Add(amount=1), now_ns=1)
+    capture.Tap(log, SEALED, "sealed", Adder(10), {"limit": 10}).handle(Add(amount=1), now_ns=1)
     log.close()
     found = verdicts(tmp_path)
     assert all(isinstance(verdict, capture.Incomplete) for verdict in found)

@@ -9,8 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zbmd.transport.clock import deadlines as budget
-from zbmd.transport.clock.deadlines import Deadlines, Kind, derive, parse_recovery_budget
-from zbmd.transport.clock.durations import format_duration, parse_duration
+from zbmd.transport.clock.deadlines import (
+    DeadlineKind,
+    Deadlines,
+    derive,
+    format_duration,
+    parse_duration,
+    parse_recovery_budget,
+)
 from zbmd.transport.errors import UserError
 
 BUDGETS_NS = st.integers(budget.RECOVERY_BUDGET_NS_MIN, budget.RECOVERY_BUDGET_NS_MAX)
@@ -26,7 +32,7 @@ def test_every_budget_gives_deadlines_in_order_and_within_it(recovery_budget_ns:
     assert deadlines.notice_ns < deadlines.confirmation_ns < deadlines.suspicion_ns
     assert deadlines.suspicion_ns < deadlines.tcp_user_timeout_ms * MS
     assert max(deadlines.same_host_path_ns, deadlines.across_hosts_path_ns) <= recovery_budget_ns
-    shares_ns = sum(each.value_ns for each in deadlines.explain() if each.kind is Kind.SHARE)
+    shares_ns = sum(each.value_ns for each in deadlines.explain() if each.kind is DeadlineKind.SHARE)
     found_ns = deadlines.notice_ns + deadlines.confirmation_ns + deadlines.suspicion_ns
     repair_ns = deadlines.same_host_path_ns - deadlines.notice_ns - deadlines.confirmation_ns
     assert shares_ns == found_ns + repair_ns, "every share is part of a path"

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 from support.bulk.bulk_host import BulkHost, deadline, join
 
-from zbmd.transport.connect.remote_memory import MIRROR_BYTES, Mirror, RemoteMemory
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.memory.arena import Arena
+from zbmd.transport.rdma.remote_memory import MIRROR_BYTES, Mirror, RemoteMemory
 from zbmd.transport.secure.session_keys import Protection
 
 NBYTES = 6 << 20

@@ -8,17 +8,25 @@ from collections.abc import AsyncIterator
 import pytest
 from support.links.link_harness import COOKIE, SMALL, Ear, Who
 
-from zbmd.transport.connect import rdma_or_tcp as remote_link
-from zbmd.transport.connect.rdma_or_tcp import NoRdma, RemoteLink
 from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.rdma.setup import MemoryAt, Offer, QueuePairAt, RdmaRefused, Ready, decode, encode
+from zbmd.transport.rdma import connect as remote_link
+from zbmd.transport.rdma.connect import NoRdma, RemoteLink
+from zbmd.transport.rdma.setup import (
+    MemoryAt,
+    QueuePairAt,
+    RdmaOffer,
+    RdmaReady,
+    RdmaRefused,
+    decode_setup,
+    encode_setup,
+)
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.link import TcpLink
 
 MS = 1_000_000
 AT = QueuePairAt(gid=bytes(16), lid=0, number=17, first_psn=1, mtu=3)
-OFFER = Offer(AT, MemoryAt(at=AT, base=0, nbytes=0, arena_offset=0, inbox_key=0, arena_key=0))
+OFFER = RdmaOffer(AT, MemoryAt(at=AT, base=0, nbytes=0, arena_offset=0, inbox_key=0, arena_key=0))
 HERE = NoRdma(why="here has no RDMA device")
 
 
@@ -85,10 +93,10 @@ async def test_without_rdma_it_is_tcp_and_both_sides_say_why(door: Door) -> None
 async def test_an_offer_is_refused_with_the_reason_and_the_link_is_used_as_it_is(door: Door) -> None:
     link = await tcp.dial(door.address, endpoint("here"))
     ear = Ear(link)
-    link.send(encode(OFFER))
+    link.send(encode_setup(OFFER))
     (answer,) = await ear.frames(1)
     with pytest.raises(RdmaRefused, match="there refuses an RDMA link: there has no RDMA device"):
-        decode(answer, Ready, "there")
+        decode_setup(answer, RdmaReady, "there")
     other, why = await door.links.get()
     assert why == "there has no RDMA device"
     await frames_go_over(link, other)
@@ -100,7 +108,7 @@ async def test_guests_say_nothing_first(door: Door) -> None:
     await frames_go_over(link, other)
 
 
-@pytest.mark.parametrize("first", [b"", b"\x00" * 100, encode(Ready()), None])
+@pytest.mark.parametrize("first", [b"", b"\x00" * 100, encode_setup(RdmaReady()), None])
 async def test_who_says_something_else_or_nothing_is_closed_alone(door: Door, first: bytes | None) -> None:
     link = await tcp.dial(door.address, endpoint("here"))
     ear = Ear(link)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from support.devices.cuda_harness import CudaModelHarness, ModelArray
 from support.links.region_harness import FAR, NEAR, Ends
 
-from zbmd.transport.cuda.api import CudaFault
-from zbmd.transport.cuda.array import span_of
+from zbmd.transport.cuda.api import CopyRoute, CudaFault, DeviceFacts, choose_copy_route
+from zbmd.transport.cuda.array import DeviceHandle, EventHandle, decode_handle, encode_handle, span_of
 from zbmd.transport.cuda.copies import (
     CloseAsked,
     CopyAsked,
+    CopyOutcome,
     CudaCopies,
     Drained,
     Event,
@@ -28,14 +29,11 @@ from zbmd.transport.cuda.copies import (
     Issue,
     LetGo,
     NotifyAsked,
-    Outcome,
     PeerGone,
+    SetPeerCell,
     SignalAsked,
-    Tell,
 )
 from zbmd.transport.cuda.exports import DeviceExports
-from zbmd.transport.cuda.facts import DeviceFacts, Way, choose_way
-from zbmd.transport.cuda.handle import DeviceHandle, EventHandle, decode, encode
 from zbmd.transport.cuda.opened import (
     AllGone,
     Close,
@@ -73,15 +71,17 @@ def test_copies_are_handed_back_once_drained_and_told_in_order(script: list[str]
             match action:
                 case Issue(operation=operation):
                     under_way.append(operation)
-                case Tell(value=value):
+                case SetPeerCell(value=value):
                     told.append(value)
                     assert not {number for number in under_way if number < value}, (
                         "told before it had drained"
                     )
                 case Finish(operation=operation, outcome=outcome):
                     finished[operation] += 1
-                    assert outcome is Outcome.FAULT or operation not in under_way, "handed back under a copy"
-                    assert open_ or outcome is not Outcome.DONE
+                    assert outcome is CopyOutcome.FAULT or operation not in under_way, (
+                        "handed back under a copy"
+                    )
+                    assert open_ or outcome is not CopyOutcome.DONE
                 case LetGo():
                     assert faulted or not under_way
                 case _:
@@ -218,8 +218,8 @@ def test_the_model_finds_what_cuda_leaves_undefined() -> None:
 
 
 def offer(giver: Any, taker: Any) -> None:
-    data = encode(giver.peer.offer_event(giver.slot, giver.incarnation, CHANNEL))
-    taker.peer.take_event(decode(data, EventHandle, slot=giver.slot, incarnation=giver.incarnation))
+    data = encode_handle(giver.peer.offer_event(giver.slot, giver.incarnation, CHANNEL))
+    taker.peer.take_event(decode_handle(data, EventHandle, slot=giver.slot, incarnation=giver.incarnation))
 
 
 @pytest.mark.parametrize("forgets", ["nothing", "the reader's wait", "the writer's wait"])
@@ -366,21 +366,21 @@ def facts(number: int, **changes: Any) -> DeviceFacts:
 @pytest.mark.parametrize(
     ("theirs", "situation", "way", "words"),
     [
-        (facts(1), {}, Way.SAME_DEVICE, "both compute on"),
-        (facts(2), {}, Way.PEER, "by itself"),
-        (facts(2), {"can_access_peer": False}, Way.THROUGH_HOST, "does not reach"),
-        (facts(2), {"visible": False}, Way.STAGED, "CUDA_VISIBLE_DEVICES"),
-        (facts(1), {"same_host": False}, Way.STAGED, "another host"),
-        (facts(2, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb"), {}, Way.STAGED, "MIG"),
-        (facts(2, wsl=True), {}, Way.STAGED, "WSL"),
-        (facts(2, ipc_events=False), {}, Way.STAGED, "no events"),
+        (facts(1), {}, CopyRoute.SAME_DEVICE, "both compute on"),
+        (facts(2), {}, CopyRoute.PEER, "by itself"),
+        (facts(2), {"can_access_peer": False}, CopyRoute.THROUGH_HOST, "does not reach"),
+        (facts(2), {"visible": False}, CopyRoute.STAGED, "CUDA_VISIBLE_DEVICES"),
+        (facts(1), {"same_host": False}, CopyRoute.STAGED, "another host"),
+        (facts(2, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb"), {}, CopyRoute.STAGED, "MIG"),
+        (facts(2, wsl=True), {}, CopyRoute.STAGED, "WSL"),
+        (facts(2, ipc_events=False), {}, CopyRoute.STAGED, "no events"),
     ],
 )
 def test_the_way_between_two_devices(
-    theirs: DeviceFacts, situation: dict[str, bool], way: Way, words: str
+    theirs: DeviceFacts, situation: dict[str, bool], way: CopyRoute, words: str
 ) -> None:
     usual = {"same_host": True, "visible": True, "can_access_peer": True}
-    choice = choose_way(facts(1), theirs, **{**usual, **situation})
+    choice = choose_copy_route(facts(1), theirs, **{**usual, **situation})
     assert choice.way is way and words in choice.reason
 
 
@@ -396,7 +396,7 @@ def test_handles_that_do_not_fit_together_are_refused() -> None:
         typestr="<f4",
         shape=(2, 3),
     )
-    assert decode(encode(handle), DeviceHandle, slot=1, incarnation=2) == handle
+    assert decode_handle(encode_handle(handle), DeviceHandle, slot=1, incarnation=2) == handle
     change = msgspec.structs.replace
     for forged in (
         change(handle, shape=(2, 4)),
@@ -408,7 +408,7 @@ def test_handles_that_do_not_fit_together_are_refused() -> None:
         change(handle, offset=-1),
     ):
         with pytest.raises(RemoteProtocolError):
-            decode(encode(forged), DeviceHandle, slot=1, incarnation=2)
+            decode_handle(encode_handle(forged), DeviceHandle, slot=1, incarnation=2)
 
 
 def test_arrays_that_are_not_contiguous_or_of_no_use_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport.handshake.half_open import Admit, HalfOpen, Wait
+from zbmd.transport.handshake.acceptor import Admit, HalfOpen, WaitUntil
 
 FAIR_NS = 100
 
@@ -31,7 +31,7 @@ def test_the_oldest_of_the_most_crowded_source_goes_first() -> None:
 
 def test_none_goes_before_its_fair_time_and_another_may_leave_meanwhile() -> None:
     table = full("aab")
-    assert table.decide(FAIR_NS - 1) == Wait(until_ns=FAIR_NS)
+    assert table.decide(FAIR_NS - 1) == WaitUntil(until_ns=FAIR_NS)
     table.leave(2)
     table.leave(2)
     assert table.decide(FAIR_NS - 1) == Admit()
@@ -62,7 +62,7 @@ def test_the_bound_holds_and_the_evicted_were_of_a_largest_source(
     for key, (source, pause_ns, leaves) in enumerate(knocks):
         now_ns += pause_ns
         decision = table.decide(now_ns)
-        if isinstance(decision, Wait):
+        if isinstance(decision, WaitUntil):
             assert len(inside) == places
             assert now_ns < decision.until_ns <= now_ns + FAIR_NS
             continue

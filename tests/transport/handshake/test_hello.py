@@ -23,16 +23,16 @@ from zbmd.transport.handshake.hello import (
     HelloError,
     HelloEvent,
     HelloMachine,
+    HelloState,
     HelloTimeout,
     HungUp,
     Opened,
     Oversized,
     PeerClosed,
-    Refusal,
+    RefusalReason,
     Reject,
     SendBytes,
     SetTimer,
-    State,
     TimerFired,
     WrongCookie,
     WrongJob,
@@ -122,7 +122,7 @@ class Pair:
 
 def feed(machine: HelloMachine, event: HelloEvent, now_ns: int = 0) -> list[HelloAction]:
     """What a driver does: nothing more for a machine that is done."""
-    if machine.state is State.ACCEPTED and isinstance(event, BytesReceived):
+    if machine.state is HelloState.ACCEPTED and isinstance(event, BytesReceived):
         return []
     actions = machine.handle(event, now_ns=now_ns)
     machine.check_invariants()
@@ -400,7 +400,7 @@ def test_the_largest_identity_fits_and_every_error_has_its_code() -> None:
     contracts = {f"{key:064}": f"{key:032}" for key in range(1024)}
     peer = msgspec.structs.replace(RANK1, contracts=contracts)
     assert all(isinstance(end, Accept) for (end,) in Pair(dialer(), listener(peer)).run().ends)
-    assert {error.refusal for error in HelloError.__subclasses__()} == set(Refusal)
+    assert {error.refusal for error in HelloError.__subclasses__()} == set(RefusalReason)
 
 
 # --- simulated: a slow, jumbled host, and either side killed at any moment --------------------------------

@@ -1,4 +1,4 @@
-"""Keys of a session: of both ends, of every role, and of nobody else; lanes that join and that may not."""
+"""Keys of a session: of both ends, of every role, and of nobody else; stripes that join and that may not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.handshake.hello import BytesReceived, HelloMachine, Opened, SendBytes
 from zbmd.transport.handshake.session_setup import (
-    Answer,
-    Decline,
+    DeclineReason,
     JoinRefused,
-    Joins,
     MalformedSetup,
-    Offer,
     PeerBusy,
     ProtectionDiffers,
+    SessionAnswer,
+    SessionDecline,
+    SessionOffer,
     SetupError,
-    Why,
+    StripeJoin,
     accept_answer,
     accept_offer,
     control_session,
@@ -33,7 +33,7 @@ from zbmd.transport.handshake.session_setup import (
 )
 from zbmd.transport.identity import Identity, Side
 from zbmd.transport.secure.session_keys import (
-    LANES_MAX,
+    STRIPES_MAX,
     Keys,
     Protection,
     Purpose,
@@ -125,14 +125,14 @@ def test_there_is_no_secret_before_the_end_of_the_hello(side: Side) -> None:
 # --- setup ----------------------------------------------------------------------------------------------
 
 
-def no_lanes(control_id: bytes, lane: int) -> Session | Why:
-    del control_id, lane
-    return Why.NO_SESSION
+def no_stripes(control_id: bytes, stripe: int) -> Session | DeclineReason:
+    del control_id, stripe
+    return DeclineReason.NO_SESSION
 
 
 def set_up(dialer: Protection, listener: Protection) -> tuple[Session, Session]:
     d, listens = secrets_of_hello()
-    answer, at_listener = accept_offer(make_offer(d, dialer), listens, listener, RANK0, no_lanes)
+    answer, at_listener = accept_offer(make_offer(d, dialer), listens, listener, RANK0, no_stripes)
     at_dialer = accept_answer(answer, d, dialer, RANK1)
     assert isinstance(at_listener, Session)
     return at_dialer, at_listener
@@ -160,7 +160,7 @@ def test_protection_is_never_talked_down(ours: Protection, theirs: Protection) -
     if ours is theirs:
         return
     d, listens = secrets_of_hello()
-    answer, refused = accept_offer(make_offer(d, theirs), listens, ours, RANK0, no_lanes)
+    answer, refused = accept_offer(make_offer(d, theirs), listens, ours, RANK0, no_stripes)
     assert isinstance(refused, ProtectionDiffers)
     with pytest.raises(ProtectionDiffers, match=ours.value) as told:
         accept_answer(answer, d, theirs, RANK1)
@@ -170,7 +170,7 @@ def test_protection_is_never_talked_down(ours: Protection, theirs: Protection) -
 
 def test_an_answer_that_was_not_offered_is_refused() -> None:
     d, _ = secrets_of_hello()
-    answer = msgspec.msgpack.encode(Answer(protection=Protection.NONE))
+    answer = msgspec.msgpack.encode(SessionAnswer(protection=Protection.NONE))
     with pytest.raises(MalformedSetup, match="not offered"):
         accept_answer(answer, d, Protection.MAC, RANK1)
 
@@ -178,7 +178,7 @@ def test_an_answer_that_was_not_offered_is_refused() -> None:
 def test_a_listener_without_room_says_so() -> None:
     d, listens = secrets_of_hello()
     answer, refused = accept_offer(
-        make_offer(d, Protection.MAC), listens, Protection.MAC, RANK0, no_lanes, has_room=False
+        make_offer(d, Protection.MAC), listens, Protection.MAC, RANK0, no_stripes, has_room=False
     )
     assert isinstance(refused, PeerBusy)
     with pytest.raises(PeerBusy, match="try again"):
@@ -186,33 +186,37 @@ def test_a_listener_without_room_says_so() -> None:
 
 
 def joining(
-    at_dialer: Session, at_listener: Session, *, lane: int = 2, peer: Identity = RANK0
+    at_dialer: Session, at_listener: Session, *, stripe: int = 2, peer: Identity = RANK0
 ) -> tuple[bytes, Session | SetupError, Secrets]:
     d, listens = secrets_of_hello(nonce=9)
     open_sessions = {at_listener.session_id: at_listener}
 
-    def lookup(control_id: bytes, number: int) -> Session | Why:
-        return Why.LANE_TAKEN if number == 1 else open_sessions.get(control_id, Why.NO_SESSION)
+    def lookup(control_id: bytes, number: int) -> Session | DeclineReason:
+        return (
+            DeclineReason.STRIPE_TAKEN
+            if number == 1
+            else open_sessions.get(control_id, DeclineReason.NO_SESSION)
+        )
 
     return *accept_offer(
-        make_offer(d, Protection.MAC, control=at_dialer, lane=lane), listens, Protection.MAC, peer, lookup
+        make_offer(d, Protection.MAC, control=at_dialer, stripe=stripe), listens, Protection.MAC, peer, lookup
     ), d
 
 
-def test_a_lane_joins_with_keys_of_its_own() -> None:
+def test_a_stripe_joins_with_keys_of_its_own() -> None:
     at_dialer, at_listener = set_up(Protection.MAC, Protection.MAC)
     answer, theirs, secrets = joining(at_dialer, at_listener)
-    ours = accept_answer(answer, secrets, Protection.MAC, RANK1, control=at_dialer, lane=2)
+    ours = accept_answer(answer, secrets, Protection.MAC, RANK1, control=at_dialer, stripe=2)
     assert isinstance(theirs, Session)
     assert ours.control_id == theirs.control_id == at_dialer.session_id != ours.session_id
-    assert (ours.lane, ours.purpose) == (theirs.lane, theirs.purpose) == (2, Purpose.LANE)
+    assert (ours.stripe, ours.purpose) == (theirs.stripe, theirs.purpose) == (2, Purpose.STRIPE)
     assert ours.keys and theirs.keys and at_dialer.keys
     assert raw_keys(ours.keys) == raw_keys(theirs.keys)[::-1]
     assert not {*raw_keys(ours.keys)} & {*raw_keys(at_dialer.keys)}
 
 
 @pytest.mark.parametrize(
-    ("change", "lane", "peer", "why"),
+    ("change", "stripe", "peer", "why"),
     [
         (lambda s: replace(s, join_key=bytes(32)), 2, RANK0, "token"),
         (lambda s: replace(s, control_id=bytes(16)), 2, RANK0, "no-session"),
@@ -222,24 +226,26 @@ def test_a_lane_joins_with_keys_of_its_own() -> None:
     ],
     ids=["forged", "unknown", "another incarnation", "another process", "taken"],
 )
-def test_a_lane_that_may_not_join(
-    change: Callable[[Session], Session], lane: int, peer: Identity, why: str
+def test_a_stripe_that_may_not_join(
+    change: Callable[[Session], Session], stripe: int, peer: Identity, why: str
 ) -> None:
     at_dialer, at_listener = set_up(Protection.MAC, Protection.MAC)
-    answer, refused, secrets = joining(change(at_dialer), at_listener, lane=lane, peer=peer)
+    answer, refused, secrets = joining(change(at_dialer), at_listener, stripe=stripe, peer=peer)
     assert isinstance(refused, JoinRefused)
     with pytest.raises(JoinRefused, match=why):
-        accept_answer(answer, secrets, Protection.MAC, RANK1, control=at_dialer, lane=lane)
+        accept_answer(answer, secrets, Protection.MAC, RANK1, control=at_dialer, stripe=stripe)
 
 
-def test_a_token_is_good_for_one_connection_and_lane() -> None:
+def test_a_token_is_good_for_one_connection_and_stripe() -> None:
     key = bytes(range(32))
-    tokens = [join_token(key, lane=lane, lane_session_id=bytes([n]) * 16) for lane in (0, 1) for n in (0, 1)]
+    tokens = [
+        join_token(key, stripe=stripe, stripe_session_id=bytes([n]) * 16) for stripe in (0, 1) for n in (0, 1)
+    ]
     assert len(set(tokens)) == 4
 
 
-JOINS = Joins(control_id=bytes(16), lane=0, token=bytes(32))
-OFFER = Offer(protection=Protection.MAC, joins=JOINS)
+JOINS = StripeJoin(control_id=bytes(16), stripe=0, token=bytes(32))
+OFFER = SessionOffer(protection=Protection.MAC, joins=JOINS)
 
 
 @given(
@@ -259,7 +265,7 @@ OFFER = Offer(protection=Protection.MAC, joins=JOINS)
 def test_whatever_a_peer_sends_as_setup_ends_typed(data: bytes) -> None:
     d, listens = secrets_of_hello()
     with contextlib.suppress(MalformedSetup):
-        accept_offer(data, listens, Protection.MAC, RANK0, no_lanes)
+        accept_offer(data, listens, Protection.MAC, RANK0, no_stripes)
     with pytest.raises(SetupError):
         accept_answer(data, d, Protection.MAC, RANK1)
 
@@ -267,12 +273,12 @@ def test_whatever_a_peer_sends_as_setup_ends_typed(data: bytes) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        msgspec.structs.replace(OFFER, joins=msgspec.structs.replace(JOINS, lane=LANES_MAX)),
+        msgspec.structs.replace(OFFER, joins=msgspec.structs.replace(JOINS, stripe=STRIPES_MAX)),
         msgspec.structs.replace(OFFER, joins=msgspec.structs.replace(JOINS, token=bytes(31))),
-        Decline(why=Why.BUSY, protection=Protection.MAC),
+        SessionDecline(why=DeclineReason.BUSY, protection=Protection.MAC),
     ],
 )
 def test_bounds_of_an_offer(message: object) -> None:
     _, listens = secrets_of_hello()
     with pytest.raises(MalformedSetup):
-        accept_offer(msgspec.msgpack.encode(message), listens, Protection.MAC, RANK0, no_lanes)
+        accept_offer(msgspec.msgpack.encode(message), listens, Protection.MAC, RANK0, no_stripes)

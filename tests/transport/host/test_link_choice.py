@@ -21,7 +21,7 @@ from zbmd.transport.host.link_choice import (
     rank_interfaces,
 )
 from zbmd.transport.host.rdma_device_choice import parse_wanted_devices, rdma_paths, share_of, why_no_rdma
-from zbmd.transport.host.topology import Interface, InterfaceKind, Place, RdmaDevice, RdmaPort
+from zbmd.transport.host.topology import Interface, InterfaceKind, PciLocation, RdmaDevice, RdmaPort
 from zbmd.transport.host.topology.rdma import Gid
 
 
@@ -42,7 +42,7 @@ def interface(
         mtu=1500,
         driver=None,
         infiniband=False,
-        place=None if numa_node is None else Place(path=("pci0000:00", name), numa_node=numa_node),
+        place=None if numa_node is None else PciLocation(path=("pci0000:00", name), numa_node=numa_node),
         addresses=addresses,
     )
 
@@ -65,7 +65,7 @@ def rdma(
         for index, kind in enumerate(kinds)
     )
     port = RdmaPort(number=1, state=state, link_layer=layer, rate_gbps=gbps, gids=gids)
-    place = None if numa_node is None else Place(path=("pci0000:00", name), numa_node=numa_node)
+    place = None if numa_node is None else PciLocation(path=("pci0000:00", name), numa_node=numa_node)
     return RdmaDevice(name=name, place=place, firmware=None, interfaces=(), ports=(port,))
 
 

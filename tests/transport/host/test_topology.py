@@ -16,13 +16,14 @@ from support.machines import machines
 from zbmd.transport.host.topology import (
     Distance,
     InterfaceKind,
-    Place,
+    PciLocation,
     affinities,
     distance,
     nvidia_driver_version,
     read_topology,
 )
 from zbmd.transport.host.topology.cpus import cpu_quota, read_cpus, usable_cpus
+from zbmd.transport.host.topology.interfaces import interface_addresses, parse_addresses
 from zbmd.transport.host.topology.kernel_files import (
     format_cpu_list,
     natural,
@@ -30,7 +31,6 @@ from zbmd.transport.host.topology.kernel_files import (
     read_int,
     read_text,
 )
-from zbmd.transport.host.topology.netlink import interface_addresses, parse_addresses
 from zbmd.transport.host.topology.rdma import FREE_GIDS_MAX
 
 
@@ -166,10 +166,10 @@ DISTANCES = [
 
 @pytest.mark.parametrize(("a", "b", "expected"), DISTANCES)
 def test_distances(a: tuple[str, ...], b: tuple[str, ...], expected: Distance) -> None:
-    place_a, place_b = Place(path=a, numa_node=0), Place(path=b, numa_node=0)
+    place_a, place_b = PciLocation(path=a, numa_node=0), PciLocation(path=b, numa_node=0)
     assert distance(place_a, place_b) is distance(place_b, place_a) is expected
     if expected is Distance.NODE:
-        assert distance(place_a, Place(path=b, numa_node=1)) is Distance.SYS
+        assert distance(place_a, PciLocation(path=b, numa_node=1)) is Distance.SYS
 
 
 def test_quotas_of_the_first_version_of_cgroups(tmp_path: Path) -> None:

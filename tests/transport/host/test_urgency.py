@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from zbmd.transport.host.thread_priority import Urgency, ask_for_priority
+from zbmd.transport.host.process_limits import ThreadPriority, raise_thread_priority
 
 
 def policy_here() -> int:
@@ -13,10 +13,10 @@ def policy_here() -> int:
 
 
 def test_one_thread_and_nobody_else_is_urgent() -> None:
-    found: list[tuple[Urgency, int, int]] = []
+    found: list[tuple[ThreadPriority, int, int]] = []
 
     def run() -> None:
-        got = ask_for_priority()
+        got = raise_thread_priority()
         mine = policy_here()
         child = os.fork()
         if not child:
@@ -27,5 +27,5 @@ def test_one_thread_and_nobody_else_is_urgent() -> None:
     thread.start()
     thread.join()
     ((got, mine, of_child),) = found
-    assert (got is Urgency.REAL_TIME) == (mine == os.SCHED_RR)
+    assert (got is ThreadPriority.REAL_TIME) == (mine == os.SCHED_RR)
     assert of_child == policy_here() == os.SCHED_OTHER

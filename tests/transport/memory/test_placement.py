@@ -13,9 +13,9 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.placement import (
     ARENA_BYTES_MIN,
     PAGE_BYTES,
-    Offer,
-    Pages,
-    Placed,
+    HugePageSupport,
+    PageKind,
+    PlacedMemory,
     collapse,
     huge_bytes_of,
     place,
@@ -29,11 +29,11 @@ POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
 SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
-def offer(*, hugetlb: int = 0, mode: str = "never", nodes: int = 1) -> Offer:
-    return Offer(hugetlb_free_bytes=hugetlb, shmem_mode=mode, numa_nodes=nodes)
+def offer(*, hugetlb: int = 0, mode: str = "never", nodes: int = 1) -> HugePageSupport:
+    return HugePageSupport(hugetlb_free_bytes=hugetlb, shmem_mode=mode, numa_nodes=nodes)
 
 
-def used(placed: Placed, check: Callable[[np.ndarray], None] = lambda memory: None) -> None:
+def used(placed: PlacedMemory, check: Callable[[np.ndarray], None] = lambda memory: None) -> None:
     """Every byte is there, and none is left behind."""
     try:
         memory = np.frombuffer(placed.mapping.view(0, placed.mapping.nbytes, writable=True), np.uint8)
@@ -63,8 +63,8 @@ def test_what_this_machine_has_is_used() -> None:
     assert placed.arena_offset % PAGE_BYTES == 0 and placed.arena_offset > _native.OFF_END
     assert placed.mapping.nbytes - placed.arena_offset >= ARENA_BYTES_MIN
     placement = placed.placement
-    assert (placement.huge_bytes > 0) == (placement.pages is not Pages.BASE)
-    assert placement.notes or placement.pages is not Pages.BASE
+    assert (placement.huge_bytes > 0) == (placement.pages is not PageKind.BASE)
+    assert placement.notes or placement.pages is not PageKind.BASE
     used(placed)
 
 
@@ -72,7 +72,7 @@ def test_an_offer_that_does_not_hold_is_told_and_gone_without() -> None:
     free = probe().hugetlb_free_bytes
     promised = offer(hugetlb=1 << 50, mode="advise", nodes=2)
     placed = place("test", head_bytes=PAGE_BYTES, arena_bytes=free + ARENA_BYTES_MIN, offer=promised)
-    assert placed.placement.pages is not Pages.HUGETLB
+    assert placed.placement.pages is not PageKind.HUGETLB
     assert any(note.startswith("hugetlb: refused") for note in placed.placement.notes)
     assert placed.placement.numa_node == _native.current_node()
     assert placed.placement.huge_bytes == huge_bytes_of(placed.mapping)
@@ -100,20 +100,20 @@ def test_a_node_that_is_not_there_is_refused() -> None:
 
 def test_memory_in_use_is_moved_to_huge_pages_where_the_kernel_can() -> None:
     placed = place("test", head_bytes=PAGE_BYTES, arena_bytes=ARENA_BYTES_MIN, offer=offer())
-    assert placed.placement.pages is Pages.BASE
+    assert placed.placement.pages is PageKind.BASE
 
     def moved(memory: np.ndarray) -> None:
         memory[:] = np.arange(len(memory)) % 251
         peers = Mapping(placed.fd, placed.mapping.nbytes, 0)
         placement = collapse(placed.mapping, placed.placement)
         assert placement.huge_bytes == huge_bytes_of(placed.mapping)
-        assert (placement.huge_bytes > 0) == (placement.pages is Pages.TRANSPARENT)
+        assert (placement.huge_bytes > 0) == (placement.pages is PageKind.TRANSPARENT)
         assert (placement.huge_bytes > 0) != any("not made" in note for note in placement.notes)
         seen = np.frombuffer(peers.view(0, peers.nbytes), np.uint8)
         assert np.array_equal(seen, np.arange(len(memory)) % 251)
         memory[-1] = 255
         assert seen[-1] == 255
-        assert placement.pages is Pages.BASE or collapse(placed.mapping, placement) is placement
+        assert placement.pages is PageKind.BASE or collapse(placed.mapping, placement) is placement
 
     used(placed, moved)
 

@@ -14,10 +14,10 @@ from zbmd.transport.rdma.credit import (
     CREDITS,
     MESSAGE_BYTES,
     SPARE_BUFFERS,
-    Flow,
-    Kind,
-    Word,
-    unpack_word,
+    CreditFlow,
+    Immediate,
+    MessageKind,
+    unpack_immediate,
 )
 
 BOUND = 1 << 17
@@ -27,7 +27,7 @@ class Side:
     """A flow, what waits to be sent by it, and the messages on their way to it."""
 
     def __init__(self) -> None:
-        self.flow = Flow(frame_bytes_max=BOUND)
+        self.flow = CreditFlow(frame_bytes_max=BOUND)
         self.unsent: deque[tuple[bytes, bool]] = deque()
         self.on_way: deque[tuple[int, bytes]] = deque()
         self.read: list[bytes] = []
@@ -48,7 +48,7 @@ class Side:
         if not self.on_way:
             return False
         bits, data = self.on_way.popleft()
-        self.flow.came(unpack_word(bits), data)
+        self.flow.came(unpack_immediate(bits), data)
         self.flow.check_invariants()
         return True
 
@@ -59,7 +59,7 @@ class Side:
             self.read.append(frame)
         if (due := self.flow.credits_due()) is not None:
             peer.on_way.append((due.pack(), b""))
-            alone = sum(unpack_word(bits).kind is Kind.CREDITS for bits, _ in peer.on_way)
+            alone = sum(unpack_immediate(bits).kind is MessageKind.CREDITS for bits, _ in peer.on_way)
             assert alone < SPARE_BUFFERS, "one buffer is the goodbye's"
         self.flow.check_invariants()
         return self.flow.unread < before
@@ -104,48 +104,48 @@ def test_frames_arrive_whole_and_in_order_and_nobody_waits_for_ever(
 @given(bits=st.integers(0, (1 << 32) - 1))
 def test_a_word_is_one_that_can_be_packed_or_is_refused(bits: int) -> None:
     try:
-        word = unpack_word(bits)
+        word = unpack_immediate(bits)
     except RemoteProtocolError:
         return
     assert word.pack() == bits
 
 
 def test_a_peer_that_sends_without_credit_is_refused() -> None:
-    flow = Flow(frame_bytes_max=BOUND)
+    flow = CreditFlow(frame_bytes_max=BOUND)
     for _ in range(CREDITS):
-        flow.came(Word(kind=Kind.FRAME), b"x")
+        flow.came(Immediate(kind=MessageKind.FRAME), b"x")
     with pytest.raises(RemoteProtocolError, match="no credit"):
-        flow.came(Word(kind=Kind.FRAME), b"x")
+        flow.came(Immediate(kind=MessageKind.FRAME), b"x")
     assert flow.next_frame() == b"x"
     with pytest.raises(RemoteProtocolError, match="no credit"):
-        flow.came(Word(kind=Kind.FRAME), b"x")
+        flow.came(Immediate(kind=MessageKind.FRAME), b"x")
 
 
 @pytest.mark.parametrize(
     ("word", "data", "words"),
     [
-        (Word(kind=Kind.FRAME, credits=1), b"", "never given"),
-        (Word(kind=Kind.CREDITS), b"x", "kind CREDITS"),
-        (Word(kind=Kind.GOODBYE), b"x", "kind GOODBYE"),
+        (Immediate(kind=MessageKind.FRAME, credits=1), b"", "never given"),
+        (Immediate(kind=MessageKind.CREDITS), b"x", "kind CREDITS"),
+        (Immediate(kind=MessageKind.GOODBYE), b"x", "kind GOODBYE"),
     ],
 )
-def test_what_no_peer_of_ours_sends_is_refused(word: Word, data: bytes, words: str) -> None:
+def test_what_no_peer_of_ours_sends_is_refused(word: Immediate, data: bytes, words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
-        Flow(frame_bytes_max=BOUND).came(word, data)
+        CreditFlow(frame_bytes_max=BOUND).came(word, data)
 
 
 def test_nothing_comes_behind_the_goodbye() -> None:
-    flow = Flow(frame_bytes_max=BOUND)
-    flow.came(Word(kind=Kind.GOODBYE), b"")
+    flow = CreditFlow(frame_bytes_max=BOUND)
+    flow.came(Immediate(kind=MessageKind.GOODBYE), b"")
     assert flow.goodbye
     with pytest.raises(RemoteProtocolError, match="behind the goodbye"):
-        flow.came(Word(kind=Kind.FRAME), b"x")
+        flow.came(Immediate(kind=MessageKind.FRAME), b"x")
 
 
 def test_the_bound_of_a_frame_is_exact() -> None:
-    flow = Flow(frame_bytes_max=10)
+    flow = CreditFlow(frame_bytes_max=10)
     for size in (10, 11):
-        flow.came(Word(kind=Kind.FRAME), bytes(size))
+        flow.came(Immediate(kind=MessageKind.FRAME), bytes(size))
     assert flow.next_frame() == bytes(10)
     with pytest.raises(RemoteProtocolError, match="more than 10 bytes"):
         flow.next_frame()

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError
 from zbmd.transport.rdma.closing import (
     CloseAsked,
+    ClosingAction,
+    ClosingEvent,
+    ClosingState,
     End,
     Failed,
     GoodbyeArrived,
     GoodbyeCame,
-    LifeAction,
-    LifeEvent,
     MarkLost,
-    RdmaLife,
+    RdmaClosing,
     SayGoodbye,
     SetTimer,
-    State,
     TimerFired,
 )
 
@@ -31,14 +31,14 @@ class Side:
     """A life, and what has become of it."""
 
     def __init__(self, name: str) -> None:
-        self.life = RdmaLife(peer=name, close_ns=CLOSE_NS)
-        self.inbox: deque[LifeEvent] = deque()
+        self.life = RdmaClosing(peer=name, close_ns=CLOSE_NS)
+        self.inbox: deque[ClosingEvent] = deque()
         self.ends: list[End] = []
         self.lost = False
         self.said = 0
         self.timer_ns: int | None = None
 
-    def take(self, event: LifeEvent, now_ns: int) -> list[LifeAction]:
+    def take(self, event: ClosingEvent, now_ns: int) -> list[ClosingAction]:
         actions = self.life.handle(event, now_ns=now_ns)
         self.life.check_invariants()
         for action in actions:
@@ -70,7 +70,7 @@ def test_each_side_ends_once_and_in_good_order_unless_something_fails(steps: lis
                 each.take(Failed(error=PeerLost("x", "cut")), now_ns)
             return
         if kind == "close":
-            event: LifeEvent = CloseAsked()
+            event: ClosingEvent = CloseAsked()
         elif kind == "time":
             if side.timer_ns is None or now_ns < side.timer_ns:
                 return
@@ -90,7 +90,7 @@ def test_each_side_ends_once_and_in_good_order_unless_something_fails(steps: lis
         for which in (0, 1):
             step(which, "deliver")
     for side in sides:
-        assert side.life.state is State.ENDED and len(side.ends) == 1 and side.said <= 1
+        assert side.life.state is ClosingState.ENDED and len(side.ends) == 1 and side.said <= 1
         assert cut or side.ends[0].error is None
         assert side.lost == isinstance(side.ends[0].error, PeerLost)
 
@@ -100,7 +100,7 @@ def test_a_peer_that_does_not_answer_is_waited_for_in_vain_no_longer_than_said()
     side.take(CloseAsked(), 5)
     assert side.timer_ns == 5 + CLOSE_NS
     side.take(GoodbyeArrived(), 6)
-    assert side.life.state is State.CLOSING
+    assert side.life.state is ClosingState.CLOSING
     side.take(TimerFired(), 5 + CLOSE_NS)
     (end,) = side.ends
     assert isinstance(end.error, LinkClosed) and not side.lost

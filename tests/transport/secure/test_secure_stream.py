@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES
-from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.secure.mac import TAG_BYTES, RecordMac
 from zbmd.transport.secure.record_stream import (
     JOINED_BYTES_MAX,
     RECORD_HEADER_BYTES,

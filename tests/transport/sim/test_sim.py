@@ -20,9 +20,9 @@ from zbmd.transport.sim import (
     Conditions,
     Effect,
     Exit,
+    HistoryKind,
     Kill,
     KillPoint,
-    Kind,
     MachineProcess,
     Note,
     PeerEnded,
@@ -175,7 +175,7 @@ def test_a_kill_leaves_the_history_before_it_as_it_was() -> None:
         death = next(
             i
             for i, record in enumerate(killed.history)
-            if record.kind is Kind.CRASH
+            if record.kind is HistoryKind.CRASH
             and (record.process, record.incarnation) == (point.process, point.incarnation)
         )
         assert killed.history[:death] == calm.history[:death]
@@ -189,7 +189,7 @@ def test_a_kill_cuts_between_effects(seed: int, sent: int, effects: int) -> None
     world.sim.run()
     performed = min(sent, effects)
     assert not world.sim.lives("a")
-    assert sum(record.kind is Kind.SEND for record in world.sim.history) == performed
+    assert sum(record.kind is HistoryKind.SEND for record in world.sim.history) == performed
     assert world["b"].messages == list(range(len(world["b"].messages)))
     assert len(world["b"].messages) <= performed
     assert world["b"].ended == [PeerEnded(peer="a", incarnation=1, clean=False)]

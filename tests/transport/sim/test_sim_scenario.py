@@ -23,18 +23,18 @@ from zbmd.transport.sim import (
     FaultPlan,
     History,
     Options,
-    Outcome,
     Partition,
     Pause,
     PeerEnded,
     Process,
-    Report,
+    RunOutcome,
     Scenario,
+    ScenarioReport,
+    ScenarioStage,
     Send,
     SetTimer,
     SimProcess,
     Simulation,
-    Stage,
     Started,
     Stimulus,
     TimerFired,
@@ -119,7 +119,7 @@ class Machines:
     name: str = "machines"
     description: str = "gossip of a maximum, by machines"
 
-    def build(self, seed: int | str, options: Options) -> Stage:
+    def build(self, seed: int | str, options: Options) -> ScenarioStage:
         sim, board = Simulation[int](seed), dict[str, int]()
         names = tuple(f"rank{rank}" for rank in range(options.ranks))
 
@@ -128,7 +128,7 @@ class Machines:
 
         for name in names:
             sim.add(name, factory(name))
-        return Stage(
+        return ScenarioStage(
             world=sim,
             victims=names,
             core_min=1,
@@ -148,7 +148,7 @@ class Programs:
     name: str = "programs"
     description: str = "gossip of a maximum, by programs"
 
-    def build(self, seed: int | str, options: Options) -> Stage:
+    def build(self, seed: int | str, options: Options) -> ScenarioStage:
         world, board, lives = World(seed), dict[str, int](), dict[str, int]()
         names = tuple(f"rank{rank}" for rank in range(options.ranks))
 
@@ -184,7 +184,7 @@ class Programs:
 
         for name in names:
             world.add(name, program)
-        return Stage(
+        return ScenarioStage(
             world=world,
             victims=names,
             core_min=1,
@@ -195,15 +195,15 @@ class Programs:
         )
 
 
-def run(scenario: Scenario, seed: int, options: Options, plan: FaultPlan | None = None) -> Report:
+def run(scenario: Scenario, seed: int, options: Options, plan: FaultPlan | None = None) -> ScenarioReport:
     return run_scenario(scenario, seed, options, plan, tell=None)
 
 
-def hunt(scenario: Scenario, options: Options) -> Report:
+def hunt(scenario: Scenario, options: Options) -> ScenarioReport:
     return next(
         report
         for report in (run(scenario, seed, options) for seed in range(100))
-        if report.outcome is not Outcome.OK
+        if report.outcome is not RunOutcome.OK
     )
 
 
@@ -211,17 +211,17 @@ def hunt(scenario: Scenario, options: Options) -> Report:
 @settings(max_examples=30)
 def test_machines_that_are_right_pass(seed: int, ranks: int, faults: int) -> None:
     report = run(Machines(), seed, Options(ranks=ranks, faults=faults, length=10))
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), faults=st.integers(0, 8))
 @settings(max_examples=15)
 def test_programs_that_are_right_pass(seed: int, ranks: int, faults: int) -> None:
     report = run(Programs(), seed, Options(ranks=ranks, faults=faults, length=8))
-    assert report.outcome is Outcome.OK, report
+    assert report.outcome is RunOutcome.OK, report
 
 
-EXPECTED = {"forgets": Outcome.SAFETY, "stops": Outcome.LIVENESS, "raises": Outcome.CRASH}
+EXPECTED = {"forgets": RunOutcome.SAFETY, "stops": RunOutcome.LIVENESS, "raises": RunOutcome.CRASH}
 
 
 @pytest.mark.parametrize("make", [Machines, Programs])
@@ -251,7 +251,7 @@ def test_shrinking_keeps_to_the_plans_that_a_scenario_is_meant_to_stand() -> Non
         report
         for seed in range(100)
         if (report := run(Machines("forgets"), seed, Options(ranks=3, length=10), plan)).outcome
-        is not Outcome.OK
+        is not RunOutcome.OK
     )
     small = shrink(SparesTheFirst("forgets"), failed)
     assert asked and small.report.outcome is failed.outcome
@@ -297,18 +297,18 @@ def test_a_run_without_a_digest_is_the_same_run() -> None:
 
 def test_the_core_is_healed_and_the_rest_is_not() -> None:
     class Watched(Machines):
-        def build(self, seed: int | str, options: Options) -> Stage:
+        def build(self, seed: int | str, options: Options) -> ScenarioStage:
             stage = super().build(seed, options)
             stages.append(stage)
             return stage
 
-    stages: list[Stage] = []
+    stages: list[ScenarioStage] = []
     sizes: set[int] = set()
     for seed in range(12):
         plan: FaultPlan = tuple(Crash(process=f"rank{rank}", at_ns=MS, for_ns=0) for rank in range(4))
         plan += (Partition(groups=(("rank0",), ("rank1", "rank2"), ("rank3",)), at_ns=0, for_ns=10**12),)
         report = run(Watched(), seed, Options(ranks=4, length=5), plan)
-        assert report.outcome is Outcome.OK
+        assert report.outcome is RunOutcome.OK
         world = stages[-1].world
         assert isinstance(world, Simulation)
         assert {name for name in stages[-1].victims if world.lives(name)} == report.core
@@ -329,9 +329,9 @@ def test_options_and_cores_that_make_no_sense_are_refused() -> None:
         shrink(Machines(), passed)
 
 
-def from_stage(stage: Stage) -> Report:
+def from_stage(stage: ScenarioStage) -> ScenarioReport:
     class Fixed(Machines):
-        def build(self, seed: int | str, options: Options) -> Stage:
+        def build(self, seed: int | str, options: Options) -> ScenarioStage:
             return stage
 
     return run(Fixed(), 1, Options())
@@ -339,12 +339,12 @@ def from_stage(stage: Stage) -> Report:
 
 def test_a_thrown_away_world_is_closed() -> None:
     class Broken(Programs):
-        def build(self, seed: int | str, options: Options) -> Stage:
+        def build(self, seed: int | str, options: Options) -> ScenarioStage:
             stage = super().build(seed, options)
             built.append(stage)
             return stage
 
-    built: list[Stage] = []
+    built: list[ScenarioStage] = []
     with pytest.raises(LocalProtocolError):
         run(Broken(), 1, Options(), (Crash(process="rank9", at_ns=0, for_ns=0),))
     world = built[0].world
@@ -355,8 +355,8 @@ def test_a_thrown_away_world_is_closed() -> None:
 # --- the search of the shrinker, without a world ---------------------------------------------------------
 
 
-def fake(options: Options, plan: FaultPlan, outcome: Outcome) -> Report:
-    return Report(
+def fake(options: Options, plan: FaultPlan, outcome: RunOutcome) -> ScenarioReport:
+    return ScenarioReport(
         scenario="fake",
         seed=1,
         options=options,
@@ -386,13 +386,13 @@ def test_shrinking_keeps_what_is_needed_and_no_more(
     ranks_min, length_min = min(least[0], ranks), min(least[1], length)
     runs = 0
 
-    def rerun(options: Options, plan: FaultPlan) -> Report:
+    def rerun(options: Options, plan: FaultPlan) -> ScenarioReport:
         nonlocal runs
         runs += 1
         fails = wanted <= set(plan) and options.ranks >= ranks_min and options.length >= length_min
-        return fake(options, plan, Outcome.SAFETY if fails else Outcome.OK)
+        return fake(options, plan, RunOutcome.SAFETY if fails else RunOutcome.OK)
 
-    failed = fake(Options(ranks=ranks, length=length, faults=count), plan, Outcome.SAFETY)
+    failed = fake(Options(ranks=ranks, length=length, faults=count), plan, RunOutcome.SAFETY)
     small = shrink(Machines(), failed, runs_max=5000, rerun=rerun)
     assert set(small.report.plan) == wanted
     assert (small.report.options.ranks, small.report.options.length) == (ranks_min, length_min)
@@ -402,10 +402,10 @@ def test_shrinking_keeps_what_is_needed_and_no_more(
 
 def test_shrinking_is_bounded_and_keeps_the_kind_of_failure() -> None:
     plan: FaultPlan = tuple(Pause(process="node", at_ns=index, for_ns=1) for index in range(64))
-    failed = fake(Options(faults=64), plan, Outcome.SAFETY)
+    failed = fake(Options(faults=64), plan, RunOutcome.SAFETY)
 
-    def other(options: Options, plan: FaultPlan) -> Report:
-        return fake(options, plan, Outcome.CRASH)
+    def other(options: Options, plan: FaultPlan) -> ScenarioReport:
+        return fake(options, plan, RunOutcome.CRASH)
 
     small = shrink(Machines(), failed, runs_max=10, rerun=other)
     assert (small.report, small.runs, small.exhausted) == (failed, 10, True)

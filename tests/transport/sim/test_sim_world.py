@@ -22,7 +22,7 @@ from zbmd.transport.sim import (
     Cut,
     FailureKind,
     Fault,
-    Kind,
+    HistoryKind,
     MemoryLimit,
     NetConditions,
     Partition,
@@ -174,9 +174,9 @@ def test_the_end_of_a_program_ends_its_tasks() -> None:
         world.add("a", program)
         assert world.run() is RunEnd.QUIET
         assert [value for _, value in world.notes()] == ["program ended", "helper ended"]
-        assert [record.kind for record in world.history if record.kind in (Kind.EXIT, Kind.CRASH)] == [
-            Kind.EXIT
-        ]
+        assert [
+            record.kind for record in world.history if record.kind in (HistoryKind.EXIT, HistoryKind.CRASH)
+        ] == [HistoryKind.EXIT]
 
 
 def gaps(world: World, name: str) -> list[int]:
@@ -487,7 +487,9 @@ def test_healing_ends_every_fault_among_the_core(seed: int) -> None:
         healed = len(world.history)
         world.run(for_ns=20 * MS)
         pings = {
-            (record.process, record.detail) for record in world.history[healed:] if record.kind is Kind.NOTE
+            (record.process, record.detail)
+            for record in world.history[healed:]
+            if record.kind is HistoryKind.NOTE
         }
         assert {(a, b) for a in core for b in core if a != b} <= pings
 

@@ -1,4 +1,4 @@
-"""TCP links and bulk lanes between hosts: a pulled cable ends them, delay and loss do not."""
+"""TCP links and bulk stripes between hosts: a pulled cable ends them, delay and loss do not."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_kernel_keeps_to_a_rate_where_nothing_else_is_shaped() -> None:
     assert "tbf" not in told[0] and "tbf" in told[1] and "rate 250Mbit" in told[1]
 
 
-def test_a_pulled_cable_ends_links_and_lanes_and_a_plugged_one_takes_new_ones() -> None:
+def test_a_pulled_cable_ends_links_and_stripes_and_a_plugged_one_takes_new_ones() -> None:
     """By the deadline that follows from the budget: nobody says goodbye, so silence has to tell."""
     with Lab(2) as lab:
         with netns.peers(lab, budget="500ms") as (listener, dialer):
@@ -129,7 +129,7 @@ def wait_for_timers(host: LabHost, *, all_of: str = "", any_of: str = "") -> Non
 
 
 def test_a_probe_that_is_lost_ends_no_idle_connection() -> None:
-    """Once it did: a network that lost 0.5 % ended one of a job's idle lanes every second or two."""
+    """Once it did: a network that lost 0.5 % ended one of a job's idle stripes every second or two."""
     with Lab(2, shaped=True) as lab, netns.peers(lab, budget="1s") as (_, dialer):
         wait_for_timers(lab.hosts[0], all_of="keepalive,0")
         for loss, timers in ((1.0, {"any_of": "keepalive,2"}), (0.0, {"all_of": "keepalive,0"})):

@@ -1,4 +1,4 @@
-"""TCP links: addresses, interfaces, socket options, lanes, and readers that pause."""
+"""TCP links: addresses, interfaces, socket options, stripes, and readers that pause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from support.links.link_harness import COOKIE, Ear, fill
 from support.tcp.tcp_machine import has_ipv6
 
-from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.handshake.session_setup import JoinRefused, ProtectionDiffers
@@ -25,11 +25,10 @@ from zbmd.transport.host.tcp_silence import Progress, Silence, read_progress
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.session_keys import LANES_MAX, Protection, Purpose
+from zbmd.transport.secure.session_keys import STRIPES_MAX, Protection, Purpose
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress, parse_address, source_of
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address, source_of
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 from zbmd.transport.tcp.sockets import connect, listen_on, resolve
 
 ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
@@ -340,48 +339,48 @@ async def test_sides_that_differ_in_protection() -> None:
     assert "not protected" in logs[0]["event"]
 
 
-# --- lanes ----------------------------------------------------------------------------------------------
+# --- stripes ----------------------------------------------------------------------------------------------
 
 
-async def test_lanes_join_their_link_and_carry_bytes_of_their_own() -> None:
+async def test_stripes_join_their_link_and_carry_bytes_of_their_own() -> None:
     server = await Server.start()
     ours, theirs = await server.pair()
-    early = await tcp.open_lane(ours, 0, endpoint())
-    joined: asyncio.Queue[Lane] = asyncio.Queue()
-    theirs.on_lane = joined.put_nowait
-    late = await tcp.open_lane(ours, LANES_MAX - 1, endpoint())
-    lanes = {0: early, LANES_MAX - 1: late}
+    early = await tcp.open_stripe(ours, 0, endpoint())
+    joined: asyncio.Queue[Stripe] = asyncio.Queue()
+    theirs.on_stripe = joined.put_nowait
+    late = await tcp.open_stripe(ours, STRIPES_MAX - 1, endpoint())
+    stripes = {0: early, STRIPES_MAX - 1: late}
     for _ in range(2):
         other = await joined.get()
-        lane = lanes[other.session.lane]
-        assert lane.session.purpose is other.session.purpose is Purpose.LANE
-        assert lane.session.control_id == other.session.control_id == ours.session.session_id
-        assert lane.session.keys and other.session.keys
-        assert lane.session.keys.send == other.session.keys.receive
-        assert lane.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000
-        lane.sock.send(b"bulk")
+        stripe = stripes[other.session.stripe]
+        assert stripe.session.purpose is other.session.purpose is Purpose.STRIPE
+        assert stripe.session.control_id == other.session.control_id == ours.session.session_id
+        assert stripe.session.keys and other.session.keys
+        assert stripe.session.keys.send == other.session.keys.receive
+        assert stripe.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000
+        stripe.sock.send(b"bulk")
         assert await asyncio.get_running_loop().sock_recv(other.sock, 10) == b"bulk"
-        lane.sock.close()
+        stripe.sock.close()
         other.sock.close()
     with capture_logs() as logs, pytest.raises(JoinRefused, match="lane-taken"):
-        await tcp.open_lane(ours, 0, endpoint())
+        await tcp.open_stripe(ours, 0, endpoint())
     assert [entry["kind"] for entry in logs] == ["JoinRefused"]
     await server.stop(ours, theirs)
 
 
-async def test_lanes_that_cannot_be() -> None:
+async def test_stripes_that_cannot_be() -> None:
     server = await Server.start()
     ours, theirs = await server.pair()
-    for link, lane in ((theirs, 0), (ours, LANES_MAX), (ours, -1)):
+    for link, stripe in ((theirs, 0), (ours, STRIPES_MAX), (ours, -1)):
         with pytest.raises(LocalProtocolError, match="dialer of an open link"):
-            await tcp.open_lane(link, lane, endpoint())
+            await tcp.open_stripe(link, stripe, endpoint())
     ear, our_ear = Ear(theirs), Ear(ours)
-    unheard = await tcp.open_lane(ours, 3, endpoint())
+    unheard = await tcp.open_stripe(ours, 3, endpoint())
     theirs.close()
     await ear.end()
     assert await asyncio.get_running_loop().sock_recv(unheard.sock, 10) == b"", "nobody took it"
     unheard.sock.close()
     await our_ear.end()
     with pytest.raises(LocalProtocolError):
-        await tcp.open_lane(ours, 4, endpoint())
+        await tcp.open_stripe(ours, 4, endpoint())
     await server.stop()

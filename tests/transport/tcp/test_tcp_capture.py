@@ -14,7 +14,7 @@ from zbmd.transport.capture.records import FrameIn
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.tcp.connect import dial, listen, open_lane
+from zbmd.transport.tcp.connect import dial, listen, open_stripe
 from zbmd.transport.tcp.link import TcpLink
 
 PAYLOADS = [b"", b"small", bytes(300_000)]
@@ -43,9 +43,9 @@ async def test_a_link_is_recorded_without_its_secrets(tmp_path: Path) -> None:
     for payload in PAYLOADS:
         ours.send(payload)
     assert await ear.frames(3) == PAYLOADS
-    lane = await open_lane(ours, 0, us)
-    lane.sock.close()
-    sessions = [ours.session, theirs.session, lane.session]
+    stripe = await open_stripe(ours, 0, us)
+    stripe.sock.close()
+    sessions = [ours.session, theirs.session, stripe.session]
     ours.close()
     assert await ear.end() is await our_ear.end() is None
     listener.close()
@@ -54,7 +54,7 @@ async def test_a_link_is_recorded_without_its_secrets(tmp_path: Path) -> None:
     their_log.close()
 
     verdicts = list(capture.replay_log(tmp_path, secrets={"cookie": COOKIE}))
-    assert len(verdicts) == 4, "both sides of the link's hello, and of the lane's"
+    assert len(verdicts) == 4, "both sides of the link's hello, and of the stripe's"
     assert all(isinstance(verdict, capture.Identical) for verdict in verdicts)
     by_name = {
         process.origin.process: records_of(process) for process in capture.open_log(tmp_path).processes

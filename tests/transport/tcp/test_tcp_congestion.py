@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zbmd.transport.tcp.congestion import SHORT_PATH_US, begin_short, min_round_trip_us, settle
+from zbmd.transport.tcp.sockets import SHORT_PATH_US, begin_short, min_round_trip_us, settle
 
 PINGS_MAX = 50
 

@@ -12,7 +12,7 @@ from support.tcp.tcp_middle import Middle, Tamper
 from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.secure.record_mac import TAG_BYTES
+from zbmd.transport.secure.mac import TAG_BYTES
 from zbmd.transport.secure.record_stream import (
     DuplicatedRecord,
     ForgedRecord,
@@ -22,9 +22,9 @@ from zbmd.transport.secure.record_stream import (
     TruncatedRecord,
 )
 from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.connect import dial, listen
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 
 FRAMES = [b"zero", b"one", b"two", b"three", bytes(300_000)]
 

@@ -27,9 +27,9 @@ from zbmd.transport.secure.tls import (
     UntrustedCertificate,
     tls_files,
 )
+from zbmd.transport.tcp.address import TcpSettings, tcp_settings
 from zbmd.transport.tcp.connect import dial, listen
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings, tcp_settings
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from zbmd.tools.bench.transport.pair import PIPE_CHANNEL, Pair
 from zbmd.tools.bench.transport.perftest import given_pair
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.connect import rdma
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.identity import Identity
@@ -29,13 +28,15 @@ from zbmd.transport.memory.placement import PAGE_BYTES
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.staging import RING_BYTES, StagedPipe
-from zbmd.transport.rdma.message_device import open_device
+from zbmd.transport.rdma.connect import dial_rdma, listen_rdma, open_rdma_plane
+from zbmd.transport.rdma.handshake import RdmaMemory
+from zbmd.transport.rdma.message_device import open_rdma_device
 from zbmd.transport.shm import connect as shm
 from zbmd.transport.shm.death_notice import LifeThread
 from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.address import tcp_settings
 from zbmd.transport.tcp.link import TcpLink
 from zbmd.transport.tcp.regions import join_bulk
-from zbmd.transport.tcp.settings import tcp_settings
 
 COOKIE: Final = bytes(32)
 CONNECT_S: Final = 60
@@ -121,7 +122,7 @@ async def _over_tcp(
     else:
         came: asyncio.Future[TcpLink] = asyncio.get_running_loop().create_future()
         listener = await tcp.listen("127.0.0.1:0", came.set_result, endpoint, settings=settings)
-        stack.callback(listener.close)  # not before: the lanes come to it, too
+        stack.callback(listener.close)  # not before: the stripes come to it, too
         _tell(rendezvous, str(listener.addresses[0]))
         link = await asyncio.wait_for(came, CONNECT_S)
     bulk = await join_bulk(link, endpoint, plane, slot=1 - rank)
@@ -138,17 +139,17 @@ async def _over_rdma(
 ) -> tuple[Link, Callable[..., int]]:
     """From the first device that is given to the second; and how a thread waits, polling by itself."""
     at = given_pair()[rank]
-    device = open_device(*at)
+    device = open_rdma_device(*at)
     stack.push_async_callback(device.aclose)
-    plane = rdma.open_plane(*at, segment=segment)
+    plane = open_rdma_plane(*at, segment=segment)
     stack.callback(plane.close)
-    memory = rdma.Memory(plane=plane, slot_of=lambda peer: 1 - rank)
+    memory = RdmaMemory(plane=plane, slot_of=lambda peer: 1 - rank)
     link: Link
     if rank == 1:
-        link = await rdma.dial(await _address(rendezvous), endpoint, device, memory=memory)
+        link = await dial_rdma(await _address(rendezvous), endpoint, device, memory=memory)
     else:
         came: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-        listener = await rdma.listen("127.0.0.1:0", came.set_result, endpoint, device, memory=memory)
+        listener = await listen_rdma("127.0.0.1:0", came.set_result, endpoint, device, memory=memory)
         _tell(rendezvous, str(listener.address))
         link = await asyncio.wait_for(came, CONNECT_S)
         listener.close()

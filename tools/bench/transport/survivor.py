@@ -18,7 +18,6 @@ import uvloop
 from zbmd.tools.bench.load import TrainingLoad
 from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.identity import Identity
 from zbmd.transport.host.prctl import end_with_parent
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint

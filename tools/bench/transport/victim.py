@@ -14,9 +14,7 @@ from typing import Final
 import numpy as np
 import uvloop
 
-from zbmd.transport.identity import Identity
 from zbmd.transport.host.prctl import end_with_parent
-from zbmd.actors.host.prctl import end_with_parent
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.memory.segment import Segment

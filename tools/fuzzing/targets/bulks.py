@@ -17,8 +17,6 @@ from zbmd.transport.bulk.events import (
     GetAsked,
     GetRefused,
     GetResolved,
-    LaneFailed,
-    LaneOpened,
     NotifyAsked,
     PayloadCame,
     Publish,
@@ -30,30 +28,32 @@ from zbmd.transport.bulk.events import (
     RecordsSent,
     SendRecord,
     Serve,
+    StripeFailed,
+    StripeOpened,
 )
 from zbmd.transport.bulk.machine import BulkMachine
 from zbmd.transport.bulk.records import BulkError
-from zbmd.transport.bulk.stream import Arrived, LaneReader
+from zbmd.transport.bulk.stream import PayloadArrived, StripeReader
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import CHANNELS, OFF_END, address_of
 
 RECORDS_MAX = 64
-LANES = 2
+STRIPES = 2
 OWN_GETS = 2
 REGION = RegionHandle(slot=1, incarnation=3, offset=4096, nbytes=1 << 16, writable=True)
 _SEQUENCE = slice(8, 16)
 LONG_BYTES = 20_000
 LONG_CUT = 50
 """Where it is cut, by 256 bytes."""
-_scratch = bytearray(br.STRIPE_BYTES_MAX)
+_scratch = bytearray(br.FRAGMENT_BYTES_MAX)
 
 
 def _records() -> tuple[br.Record, ...]:
     def put(transfer: int, offset: int, nbytes: int) -> br.Put:
         return br.Put(
-            transfer=transfer, handle=REGION, at=8, total=100, stripe_bytes=64, offset=offset, nbytes=nbytes,
-            channel=1, value=transfer + 1,
+            transfer=transfer, handle=REGION, at=8, total=100, fragment_bytes=64, offset=offset,
+            nbytes=nbytes, channel=1, value=transfer + 1,
         )  # fmt: skip
 
     return (
@@ -63,8 +63,8 @@ def _records() -> tuple[br.Record, ...]:
         br.Notify(transfer=2, channel=0, value=9),
         br.Get(transfer=5, handle=REGION, at=0, total=50, after=0),
         br.Get(transfer=6, handle=REGION, at=0, total=50, after=2),
-        br.Data(transfer=0, total=10, stripe_bytes=64, offset=0, nbytes=10),
-        br.Refusal(transfer=1, nbytes=4),
+        br.Data(transfer=0, total=10, fragment_bytes=64, offset=0, nbytes=10),
+        br.TransferRefusal(transfer=1, nbytes=4),
         br.PutRefusal(transfer=0, nbytes=4),
         br.Ack(puts=1),
         br.Error(nbytes=5),
@@ -83,9 +83,9 @@ def _record(data: bytes) -> None:
 
 
 def _said(*records: br.Record) -> bytes:
-    """As the peer sends them: lane, header, and a payload of the right length."""
+    """As the peer sends them: stripe, header, and a payload of the right length."""
     return b"".join(
-        bytes([number % LANES]) + block(br.encode(record, 0) + b"x" * record.nbytes)
+        bytes([number % STRIPES]) + block(br.encode(record, 0) + b"x" * record.nbytes)
         for number, record in enumerate(records)
     )
 
@@ -93,7 +93,7 @@ def _said(*records: br.Record) -> bytes:
 def _peer_seeds() -> tuple[bytes, ...]:
     records = _records()
     small = br.Put(
-        transfer=1, handle=REGION, at=8, total=40, stripe_bytes=64, offset=0, nbytes=40, channel=1, value=2
+        transfer=1, handle=REGION, at=8, total=40, fragment_bytes=64, offset=0, nbytes=40, channel=1, value=2
     )
     quick = _said(br.Notify(transfer=0, channel=0, value=1), small, br.Ack(puts=1), br.Ack(puts=2))
     return (quick, _said(*records), _said(*records[:5]), _said(*records[3:9]), _said(*reversed(records[:8])))
@@ -102,8 +102,8 @@ def _peer_seeds() -> tuple[bytes, ...]:
 def _quick_seeds() -> tuple[bytes, ...]:
     """Also one whose payload is received in its region, as it comes in two parts."""
     long = br.Put(
-        transfer=0, handle=REGION, at=8, total=LONG_BYTES, stripe_bytes=1 << 15, offset=0, nbytes=LONG_BYTES,
-        channel=1, value=1,
+        transfer=0, handle=REGION, at=8, total=LONG_BYTES, fragment_bytes=1 << 15, offset=0,
+        nbytes=LONG_BYTES, channel=1, value=1,
     )  # fmt: skip
     return (*_peer_seeds(), LONG_CUT.to_bytes(1) + _said(long)[1:])
 
@@ -113,11 +113,11 @@ class _Driver:
 
     def __init__(self) -> None:
         self.machine = BulkMachine(peer="enemy")
-        self.readers = [LaneReader(None) for _ in range(LANES)]
-        self.sequences = [0] * LANES
+        self.readers = [StripeReader(None) for _ in range(STRIPES)]
+        self.sequences = [0] * STRIPES
         self.ends: list[End] = []
-        for lane in range(LANES):
-            self.tell(LaneOpened(lane=lane))
+        for stripe in range(STRIPES):
+            self.tell(StripeOpened(stripe=stripe))
         for transfer in range(OWN_GETS):
             self.tell(GetAsked(transfer=transfer, handle=REGION, at=0, total=10))
         for transfer in range(OWN_GETS, OWN_GETS + 2):
@@ -133,23 +133,23 @@ class _Driver:
 
     def _perform(self, action: BulkAction) -> list[BulkEvent]:
         match action:
-            case SendRecord(lane=lane):
-                return [RecordsSent(lane=lane, records=1)]
+            case SendRecord(stripe=stripe):
+                return [RecordsSent(stripe=stripe, records=1)]
             case Serve(get=get, handle=handle):
                 known = handle == REGION
                 return [GetResolved(get=get) if known else GetRefused(get=get, reason="no such region")]
-            case ReceivePut(lane=lane, handle=handle, nbytes=nbytes):
+            case ReceivePut(stripe=stripe, handle=handle, nbytes=nbytes):
                 if handle == REGION:
-                    return self._destined(lane, nbytes)
-                refused = PutRefused(lane=lane, reason="no such region")
+                    return self._destined(stripe, nbytes)
+                refused = PutRefused(stripe=stripe, reason="no such region")
                 if nbytes == 0:
-                    return [refused, PayloadCame(lane=lane, text="")]
-                self.readers[lane].receive_nowhere()
+                    return [refused, PayloadCame(stripe=stripe, text="")]
+                self.readers[stripe].receive_nowhere()
                 return [refused]
-            case ReceiveGet(lane=lane, nbytes=nbytes):
-                return self._destined(lane, nbytes)
-            case ReceiveText(lane=lane):
-                self.readers[lane].receive_text()
+            case ReceiveGet(stripe=stripe, nbytes=nbytes):
+                return self._destined(stripe, nbytes)
+            case ReceiveText(stripe=stripe):
+                self.readers[stripe].receive_text()
             case Publish(channel=channel):
                 if not 0 <= channel < CHANNELS:
                     raise Broken(f"channel {channel} was published")
@@ -159,15 +159,15 @@ class _Driver:
                 pass
         return []
 
-    def _destined(self, lane: int, nbytes: int) -> list[BulkEvent]:
+    def _destined(self, stripe: int, nbytes: int) -> list[BulkEvent]:
         if nbytes == 0:
-            return [PayloadCame(lane=lane, text="")]
-        self.readers[lane].receive_into(memoryview(_scratch)[:nbytes])
+            return [PayloadCame(stripe=stripe, text="")]
+        self.readers[stripe].receive_into(memoryview(_scratch)[:nbytes])
         return []
 
-    def hear(self, lane: int, data: bytes) -> None:
-        """Bytes of a lane, as they come from its socket."""
-        reader, rest = self.readers[lane], memoryview(data)
+    def hear(self, stripe: int, data: bytes) -> None:
+        """Bytes of a stripe, as they come from its socket."""
+        reader, rest = self.readers[stripe], memoryview(data)
         while rest and not self.ends and reader.wanted_bytes:
             into = reader.want()
             step = min(len(into), len(rest))
@@ -176,25 +176,25 @@ class _Driver:
             try:
                 came = reader.filled(step)
             except BulkError as error:
-                self.tell(LaneFailed(lane=lane, error=error))
+                self.tell(StripeFailed(stripe=stripe, error=error))
                 return
-            if isinstance(came, Arrived):
-                self.tell(PayloadCame(lane=lane, text=came.text))
+            if isinstance(came, PayloadArrived):
+                self.tell(PayloadCame(stripe=stripe, text=came.text))
             elif came is not None:
-                self.sequences[lane] += 1
-                self.tell(RecordCame(lane=lane, record=came))
+                self.sequences[stripe] += 1
+                self.tell(RecordCame(stripe=stripe, record=came))
 
 
 def _peer(data: bytes) -> None:
-    """Any records on any lane; their numbers are put right, or the first wrong one would be the last."""
+    """Any records on any stripe; their numbers are put right, or the first wrong one would be the last."""
     script, driver = Script(data), _Driver()
     for _ in range(RECORDS_MAX):
         if script.ended or driver.ends:
             break
-        lane, record = script.number(1) % LANES, bytearray(script.block())
-        if len(record) >= br.HEADER_BYTES and not driver.readers[lane].in_payload:
-            record[_SEQUENCE] = driver.sequences[lane].to_bytes(8, "little")
-        driver.hear(lane, bytes(record))
+        stripe, record = script.number(1) % STRIPES, bytearray(script.block())
+        if len(record) >= br.HEADER_BYTES and not driver.readers[stripe].in_payload:
+            record[_SEQUENCE] = driver.sequences[stripe].to_bytes(8, "little")
+        driver.hear(stripe, bytes(record))
     if len(driver.ends) > 1:
         raise Broken(f"it ended {len(driver.ends)} times")
     for end in driver.ends:
@@ -268,7 +268,7 @@ TARGETS = (
     ),
     Target(
         name="bulk.peer",
-        what="a peer's records on several lanes, in any order",
+        what="a peer's records on several stripes, in any order",
         allowed=(),
         seeds=_peer_seeds,
         run=_peer,

@@ -48,14 +48,13 @@ from zbmd.training.redundancy.machine import AllHold, Copied, Entered, Event, He
 from zbmd.transport import capture
 from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureError
-from zbmd.transport.capture.index import SegmentIndex, unpack_index
+from zbmd.transport.capture.files import SegmentIndex, capture_to_text, text_to_capture, unpack_index
 from zbmd.transport.capture.reader import Segment
 from zbmd.transport.capture.registry import MachineKind
-from zbmd.transport.capture.text import capture_to_text, text_to_capture
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.handshake import hello
-from zbmd.transport.handshake.capture_kind import hello_config
+from zbmd.transport.handshake.driver import hello_config
 from zbmd.transport.identity import Side
 
 ENTRIES_MAX = 10_000
@@ -114,7 +113,7 @@ def _record_hello(log: capture.Recorder) -> None:
         nonce=b"\1" * hello.NONCE_BYTES,
         deadline_ns=1_000,
     )
-    tap = log.machine(HELLO, "hello/1", listener, config)
+    tap = capture.Tap(log, HELLO, "hello/1", listener, config)
     said = dialer.handle(hello.Opened(peer_uid=wires.UID), now_ns=0)
     tap.handle(hello.Opened(peer_uid=wires.UID), now_ns=0)
     while sent := b"".join(action.data for action in said if isinstance(action, hello.SendBytes)):
@@ -124,7 +123,7 @@ def _record_hello(log: capture.Recorder) -> None:
 
 
 def _record_membership(log: capture.Recorder) -> capture.Tap[view.Event, view.Action]:
-    tap = log.machine(MEMBERSHIP, "host", MEMBERSHIP.build(MEMBERSHIP_CONFIG), MEMBERSHIP_CONFIG)
+    tap = capture.Tap(log, MEMBERSHIP, "host", MEMBERSHIP.build(MEMBERSHIP_CONFIG), MEMBERSHIP_CONFIG)
     events: list[view.Event] = [view.StartRequested()]
     events += [view.Forked(rank=rank, incarnation=1) for rank in range(2)]
     events += [view.Joined(rank=rank, incarnation=1, address=f"a{rank}") for rank in range(2)]
@@ -137,7 +136,7 @@ def _record_membership(log: capture.Recorder) -> capture.Tap[view.Event, view.Ac
 
 
 def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.CommitAction]:
-    tap = log.machine(STEP_COMMIT, "step-commit", STEP_COMMIT.build(COMMIT_CONFIG), COMMIT_CONFIG)
+    tap = capture.Tap(log, STEP_COMMIT, "step-commit", STEP_COMMIT.build(COMMIT_CONFIG), COMMIT_CONFIG)
     held = cm.Held(version=0, digest=bytes(16), slot=0, handle=b"h", known=0, fresh=True)
     members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     vote = cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"1" * 16, part=b"p")
@@ -155,7 +154,7 @@ def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.Comm
 
 def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.RepairAction]:
     config = {"rank": 0}
-    tap = log.machine(REPAIR, "elastic0", REPAIR.build(config), config)
+    tap = capture.Tap(log, REPAIR, "elastic0", REPAIR.build(config), config)
     members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     call = rm.Call(text="sum", on_loss=rm.OnLoss.SURVIVORS, inputs=rm.Inputs.PRESERVE)
     new = rm.Report(born=0, sequence=1, phase=rm.Phase.IDLE)
@@ -173,7 +172,7 @@ def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.Repa
 
 def _record_tags(log: capture.Recorder) -> capture.Tap[em.ElasticTagEvent, em.ElasticTagAction]:
     config = {"rank": 0}
-    tap = log.machine(ELASTIC_TAGS, "elastic0.tags", ELASTIC_TAGS.build(config), config)
+    tap = capture.Tap(log, ELASTIC_TAGS, "elastic0.tags", ELASTIC_TAGS.build(config), config)
     members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     first = (1 << em.SESSION_BITS) + 1
     events: list[em.ElasticTagEvent] = [
@@ -195,7 +194,7 @@ def _record_tags(log: capture.Recorder) -> capture.Tap[em.ElasticTagEvent, em.El
 def _record_cluster(log: capture.Recorder) -> None:
     me, other = Node(NodeKey(1, 1), "a:1", "one"), Node(NodeKey(2, 1), "b:2", "two")
     config = cluster_config(me, RECOVERY_BUDGET_NS_DEFAULT, witnessed=False)
-    tap = log.machine(CLUSTER, "cluster", CLUSTER.build(config), config)
+    tap = capture.Tap(log, CLUSTER, "cluster", CLUSTER.build(config), config)
     events: list[cluster.Event] = [
         cluster.Found(),
         cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train/command.py"))),
@@ -211,12 +210,12 @@ def _record_cluster(log: capture.Recorder) -> None:
 def _record_training(log: capture.Recorder) -> None:
     programs = programs_of("1f1b", Shape(stages=2, chunks=1, microbatches=2))
     config = stage_config(programs, 0)
-    stage = log.machine(STAGE, "stage0/1", STAGE.build(config), config)
+    stage = capture.Tap(log, STAGE, "stage0/1", STAGE.build(config), config)
     heard = Heard(stage=1, what=Told.ACTIVATIONS_RELEASED, count=0)
     for event in (StepBegun(), Computed(), Computed(), heard):
         stage.handle(event, now_ns=0)
     config = mirror_config(Mirror(place=0, ranks=2))
-    mirror = log.machine(MIRROR, "mirror", MIRROR.build(config), config)
+    mirror = capture.Tap(log, MIRROR, "mirror", MIRROR.build(config), config)
     held = (Held(own=(0, None), known=0, copies=(None, None)),) * 2
     events: tuple[Event, ...] = (Entered(held=held, hosts=(0, 0)), AllHold(version=0), Copied(digest=7))
     for number, happened in enumerate(events):

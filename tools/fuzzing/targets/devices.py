@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from zbmd.tools.fuzzing.target import Broken, Target
-from zbmd.transport.cuda.handle import ITEM_BYTES, DeviceHandle, EventHandle, decode, encode
+from zbmd.transport.cuda.array import ITEM_BYTES, DeviceHandle, EventHandle, decode_handle, encode_handle
 from zbmd.transport.errors import RemoteProtocolError
 
 _SLOT, _INCARNATION = 3, 7
@@ -25,17 +25,17 @@ def _seeds() -> tuple[bytes, ...]:
         shape=(2, 3),
     )
     event = EventHandle(slot=_SLOT, incarnation=_INCARNATION, channel=5, device=_UUID, event=_OPAQUE)
-    return b"\0" + encode(memory), b"\1" + encode(event)
+    return b"\0" + encode_handle(memory), b"\1" + encode_handle(event)
 
 
 def _handle(data: bytes) -> None:
     """The first byte picks what is due."""
     if data[:1] == b"\1":
-        event = decode(data[1:], EventHandle, slot=_SLOT, incarnation=_INCARNATION)
+        event = decode_handle(data[1:], EventHandle, slot=_SLOT, incarnation=_INCARNATION)
         if (event.slot, event.incarnation) != (_SLOT, _INCARNATION) or len(event.event) != len(_OPAQUE):
             raise Broken(f"{event}")
         return
-    handle = decode(data[1:], DeviceHandle, slot=_SLOT, incarnation=_INCARNATION)
+    handle = decode_handle(data[1:], DeviceHandle, slot=_SLOT, incarnation=_INCARNATION)
     fits = math.prod(handle.shape) * ITEM_BYTES[handle.typestr] == handle.nbytes
     if not fits or handle.offset < 0 or (handle.slot, handle.incarnation) != (_SLOT, _INCARNATION):
         raise Broken(f"{handle}")

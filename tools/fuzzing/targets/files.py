@@ -58,13 +58,12 @@ from zbmd.training.run.ledger import CommitLog, CommitRecord, LedgerBroken, LogH
 from zbmd.training.run.repeated_oom import read_note
 from zbmd.training.sharded.records import last_steps
 from zbmd.transport import kill_points as faults
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import CookieError, load_or_create_cookie
 from zbmd.transport.sim import parse_faults
 from zbmd.transport.sim.faults import format_plan
-from zbmd.transport.tcp.address import parse_address, source_of
-from zbmd.transport.tcp.settings import tcp_settings
+from zbmd.transport.tcp.address import parse_address, source_of, tcp_settings
 
 MODEL = GPTConfig(context=4, width=8, heads=2, layers=1)
 PLAN = '{"model":{"width":8},"seed":1}'

@@ -33,7 +33,7 @@ from zbmd.transport.memory.placement import PAGE_BYTES
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping
-from zbmd.transport.shm.attach import MESSAGE_BYTES_MAX, Offer
+from zbmd.transport.shm.attach import MESSAGE_BYTES_MAX, AttachOffer
 from zbmd.transport.shm.connect import Endpoint, Listener, dial, listen
 from zbmd.transport.shm.link import link_memory_bytes
 
@@ -176,7 +176,7 @@ DESCRIPTORS: tuple[Callable[[], int], ...] = (
 
 def _offers() -> tuple[bytes, ...]:
     encode = msgspec.msgpack.encode
-    good, bare = Offer(ring_bytes=RING_BYTES, slot=1), Offer(ring_bytes=RING_BYTES, slot=None)
+    good, bare = AttachOffer(ring_bytes=RING_BYTES, slot=1), AttachOffer(ring_bytes=RING_BYTES, slot=None)
     return (
         b"\4\0\1\1\2" + encode(good),
         b"\3\0\1\1" + encode(bare),
@@ -283,7 +283,7 @@ def _standing(data: bytes) -> None:
         wakes = (_eventfd(os.EFD_NONBLOCK), _eventfd(os.EFD_NONBLOCK))
         try:
             async with _enemy(ours.address) as sock:
-                offer = msgspec.msgpack.encode(Offer(ring_bytes=RING_BYTES, slot=1))
+                offer = msgspec.msgpack.encode(AttachOffer(ring_bytes=RING_BYTES, slot=1))
                 socket.send_fds(sock, [offer], [memory, *wakes, segment])
                 await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), PATIENCE_S)
                 link = await asyncio.wait_for(ours.made.get(), PATIENCE_S)

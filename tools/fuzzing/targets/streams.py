@@ -5,7 +5,7 @@ from __future__ import annotations
 from zbmd.tools.fuzzing.script import Script, block, blocks, read_blocks
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.fuzzing.targets import wires
-from zbmd.transport.host.topology.netlink import parse_addresses
+from zbmd.transport.host.topology.interfaces import parse_addresses
 from zbmd.transport.secure.record_stream import RecordError, RecordKind, Sealer, SecureStream
 from zbmd.transport.secure.session_keys import KEY_BYTES, Keys
 

@@ -30,7 +30,7 @@ from zbmd.transport.handshake.hello import (
 )
 from zbmd.transport.identity import Identity, Side
 from zbmd.transport.secure.session_keys import SECRET_BYTES, Protection, Secrets, Session
-from zbmd.transport.shm.attach import Answer, Offer, decode
+from zbmd.transport.shm.attach import AttachAnswer, AttachOffer, decode
 
 JOB = 7
 INCARNATION = 3
@@ -177,14 +177,14 @@ def _message(kind: int, body: bytes) -> bytes:
 
 def _attach(data: bytes) -> None:
     if data[:1] == b"\0":
-        decode(data[1:], Offer)
+        decode(data[1:], AttachOffer)
     else:
-        decode(data[1:], Answer)
+        decode(data[1:], AttachAnswer)
 
 
 def _attach_seeds() -> tuple[bytes, ...]:
-    offers = (Offer(ring_bytes=1 << 17, slot=3), Offer(ring_bytes=1 << 12, slot=None))
-    answers = (Answer(slot=0), Answer(slot=None))
+    offers = (AttachOffer(ring_bytes=1 << 17, slot=3), AttachOffer(ring_bytes=1 << 12, slot=None))
+    answers = (AttachAnswer(slot=0), AttachAnswer(slot=None))
     encode = msgspec.msgpack.encode
     return (*(b"\0" + encode(offer) for offer in offers), *(b"\1" + encode(answer) for answer in answers))
 
@@ -204,7 +204,7 @@ def _session_seeds() -> tuple[bytes, ...]:
     control = session_setup.control_session(secrets, _WANTED, peer)
     offers = (
         session_setup.make_offer(secrets, _WANTED),
-        session_setup.make_offer(secrets, _WANTED, control=control, lane=3),
+        session_setup.make_offer(secrets, _WANTED, control=control, stripe=3),
     )
     answers = [
         session_setup.accept_offer(

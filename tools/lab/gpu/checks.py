@@ -31,8 +31,8 @@ from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import HostDevice, cuda_device
 from zbmd.training.replicated.scenario import plain_job
 from zbmd.training.step.two_slot_store import Store, own_memory
-from zbmd.transport.cuda.facts import choose_way, why_no_ipc
-from zbmd.transport.cuda.handle import DeviceHandle, decode
+from zbmd.transport.cuda.api import choose_copy_route, why_no_ipc
+from zbmd.transport.cuda.array import DeviceHandle, decode_handle
 from zbmd.transport.cuda.peer import CudaPeer
 from zbmd.transport.cuda.region import CudaRegion
 from zbmd.transport.cuda.runtime import CudaRuntime, visible_devices
@@ -89,7 +89,7 @@ def _owner(own_device: int, their_device: int, nbytes: int = PUT_BYTES) -> Gener
         assert process.stdin is not None and process.stdout is not None
         try:
             told = bytes.fromhex(process.stdout.readline())
-            handle = decode(told, DeviceHandle, slot=PEER_SLOT, incarnation=INCARNATION)
+            handle = decode_handle(told, DeviceHandle, slot=PEER_SLOT, incarnation=INCARNATION)
             anchor = cells.regions.register(cells.inbox.empty(64, np.uint8))
             cell = PeerSegment.attach(cells.fd, slot=PEER_SLOT).open_region(anchor, own)
             runtime = CudaRuntime(own_device)
@@ -114,7 +114,9 @@ def facts() -> str:
     for a in found:
         for b in found[a.device + 1 :]:
             reaches = a.can_access_peer(b.device)
-            choice = choose_way(a.facts(), b.facts(), same_host=True, visible=True, can_access_peer=reaches)
+            choice = choose_copy_route(
+                a.facts(), b.facts(), same_host=True, visible=True, can_access_peer=reaches
+            )
             lines.append(f"{a.device} to {b.device}: {choice.way.value}, {choice.reason}")
     return "; ".join(lines)
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import sys
 import zlib
 
-from zbmd.transport.cuda.array import DeviceSpan
+from zbmd.transport.cuda.array import DeviceSpan, encode_handle
 from zbmd.transport.cuda.exports import DeviceExports
-from zbmd.transport.cuda.handle import encode
 from zbmd.transport.cuda.runtime import CudaRuntime
 from zbmd.transport.native._native import address_of
 
@@ -26,7 +25,7 @@ def main(device: int, nbytes: int, slot: int) -> None:
     base = runtime.malloc(nbytes)
     exports = DeviceExports(runtime, slot=slot, incarnation=INCARNATION)
     handle = exports.register(DeviceSpan(address=base, shape=(nbytes,), typestr="|u1"))
-    print(encode(handle).hex(), flush=True)
+    print(encode_handle(handle).hex(), flush=True)
     stream = runtime.stream_create()
     seen = bytearray(nbytes)
     for _ in sys.stdin:

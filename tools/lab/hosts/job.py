@@ -33,8 +33,7 @@ from typing import Any, Final, Protocol
 
 from zbmd.tools.bench.stats import median
 from zbmd.tools.lab.network.netns import Lab, LabHost
-from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_recovery_budget
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError, ZbmdError
 
 HOSTS: Final = 3

@@ -27,8 +27,13 @@ from typing import Final
 
 from zbmd.tools.bench.stats import median
 from zbmd.tools.lab.network.netns import Lab, LabHost
-from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, derive, parse_recovery_budget
-from zbmd.transport.clock.durations import format_duration, parse_duration
+from zbmd.transport.clock.deadlines import (
+    RECOVERY_BUDGET_NS_DEFAULT,
+    derive,
+    format_duration,
+    parse_duration,
+    parse_recovery_budget,
+)
 from zbmd.transport.errors import UserError, ZbmdError
 
 PATIENCE_S: Final = 60.0

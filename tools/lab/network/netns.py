@@ -30,7 +30,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from zbmd.tools.lab.network.switch import DEVICE, Cable, Command
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError, ZbmdError
 
 HOSTS_MAX: Final = 16

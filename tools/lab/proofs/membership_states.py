@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from zbmd.actors.cluster.membership.exploration import STORIES, explore, explore_pairs
 from zbmd.actors.cluster.membership.scenario import MembershipScenario
-from zbmd.transport.sim import Options, Outcome, SimulationFailure, run_scenario
+from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scenario
 
 SIZES_DEFAULT = "2,3,4,5"
 RUNS_DEFAULT = 100_000
@@ -81,7 +81,7 @@ def _run_schedules(runs: int, seconds: float, first: int) -> int:
         options = options_of(seed)
         plan = scenario.draw_plan(seed, options)
         report = run_scenario(scenario, seed, options, plan, tell=None, digested=False)
-        if report.outcome is not Outcome.OK:
+        if report.outcome is not RunOutcome.OK:
             print(report)
             return 1
         done += 1

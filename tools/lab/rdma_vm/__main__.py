@@ -19,7 +19,7 @@ from typing import Final
 from zbmd.tools.lab.rdma_vm.image import image
 from zbmd.tools.lab.rdma_vm.machine import Run, run
 from zbmd.tools.lab.rdma_vm.packages import require_programs
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import ZbmdError
 
 FAILED: Final = 125

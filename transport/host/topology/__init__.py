@@ -12,10 +12,9 @@ from pathlib import Path
 
 from zbmd.transport.host.topology.cpus import Cpus, NumaNode, read_cpus, read_numa_nodes
 from zbmd.transport.host.topology.gpus import Gpu, nvidia_driver_version, read_gpus
-from zbmd.transport.host.topology.interfaces import Interface, InterfaceKind, read_interfaces
-from zbmd.transport.host.topology.netlink import Addresses
-from zbmd.transport.host.topology.pages import Pages, read_pages
-from zbmd.transport.host.topology.pci import Distance, Place, distance
+from zbmd.transport.host.topology.interfaces import Addresses, Interface, InterfaceKind, read_interfaces
+from zbmd.transport.host.topology.pages import HostPages, read_pages
+from zbmd.transport.host.topology.pci import Distance, PciLocation, distance
 from zbmd.transport.host.topology.rdma import RdmaDevice, RdmaPort, read_rdma_devices
 
 __all__ = [
@@ -27,8 +26,8 @@ __all__ = [
     "Interface",
     "InterfaceKind",
     "NumaNode",
-    "Pages",
-    "Place",
+    "HostPages",
+    "PciLocation",
     "RdmaDevice",
     "RdmaPort",
     "Topology",
@@ -51,7 +50,7 @@ class Topology:
 
     cpus: Cpus
     numa_nodes: tuple[NumaNode, ...]
-    pages: Pages
+    pages: HostPages
     gpus: tuple[Gpu, ...]
     interfaces: tuple[Interface, ...]
     rdma_devices: tuple[RdmaDevice, ...]

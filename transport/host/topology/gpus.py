@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbmd.transport.host.topology.kernel_files import entries, parse_int, read_fields, read_text
-from zbmd.transport.host.topology.pci import PciDevice, Place, read_pci_devices
+from zbmd.transport.host.topology.pci import PciDevice, PciLocation, read_pci_devices
 
 NVIDIA, AMD = "NVIDIA", "AMD"
 _VENDORS = {0x10DE: NVIDIA, 0x1002: AMD}
@@ -21,7 +21,7 @@ class Gpu:
 
     vendor: str
     model: str
-    place: Place
+    place: PciLocation
     driver: str | None
     usable: bool
     uuid: str | None = None

@@ -26,7 +26,7 @@ class Distance(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PciLocation:
     """Where a device sits. path: the host bridge, then every bridge on the way, then the device itself."""
 
     path: tuple[str, ...]
@@ -42,7 +42,7 @@ class Place:
 class PciDevice:
     """One device of the bus. `device_class` as in the specification: 0x030200 is a 3D controller."""
 
-    place: Place
+    place: PciLocation
     vendor: int
     device: int
     device_class: int
@@ -70,7 +70,7 @@ def read_pci_devices(root: Path = Path("/")) -> tuple[PciDevice, ...]:
     return tuple(found)
 
 
-def place_of(path: Path) -> Place | None:
+def place_of(path: Path) -> PciLocation | None:
     """The place of the PCI device that `path` (or what it links to) is or belongs to; None if there is none.
 
     A network device of virtio is a child of a PCI device: the nearest one above counts.
@@ -84,7 +84,7 @@ def place_of(path: Path) -> Place | None:
     node = read_int(Path(*parts[: last + 1]) / "numa_node")
     numa_node = node if node is not None and node >= 0 else None
     chain = tuple(part for part in parts[first : last + 1] if part and not part.startswith("virtio"))
-    return Place(path=chain, numa_node=numa_node)
+    return PciLocation(path=chain, numa_node=numa_node)
 
 
 def link_name(path: Path) -> str | None:
@@ -95,7 +95,7 @@ def link_name(path: Path) -> str | None:
         return None
 
 
-def distance(a: Place, b: Place) -> Distance:
+def distance(a: PciLocation, b: PciLocation) -> Distance:
     """What lies between two devices.
 
     The bridges that their paths share decide, as in `nvidia-smi topo -m` and NCCL's `pciDistance`: a shared

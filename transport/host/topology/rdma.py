@@ -4,11 +4,47 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.kernel_files import entries, parse_int, read_int, read_text
-from zbmd.transport.host.topology.pci import Place, place_of
+from zbmd.transport.host.topology.pci import PciLocation, place_of
+
+# The RDMA devices of this host, by pyverbs, which is imported only when it is asked for.
+#
+# pyverbs belongs to the distribution's rdma-core (`apt install python3-pyverbs`, for the distribution's own
+# Python); its source on PyPI builds only against a matching libibverbs.
+
+
+def verbs_missing() -> str | None:
+    """Why pyverbs cannot be used here, in a few words; None if it can."""
+    try:
+        import_module("pyverbs.device")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def rdma_devices() -> tuple[str, ...]:
+    """The names of the RDMA devices, such as `mlx5_0` or `rxe0`; empty if there is none.
+
+    Raises `UserError` if pyverbs is missing, does not fit this Python, or cannot list devices.
+    """
+    try:
+        verbs = import_module("pyverbs.device")
+    except ImportError as error:
+        raise UserError(
+            f"RDMA needs pyverbs, which cannot be imported ({error}). Install the distribution's "
+            "python3-pyverbs, or pip install 'zbmd[rdma]' where libibverbs and its headers are."
+        ) from error
+    try:
+        devices: list[Any] = verbs.get_device_list()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"the RDMA devices cannot be listed: {error}. Is the driver loaded?") from error
+    return tuple(device.name.decode() for device in devices)
+
 
 GIDS_MAX: Final = 32
 """Of a port; a RoCE port has one for each address, VLAN and version."""
@@ -75,7 +111,7 @@ class RdmaDevice:
     """
 
     name: str
-    place: Place | None
+    place: PciLocation | None
     firmware: str | None
     interfaces: tuple[str, ...]
     ports: tuple[RdmaPort, ...]

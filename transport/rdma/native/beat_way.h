@@ -1,4 +1,4 @@
-/* A way for the newest heartbeat of each side, beside a lane: written straight into the memory of who observes.
+/* A way for the newest heartbeat of each side, beside a stripe: written straight into the memory of who observes.
  *
  * Who beats calls `write`, who observes reads `inbox`. Both are used by one thread at a time.
  */

@@ -24,8 +24,14 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport.cuda.api import HANDLE_BYTES, CudaFault, DeviceBytes, DeviceKernels
-from zbmd.transport.cuda.facts import UUID_BYTES, DeviceFacts
+from zbmd.transport.cuda.api import (
+    HANDLE_BYTES,
+    UUID_BYTES,
+    CudaFault,
+    DeviceBytes,
+    DeviceFacts,
+    DeviceKernels,
+)
 from zbmd.transport.sim.parts.cuda_model_array import ModelArray
 
 Clock: TypeAlias = dict[int, int]
@@ -44,8 +50,7 @@ class Undefined(CudaFault):
 
 
 def _join(into: Clock, other: Clock) -> None:
-    for key, count in other.items():
-        into[key] = max(into.get(key, 0), count)
+    into.update({key: max(into.get(key, 0), count) for key, count in other.items()})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -368,16 +373,19 @@ class ModelProcess:
         """See `CudaApi`."""
         return ModelArray(self, shape, typestr)
 
+    def free_array(self, address: int) -> None:
+        """Free the memory of an array, unless this process or its host has ended."""
+        if not self.dead and self.host.failed is None:
+            self.free(address)
+
     def dmabuf(self, address: int, nbytes: int) -> int:
         """See `CudaApi`."""
         raise CudaFault("the model has no dma-bufs")
 
     # -- streams and events ------------------------------------------------------------------------------
 
-    @property
-    def default_stream(self) -> int:
-        """On which programs compute that say nothing else."""
-        return 1
+    default_stream: Final = 1
+    """On which programs compute that name no other."""
 
     def stream_create(self) -> int:
         """See `CudaApi`."""

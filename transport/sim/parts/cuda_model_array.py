@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from zbmd.transport.cuda.array import DeviceSpan
-
-if TYPE_CHECKING:
-    from zbmd.transport.sim.parts.cuda_model import ModelProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +21,30 @@ class ModelRows:
         return self.span.__cuda_array_interface__
 
 
-class ModelArray:
-    """An array of a modelled device, until nobody has it any more."""
+class ArrayMemory(Protocol):
+    """What an array needs of the process that holds it; see `cuda_model.ModelProcess`."""
 
-    def __init__(self, process: ModelProcess, shape: tuple[int, ...], typestr: str) -> None:
-        nbytes = DeviceSpan(address=0, shape=shape, typestr=typestr).nbytes
-        self._process = process
-        self.span = DeviceSpan(
-            address=process.malloc(nbytes), shape=shape, typestr=typestr, stream=process.default_stream
-        )
+    @property
+    def default_stream(self) -> int:
+        """The stream on which programs compute."""
+        ...
+
+    def malloc(self, nbytes: int, /) -> int:
+        """Return the address of new memory."""
+        ...
+
+    def free_array(self, address: int, /) -> None:
+        """Free the memory of an array."""
+        ...
+
+
+class ModelArray:
+    """An array of a modelled device; its memory is freed when nobody holds it any more."""
+
+    def __init__(self, memory: ArrayMemory, shape: tuple[int, ...], typestr: str) -> None:
+        span = DeviceSpan(address=0, shape=shape, typestr=typestr, stream=memory.default_stream)
+        self._memory = memory
+        self.span = replace(span, address=memory.malloc(span.nbytes))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -47,6 +59,4 @@ class ModelArray:
         return ModelRows(self, replace(self.span, shape=(count, *self.span.shape[1:])))
 
     def __del__(self) -> None:
-        process = self._process
-        if not process.dead and process.host.failed is None:
-            process.free(self.span.address)
+        self._memory.free_array(self.span.address)

@@ -3,17 +3,67 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
 
 import numpy as np
 
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.errors import LocalProtocolError, OutOfMemory
 from zbmd.transport.memory.arena import ALIGNMENT, Arena
 from zbmd.transport.memory.region import Regions, require_cell
 from zbmd.transport.native import _native
 
-if TYPE_CHECKING:
-    from zbmd.transport.sim.world import SimProcess
+# The memory of a simulated process: an account with a limit, no bytes.
+
+MEMORY_BYTES_DEFAULT = 16 << 30
+
+
+class Allocation:
+    """So many bytes of a `SimMemory`, until `free`; a context manager."""
+
+    def __init__(self, memory: SimMemory, nbytes: int) -> None:
+        self._memory = memory
+        self.nbytes = nbytes
+
+    def free(self) -> None:
+        """Give the bytes back. Idempotent."""
+        self._memory.used_bytes -= self.nbytes
+        self.nbytes = 0
+
+    def __enter__(self) -> Allocation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+
+class SimMemory:
+    """What one incarnation holds. A limit that shrinks below it takes nothing away."""
+
+    def __init__(self, limit_bytes: int = MEMORY_BYTES_DEFAULT) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """Take `nbytes`. Raises `OutOfMemory` beyond the limit."""
+        if nbytes < 0:
+            raise LocalProtocolError(f"cannot allocate {nbytes} bytes")
+        available_bytes = max(0, self.limit_bytes - self.used_bytes)
+        if nbytes > available_bytes:
+            raise OutOfMemory(
+                f"{nbytes} bytes asked for, {available_bytes} of the simulated {self.limit_bytes} are left: "
+                "ask for less, or free some",
+                asked_bytes=nbytes,
+                available_bytes=available_bytes,
+            )
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return Allocation(self, nbytes)
+
 
 _EPOCH_BITS: Final = 32
 
@@ -40,20 +90,30 @@ class HeapMemory:
 class SimSegment:
     """Inbox, arena and notify cells of one incarnation. Made by `SimProcess.open_segment`.
 
+    memory: the account that the segment is allocated from. local_ns: reads the process's monotonic clock.
     As a thread of a simulated process cannot block, `wait` is awaited.
     """
 
-    def __init__(self, process: SimProcess, slot: int, arena_bytes: int, inbox_bytes: int) -> None:
+    def __init__(
+        self,
+        slot: int,
+        incarnation: int,
+        *,
+        memory: SimMemory,
+        local_ns: Callable[[], int],
+        arena_bytes: int,
+        inbox_bytes: int,
+    ) -> None:
         if not 0 <= slot < _native.MAX_SLOTS or arena_bytes < 0 or inbox_bytes < 0:
             raise LocalProtocolError(f"segment of slot {slot} with {arena_bytes} and {inbox_bytes} bytes")
-        self._process = process
         self.slot = slot
-        self.incarnation = process.incarnation
+        self.incarnation = incarnation
+        self._local_ns = local_ns
         inbox_bytes, arena_bytes = (-(-n // ALIGNMENT) * ALIGNMENT for n in (inbox_bytes, arena_bytes))
-        self._allocation = process.memory.allocate(inbox_bytes + arena_bytes)
-        memory = HeapMemory(inbox_bytes + arena_bytes)
-        self.inbox = Arena(memory, 0, inbox_bytes, unsettled=self._any_unsettled)
-        self.arena = Arena(memory, inbox_bytes, arena_bytes)
+        self._allocation = memory.allocate(inbox_bytes + arena_bytes)
+        heap = HeapMemory(inbox_bytes + arena_bytes)
+        self.inbox = Arena(heap, 0, inbox_bytes, unsettled=self._any_unsettled)
+        self.arena = Arena(heap, inbox_bytes, arena_bytes)
         self.regions = Regions(slot=slot, incarnation=self.incarnation, inbox=self.inbox, arena=self.arena)
         self._cells: dict[tuple[int, int], int] = {}
         self._aborted: dict[int, int] = {}
@@ -73,7 +133,7 @@ class SimSegment:
             ended = self._outcome(slot, channel, value, group_mask)
             if ended is not None:
                 return ended
-            now_ns = self._process.clock.local_ns(self._process.world.now_ns)
+            now_ns = self._local_ns()
             if deadline_ns and now_ns >= deadline_ns:
                 return _native.WAIT_DEADLINE
             waiter: asyncio.Future[None] = loop.create_future()

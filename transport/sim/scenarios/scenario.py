@@ -17,8 +17,7 @@ from typing import Protocol
 
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.sim.faults import ALL_FAULTS, Fault, FaultPlan, draw_plan, format_plan, parse_plan
-from zbmd.transport.sim.history import History
-from zbmd.transport.sim.model import STORY_RECORDS, FailureKind, Record, RunEnd, SimulationFailure
+from zbmd.transport.sim.model import STORY_RECORDS, FailureKind, History, Record, RunEnd, SimulationFailure
 
 RANKS_MAX = 1024
 LENGTH_MAX = 1_000_000
@@ -117,7 +116,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class ScenarioStage:
     """A scenario, built and ready to run."""
 
     world: SimulatedWorld
@@ -155,12 +154,12 @@ class Scenario(Protocol):
         """The faults that it is meant to stand."""
         ...
 
-    def build(self, seed: int | str, options: Options) -> Stage:
+    def build(self, seed: int | str, options: Options) -> ScenarioStage:
         """The world at its start, no fault yet planned. Everything random comes from `seed`."""
         ...
 
 
-class Outcome(Enum):
+class RunOutcome(Enum):
     """How a run ended."""
 
     OK = "ok"
@@ -171,25 +170,25 @@ class Outcome(Enum):
     @property
     def exit_code(self) -> int:
         """For a command: 0, and apart from 1 (it broke itself) and 2 (bad input) one for each failure."""
-        return {Outcome.OK: 0, Outcome.CRASH: 10, Outcome.SAFETY: 11, Outcome.LIVENESS: 12}[self]
+        return {RunOutcome.OK: 0, RunOutcome.CRASH: 10, RunOutcome.SAFETY: 11, RunOutcome.LIVENESS: 12}[self]
 
 
 _OUTCOMES = {
-    FailureKind.CRASH: Outcome.CRASH,
-    FailureKind.SAFETY: Outcome.SAFETY,
-    FailureKind.LIVENESS: Outcome.LIVENESS,
+    FailureKind.CRASH: RunOutcome.CRASH,
+    FailureKind.SAFETY: RunOutcome.SAFETY,
+    FailureKind.LIVENESS: RunOutcome.LIVENESS,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ScenarioReport:
     """What came of a run, and how to see it again."""
 
     scenario: str
     seed: int | str
     options: Options
     plan: FaultPlan
-    outcome: Outcome
+    outcome: RunOutcome
     reason: str
     digest: str
     events: int
@@ -218,7 +217,7 @@ def parse_faults(text: str) -> int | FaultPlan:
     return int(digits) if digits.isdecimal() and len(digits) <= DIGITS_MAX else parse_plan(text)
 
 
-def plan_of(scenario: Scenario, stage: Stage, seed: int | str, options: Options) -> FaultPlan:
+def plan_of(scenario: Scenario, stage: ScenarioStage, seed: int | str, options: Options) -> FaultPlan:
     """The faults that the seed draws for a stage."""
     kinds = [kind for kind in ALL_FAULTS if kind in scenario.kinds and kind in stage.world.supported]
     rng = random.Random(f"{seed}/plan")
@@ -234,7 +233,7 @@ def run_scenario(
     *,
     tell: Callable[[str], None] | None = print,
     digested: bool = True,
-) -> Report:
+) -> ScenarioReport:
     """Run one seed through both phases. `plan`: default what the seed draws. `tell` gets the seed first.
 
     Without `digested` no more of the history is kept than a failure tells, and its digest is empty: the run
@@ -258,7 +257,7 @@ def run_scenario(
             world.add_checker(checker.name, checker.check, stride=checker.stride)
         core = draw_core(random.Random(f"{seed}/core"), stage)
         outcome, reason, story = _play(stage, core)
-        return Report(
+        return ScenarioReport(
             scenario=scenario.name,
             seed=seed,
             options=options,
@@ -275,7 +274,7 @@ def run_scenario(
         world.close()
 
 
-def draw_core(rng: random.Random, stage: Stage) -> frozenset[str]:
+def draw_core(rng: random.Random, stage: ScenarioStage) -> frozenset[str]:
     """A core that can make progress: all the victims, or a random part of at least `core_min`."""
     if stage.core_min is None:
         return frozenset(stage.victims)
@@ -284,7 +283,7 @@ def draw_core(rng: random.Random, stage: Stage) -> frozenset[str]:
     return frozenset(rng.sample(stage.victims, rng.randint(stage.core_min, len(stage.victims))))
 
 
-def _play(stage: Stage, core: frozenset[str]) -> tuple[Outcome, str, tuple[Record, ...]]:
+def _play(stage: ScenarioStage, core: frozenset[str]) -> tuple[RunOutcome, str, tuple[Record, ...]]:
     world = stage.world
     try:
         world.run(for_ns=stage.span_ns, max_events=EVENTS_MAX)
@@ -293,9 +292,9 @@ def _play(stage: Stage, core: frozenset[str]) -> tuple[Outcome, str, tuple[Recor
     except SimulationFailure as failure:
         return _OUTCOMES[failure.kind], failure.what, failure.story
     if end is RunEnd.REACHED:
-        return Outcome.OK, "the core converged", ()
+        return RunOutcome.OK, "the core converged", ()
     what = f"{_names(core)} were healed and did not converge in {stage.liveness_ns / 1e9:g} s: {end.value}"
-    return Outcome.LIVENESS, what, ()
+    return RunOutcome.LIVENESS, what, ()
 
 
 def _names(core: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.sim.faults import FaultPlan, names_of, renamed, weaker
-from zbmd.transport.sim.scenarios.scenario import Options, Outcome, Report, Scenario, run_scenario
+from zbmd.transport.sim.scenarios.scenario import Options, RunOutcome, Scenario, ScenarioReport, run_scenario
 
 RUNS_MAX = 200
 """How often a failing run is repeated at most."""
@@ -18,7 +18,7 @@ RUNS_MAX = 200
 class Shrunk:
     """The smallest failing run found, and what it took."""
 
-    report: Report
+    report: ScenarioReport
     runs: int
     exhausted: bool
     """Whether the bound on runs ended the search."""
@@ -26,10 +26,10 @@ class Shrunk:
 
 def shrink(
     scenario: Scenario,
-    failed: Report,
+    failed: ScenarioReport,
     *,
     runs_max: int = RUNS_MAX,
-    rerun: Callable[[Options, FaultPlan], Report] | None = None,
+    rerun: Callable[[Options, FaultPlan], ScenarioReport] | None = None,
 ) -> Shrunk:
     """Find a smaller run that fails with the same outcome: fewer faults and ranks, shorter, milder.
 
@@ -38,10 +38,10 @@ def shrink(
     2002): halves first, then ever smaller parts. `rerun`: default a simulation of the same seed. Raises
     `LocalProtocolError` if `failed` did not fail.
     """
-    if failed.outcome is Outcome.OK:
+    if failed.outcome is RunOutcome.OK:
         raise LocalProtocolError(f"seed {failed.seed} did not fail: there is nothing to shrink")
 
-    def simulate(options: Options, plan: FaultPlan) -> Report:
+    def simulate(options: Options, plan: FaultPlan) -> ScenarioReport:
         return run_scenario(scenario, failed.seed, options, plan, tell=None)
 
     again = simulate if rerun is None else rerun

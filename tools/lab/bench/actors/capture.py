@@ -44,7 +44,7 @@ from zbmd.tools.lab.bench.actors.capture_asks import (
 )
 from zbmd.transport import capture
 from zbmd.transport.capture.files import LogFiles
-from zbmd.transport.capture.records import Kind, RawRecord
+from zbmd.transport.capture.records import RawRecord, RecordType
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
 from zbmd.transport.identity import Identity
@@ -224,7 +224,7 @@ def bench_replay(events: int) -> dict[str, float]:
             def __init__(self, **config: Any) -> None:
                 super().__init__(**config)
                 name = f"rank{config['rank']}"
-                self._tap = recorder.machine(COMMIT, name, StepCommit(**config), config)
+                self._tap = capture.Tap(recorder, COMMIT, name, StepCommit(**config), config)
 
             def handle(self, event: cm.CommitEvent, *, now_ns: int) -> list[cm.CommitAction]:
                 taken[0] += 1
@@ -255,9 +255,9 @@ def _write_log(directory: Path, events: int) -> Path:
     files = LogFiles(directory, ORIGIN, capture.DiskLimits(segment_bytes=16 << 20), _clocks().anchor)
     rng = random.Random(1)
     for first in range(0, events, STEP_EVENTS):
-        records: list[RawRecord] = [(int(Kind.MARK), 1, first, first, first // STEP_EVENTS)]
+        records: list[RawRecord] = [(int(RecordType.MARK), 1, first, first, first // STEP_EVENTS)]
         records += [
-            (int(Kind.FRAME_IN), 1, number, number, FRAME + rng.randbytes(16))
+            (int(RecordType.FRAME_IN), 1, number, number, FRAME + rng.randbytes(16))
             for number in range(first + 1, first + STEP_EVENTS)
         ]
         files.write(records)

@@ -39,7 +39,7 @@ from zbmd.tools.bench.workers import CONTROL, Workers
 from zbmd.tools.lab.network.netns import Lab, LabHost
 from zbmd.tools.lab.network.switch import DEVICE
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.tcp.settings import PROTECTION_VARIABLE
+from zbmd.transport.tcp.address import PROTECTION_VARIABLE
 
 MODULE: Final = "zbmd.tools.lab.bench.collectives.hosts"
 HOSTS: Final = 2

@@ -24,7 +24,6 @@ import uvloop
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import percentile
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.identity import Identity
 from zbmd.transport.host.prctl import end_with_parent
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint

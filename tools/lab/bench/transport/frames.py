@@ -23,7 +23,6 @@ import uvloop
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import median, parse_sizes
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.identity import Identity
 from zbmd.transport.host.prctl import end_with_parent
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint

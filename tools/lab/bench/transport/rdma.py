@@ -32,12 +32,12 @@ from zbmd.tools.bench.transport.perftest import (
     perftest,
     processor,
 )
-from zbmd.transport.bulk.peer import BulkPeerInfo
-from zbmd.transport.connect import rdma
+from zbmd.transport.bulk.limits import BulkPeerInfo
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
+from zbmd.transport.rdma.connect import open_rdma_plane
 from zbmd.transport.rdma.peer import RdmaPeer, RdmaRegion
 from zbmd.transport.rdma.plane import RdmaPlane
 from zbmd.transport.rdma.setup import MemoryAt
@@ -136,9 +136,9 @@ def serve(slot: int, talk: Connection, device: str, address: str) -> None:
             slot=slot, incarnation=1, arena_bytes=2 * BANDWIDTH_BYTES, inbox_bytes=2 * BANDWIDTH_BYTES
         )
         stack.callback(segment.close)
-        plane = rdma.open_plane(device, address, segment=segment)
+        plane = open_rdma_plane(device, address, segment=segment)
         stack.callback(plane.close)
-        peer = plane.connect(BulkPeerInfo(name=f"slot{1 - slot}", slot=1 - slot, incarnation=1))
+        peer = RdmaPeer(plane, BulkPeerInfo(name=f"slot{1 - slot}", slot=1 - slot, incarnation=1))
         inbox = segment.inbox.empty(BANDWIDTH_BYTES, np.uint8)
         talk.send_bytes(msgspec.msgpack.encode(Offer(at=peer.at, inbox=segment.regions.register(inbox))))
         theirs = msgspec.msgpack.decode(talk.recv_bytes(), type=Offer)

@@ -2,7 +2,7 @@
 
     python -m zbmd.tools.lab.bench.transport.tcp [--seconds S] [--json]
 
-The MACs are those that were compared for the records between hosts (`transport/secure/record_mac.py`). The
+The MACs are those that were compared for the records between hosts (`transport/secure/mac.py`). The
 links run through the public API over loopback, both ends in this process on one uvloop, TCP_NODELAY on: round
 trips of 64 bytes one at a time, and frames of the largest size one after the other. `again_us` is the same
 once more.
@@ -28,11 +28,11 @@ from zbmd.transport.errors import LinkFull
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES, FrameHeader
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.secure.mac import TAG_BYTES, RecordMac
 from zbmd.transport.secure.session_keys import KEY_BYTES, Protection
+from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.connect import dial, listen
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 
 SIZES = (64, 4096, 1 << 20)
 REPEATS = 7

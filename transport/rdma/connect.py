@@ -18,16 +18,23 @@ from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.rdma.handshake import Memory, Talk, answer, offer
+from zbmd.transport.rdma.handshake import RdmaMemory, SetupChannel, set_up_as_dialer, set_up_as_listener
 from zbmd.transport.rdma.link import RdmaLink
-from zbmd.transport.rdma.setup import Offer, RdmaRefused
+from zbmd.transport.rdma.setup import RdmaOffer, RdmaRefused
 from zbmd.transport.tcp import connect as tcp
-from zbmd.transport.tcp.address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress, TcpSettings
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.settings import TcpSettings
 
 if TYPE_CHECKING:
     from zbmd.transport.rdma.message_device import RdmaDevice
+from typing import TYPE_CHECKING
+
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.rdma.message_device import RdmaDevice
+
+if TYPE_CHECKING:
+    from zbmd.transport.rdma.plane import RdmaPlane
+
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
 
@@ -42,7 +49,7 @@ class Rdma:
     """What a process offers. memory: gives links regions, if the peer has it; only: never TCP instead."""
 
     device: RdmaDevice
-    memory: Memory | None = None
+    memory: RdmaMemory | None = None
     only: bool = False
 
 
@@ -71,13 +78,13 @@ async def dial(
     """
     deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
     link = await tcp.dial(address, _for_setup(endpoint, own), settings=settings, timeout_ns=timeout_ns)
-    talk = Talk(link, deadline_ns)
+    talk = SetupChannel(link, deadline_ns)
     try:
         if isinstance(own, NoRdma):
             talk.refuse(own.why)
             return talk.release(), own.why
         try:
-            return await offer(talk, endpoint, own.device, own.memory), _by(own.device)
+            return await set_up_as_dialer(talk, endpoint, own.device, own.memory), _by(own.device)
         except (RdmaRefused, UserError) as error:
             if own.only:
                 with contextlib.suppress(ZbmdError):
@@ -152,7 +159,7 @@ class Listener:
 
     async def _set_up(self, link: TcpLink) -> None:
         try:
-            made, why = await self._answer(Talk(link, now_ns() + self._timeout_ns))
+            made, why = await self._answer(SetupChannel(link, now_ns() + self._timeout_ns))
         except ZbmdError as error:
             log.warning("no link between hosts", peer=link.peer.name, reason=str(error))
             if not link.closed:
@@ -165,22 +172,22 @@ class Listener:
         else:
             self._on_link(made, why)
 
-    async def _answer(self, talk: Talk) -> tuple[RemoteLink, str]:
+    async def _answer(self, talk: SetupChannel) -> tuple[RemoteLink, str]:
         own = self._own
         if isinstance(own, NoRdma):
             return await _decline(talk, own.why)
         try:
-            return await answer(talk, self._endpoint, own.device, own.memory), _by(own.device)
+            return await set_up_as_listener(talk, self._endpoint, own.device, own.memory), _by(own.device)
         except (RdmaRefused, UserError) as error:
             if own.only:
                 raise
             return talk.release(), str(error)
 
 
-async def _decline(talk: Talk, why: str) -> tuple[RemoteLink, str]:
+async def _decline(talk: SetupChannel, why: str) -> tuple[RemoteLink, str]:
     """We have none; the dialer may have refused before us."""
     try:
-        await talk.hear(Offer)
+        await talk.hear(RdmaOffer)
     except RdmaRefused as error:
         why = str(error)
     else:
@@ -218,3 +225,71 @@ def _for_setup(endpoint: Endpoint, own: OwnRdma) -> Endpoint:
     """A TCP link that carries the set-up alone is no larger or smaller for what the RDMA link may."""
     only = isinstance(own, Rdma) and own.only
     return dataclasses.replace(endpoint, limits=LinkLimits()) if only else endpoint
+
+
+# RDMA links between hosts: listening and dialing. Each is set up over an authenticated TCP link.
+#
+# Needs pyverbs and a device (`rdma_device.open_device`) on both hosts. Where one of them may lack it, see
+# `connect`.
+
+OnRdmaLink = Callable[[RdmaLink], None]
+
+
+def open_rdma_plane(name: str, address: str | None = None, *, segment: Segment) -> RdmaPlane:
+    """Open the data plane of this process over a device. Raises as `rdma.plane.RdmaPlane`.
+
+    Raises `UserError`, too, where zbmd was built without libibverbs.
+    """
+    try:
+        from zbmd.transport.rdma.plane import RdmaPlane
+    except ImportError as error:
+        raise UserError(
+            f"memory over RDMA needs libibverbs, and zbmd built where its headers are ({error}): "
+            "apt install libibverbs-dev, then install zbmd from its source again."
+        ) from error
+    return RdmaPlane(name, address, segment=segment)
+
+
+async def dial_rdma(
+    address: TcpAddress | str,
+    endpoint: Endpoint,
+    device: RdmaDevice,
+    *,
+    settings: TcpSettings | None = None,
+    timeout_ns: int | None = None,
+    memory: RdmaMemory | None = None,
+) -> RdmaLink:
+    """Connect to the listener at `address` and return the link.
+
+    memory: gives it regions, if the listener has it, too. timeout_ns: by default the endpoint's
+    `deadlines.dial_ns`. Raises as `tcp.dial`, `RdmaRefused` if the peer has no queue pair for us, and
+    `UserError` if our device has none, or nothing comes through.
+    """
+    own = Rdma(device=device, memory=memory, only=True)
+    link, _ = await dial(address, endpoint, own, settings=settings, timeout_ns=timeout_ns)
+    assert isinstance(link, RdmaLink)
+    return link
+
+
+async def listen_rdma(
+    address: TcpAddress | str,
+    on_link: OnRdmaLink,
+    endpoint: Endpoint,
+    device: RdmaDevice,
+    *,
+    settings: TcpSettings | None = None,
+    timeout_ns: int | None = None,
+    memory: RdmaMemory | None = None,
+) -> Listener:
+    """Listen at `address`, as `tcp.listen`, for links over `device`; `on_link` is called with each.
+
+    memory: gives those links regions whose dialers have it, too. timeout_ns: from a connection to its link,
+    by default the endpoint's `deadlines.hello_ns`.
+    """
+
+    def made(link: RemoteLink, why: str) -> None:
+        assert isinstance(link, RdmaLink)
+        on_link(link)
+
+    own = Rdma(device=device, memory=memory, only=True)
+    return await listen(address, made, endpoint, own, settings=settings, timeout_ns=timeout_ns)

@@ -1,22 +1,48 @@
-"""One lane of the bulk stream on its socket: receives into destinations, sends from sources, never blocks."""
+"""One stripe of the bulk stream on its socket.
+
+Receives into destinations, sends from sources, never blocks.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from zbmd.transport.bulk.lane import Lane
 from zbmd.transport.bulk.records import Forged, Record
-from zbmd.transport.bulk.stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWriter
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.host.tcp_silence import Silence, read_progress
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.payload_mac import TagHelper
-from zbmd.transport.secure.record_mac import RecordMac
-from zbmd.transport.secure.session_keys import Keys
+from zbmd.transport.secure.mac import RecordMac, TagHelper
+from zbmd.transport.secure.session_keys import Keys, Session
+
+# A stripe: one more authenticated connection beside a control connection, handed over as a bare socket.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripe:
+    """A connection for bulk data, from its setup on. What is said on it is the data plane's own affair.
+
+    Whoever takes it owns the socket and closes it. Nothing of the control connection ends with it, and it
+    does not end with the control connection by itself.
+    """
+
+    session: Session
+    """Its keys are for this connection alone; `session.stripe` is its number."""
+    sock: socket.socket
+    """Connected and non-blocking, with the options of `tcp_socket.set_options`; an `ssl.SSLSocket` if the
+    protection is TLS. No event loop watches it."""
+    surplus: bytes
+    """What the peer had said already behind its setup message; the socket goes on after it."""
+
+
+OnStripe = Callable[[Stripe], None]
+
 
 GATHER_PARTS_MAX: Final = 16
 """Views in one gathering send."""
@@ -29,7 +55,7 @@ WAKE_BYTES: Final = 1 << 20
 SCRATCH_BYTES: Final = 1 << 16
 
 
-class Wait(Enum):
+class ReadResult(Enum):
     """Why nothing came."""
 
     BLOCKED = "no bytes are there yet"
@@ -37,19 +63,19 @@ class Wait(Enum):
     ENDED = "the peer's side has ended"
 
 
-class LaneSocket:
-    """The socket of a lane, its reader and its writer. Owns the socket.
+class StripeSocket:
+    """The socket of a stripe, its reader and its writer. Owns the socket.
 
     peer: how it is called in errors; helper: makes tags beside us.
     """
 
-    def __init__(self, lane: Lane, peer: int | str, helper: TagHelper | None) -> None:
-        self.sock = lane.sock
+    def __init__(self, stripe: Stripe, peer: int | str, helper: TagHelper | None) -> None:
+        self.sock = stripe.sock
         self.peer = peer
-        keys: Keys | None = lane.session.keys
-        self.reader = LaneReader(None if keys is None else RecordMac(keys.receive), helper)
-        self.writer = LaneWriter(None if keys is None else RecordMac(keys.send), helper)
-        self._surplus = memoryview(lane.surplus)
+        keys: Keys | None = stripe.session.keys
+        self.reader = StripeReader(None if keys is None else RecordMac(keys.receive), helper)
+        self.writer = StripeWriter(None if keys is None else RecordMac(keys.send), helper)
+        self._surplus = memoryview(stripe.surplus)
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
         self._drained = False
         """The last call gave less than there was room for: there is nothing more for now."""
@@ -64,42 +90,42 @@ class LaneSocket:
         # It would also end connections whose reader pauses; `is_silent` tells the one from the other.
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
-    def receive(self) -> Record | Arrived | Wait:
+    def receive(self) -> Record | PayloadArrived | ReadResult:
         """Take what one call gives. Raises `BulkError` if it is wrong, `PeerLost` if the socket fails."""
         into = self.reader.want()
         if not self._surplus:
             ahead = len(into) < AHEAD_BYTES
             found = self._recv(self._ahead if ahead else into)
-            if isinstance(found, Wait):
+            if isinstance(found, ReadResult):
                 return found
             if not ahead:
                 came = self.reader.filled(found)
-                return Wait.MORE if came is None else came
+                return ReadResult.MORE if came is None else came
             self._surplus = self._ahead[:found]
         nbytes = min(len(into), len(self._surplus))
         into[:nbytes] = self._surplus[:nbytes]
         self._surplus = self._surplus[nbytes:]
         came = self.reader.filled(nbytes)
-        return Wait.MORE if came is None else came
+        return ReadResult.MORE if came is None else came
 
-    def _recv(self, into: memoryview) -> int | Wait:
+    def _recv(self, into: memoryview) -> int | ReadResult:
         """One call, unless the one before has shown that nothing is there."""
         if self._drained:
             self._drained = False
             self.set_wake_bytes()
-            return Wait.BLOCKED
+            return ReadResult.BLOCKED
         try:
             nbytes = self.sock.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             self.set_wake_bytes()
-            return Wait.BLOCKED
+            return ReadResult.BLOCKED
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            return Wait.ENDED
+            return ReadResult.ENDED
         except OSError as error:
             raise self._failed(error) from error
         # Not with TLS, which may keep what it has read beyond one of its records.
         self._drained = nbytes < len(into) and not self._tls
-        return nbytes or Wait.ENDED
+        return nbytes or ReadResult.ENDED
 
     def send(self) -> int | None:
         """Send what the socket takes; how many records have left whole, None if it takes nothing now.
@@ -170,6 +196,6 @@ class LaneSocket:
 
     def _failed(self, error: OSError) -> Forged | PeerLost:
         if isinstance(error, ssl.SSLError):
-            return Forged(f"a TLS record of a lane is wrong: {error.reason}")
+            return Forged(f"a TLS record of a stripe is wrong: {error.reason}")
         reason = os.strerror(error.errno) if error.errno else str(error)
         return PeerLost(self.peer, f"its bulk connection failed: {reason}")

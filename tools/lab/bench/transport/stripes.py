@@ -1,6 +1,6 @@
-"""Puts over a long fat path with 1, 2, 4 and 8 lanes, and with as many as are chosen, beside iperf3 -P.
+"""Puts over a long fat path with 1, 2, 4 and 8 stripes, and with as many as are chosen, beside iperf3 -P.
 
-    python -m zbmd.tools.lab.bench.transport.lanes [--rtt 20ms] [--rate MBPS] [--loss 0] [--rounds N]
+    python -m zbmd.tools.lab.bench.transport.stripes [--rtt 20ms] [--rate MBPS] [--loss 0] [--rounds N]
         [--seconds
         S] [--json]
 
@@ -31,9 +31,9 @@ import uvloop
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import median
 from zbmd.tools.lab.network.netns import Lab, LabHost
-from zbmd.transport.bulk.lane_count import SLOW_BYTES_PER_S, buffer_bytes_max, lanes_for
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.bulk.stripe_scaling import SLOW_BYTES_PER_S, buffer_bytes_max, stripes_for
+from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.identity import Identity
@@ -44,9 +44,9 @@ from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.link import TcpLink
 from zbmd.transport.tcp.regions import join_bulk
 
-LANES: Final = (1, 2, 4, 8)
+STRIPES: Final = (1, 2, 4, 8)
 CHOSEN: Final = 0
-"""As many as `transport.bulk.lane_count` and `transport.bulk.lane_scaling` choose."""
+"""As many as `transport.bulk.stripe_scaling` and `transport.bulk.stripe_scaling` choose."""
 PUT_BYTES: Final = 4 << 20
 IN_FLIGHT: Final = 8
 WARM_UP_S: Final = 1.0
@@ -74,7 +74,7 @@ async def _listen(address: str) -> None:
     await asyncio.get_running_loop().create_future()
 
 
-async def _dial(address: str, lanes: int) -> None:
+async def _dial(address: str, stripes: int) -> None:
     """For each line of input put as many bytes as it says, and print how many ns that took."""
     endpoint, _ = _endpoint(1)
     link = await tcp.dial(address, endpoint)
@@ -84,7 +84,7 @@ async def _dial(address: str, lanes: int) -> None:
         came.set_result(bytes(payload))
 
     link.on_frame = on_frame
-    await join_bulk(link, endpoint, DataPlane(), slot=0, lanes=lanes or None)
+    await join_bulk(link, endpoint, DataPlane(), slot=0, stripes=stripes or None)
     region = link.open_region(msgspec.msgpack.decode(await came, type=RegionHandle))
     data, value = np.ones(PUT_BYTES, np.uint8), 0
     print("linked", flush=True)
@@ -102,14 +102,14 @@ async def _dial(address: str, lanes: int) -> None:
 
 
 class Ours:
-    """Two ranks of ours with `lanes` lanes between them."""
+    """Two ranks of ours with `stripes` stripes between them."""
 
-    def __init__(self, stack: contextlib.ExitStack, lab: Lab, lanes: int) -> None:
-        module = [sys.executable, "-m", "zbmd.tools.lab.bench.transport.lanes"]
-        self.name = f"zbmd, {lanes} lane{'s' if lanes > 1 else ''}" if lanes else "zbmd, as chosen"
+    def __init__(self, stack: contextlib.ExitStack, lab: Lab, stripes: int) -> None:
+        module = [sys.executable, "-m", "zbmd.tools.lab.bench.transport.stripes"]
+        self.name = f"zbmd, {stripes} stripe{'s' if stripes > 1 else ''}" if stripes else "zbmd, as chosen"
         listener = _start(stack, lab.hosts[0], [*module, "--listen", f"{lab.hosts[0].address}:0"])
         address = _line(listener)
-        self._dialer = _start(stack, lab.hosts[1], [*module, "--dial", address, "--lanes", str(lanes)])
+        self._dialer = _start(stack, lab.hosts[1], [*module, "--dial", address, "--stripes", str(stripes)])
         _line(self._dialer)
 
     def measure(self, rate_mbps: float, seconds: float) -> float:
@@ -178,8 +178,8 @@ def run(rtt_s: float, rate_mbps: float, loss: float, rounds: int, seconds: float
         lab = stack.enter_context(Lab(2, shaped=True))
         for host in lab.hosts:
             host.shape(delay_ms=rtt_s * 500, loss=loss, rate_mbps=rate_mbps)
-        contenders: list[Ours | Iperf3] = [Iperf3(stack, lab, streams) for streams in LANES]
-        contenders += [Ours(stack, lab, lanes) for lanes in (*LANES, CHOSEN)]
+        contenders: list[Ours | Iperf3] = [Iperf3(stack, lab, streams) for streams in STRIPES]
+        contenders += [Ours(stack, lab, stripes) for stripes in (*STRIPES, CHOSEN)]
         for _ in range(rounds):
             for contender in contenders:
                 figure = contender.measure(rate_mbps, seconds)
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--listen", help=argparse.SUPPRESS)
     parser.add_argument("--dial", help=argparse.SUPPRESS)
-    parser.add_argument("--lanes", type=int, default=CHOSEN, help=argparse.SUPPRESS)
+    parser.add_argument("--stripes", type=int, default=CHOSEN, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.listen is not None or arguments.dial is not None:
         # What they print is read as figures.
@@ -221,18 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         uvloop.run(_listen(arguments.listen))
         return 0
     if arguments.dial is not None:
-        uvloop.run(_dial(arguments.dial, arguments.lanes))
+        uvloop.run(_dial(arguments.dial, arguments.stripes))
         return 0
     rtt_s = parse_duration(arguments.rtt)
     try:
         figures = run(rtt_s, arguments.rate, arguments.loss, arguments.rounds, arguments.seconds)
     except ZbmdError as error:
-        print(f"bench_lanes: {error}", file=sys.stderr)
+        print(f"bench_stripes: {error}", file=sys.stderr)
         return 1
     rtt_us, buffer_bytes = round(rtt_s * 1e6), buffer_bytes_max()
-    least, most = lanes_for(rtt_us, buffer_bytes, SLOW_BYTES_PER_S), lanes_for(rtt_us, buffer_bytes)
+    least, most = stripes_for(rtt_us, buffer_bytes, SLOW_BYTES_PER_S), stripes_for(rtt_us, buffer_bytes)
     path = f"round trip {arguments.rtt}, {arguments.rate:g} Mbit/s, loss {arguments.loss:g}"
-    what = f"{path}; chosen: {least} to {most} lanes"
+    what = f"{path}; chosen: {least} to {most} stripes"
     print(json.dumps({"what": what, "mbps": figures}) if arguments.json else table(figures, what))
     return 0
 

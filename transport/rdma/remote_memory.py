@@ -13,10 +13,9 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport.bulk.peer import BulkPeerInfo
+from zbmd.transport.bulk.limits import BulkPeerInfo
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
-from zbmd.transport.memory.checked_region import CheckedRegion
-from zbmd.transport.memory.region import RegionHandle, RemoteRegion
+from zbmd.transport.memory.region import CheckedRegion, RegionHandle, RemoteRegion
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
@@ -108,7 +107,7 @@ class Mirror:
 
 
 class RemoteMemory:
-    """See `zbmd.transport.memory.peer_memory.PeerMemory`. mirror: ours of the peer; theirs: where the peer
+    """See `zbmd.transport.memory.segment.PeerMemory`. mirror: ours of the peer; theirs: where the peer
     has ours.
 
     arena_offset, nbytes: as the peer says. Raises `RemoteProtocolError` on what no peer of ours says.
@@ -172,7 +171,7 @@ class RemoteMemory:
         return self._bulk.open_region(handle)
 
     def open_region(self, handle: RegionHandle, own: Segment) -> RemoteRegion:
-        """See `zbmd.transport.memory.peer_memory.PeerMemory`."""
+        """See `zbmd.transport.memory.segment.PeerMemory`."""
         return self._bulk.open_region(handle)
 
     def let_go(self, transfers: Iterable[Transfer]) -> None:

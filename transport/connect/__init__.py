@@ -1,1 +1,0 @@
-"""The package `connect` of `zbmd.transport`."""

@@ -11,12 +11,12 @@ import zbmd
 
 with zbmd.init() as worker:
     group = worker.elastic_group()
-    replaced = 0.0
-    while not replaced:
+    while True:
         # The result is the same on all contributors, so all leave the loop after the same operation.
         result = group.all_reduce(np.array([1.0, worker.incarnation - 1]), inputs="preserve")
-        replaced = result.value[1]
         if worker.rank == 2 and worker.incarnation == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if result.value[1]:
+            break
     print(f"rank {worker.rank}: {result.value.tolist()} from {result.contributors}")
     group.barrier()

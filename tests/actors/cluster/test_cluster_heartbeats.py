@@ -16,7 +16,7 @@ from zbmd.actors.cluster.heartbeats.driver import CALM_PACE_BUDGETS, PACE_BUDGET
 from zbmd.actors.cluster.node.lives import Acting, LifeOver
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.transport.clock.deadlines import MILLISECOND_NS, SECOND_NS
-from zbmd.transport.handshake.session_setup import control_session, lane_session
+from zbmd.transport.handshake.session_setup import control_session, stripe_session
 from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.secure.session_keys import Protection, Secrets, Session
 from zbmd.transport.tcp.address import TcpSettings
@@ -116,7 +116,7 @@ def test_the_keys_of_a_lane_are_its_own() -> None:
 
     def session(side: Side, lane_secret: bytes) -> tuple[Session, Session]:
         control = control_session(Secrets(b"c" * 32, side), Protection.MAC, peer)
-        return control, lane_session(Secrets(lane_secret, side), control, 0)
+        return control, stripe_session(Secrets(lane_secret, side), control, 0)
 
     dialer, listener = (beat_keys(*session(side, b"l" * 32)) for side in (Side.DIALER, Side.LISTENER))
     assert (dialer.send, dialer.receive) == (listener.receive, listener.send)

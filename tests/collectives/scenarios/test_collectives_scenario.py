@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.programs.program import IN, OUT, PUB
-from zbmd.collectives.programs.simulate import RunOutcome as End
+from zbmd.collectives.programs.simulate import Outcome as End
 from zbmd.collectives.scenarios.collectives import (
     CollectivesScenario,
     CollectiveWorld,

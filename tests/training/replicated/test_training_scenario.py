@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives.programs.simulate import RunOutcome as End
+from zbmd.collectives.programs.simulate import Outcome as End
 from zbmd.collectives.scenarios.commit import build
 from zbmd.collectives.scenarios.commit_world import CommitOptions
 from zbmd.training.replicated.plain import PlainTrainer

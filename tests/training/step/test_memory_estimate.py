@@ -13,8 +13,8 @@ from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.tools.chaos.small_job import SHAPE, write_text
-from zbmd.tools.cli.train import merged
-from zbmd.tools.cli.train import options_of as recipe_of
+from zbmd.tools.train.command import merged
+from zbmd.tools.train.command import options_of as recipe_of
 from zbmd.training import __main__ as training
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.checkpoint.sharded import checkpoint_in

@@ -4,8 +4,8 @@
         counter = session.spawn(Counter)
         print(session.ask(counter, Add(1)))
 
-The event loop runs in a thread of its own, so it makes no difference whether the caller's thread has one, as
-that of a notebook's cells has.
+The event loop runs in a thread of its own, so it does not matter whether the caller's thread has one, as a
+notebook's has.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import owner_of
 from zbmd.actors.core.signals import Down
 from zbmd.actors.core.system import STOP_S, ActorInfo
-from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 ASK_S = 30.0
-"""How long an answer is waited for, unless a call says otherwise."""
+"""Default timeout of an ask."""
 LOOK_S = 0.2
-"""How late a Ctrl-C may be seen that comes just before a wait begins."""
+"""How late a Ctrl-C may be noticed that arrives just before a wait."""
 
 ContractT = TypeVar("ContractT", bound=Contract)
 ResultT = TypeVar("ResultT")
 
 
 class _Call(Generic[ResultT]):
-    """A coroutine that another thread waits for, and may give up before it has begun."""
+    """A coroutine that another thread waits for, and may cancel before it has started."""
 
     def __init__(self, work: Coroutine[Any, Any, ResultT]) -> None:
         self._work = work
@@ -52,7 +52,7 @@ class _Call(Generic[ResultT]):
         self._given_up = False
 
     async def perform(self) -> ResultT:
-        """Do it. Raises `CancelledError` if it was given up."""
+        """Run the coroutine. Raises `CancelledError` if it was cancelled before."""
         if self._given_up:
             self._work.close()
             raise asyncio.CancelledError
@@ -60,17 +60,17 @@ class _Call(Generic[ResultT]):
         return await self._work
 
     def withdraw(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the coroutine: nobody waits for it any more."""
         self._given_up = True
         if self._task is not None:
             self._task.cancel()
 
 
 class Session:
-    """An actor system whose calls block. To be used from any thread but its own loop's; `close` ends it.
+    """An actor system whose calls block. Use it from any thread but its loop's; `close` ends it.
 
-    Ctrl-C in a call withdraws it, and the session goes on. `system`: what runs in the thread, for coroutines
-    that are given to `run`. opens: makes it, there; by default it is alone.
+    Ctrl-C in a call cancels the call, and the session goes on. `system`: the actor system in the thread, for
+    coroutines passed to `run`. opens: coroutine function that makes it; by default it is in no cluster.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Session:
     ) -> None:
         log_to_stderr()
         self.node = ""
-        """The process of the node by which it is in a cluster, such as "node1"; see `connect`."""
+        """The node through which the session is in a cluster, such as "node1"; see `connect`."""
         self._pid = os.getpid()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name=f"zbmd {name}", daemon=True)
@@ -91,7 +91,7 @@ class Session:
 
     @classmethod
     def connect(cls, at: str | None = None) -> Self:
-        """A session whose actors reach all of a cluster, and are reached by all of it.
+        """Return a session whose actors reach, and are reached by, all actors of a cluster.
 
         at: HOST:PORT of any node of it; None: the node of this host. `session.ref("node1/counter")` and
         `session.ref("rank0@1f/counter")`, rank 0 of job 1f, are addresses. Raises `UserError` if there is no
@@ -117,7 +117,7 @@ class Session:
         """
         why = ""
         if self._pid != os.getpid():
-            why = "it belongs to the parent process: make one in the child"
+            why = "it belongs to the parent process; make one in the child"
         elif threading.current_thread() is self._thread:
             why = "an actor would wait for its own loop: await ref.ask(...) there"
         elif not self._thread.is_alive() or self._loop.is_closed():
@@ -167,7 +167,7 @@ class Session:
         reply: type[Any] | None = None,
         timeout: float = ASK_S,
     ) -> Any:
-        """The answer, as by `Ref.ask`. ref: a reference or an address. timeout: seconds."""
+        """Return the answer, as `Ref.ask` does. ref: a reference or an address. timeout: seconds."""
         to = self.ref(ref)
         if reply is None:
             return self.run(to.ask(message, timeout=timeout))
@@ -194,7 +194,7 @@ class Session:
         return self.system.ref(address) if isinstance(address, str) else address
 
     def actors(self) -> list[ActorInfo]:
-        """All actors of the session, in the order in which they were spawned."""
+        """Return all actors of the session, in the order in which they were spawned."""
 
         async def describe() -> list[ActorInfo]:
             return self.system.describe()
@@ -202,7 +202,7 @@ class Session:
         return self.run(describe())
 
     def close(self) -> None:
-        """Stop all actors, the loop and its thread. Again, it does nothing."""
+        """Stop all actors, the loop and its thread. Idempotent."""
         if self._loop.is_closed() or self._pid != os.getpid():
             return
         with contextlib.suppress(LocalProtocolError):  # another thread closes it as well

@@ -21,7 +21,7 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
-from zbmd.actors.rank_env import RankEnvironment
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.optim.lr_schedule import CURVES

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Worker, join
-from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.group.group import Group
 from zbmd.training import __main__ as training

@@ -7,6 +7,7 @@ The same machine runs under the asyncio driver, the simulator and the replayer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NewType, Protocol, TypeVar
 
 Rank = NewType("Rank", int)
@@ -29,3 +30,15 @@ class Machine(Protocol[EventT_contra, ActionT]):
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the state is one that no sequence of events may reach."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    """Event of a machine with one timer: the time asked for by the last `SetTimer` has come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Action of a machine with one timer: deliver `TimerFired` at `at_ns`; replaces the timer before it."""
+
+    at_ns: int

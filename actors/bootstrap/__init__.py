@@ -1,12 +1,8 @@
-"""How a node finds its cluster from what its user already has: a launcher's environment, flags, a store.
+"""Finds a node's cluster from what its user already has: a launcher's environment, flags, an etcd store.
 
-hostlist     lists of hosts as Slurm writes them
-readings     what one source says, and the numbers and addresses it says it with
-torchrun     the environment of torchrun and of its workers
-slurm        a step of a Slurm job
-mpi          Open MPI, and what speaks PMI (MPICH's Hydra, Intel MPI)
-kubernetes   a StatefulSet or an indexed Job behind a headless service
-merge        all sources together, in a stated order, each fact with where it came from
-founding     what follows for this node: whom it asks or that it founds, where it listens, what it is called
-etcd*        etcd as a store of doors, and as the witness between two hosts
+`readings` holds what one source states; `torchrun`, `slurm`, `mpi` and `kubernetes` read the environment of
+one launcher each; `merge` combines all sources in a stated order, each fact with its source; `founding`
+turns the result into a node's configuration: which member to join, or that this node founds the cluster.
+`etcd_*` use etcd as a store of members and as the witness between two halves of a cluster. May import
+`actors.cluster`. Begin with `merge`.
 """

@@ -74,7 +74,7 @@ class _Response(msgspec.Struct, frozen=True, kw_only=True):
     response_range: _Range | None = None
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class TransactionResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a transaction did: whether its conditions held, and what its reads found."""
 
     succeeded: bool = False
@@ -165,10 +165,10 @@ class EtcdClient:
         compare: Sequence[Mapping[str, Any]],
         success: Sequence[Mapping[str, Any]],
         failure: Sequence[Mapping[str, Any]] = (),
-    ) -> Outcome:
+    ) -> TransactionResult:
         """Do `success` if all conditions hold, else `failure`, and nothing in between."""
         body = {"compare": list(compare), "success": list(success), "failure": list(failure)}
-        return await self._call("kv/txn", body, Outcome)
+        return await self._call("kv/txn", body, TransactionResult)
 
     async def delete(self, key: str) -> None:
         """Remove a key, if it is there."""

@@ -2,8 +2,8 @@
 
     etcd://host:2379[,host:2379…]/name      etcds:// for TLS
 
-Below `/zbmd/name/` are `cluster`, the record of who founded it; `doors/…`, one of each living member, with a
-lease; `witness/…`, who may go on with one half of a view.
+Below `/zbmd/name/` are `cluster`, the record of who founded it; `doors/…`, one record of each living member,
+with a lease; `witness/…`, who may go on with one half of a view.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from zbmd.actors.bootstrap.readings import parse_door
+from zbmd.actors.bootstrap.readings import parse_join_address
 from zbmd.transport.errors import RemoteProtocolError, UserError
 from zbmd.transport.tcp.address import TcpAddress
 
@@ -45,7 +45,7 @@ class EtcdUrl:
         return f"{ROOT}/{self.name}/cluster"
 
     @property
-    def doors_prefix(self) -> str:
+    def members_prefix(self) -> str:
         """What the keys of living members begin with."""
         return f"{ROOT}/{self.name}/doors/"
 
@@ -67,7 +67,7 @@ def parse_etcd_url(text: str) -> EtcdUrl:
     hosts = found["hosts"].split(",")
     if len(hosts) > ENDPOINTS_MAX:
         raise UserError(f"{text[:128]!r} has more than {ENDPOINTS_MAX} hosts.")
-    endpoints = tuple(parse_door(host, "the store's address", port=ETCD_PORT) for host in hosts)
+    endpoints = tuple(parse_join_address(host, "the store's address", port=ETCD_PORT) for host in hosts)
     if any(endpoint.port == 0 for endpoint in endpoints):
         raise UserError(f"{text[:128]!r} has a port 0, which nobody answers at.")
     return EtcdUrl(endpoints=endpoints, name=name, tls=found["scheme"] == "etcds")
@@ -80,7 +80,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     founder: str
 
 
-class DoorRecord(msgspec.Struct, frozen=True, kw_only=True):
+class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A living member: its name, where its links are dialed, and the founding that it belongs to."""
 
     name: str
@@ -89,7 +89,7 @@ class DoorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WitnessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The half that may go on: the part of `epoch`'s view before that this life of a node is in."""
+    """The half that may go on: the part of `epoch`'s view before that this incarnation of a node is in."""
 
     generation: int
     epoch: int
@@ -97,7 +97,7 @@ class WitnessRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
 
 
-R = TypeVar("R", ClusterRecord, DoorRecord, WitnessRecord)
+R = TypeVar("R", ClusterRecord, MemberRecord, WitnessRecord)
 
 
 def read_record(data: bytes, kind: type[R]) -> R:

@@ -12,21 +12,20 @@ import msgspec
 from zbmd.actors.bootstrap.etcd_client import EtcdClient, EtcdError, KeyValue, compare_revision, get, put
 from zbmd.actors.bootstrap.etcd_url import WitnessRecord, read_record
 from zbmd.actors.cluster.membership.witness import (
+    EpochDecided,
+    EpochWanted,
     Event,
-    Failed,
-    Given,
-    Over,
     Read,
-    Record,
-    SetTimer,
+    RecordRead,
+    RequestFailed,
     Swap,
-    TimerFired,
-    Told,
-    Wanted,
+    TieBreakerNamed,
+    TieBreakRecord,
     WitnessMachine,
 )
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 ASKING_MAX: Final = 4
 """Requests under way: one is, and those before it that were given up and not yet ended."""
@@ -35,7 +34,7 @@ ASKING_MAX: Final = 4
 class EtcdWitness:
     """Asks etcd who may go on. Use from the loop's thread, and `close` at the end.
 
-    generation: of the cluster's founding, as `etcd_doors` tells: a record of an earlier one counts as none.
+    generation: of the cluster's founding, as `etcd_members` tells: a record of an earlier one counts as none.
     on_given: called with every answer.
     """
 
@@ -46,7 +45,7 @@ class EtcdWitness:
         *,
         generation: int,
         retry_ns: int,
-        on_given: Callable[[Given], None],
+        on_given: Callable[[TieBreakerNamed], None],
     ) -> None:
         self._client = client
         self._generation = generation
@@ -58,11 +57,11 @@ class EtcdWitness:
 
     def want(self, epoch: int) -> None:
         """Half of a view wants to agree on the view of `epoch`."""
-        self._put(Wanted(epoch=epoch))
+        self._put(EpochWanted(epoch=epoch))
 
     def over(self, epoch: int) -> None:
         """The view of `epoch` is decided."""
-        self._put(Over(epoch=epoch))
+        self._put(EpochDecided(epoch=epoch))
 
     async def close(self) -> None:
         """Ask nothing any more."""
@@ -84,7 +83,7 @@ class EtcdWitness:
                         self._timer.cancel()
                     delay_s = max(0, at_ns - time.monotonic_ns()) / 1e9
                     self._timer = self._loop.call_later(delay_s, self._put, TimerFired())
-                case Given():
+                case TieBreakerNamed():
                     self._on_given(action)
                 case _:
                     assert_never(action)
@@ -93,7 +92,7 @@ class EtcdWitness:
     def _begin(self, request: Read | Swap) -> None:
         if len(self._asking) >= ASKING_MAX:
             self._loop.call_soon(
-                self._put, Failed(number=request.number, reason=f"{ASKING_MAX} requests are under way")
+                self._put, RequestFailed(number=request.number, reason=f"{ASKING_MAX} requests are under way")
             )
             return
         task = self._loop.create_task(self._ask(request), name="etcd witness")
@@ -104,15 +103,15 @@ class EtcdWitness:
         try:
             record = await (self._read() if isinstance(request, Read) else self._swap(request))
         except (EtcdError, RemoteProtocolError) as error:
-            self._put(Failed(number=request.number, reason=str(error)))
+            self._put(RequestFailed(number=request.number, reason=str(error)))
         else:
-            self._put(Told(number=request.number, record=record))
+            self._put(RecordRead(number=request.number, record=record))
 
-    async def _read(self) -> Record:
+    async def _read(self) -> TieBreakRecord:
         key = self._client.url.witness_key
         return self._record((await self._client.transaction([], [get(key)])).found())
 
-    async def _swap(self, swap: Swap) -> Record:
+    async def _swap(self, swap: Swap) -> TieBreakRecord:
         key = self._client.url.witness_key
         record = WitnessRecord(
             generation=self._generation,
@@ -126,7 +125,7 @@ class EtcdWitness:
         )
         return self._record(outcome.found())
 
-    def _record(self, found: tuple[KeyValue, ...]) -> Record:
+    def _record(self, found: tuple[KeyValue, ...]) -> TieBreakRecord:
         for pair in found:
             record = read_record(pair.value, WitnessRecord)
             if record.generation > self._generation:
@@ -135,8 +134,8 @@ class EtcdWitness:
                     "ours"
                 )
             if record.generation < self._generation:
-                return Record(epoch=0, holder=None, revision=pair.mod_revision)
-            return Record(
+                return TieBreakRecord(epoch=0, holder=None, revision=pair.mod_revision)
+            return TieBreakRecord(
                 epoch=record.epoch, holder=NodeKey(record.id, record.incarnation), revision=pair.mod_revision
             )
-        return Record(epoch=0, holder=None, revision=0)
+        return TieBreakRecord(epoch=0, holder=None, revision=0)

@@ -1,7 +1,7 @@
 """From what a launcher says to a node of a cluster that is made for one job: whom it asks, or that it founds.
 
 A node's id has its number in the upper bits, where that is known: so the nodes of a view are in the order of
-their numbers, seats are given in that order, and of two halves the one with the lowest number goes on.
+their numbers, slots are given in that order, and of two halves the one with the lowest number goes on.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Final
 
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
+from zbmd.actors.cluster.node.incarnations import NodeConfig
 from zbmd.actors.cluster.node.join import own_addresses
-from zbmd.actors.cluster.node.lives import NodeConfig
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp.address import TcpAddress
@@ -43,37 +43,39 @@ def node_name(bootstrap: Bootstrap) -> str:
     return f"{kept[: NAME_CHARACTERS_MAX - len(end)] or 'node'}{end}"
 
 
-async def as_told(bootstrap: Bootstrap, config: NodeConfig) -> NodeConfig:
+async def configured(bootstrap: Bootstrap, config: NodeConfig) -> NodeConfig:
     """The configuration with what the launcher says: where to listen, whom to ask, whether to found.
 
-    For every role that has doors or a store. Raises `UserError` where an address cannot be.
+    For every role that has join addresses or a store. Raises `UserError` where an address cannot be.
     """
     listen = TcpAddress(host=bootstrap.local, port=bootstrap.port)
-    config = replace(config, listen=listen, joins=bootstrap.doors, founds=bootstrap.role is Role.FOUND)
+    config = replace(
+        config, listen=listen, joins=bootstrap.join_addresses, founds=bootstrap.role is Role.FOUND
+    )
     if bootstrap.role is Role.STORE:
         port = bootstrap.port or await _free_port(listen)
         return replace(config, listen=TcpAddress(host=bootstrap.local, port=port), joins=())
     if bootstrap.role is not Role.HOLDER:
         return config
-    door = bootstrap.doors[0]
-    at_door = TcpAddress(host=bootstrap.local, port=door.port)
-    if await _is_here(door, at_door) and await _is_free(at_door):
-        return replace(config, listen=at_door, founds=True)
+    join_address = bootstrap.join_addresses[0]
+    listen_there = TcpAddress(host=bootstrap.local, port=join_address.port)
+    if await _is_here(join_address, listen_there) and await _is_free(listen_there):
+        return replace(config, listen=listen_there, founds=True)
     return joining(bootstrap, config)
 
 
 def joining(bootstrap: Bootstrap, config: NodeConfig) -> NodeConfig:
-    """The configuration of one who holds no door: it listens elsewhere, and asks there."""
-    ports = {door.port for door in bootstrap.doors}
+    """The configuration of one who holds no join address: it listens elsewhere, and asks there."""
+    ports = {join_address.port for join_address in bootstrap.join_addresses}
     port = 0 if bootstrap.port in ports else bootstrap.port
     return replace(config, listen=TcpAddress(host=bootstrap.local, port=port), founds=False)
 
 
-async def _is_here(door: TcpAddress, listen: TcpAddress) -> bool:
-    """Whether a door is on this host; by its name too, which may mean an address before a gateway."""
-    if not listen.host and door.host in (socket.gethostname(), socket.getfqdn()):
+async def _is_here(join_address: TcpAddress, listen: TcpAddress) -> bool:
+    """Whether a join address is on this host; by its name too, which may mean an address before a gateway."""
+    if not listen.host and join_address.host in (socket.gethostname(), socket.getfqdn()):
         return True
-    return bool(await own_addresses((door,), listen, derive().dial_ns))
+    return bool(await own_addresses((join_address,), listen, derive().dial_ns))
 
 
 async def _is_free(listen: TcpAddress) -> bool:

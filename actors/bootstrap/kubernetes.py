@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zbmd.actors.bootstrap.readings import (
-    Reading,
+    LauncherFacts,
     Stated,
-    parse_door,
+    parse_join_address,
     stated_number,
     stated_text,
 )
@@ -43,7 +43,7 @@ class Pod:
 
 def read_kubernetes(
     environment: Mapping[str, str], pod: Pod, service: Stated[str] | None = None
-) -> Reading | None:
+) -> LauncherFacts | None:
     """What the pod's environment says; None outside of one. Raises `UserError`.
 
     service: from a flag; else ZBMD_SERVICE is read.
@@ -62,11 +62,11 @@ def read_kubernetes(
     notes: tuple[str, ...] = ()
     if index is None:
         notes = (f"the pod {host!r} has no number: it is in no StatefulSet, and in no indexed Job",)
-    return Reading(
+    return LauncherFacts(
         launcher="Kubernetes",
         node=index,
-        doors=None if service is None else _doors(environment, pod, service, ordinal),
-        every_node_is_a_door=service is not None,
+        join_addresses=None if service is None else _join_addresses(environment, pod, service, ordinal),
+        every_node_is_joinable=service is not None,
         job=_job(environment, pod, ordinal),
         name=Stated(value=host, source="the pod's name") if host else None,
         local=stated_text(environment, "POD_IP"),
@@ -74,7 +74,7 @@ def read_kubernetes(
     )
 
 
-def _doors(
+def _join_addresses(
     environment: Mapping[str, str], pod: Pod, service: Stated[str], ordinal: re.Match[str] | None
 ) -> Stated[tuple[TcpAddress, ...]]:
     """Pod 0 by its own name, then all pods by the service's."""
@@ -87,7 +87,8 @@ def _doors(
         domain = f"{service.value}.{namespace}.svc"
     names = [domain] if ordinal is None else [f"{ordinal['set']}-0.{domain}", domain]
     return Stated(
-        value=tuple(parse_door(name, service.source, port=POD_PORT) for name in names), source=service.source
+        value=tuple(parse_join_address(name, service.source, port=POD_PORT) for name in names),
+        source=service.source,
     )
 
 

@@ -3,7 +3,7 @@
 The order, first come first served: what the user set (flags, ZBMD_* and PET_* variables, the settings file);
 then the innermost launcher, which is the first of torchrun's worker, MPI, a Slurm step, Kubernetes that has
 started this process; then MASTER_ADDR and NODE_RANK. Numbers that two of the first two sources state must
-agree; doors and names need not, and the first source has its way.
+agree; join addresses and names need not, and the first source has its way.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from enum import Enum
 from zbmd.actors.bootstrap.hostlist import format_hostlist
 from zbmd.actors.bootstrap.kubernetes import Pod, read_kubernetes
 from zbmd.actors.bootstrap.mpi import read_mpi
-from zbmd.actors.bootstrap.readings import NodeRange, Reading, Stated, port_of_job
+from zbmd.actors.bootstrap.readings import LauncherFacts, NodeRange, Stated
 from zbmd.actors.bootstrap.slurm import host_names, read_slurm
 from zbmd.actors.bootstrap.torchrun import read_env, read_torchrun
+from zbmd.actors.rank.environment import port_of_job
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress
 
@@ -32,13 +33,13 @@ class Role(Enum):
     ALONE = "alone"
     """The job has one node: no cluster is needed."""
     FOUND = "found"
-    """Found the cluster, unless a door that is another node's lets it in."""
+    """Found the cluster, unless a join address that is another node's lets it in."""
     JOIN = "join"
-    """Ask at the doors until one lets it in."""
+    """Ask at the join addresses until one lets it in."""
     HOLDER = "holder"
-    """Found if the first door's address is this host's and its port is free, else join."""
+    """Found if the first join address is on this host and its port is free, else join."""
     STORE = "store"
-    """Found if the store has it so, else join at a door that the store knows."""
+    """Found if the store has it so, else join at a join address that the store knows."""
     EXTRA = "extra"
     """Nothing: another process of this host is its node."""
 
@@ -57,11 +58,11 @@ class Bootstrap:
     """How this process finds its cluster.
 
     launcher: who has started it; nodes: how many the job may have; node: this one's number, if it is known;
-    processes: ranks on this node, None if nobody has said; doors: where to ask, the founder's first; port:
-    what to listen on, 0 for any; job: tells jobs apart, empty if nobody has named it; name: what
-    people call this node, empty if nobody has said; local: the address
-    under which others reach this node, empty if nobody has said; store: an etcd address, or empty; facts:
-    each of these with its source; notes: what else its user should know.
+    processes: ranks on this node, None if nobody has said; join_addresses: where to ask, the founder's first;
+    port: what to listen on, 0 for any; job: tells jobs apart, empty if nobody has named it; name: what people
+    call this node, empty if nobody has said; local: the address under which others reach this node, empty if
+    nobody has said; store: an etcd address, or empty; facts: each of these with its source; notes: what else
+    its user should know.
     """
 
     launcher: str
@@ -69,7 +70,7 @@ class Bootstrap:
     nodes: NodeRange
     node: int | None
     processes: int | None
-    doors: tuple[TcpAddress, ...] = ()
+    join_addresses: tuple[TcpAddress, ...] = ()
     port: int = 0
     job: str
     name: str = ""
@@ -88,7 +89,7 @@ class Bootstrap:
 
 def bootstrap_of(
     environment: Mapping[str, str],
-    stated: Reading,
+    stated: LauncherFacts,
     *,
     pod: Pod | None = None,
     service: Stated[str] | None = None,
@@ -103,22 +104,22 @@ def bootstrap_of(
     nested = IN_A_RANK in environment
     if standalone or nested:
         why = "--standalone" if standalone else "started by a rank of another run"
-        return _alone(Reading(launcher=why, processes=stated.processes))
+        return _alone(LauncherFacts(launcher=why, processes=stated.processes))
     launcher, fallback, notes = _launcher(environment, pod or Pod(), service)
     if launcher.place is not None and launcher.place.value.index > 0:
         return _extra(launcher)
     processes = _agreed("processes a node", stated.launcher, stated.processes, launcher.processes)
-    merged = Reading(
+    merged = LauncherFacts(
         launcher=launcher.launcher,
         nodes=_nodes(stated.nodes, launcher.nodes),
         node=_agreed("node number", stated.launcher, stated.node, launcher.node) or fallback.node,
         founds=launcher.founds if stated.node is None else None,
         processes=processes or launcher.processes_hint,
         place=launcher.place,
-        doors=stated.doors or launcher.doors or fallback.doors,
-        every_node_is_a_door=stated.doors is None and launcher.every_node_is_a_door,
+        join_addresses=stated.join_addresses or launcher.join_addresses or fallback.join_addresses,
+        every_node_is_joinable=stated.join_addresses is None and launcher.every_node_is_joinable,
         port=stated.port,
-        holder_founds=stated.doors is not None and stated.holder_founds,
+        holder_founds=stated.join_addresses is not None and stated.holder_founds,
         job=stated.job or launcher.job,
         name=stated.name or launcher.name,
         local=stated.local or launcher.local,
@@ -137,7 +138,7 @@ def bootstrap_of(
 
 def _launcher(
     environment: Mapping[str, str], pod: Pod, service: Stated[str] | None
-) -> tuple[Reading, Reading, tuple[str, ...]]:
+) -> tuple[LauncherFacts, LauncherFacts, tuple[str, ...]]:
     """The innermost launcher, what is read where it says nothing, and notes."""
     torchrun, mpi, slurm = read_torchrun(environment), read_mpi(environment), None
     if torchrun is None and mpi is None:  # a launcher inside of a step inherits its variables
@@ -145,19 +146,21 @@ def _launcher(
     kubernetes = read_kubernetes(environment, pod, service)
     found = [reading for reading in (torchrun, mpi, slurm, kubernetes) if reading is not None]
     notes = tuple(note for reading in found for note in reading.notes)
-    told = [reading for reading in found if reading.place or reading.node or reading.doors]
-    first = told[0] if told else Reading(launcher="nobody")
+    told = [reading for reading in found if reading.place or reading.node or reading.join_addresses]
+    first = told[0] if told else LauncherFacts(launcher="nobody")
     notes += tuple(f"{other.launcher} is there too: {first.launcher} comes before it" for other in told[1:])
-    env = read_env(environment) or Reading(launcher="")
-    doors = env.doors if first is not torchrun else None
-    if doors is None and kubernetes is not None:
-        doors = kubernetes.doors
-    if doors is None and first is mpi:
-        doors = _slurm_doors(environment, first)
-    return first, Reading(launcher=env.launcher, node=env.node, doors=doors), notes
+    env = read_env(environment) or LauncherFacts(launcher="")
+    join_addresses = env.join_addresses if first is not torchrun else None
+    if join_addresses is None and kubernetes is not None:
+        join_addresses = kubernetes.join_addresses
+    if join_addresses is None and first is mpi:
+        join_addresses = _slurm_addresses(environment, first)
+    return first, LauncherFacts(launcher=env.launcher, node=env.node, join_addresses=join_addresses), notes
 
 
-def _slurm_doors(environment: Mapping[str, str], mpi: Reading) -> Stated[tuple[TcpAddress, ...]] | None:
+def _slurm_addresses(
+    environment: Mapping[str, str], mpi: LauncherFacts
+) -> Stated[tuple[TcpAddress, ...]] | None:
     """mpirun in a Slurm job has its hosts from there, and rank 0 on the first."""
     hosts = host_names({k: v for k, v in environment.items() if k != "SLURM_STEP_NODELIST"})
     if hosts is None:
@@ -188,13 +191,13 @@ def _nodes(stated: Stated[NodeRange] | None, told: Stated[NodeRange] | None) -> 
     return stated
 
 
-def _alone(reading: Reading) -> Bootstrap:
+def _alone(reading: LauncherFacts) -> Bootstrap:
     facts = [_fact("nodes", "1", reading.nodes or "nobody says that there are more")]
     if reading.processes is not None:
         facts.append(_fact("processes", str(reading.processes.value), reading.processes))
     notes = list(reading.notes)
-    if reading.doors is not None:
-        notes.append(f"{reading.doors.source} is not used: there is one node (--nnodes)")
+    if reading.join_addresses is not None:
+        notes.append(f"{reading.join_addresses.source} is not used: there is one node (--nnodes)")
     return Bootstrap(
         launcher=reading.launcher,
         role=Role.ALONE,
@@ -207,7 +210,7 @@ def _alone(reading: Reading) -> Bootstrap:
     )
 
 
-def _extra(launcher: Reading) -> Bootstrap:
+def _extra(launcher: LauncherFacts) -> Bootstrap:
     assert launcher.place is not None
     place = launcher.place.value
     source = f"it is process {place.index} of {place.count} on this host, and process 0 is its node"
@@ -223,48 +226,50 @@ def _extra(launcher: Reading) -> Bootstrap:
     )
 
 
-def _of_many(merged: Reading, nodes: NodeRange) -> Bootstrap:
+def _of_many(merged: LauncherFacts, nodes: NodeRange) -> Bootstrap:
     if merged.node is not None and merged.node.value >= nodes.most:
         raise UserError(
             f"{merged.node.source} is {merged.node.value}, but there are at most {nodes.most} nodes, counted "
             "from 0."
         )
     role, why = _role(merged)
-    doors = () if merged.doors is None else merged.doors.value
-    if merged.port is not None and merged.every_node_is_a_door:
-        doors = tuple(TcpAddress(host=door.host, port=merged.port.value) for door in doors)
-    if not doors and role is not Role.STORE:
+    join_addresses = () if merged.join_addresses is None else merged.join_addresses.value
+    if merged.port is not None and merged.every_node_is_joinable:
+        join_addresses = tuple(
+            TcpAddress(host=join_address.host, port=merged.port.value) for join_address in join_addresses
+        )
+    if not join_addresses and role is not Role.STORE:
         raise UserError(
             f"the job has {nodes} nodes, and nothing says how they find each other. Give all of them the "
             "first one's address: --rdzv-endpoint HOST:PORT (or MASTER_ADDR), or an etcd: --store etcd://HOST:2379/NAME."
         )
-    if any(door.port == 0 for door in doors):
+    if any(join_address.port == 0 for join_address in join_addresses):
         raise UserError("with several nodes --rdzv-endpoint needs a port that they can dial, not 0.")
     listen = merged.port.value if merged.port is not None else 0
-    if doors and not listen and (merged.every_node_is_a_door or role in (Role.FOUND, Role.HOLDER)):
-        listen = doors[0].port
+    if join_addresses and not listen and (merged.every_node_is_joinable or role in (Role.FOUND, Role.HOLDER)):
+        listen = join_addresses[0].port
     return Bootstrap(
         launcher=merged.launcher,
         role=role,
         nodes=nodes,
         node=None if merged.node is None else merged.node.value,
         processes=None if merged.processes is None else merged.processes.value,
-        doors=doors,
+        join_addresses=join_addresses,
         port=listen,
         job="" if merged.job is None else merged.job.value,
         name="" if merged.name is None else merged.name.value,
         local="" if merged.local is None else merged.local.value,
         store="" if merged.store is None else merged.store.value,
-        facts=(*_facts(merged, doors, listen), Fact(name="role", value=role.value, source=why)),
+        facts=(*_facts(merged, join_addresses, listen), Fact(name="role", value=role.value, source=why)),
         notes=merged.notes,
     )
 
 
-def _role(merged: Reading) -> tuple[Role, str]:
+def _role(merged: LauncherFacts) -> tuple[Role, str]:
     if merged.store is not None:
         return Role.STORE, "the store says who founds the cluster"
     if merged.holder_founds:
-        return Role.HOLDER, "the host that has the first door's address founds the cluster"
+        return Role.HOLDER, "the host that has the first join address founds the cluster"
     if merged.node is not None:
         number = merged.node.value
         return (Role.FOUND, "node 0 founds the cluster") if number == 0 else (Role.JOIN, "it is not node 0")
@@ -272,10 +277,10 @@ def _role(merged: Reading) -> tuple[Role, str]:
         founds = merged.founds.value
         why = f"{merged.founds.source} is {'' if founds else 'not '}0"
         return (Role.FOUND if founds else Role.JOIN), why
-    return Role.HOLDER, "no number is known: the host that has the first door's address founds the cluster"
+    return Role.HOLDER, "no number is known: the host that has the first join address founds the cluster"
 
 
-def _facts(merged: Reading, doors: tuple[TcpAddress, ...], listen: int) -> list[Fact]:
+def _facts(merged: LauncherFacts, join_addresses: tuple[TcpAddress, ...], listen: int) -> list[Fact]:
     facts: list[Fact] = []
     for name, stated in (
         ("nodes", merged.nodes),
@@ -288,19 +293,24 @@ def _facts(merged: Reading, doors: tuple[TcpAddress, ...], listen: int) -> list[
     ):
         if stated is not None:
             facts.append(_fact(name, str(stated.value), stated))
-    if merged.doors is not None:
-        facts.append(_fact("doors", _shown(doors), merged.doors))
+    if merged.join_addresses is not None:
+        facts.append(_fact("join addresses", _shown(join_addresses), merged.join_addresses))
     facts.append(_fact("listens on", f"port {listen}" if listen else "any port", merged.port or ""))
     return facts
 
 
-def _shown(doors: tuple[TcpAddress, ...]) -> str:
-    """Doors at one port as a list of hosts."""
-    ports = {door.port for door in doors}
-    if len(doors) == 1 or len(ports) > 1 or any(":" in door.host for door in doors):
-        text = ", ".join(str(door) for door in doors)
+def _shown(join_addresses: tuple[TcpAddress, ...]) -> str:
+    """Join addresses at one port as a list of hosts."""
+    ports = {join_address.port for join_address in join_addresses}
+    if (
+        len(join_addresses) == 1
+        or len(ports) > 1
+        or any(":" in join_address.host for join_address in join_addresses)
+    ):
+        text = ", ".join(str(join_address) for join_address in join_addresses)
     else:
-        text = f"{format_hostlist([door.host for door in doors])} port {doors[0].port}"
+        hosts = format_hostlist([join_address.host for join_address in join_addresses])
+        text = f"{hosts} port {join_addresses[0].port}"
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from zbmd.actors.bootstrap.readings import (
     NODES_MAX,
     PROCESSES_MAX,
+    LauncherFacts,
     NodeRange,
-    Place,
-    Reading,
+    ProcessPlacement,
     Stated,
     number,
     stated_text,
@@ -35,7 +35,7 @@ OPEN_MPI = (
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def read_mpi(environment: Mapping[str, str]) -> Reading | None:
+def read_mpi(environment: Mapping[str, str]) -> LauncherFacts | None:
     """What mpirun says; None if it has not started us. Raises `UserError`."""
     if OPEN_MPI[0] in environment:
         job = stated_text(environment, "PMIX_NAMESPACE") or stated_text(
@@ -55,11 +55,11 @@ def _read(
     names: tuple[str, str, str, str],
     job: Stated[str] | None,
     hosts_max: int,
-) -> Reading:
+) -> LauncherFacts:
     rank_name, size_name, local_rank_name, local_size_name = names
     rank = _needed(environment, rank_name, RANKS_MAX - 1)
     size = _needed(environment, size_name, RANKS_MAX, least=1)
-    place = Place(
+    place = ProcessPlacement(
         index=_needed(environment, local_rank_name, PROCESSES_MAX - 1),
         count=_needed(environment, local_size_name, PROCESSES_MAX, least=1),
     )
@@ -75,7 +75,7 @@ def _read(
             "others have another number. Give each host the same, or one process: "
             "mpirun --map-by ppr:1:node zbmd-node run …"
         )
-    return Reading(
+    return LauncherFacts(
         launcher=launcher,
         nodes=Stated(
             value=NodeRange(least=hosts, most=hosts),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,9 +16,6 @@ DIGITS_MAX = 18
 TEXT_CHARACTERS_MAX = 256
 """Of a name, a job's or a node's, that is shown and handed on."""
 
-JOB_PORT_FIRST = 20_000
-JOB_PORTS = 10_000
-"""Ports of jobs whose launcher gives none: below the ports that Linux hands out (from 32768 on)."""
 STATIC_PORT = 29_500
 """torchrun's `--master-port`."""
 ENDPOINT_PORT = 29_400
@@ -50,7 +46,7 @@ class NodeRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlacement:
     """This process among those that a launcher has started on this host: `index` of `count`."""
 
     index: int
@@ -58,16 +54,16 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class LauncherFacts:
     """What one source says. None: it does not say.
 
     nodes: how many; node: this one's number; founds: whether it is the one to found the cluster, which else
     follows from its number, 0; processes: ranks on this node; processes_hint: the same where nobody says it;
-    place: see `Place`; doors: where to ask to be let in, the founder's first; every_node_is_a_door: all nodes
-    listen at the doors' port; port: that port, where it is not the doors' own; holder_founds: whoever has the
-    first door's address founds, whatever its number; job: tells jobs apart; name: what people call
-    this node; local: the address of this node;
-    store: see `store`; notes: what else its reader should be told.
+    place: see `ProcessPlacement`; join_addresses: where to ask to be let in, the founder's first;
+    every_node_is_joinable: all nodes listen at the join addresses' port; port: that port, where it is not the
+    join addresses' own; holder_founds: whoever has the first join address founds, whatever its number; job:
+    tells jobs apart; name: what people call this node; local: the address of this node; store: see `store`;
+    notes: what else its reader should be told.
     """
 
     launcher: str
@@ -76,9 +72,9 @@ class Reading:
     founds: Stated[bool] | None = None
     processes: Stated[int] | None = None
     processes_hint: Stated[int] | None = None
-    place: Stated[Place] | None = None
-    doors: Stated[tuple[TcpAddress, ...]] | None = None
-    every_node_is_a_door: bool = False
+    place: Stated[ProcessPlacement] | None = None
+    join_addresses: Stated[tuple[TcpAddress, ...]] | None = None
+    every_node_is_joinable: bool = False
     port: Stated[int] | None = None
     holder_founds: bool = False
     job: Stated[str] | None = None
@@ -135,7 +131,7 @@ def parse_node_range(text: str, source: str) -> NodeRange:
     return NodeRange(least=least, most=most)
 
 
-def parse_door(text: str, source: str, *, port: int | None = None) -> TcpAddress:
+def parse_join_address(text: str, source: str, *, port: int | None = None) -> TcpAddress:
     """An address to ask at: `host:port`, or a host alone where there is a default `port`.
 
     An IPv6 address may stand without brackets where it has no port. Raises `UserError`.
@@ -147,17 +143,12 @@ def parse_door(text: str, source: str, *, port: int | None = None) -> TcpAddress
         if ":" not in text or text.endswith("]"):
             text = f"{text}:{port}"
     try:
-        door = parse_address(text)
+        join_address = parse_address(text)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    if _HOST.fullmatch(door.host) is None:
+    if _HOST.fullmatch(join_address.host) is None:
         raise UserError(
             f"{source} is {given[:64]!r}, which is no address to ask at. Give the first host's name and its "
             "port, such as node1:29400."
         )
-    return door
-
-
-def port_of_job(job: str) -> int:
-    """A port that all nodes of a job agree on, and that two jobs on one host rarely share."""
-    return JOB_PORT_FIRST + zlib.crc32(job.encode()) % JOB_PORTS
+    return join_address

@@ -2,8 +2,8 @@
 
 Each task of a step finds its node's number (SLURM_NODEID), the nodes (SLURM_STEP_NODELIST) and how many tasks
 each has (SLURM_STEP_TASKS_PER_NODE). Node 0 founds the cluster and all listen at the same port, one of the
-step's reserved ones or one that follows from the job's id, so that every node is a door. Source: the manual
-of srun.
+step's reserved ones or one that follows from the job's id, so that every node can be joined. Source: the
+manual of srun.
 
 What is not read: SLURM_LAUNCH_NODE_IPADDR, since srun may run on a login node that has no part in the job.
 """
@@ -17,15 +17,15 @@ from zbmd.actors.bootstrap.hostlist import format_hostlist, parse_hostlist
 from zbmd.actors.bootstrap.readings import (
     NODES_MAX,
     PROCESSES_MAX,
+    LauncherFacts,
     NodeRange,
-    Place,
-    Reading,
+    ProcessPlacement,
     Stated,
     number,
-    port_of_job,
     stated_number,
     stated_text,
 )
+from zbmd.actors.rank.environment import port_of_job
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
 
@@ -37,7 +37,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
 _PORTS = re.compile(r"([0-9]{1,5})(?:-[0-9]{1,5})?(?:,.*)?", re.ASCII)
 
 
-def read_slurm(environment: Mapping[str, str]) -> Reading | None:
+def read_slurm(environment: Mapping[str, str]) -> LauncherFacts | None:
     """What the step says; None outside of one. Raises `UserError`.
 
     Inside of an allocation (sbatch, salloc), but not started by srun, it says nothing but a note.
@@ -46,7 +46,7 @@ def read_slurm(environment: Mapping[str, str]) -> Reading | None:
     if job is None:
         return None
     if "SLURM_STEP_ID" not in environment or "SLURM_NODEID" not in environment:
-        return Reading(launcher="Slurm", notes=_not_in_a_step(environment))
+        return LauncherFacts(launcher="Slurm", notes=_not_in_a_step(environment))
     step = f"{job.value}.{environment['SLURM_STEP_ID'][:20]}"
     nodes = stated_number(
         environment,
@@ -54,19 +54,19 @@ def read_slurm(environment: Mapping[str, str]) -> Reading | None:
         least=1,
         most=NODES_MAX,
     )
-    doors = _doors(environment, step)
+    join_addresses = _join_addresses(environment, step)
     place, notes = _place(environment, nodes)
-    return Reading(
+    return LauncherFacts(
         launcher="Slurm",
-        nodes=_range(nodes, doors),
+        nodes=_range(nodes, join_addresses),
         node=stated_number(environment, "SLURM_NODEID", most=NODES_MAX - 1),
         processes=None
         if place is None or place.value.count == 1
         else Stated(value=place.value.count, source=place.source),
         processes_hint=_gpus(environment),
         place=place,
-        doors=doors,
-        every_node_is_a_door=True,
+        join_addresses=join_addresses,
+        every_node_is_joinable=True,
         job=Stated(value=f"slurm-{step}", source="SLURM_JOB_ID"),
         name=stated_text(environment, "SLURMD_NODENAME"),
         notes=notes,
@@ -109,30 +109,30 @@ def _not_in_a_step(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _range(
-    nodes: Stated[int] | None, doors: Stated[tuple[TcpAddress, ...]] | None
+    nodes: Stated[int] | None, join_addresses: Stated[tuple[TcpAddress, ...]] | None
 ) -> Stated[NodeRange] | None:
     if nodes is None:
         return None
-    if doors is not None and len(doors.value) != nodes.value:
+    if join_addresses is not None and len(join_addresses.value) != nodes.value:
         raise UserError(
-            f"{nodes.source} says {nodes.value} nodes, but {doors.source} lists {len(doors.value)}: "
-            f"{_hosts(doors.value)}. Was one of them set by hand?"
+            f"{nodes.source} says {nodes.value} nodes, but {join_addresses.source} lists "
+            f"{len(join_addresses.value)}: {_hosts(join_addresses.value)}. Was one of them set by hand?"
         )
     return Stated(value=NodeRange(least=nodes.value, most=nodes.value), source=nodes.source)
 
 
-def _hosts(doors: tuple[TcpAddress, ...]) -> str:
-    text = format_hostlist([door.host for door in doors])
+def _hosts(join_addresses: tuple[TcpAddress, ...]) -> str:
+    text = format_hostlist([join_address.host for join_address in join_addresses])
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _doors(environment: Mapping[str, str], step: str) -> Stated[tuple[TcpAddress, ...]] | None:
+def _join_addresses(environment: Mapping[str, str], step: str) -> Stated[tuple[TcpAddress, ...]] | None:
     hosts = host_names(environment)
     if hosts is None:
         return None
     port, source = _port(environment, step)
-    doors = tuple(TcpAddress(host=host, port=port) for host in hosts.value)
-    return Stated(value=doors, source=f"{hosts.source} and {source}")
+    join_addresses = tuple(TcpAddress(host=host, port=port) for host in hosts.value)
+    return Stated(value=join_addresses, source=f"{hosts.source} and {source}")
 
 
 def _port(environment: Mapping[str, str], step: str) -> tuple[int, str]:
@@ -147,7 +147,7 @@ def _port(environment: Mapping[str, str], step: str) -> tuple[int, str]:
 
 def _place(
     environment: Mapping[str, str], nodes: Stated[int] | None
-) -> tuple[Stated[Place] | None, tuple[str, ...]]:
+) -> tuple[Stated[ProcessPlacement] | None, tuple[str, ...]]:
     """This task among those of its node, and a note if nodes have unlike numbers of tasks."""
     index = number(environment, "SLURM_LOCALID", most=PROCESSES_MAX - 1)
     node = number(environment, "SLURM_NODEID", most=NODES_MAX - 1)
@@ -159,7 +159,7 @@ def _place(
             if node >= len(counts):
                 raise UserError(f"{name} is {text[:64]!r}, for {len(counts)} nodes, but this is node {node}.")
             note = f"{name} is {text}: nodes have unlike numbers of tasks"
-            place = Stated(value=Place(index=index, count=counts[node]), source=name)
+            place = Stated(value=ProcessPlacement(index=index, count=counts[node]), source=name)
             return _checked(place, "SLURM_LOCALID"), () if len(set(counts)) == 1 else (note,)
     each = stated_number(environment, "SLURM_NTASKS_PER_NODE", least=1, most=PROCESSES_MAX)
     if each is None:
@@ -168,11 +168,11 @@ def _place(
             return None, ()
         each = Stated(value=total.value // nodes.value, source=total.source)
     return _checked(
-        Stated(value=Place(index=index, count=each.value), source=each.source), "SLURM_LOCALID"
+        Stated(value=ProcessPlacement(index=index, count=each.value), source=each.source), "SLURM_LOCALID"
     ), ()
 
 
-def _checked(place: Stated[Place], index_source: str) -> Stated[Place]:
+def _checked(place: Stated[ProcessPlacement], index_source: str) -> Stated[ProcessPlacement]:
     if place.value.index >= place.value.count:
         raise UserError(
             f"{index_source} is {place.value.index}, but {place.source} says {place.value.count} tasks here. "

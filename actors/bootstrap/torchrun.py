@@ -15,16 +15,16 @@ from zbmd.actors.bootstrap.readings import (
     NODES_MAX,
     PROCESSES_MAX,
     STATIC_PORT,
+    LauncherFacts,
     NodeRange,
-    Place,
-    Reading,
+    ProcessPlacement,
     Stated,
     number,
-    parse_door,
-    port_of_job,
+    parse_join_address,
     stated_number,
     stated_text,
 )
+from zbmd.actors.rank.environment import port_of_job
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
 
@@ -33,7 +33,7 @@ WORKER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
 """All of them together mean that torchrun has started this process."""
 
 
-def read_torchrun(environment: Mapping[str, str]) -> Reading | None:
+def read_torchrun(environment: Mapping[str, str]) -> LauncherFacts | None:
     """What the agent of torchrun says to its worker; None if we are none. Raises `UserError`."""
     if not all(environment.get(name) for name in WORKER):
         return None
@@ -52,27 +52,27 @@ def read_torchrun(environment: Mapping[str, str]) -> Reading | None:
             "the same --nproc-per-node."
         )
     job = f"torchrun-{run_id.value}"
-    return Reading(
+    return LauncherFacts(
         launcher="torchrun",
         nodes=Stated(value=NodeRange(least=hosts, most=hosts), source="WORLD_SIZE / LOCAL_WORLD_SIZE"),
         node=node,
         processes=None if count == 1 else Stated(value=count, source="LOCAL_WORLD_SIZE"),
-        place=Stated(value=Place(index=index, count=count), source="LOCAL_RANK"),
+        place=Stated(value=ProcessPlacement(index=index, count=count), source="LOCAL_RANK"),
         # The port is torchrun's own store's, which has it open.
-        doors=master(environment, port=port_of_job(job)),
+        join_addresses=master(environment, port=port_of_job(job)),
         job=Stated(value=job, source="TORCHELASTIC_RUN_ID"),
     )
 
 
-def read_env(environment: Mapping[str, str]) -> Reading | None:
+def read_env(environment: Mapping[str, str]) -> LauncherFacts | None:
     """MASTER_ADDR and its like, set by hand or by a platform; None if none is set. Raises `UserError`."""
-    doors = master(environment, port=None)
+    join_addresses = master(environment, port=None)
     node = None
     for name in ("NODE_RANK", "GROUP_RANK"):
         node = node or stated_number(environment, name, most=NODES_MAX - 1)
-    if doors is None and node is None:
+    if join_addresses is None and node is None:
         return None
-    return Reading(launcher="the environment of PyTorch", node=node, doors=doors)
+    return LauncherFacts(launcher="the environment of PyTorch", node=node, join_addresses=join_addresses)
 
 
 def master(environment: Mapping[str, str], *, port: int | None) -> Stated[tuple[TcpAddress, ...]] | None:
@@ -83,4 +83,4 @@ def master(environment: Mapping[str, str], *, port: int | None) -> Stated[tuple[
     source = "MASTER_ADDR" if port is not None else "MASTER_ADDR and MASTER_PORT"
     if port is None:
         port = number(environment, "MASTER_PORT", least=1, most=PORT_MAX) or STATIC_PORT
-    return Stated(value=(parse_door(host.value, "MASTER_ADDR", port=port),), source=source)
+    return Stated(value=(parse_join_address(host.value, "MASTER_ADDR", port=port),), source=source)

@@ -1,6 +1,6 @@
-"""What nodes send one another beside `messages`, and the check of all that comes from them.
+"""Further contracts between nodes, and the validation of every message that a node receives.
 
-What a schema cannot say is checked here, so that nothing reaches the machine that no node would send.
+Rules that a schema cannot express are checked here, so that no impossible message reaches a machine.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Annotated, Final
 import msgspec
 
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.jobs.table import Command, problem_of
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import EPOCH_MAX, Change, ClusterView
+from zbmd.actors.cluster.state.job_table import Command, problem_of
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import EPOCH_MAX, Change, ClusterView
 from zbmd.actors.contracts import Contract, ContractDecoder
 from zbmd.actors.errors import InvalidMessage
 from zbmd.transport.errors import RemoteProtocolError
@@ -23,7 +23,7 @@ TEXT_CHARS_MAX: Final = 4096
 ADDRESS_CHARS_MAX: Final = 300
 NAME_CHARS_MAX: Final = 64
 PROTOCOL_VERSION: Final = 2
-"""Of what nodes say to one another beyond the schemas of their contracts, which are compared at hello."""
+"""Version of the protocol beyond the contracts' schemas, which are compared in the handshake."""
 
 _Short = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
@@ -47,20 +47,20 @@ class Hail(Contract, id="zbmd.cluster.hail"):
 
 
 class NotUnderstood(Contract, id="zbmd.cluster.not_understood"):
-    """The answer to a contract that the receiver does not know."""
+    """Answer to a contract that the receiver does not know."""
 
     text: Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 
 
 def _no_hook(wanted: type, _: object) -> object:
-    raise NotImplementedError(f"{wanted.__name__} is no part of what nodes say")
+    raise NotImplementedError(f"{wanted.__name__} is not part of the cluster's protocol")
 
 
 _decoder = ContractDecoder(_no_hook)
 
 
 def decode(payload: bytes | memoryview) -> Contract:
-    """The contract in a frame of a node; of those in this module, checked.
+    """Decode and validate the contract in a frame of a node.
 
     Raises `RemoteProtocolError`, and `UnknownContract` if this process has none of its id and version.
     """
@@ -68,12 +68,12 @@ def decode(payload: bytes | memoryview) -> Contract:
         contract = _decoder.decode(payload)
         check(contract)
     except InvalidMessage as error:
-        raise RemoteProtocolError(f"not what a node would say: {error}") from error
+        raise RemoteProtocolError(f"invalid message from a node: {error}") from error
     return contract
 
 
 def check(contract: Contract) -> None:
-    """Raise `RemoteProtocolError` for what fits its schema and yet no node would send."""
+    """Raise `RemoteProtocolError` for a message that fits its schema but is invalid."""
     match contract:
         case Hail(node=node) | m.Join(node=node):
             _node(node)
@@ -90,19 +90,19 @@ def check(contract: Contract) -> None:
             _epoch(epoch)
         case m.Excluded(epoch=epoch, reason=reason):
             _epoch(epoch)
-            _require(len(reason) <= TEXT_CHARS_MAX, "a reason that is too long")
+            _require(len(reason) <= TEXT_CHARS_MAX, "the reason is too long")
         case m.Learn(view=view):
             _view(view)
         case m.Beat(known=known, entered=entered):
             _epoch(known)
-            _require(0 <= entered <= known, f"it acts on view {entered} and knows {known}")
+            _require(0 <= entered <= known, f"it acts on view {entered} but knows only {known}")
         case _:
             pass
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise RemoteProtocolError(f"not what a node would say: {what}")
+        raise RemoteProtocolError(f"invalid message from a node: {what}")
 
 
 def _epoch(epoch: int) -> None:
@@ -116,11 +116,11 @@ def _key(key: NodeKey) -> None:
 def _keys(keys: tuple[NodeKey, ...]) -> None:
     for key in keys:
         _key(key)
-    _require(list(keys) == sorted(set(keys)), "keys that are not sorted")
+    _require(list(keys) == sorted(set(keys)), "keys are not sorted")
 
 
 def _ids(ids: tuple[int, ...]) -> None:
-    _require(list(ids) == sorted(set(ids)), "ids that are not sorted")
+    _require(list(ids) == sorted(set(ids)), "ids are not sorted")
     _require(not ids or (ids[0] >= 0 and ids[-1] <= ID_MAX), "ids out of range")
 
 
@@ -144,7 +144,7 @@ def _commands(commands: tuple[Command, ...]) -> None:
     for command in commands:
         _key(command.origin)
         _require(1 <= command.number <= ID_MAX, f"command {command.number}")
-        _require(not (problem := problem_of(command.order)), f"an order that nobody takes: {problem}")
+        _require(not (problem := problem_of(command.order)), f"invalid order: {problem}")
 
 
 def _view(view: ClusterView) -> None:
@@ -159,9 +159,9 @@ def _change(change: Change, epoch: int) -> None:
     for node in change.added:
         _node(node)
     _commands(change.commands)
-    _require(change.elapsed_ns >= 0, "a view that lasted less than no time")
+    _require(change.elapsed_ns >= 0, "a negative duration of a view")
     ids = [node.id for node in change.added]
-    _require(ids == sorted(set(ids)), "added nodes that are not sorted")
+    _require(ids == sorted(set(ids)), "added nodes are not sorted")
 
 
 def _cast(cast: m.Cast) -> None:
@@ -170,11 +170,11 @@ def _cast(cast: m.Cast) -> None:
     _ids(cast.excluded)
     _require(cast.root.id not in cast.excluded, "a round without its root")
     if cast.phase is m.Phase.ACCEPT:
-        _require(cast.change is not None, "a round that has nothing to accept")
+        _require(cast.change is not None, "a round without a change to accept")
     if cast.change is not None:
         _change(cast.change, cast.epoch + (1 if cast.phase is m.Phase.ACCEPT else 0))
 
 
 def is_name(text: str) -> bool:
-    """Whether a node may be called so: 1 to 64 letters, digits or `_.@-`, a letter or digit first."""
+    """Whether this is a valid node name: 1 to 64 letters, digits or `_.@-`, a letter or digit first."""
     return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None

@@ -1,7 +1,7 @@
-"""The kernel's word on nodes that run on this host: a pidfd becomes readable when its process has ended.
+"""Kernel-proven deaths of nodes on this host: a pidfd becomes readable when its process has ended.
 
-Such an end is certain, so it needs no quorum. That one node stands behind one process is what its hail says;
-the number, and the time at which the process started, must be what the kernel has.
+Such a death is certain, so it needs no quorum. A node's hail states which process it is; the pid and the
+process's start time must match what the kernel reports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.host.topology.kernel_files import read_text
 from zbmd.transport.host.topology.pci import link_name
 
@@ -24,17 +24,17 @@ _START_FIELD: Final = 19
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """The running kernel; empty if it does not say."""
+    """Return the kernel's boot id; empty if it is not readable."""
     return (read_text(Path("/proc/sys/kernel/random/boot_id")) or "")[:64]
 
 
 def pid_space() -> str:
-    """The namespace in which process numbers mean what they say; empty if the kernel does not say."""
+    """Return the pid namespace of this process; empty if it is not readable."""
     return (link_name(Path("/proc/self/ns/pid")) or "")[:64]
 
 
 def started(pid: int) -> int:
-    """When a process started, in ticks since the boot; 0 if it is gone."""
+    """Return when a process started, in ticks since boot; 0 if it is gone."""
     fields = (read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
     return int(fields[_START_FIELD]) if len(fields) > _START_FIELD else 0
 
@@ -48,7 +48,7 @@ class LocalDeaths:
         self._fds: dict[NodeKey, int] = {}
 
     def watch(self, key: NodeKey, *, boot: str, space: str, pid: int, started_ticks: int) -> bool:
-        """Watch a life by what its hail says; whether it can be watched: it must be of this host."""
+        """Watch an incarnation by its hail. Returns False if it is not on this host or has ended."""
         if key in self._fds:
             return True
         here = boot and space and (boot, space) == (boot_id(), pid_space())
@@ -66,16 +66,16 @@ class LocalDeaths:
         return True
 
     def watches(self, key: NodeKey) -> bool:
-        """Whether the kernel will tell of this life's end."""
+        """Whether this incarnation's end will be proven by the kernel."""
         return key in self._fds
 
     def forget_all_but(self, keys: Iterable[NodeKey]) -> None:
-        """Watch the others no longer."""
+        """Stop watching all others."""
         for key in set(self._fds) - set(keys):
             self._forget(key)
 
     def close(self) -> None:
-        """Watch nobody. Idempotent."""
+        """Stop watching. Idempotent."""
         self.forget_all_but(())
 
     def _ended(self, key: NodeKey) -> None:

@@ -1,6 +1,6 @@
-"""What nodes say to each other about membership, what the machine hears, and what it asks for.
+"""Messages between nodes about membership, and the events and actions of the membership machine.
 
-The messages are contracts: a driver sends them as they are.
+The messages are contracts: drivers send them unchanged.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from zbmd.actors.cluster.jobs.table import Command, Order
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import Change, ClusterView
+from zbmd.actors.cluster.state.job_table import Command, Order
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import Change, ClusterView
 from zbmd.actors.contracts import Contract
+from zbmd.transport.machine import SetTimer, TimerFired
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Ballot:
-    """Orders the attempts to agree on one view. Number 0 is the lowest member's, who need not prepare it."""
+    """Orders the attempts to agree on one view. Number 0 is the lowest member's; it needs no prepare."""
 
     number: int
     node_id: int
@@ -27,7 +28,7 @@ class Ballot:
 
 
 class Join(Contract, id="zbmd.cluster.join"):
-    """A node asks to be let in. To any member."""
+    """A node asks any member to be admitted."""
 
     node: Node
 
@@ -48,21 +49,21 @@ class Report(Contract, id="zbmd.cluster.report"):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether somebody waits for what it asks for."""
+        """Whether somebody waits for what the report asks for."""
         return self.leaves or bool(self.commands)
 
 
 class Phase(Enum):
-    """What a round asks."""
+    """The question of a round."""
 
     PREPARE = "prepare"
-    """Will you take no older ballot than this, and what have you accepted?"""
+    """Promise to take no older ballot, and report what was accepted."""
     ACCEPT = "accept"
-    """Do you accept this change?"""
+    """Accept this change."""
     LEARN = "learn"
-    """This change is decided: do you know it?"""
+    """This change is decided: confirm that it is known."""
     ENTER = "enter"
-    """All members know it: act on it. Asks for nothing."""
+    """All members know it: act on it. Needs no answer."""
 
 
 class Cast(Contract, id="zbmd.cluster.cast"):
@@ -82,7 +83,7 @@ class Cast(Contract, id="zbmd.cluster.cast"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The newest change that somebody has accepted."""
+    """The newest change that a member has accepted."""
 
     ballot: Ballot
     change: Change
@@ -104,7 +105,7 @@ class Echo(Contract, id="zbmd.cluster.echo"):
 
 
 class Behind(Contract, id="zbmd.cluster.behind"):
-    """The sender knows no view newer than `epoch`, and needs one to answer."""
+    """The sender knows no view newer than `epoch` and needs a newer one to answer."""
 
     epoch: int
 
@@ -116,7 +117,7 @@ class Learn(Contract, id="zbmd.cluster.learn"):
 
 
 class Excluded(Contract, id="zbmd.cluster.excluded"):
-    """The receiver is no member of the view of `epoch`, nor will be in this life."""
+    """The receiver is not in the view of `epoch`, and will not be in this incarnation."""
 
     epoch: int
     reason: str
@@ -137,19 +138,19 @@ Message: TypeAlias = Join | Report | Cast | Echo | Behind | Learn | Excluded | B
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Begin as the only member of a new cluster."""
+    """Start as the only member of a new cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enter:
-    """Begin by asking to be let in, at one of these doors after the other."""
+    """Start by asking the members at these addresses, one after the other, to be admitted."""
 
     doors: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A message of another node's life; its sender is proven by the link."""
+    """A message of another node's incarnation; its sender is proven by the link."""
 
     sender: Node
     message: Message
@@ -157,7 +158,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspected:
-    """The detector has not heard of a member that we observe for too long."""
+    """The detector has not heard a member that we observe for too long."""
 
     key: NodeKey
     reason: str
@@ -172,35 +173,30 @@ class Trusted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """The end of a life is certain: a kernel said so, or its next life spoke."""
+    """An incarnation is proven dead: by a kernel, or by its next incarnation."""
 
     key: NodeKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveRequested:
-    """Leave the cluster, as soon as a view without us is agreed."""
+    """Leave the cluster once a view without this node is agreed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordered:
-    """Have the members agree on an order: it becomes this life's next command."""
+    """Have the members agree on an order: it becomes this incarnation's next command."""
 
     order: Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WitnessGave:
-    """What the witness says to `AskWitness`: half of a view may agree on `epoch` if it holds `holder`."""
+    """Answer to `AskWitness`: half of a view may agree on `epoch` if it holds `holder`."""
 
     epoch: int
     holder: NodeKey | None
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The time asked for by the last `SetTimer` has come."""
 
 
 Event: TypeAlias = (
@@ -222,22 +218,15 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Send a message to one life of a node; to no other one."""
+    """Send a message to exactly this incarnation of a node."""
 
     to: Node
     message: Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Deliver `TimerFired` at `at_ns`; replaces the timer before it."""
-
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Observe `subjects`, and let `observers` hear heartbeats: replaces what was watched before."""
+    """Observe `subjects`, and send heartbeats to `observers`; replaces what was watched before."""
 
     subjects: tuple[Node, ...]
     observers: tuple[Node, ...]
@@ -253,14 +242,14 @@ class Installed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskWitness:
-    """Half of the view is here and wants to agree on `epoch`: ask who may; answered by `WitnessGave`."""
+    """Half of the view wants to agree on `epoch`: ask the witness; answered by `WitnessGave`."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """This life is over: act on nothing any more. The last action."""
+    """This incarnation is over. The last action."""
 
     reason: str
 

@@ -1,8 +1,8 @@
-"""The links of one node's life to other nodes: kept to those that it beats with, dialed on demand to others.
+"""The links of one incarnation of a node: kept to the peers it beats with, dialed on demand to others.
 
-A link belongs to one life at either end: what is for another life of the peer is never sent on it. Two nodes
-that dial each other at once have two links; both then send on that which the lower key has dialed, so the
-other falls idle and is dropped.
+A link belongs to one incarnation at either end: a message for another incarnation of the peer is never sent
+on it. Two nodes that dial each other at the same time have two links; both then send on the one that the
+lower key dialed, so the other falls idle and is dropped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 import structlog
 
 from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, Hail, NotUnderstood, decode
-from zbmd.actors.cluster.fragments import Assembly, Part, frames_of
-from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import UnknownContract
 from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, ZbmdError
@@ -31,12 +30,64 @@ from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.link import TcpLink
 
+# Fragments: a message may be larger than a frame, as a view with many jobs is. Its parts follow one another
+# on one link, though other messages may come in between. A message that was dropped halfway for want of room
+# is forgotten when the next one begins.
+
+PART_BYTES: Final = 1 << 19
+MESSAGE_BYTES_MAX: Final = 8 << 20
+"""Also what may wait for room in a link: so a message fits into one that is empty."""
+PARTS_MAX: Final = MESSAGE_BYTES_MAX // PART_BYTES
+
+
+class Part(Contract, id="zbmd.cluster.part"):
+    """Bytes of another contract. index: which of `count` parts, from 0."""
+
+    index: Annotated[int, msgspec.Meta(ge=0, lt=PARTS_MAX)]
+    count: Annotated[int, msgspec.Meta(ge=2, le=PARTS_MAX)]
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PART_BYTES)]
+
+
+def frames_of(encoded: bytes) -> list[bytes]:
+    """The payloads of frames for an encoded contract; none if it is over `MESSAGE_BYTES_MAX`."""
+    if len(encoded) <= PART_BYTES:
+        return [encoded]
+    if len(encoded) > MESSAGE_BYTES_MAX:
+        return []
+    cut = [encoded[at : at + PART_BYTES] for at in range(0, len(encoded), PART_BYTES)]
+    parts = [Part(index=index, count=len(cut), data=data) for index, data in enumerate(cut)]
+    return [msgspec.msgpack.encode(part) for part in parts]
+
+
+class Assembly:
+    """The message that comes in parts over one link. Holds `MESSAGE_BYTES_MAX` bytes at most."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._parts: list[bytes] = []
+
+    def take(self, part: Part) -> bytes | None:
+        """The whole message, with its last part. Raises `RemoteProtocolError` on one out of its turn."""
+        if part.index == 0:
+            self._count, self._parts = part.count, []
+        if (part.index, part.count) != (len(self._parts), self._count):
+            raise RemoteProtocolError(
+                f"part {part.index} of {part.count} where {len(self._parts)} of {self._count} is next"
+            )
+        self._parts.append(part.data)
+        if len(self._parts) < self._count:
+            return None
+        whole = b"".join(self._parts)
+        self._count, self._parts = 0, []
+        return whole
+
+
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
 ROUTES_MAX: Final = 4096
-"""Lives of nodes that a node has links to, or wants to have."""
+"""Incarnations of nodes that a node has links to, or wants to have."""
 WIRES_MAX: Final = 4
-"""Links to one life. One is enough; two come of dialing each other at once."""
+"""Links to one incarnation. One is enough; two come of dialing each other at once."""
 PENDING_MAX: Final = 64
 """Messages that wait for a link to be dialed; the oldest goes for one more."""
 DIALS_MAX: Final = 64
@@ -50,51 +101,51 @@ _NODE_NAME: Final = re.compile(r"node([1-9]\d{0,18})")
 
 
 def process_name(node_id: int) -> str:
-    """How a node calls itself at hello."""
+    """Return the process name of a node, as it appears in the handshake."""
     return f"node{node_id}"
 
 
 def node_key(name: str, incarnation: int) -> NodeKey | None:
-    """The life behind a hello; None if it is no node's."""
+    """Return the incarnation that a process name stands for; None if it is not a node's."""
     found = _NODE_NAME.fullmatch(name)
     return NodeKey(int(found[1]), incarnation) if found is not None and incarnation > 0 else None
 
 
-class LinksDesk(Protocol):
-    """What a life does with what its links bring. Called on its loop; must not block."""
+class LinkHandler(Protocol):
+    """Handles what links bring. Called on the incarnation's loop; must not block."""
 
     def hail(self) -> Hail:
-        """How we begin a link."""
+        """Return the first message of a link."""
         ...
 
     def hailed(self, key: NodeKey, hail: Hail, link: TcpLink) -> None:
-        """A link to this life stands."""
+        """A link to this incarnation is up."""
         ...
 
     def sent(self, key: NodeKey) -> None:
-        """A frame was handed to a link to this life."""
+        """A frame was handed to a link to this incarnation."""
         ...
 
     def received(self, sender: Node, contract: Contract) -> None:
-        """A frame of a node. Raises `RemoteProtocolError` to end its link."""
+        """A message of a node arrived. Raises `RemoteProtocolError` to end its link."""
         ...
 
     def ended(self, key: NodeKey, reason: str) -> None:
-        """The last link to this life has ended, or cannot be had."""
+        """The last link to this incarnation ended, or no link can be made."""
         ...
 
     def superseded(self, key: NodeKey) -> None:
-        """This life is over: the node's next one has proved itself."""
+        """This incarnation is over: a newer one of the same node connected."""
         ...
 
     def visited(self, link: TcpLink) -> None:
-        """A process that is no node has linked with us; the link is the desk's."""
+        """A process that is not a node connected; the handler owns the link."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Wire:
-    """One link to a life."""
+    """One link to an incarnation."""
 
     link: TcpLink
     preferred: bool
@@ -105,7 +156,7 @@ class _Wire:
 
 @dataclass(slots=True, eq=False)
 class _Route:
-    """The way to one life, or to whoever lives at an address."""
+    """The route to one incarnation, or to whichever node listens at an address."""
 
     to: Node
     wires: list[_Wire] = field(default_factory=list[_Wire])
@@ -118,15 +169,15 @@ class _Route:
 
 
 class PeerLinks:
-    """All links of one life. Made by `open`; use on its loop."""
+    """All links of one incarnation. Use on its loop."""
 
-    def __init__(self, me: NodeKey, endpoint: Endpoint, settings: TcpSettings, desk: LinksDesk) -> None:
+    def __init__(self, me: NodeKey, endpoint: Endpoint, settings: TcpSettings, handler: LinkHandler) -> None:
         self.dropped = 0
-        """Messages that found no room, or no way."""
+        """Messages dropped for want of room or of a route."""
         self._me = me
         self._endpoint = endpoint
         self._settings = settings
-        self._desk = desk
+        self._handler = handler
         self._loop = asyncio.get_running_loop()
         self._routes: dict[NodeKey, _Route] = {}
         self._doors: dict[str, _Route] = {}
@@ -138,10 +189,10 @@ class PeerLinks:
     # -- sending -----------------------------------------------------------------------------------------
 
     def send(self, to: Node, contract: Contract) -> bool:
-        """Send to one life of a node, or with incarnation 0 to whoever lives at its address.
+        """Send to one incarnation of a node, or with incarnation 0 to whichever node listens at its address.
 
-        Dials if there is no link. Whether it was handed to a link now. What finds no room is dropped: who
-        sends repeats what matters.
+        Dials if there is no link. Returns whether a link took the message now. Messages that find no room are
+        dropped: senders repeat what matters.
         """
         route = self._route(to)
         if route is None or self._closed:
@@ -157,7 +208,7 @@ class PeerLinks:
         return False
 
     def keep(self, peers: Iterable[Node]) -> None:
-        """Have links to these; others stay for as long as they are used."""
+        """Keep links to these peers; other links are closed once they fall idle."""
         nodes = tuple(peers)
         self._kept = frozenset(node.key for node in nodes)
         for node in nodes:
@@ -166,7 +217,7 @@ class PeerLinks:
                 self._dial(route)
 
     def sweep(self) -> None:
-        """Drop what is idle, dial again what is to be kept. Call it from time to time."""
+        """Close idle links and redial kept ones. Call it periodically."""
         at_ns = now_ns()
         for key, route in list(self._routes.items()):
             best = self._wire(route)
@@ -184,7 +235,7 @@ class PeerLinks:
                 del self._doors[address]
 
     async def flush(self) -> None:
-        """Let what was sent leave, for a bounded time."""
+        """Wait, for a bounded time, until queued frames are written."""
         wires = [wire.link for route in self._routes.values() for wire in route.wires]
         flushing = [self._loop.create_task(_flush(link)) for link in wires]
         if flushing:
@@ -194,7 +245,7 @@ class PeerLinks:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def close(self) -> None:
-        """End every link and dial. Idempotent."""
+        """Close every link and cancel every dial. Idempotent."""
         self._closed = True
         for task in self._dials:
             task.cancel()
@@ -209,7 +260,7 @@ class PeerLinks:
     # -- how it stands -----------------------------------------------------------------------------------
 
     def links(self, key: NodeKey) -> tuple[int, int, str]:
-        """Of a life: links that we have dialed, links that it has dialed, and why there is none."""
+        """Return how many links to an incarnation we dialed and it dialed, and why there is none."""
         route = self._routes.get(key)
         if route is None:
             return 0, 0, ""
@@ -219,19 +270,21 @@ class PeerLinks:
     # -- links that stand --------------------------------------------------------------------------------
 
     def accepted(self, link: TcpLink) -> None:
-        """A link that a peer has dialed."""
+        """Take a link that a peer dialed."""
         key = node_key(link.peer.name, link.peer.incarnation)
         if self._closed:
             link.close()
         elif key is None:
-            self._desk.visited(link)
+            self._handler.visited(link)
         else:
             self._adopt(key, link)
 
     def _adopt(self, key: NodeKey, link: TcpLink) -> _Route | None:
         if key.id == self._me.id:
             what = "ourselves" if key == self._me else f"{key}: is its state directory a copy of ours?"
-            log.warning("link of a node with our own id closed", peer=what, address=str(link.remote_address))
+            log.warning(
+                "closed the link of a node with our own id", peer=what, address=str(link.remote_address)
+            )
             link.close()
             return None
         for other in [k for k in self._routes if k.id == key.id and k.incarnation < key.incarnation]:
@@ -246,7 +299,7 @@ class PeerLinks:
         route.failures, route.why = 0, ""
         link.on_closed = partial(self._ended, route, wire)
         link.on_frame = partial(self._on_frame, route, wire)
-        self._put(route, wire, self._desk.hail())
+        self._put(route, wire, self._handler.hail())
         while route.pending and not link.closed:
             self._put(route, wire, route.pending.popleft())
         return route
@@ -255,14 +308,14 @@ class PeerLinks:
         route = self._routes.pop(key)
         for wire in list(route.wires):
             wire.link.close()
-        self._desk.superseded(key)
+        self._handler.superseded(key)
 
     def _ended(self, route: _Route, wire: _Wire, error: ZbmdError | None) -> None:
         route.wires.remove(wire)
         if self._closed or route.wires:
             return
         route.why = "it closed the link" if error is None else str(error)
-        self._desk.ended(route.to.key, route.why)
+        self._handler.ended(route.to.key, route.why)
         if route.to.key in self._kept:
             self._dial(route)
 
@@ -271,7 +324,7 @@ class PeerLinks:
         try:
             contract = _whole(wire, decode(payload))
         except UnknownContract as error:
-            log.warning("a node speaks of what we do not know", peer=str(route.to.key), reason=str(error))
+            log.warning("unknown contract from a node", peer=str(route.to.key), reason=str(error))
             self._put(route, wire, NotUnderstood(text=str(error)[:1000]))
             return
         match contract:
@@ -280,11 +333,11 @@ class PeerLinks:
             case Hail():
                 self._hailed(route, wire, contract)
             case NotUnderstood(text=text):
-                log.warning("a node does not know what we speak of", peer=str(route.to.key), reason=text)
+                log.warning("a node does not know our contract", peer=str(route.to.key), reason=text)
             case _ if wire.hail is None:
                 raise RemoteProtocolError(f"{route.to.key} began with {contract_tag(contract)}, not a hail")
             case _:
-                self._desk.received(wire.hail.node, contract)
+                self._handler.received(wire.hail.node, contract)
 
     def _hailed(self, route: _Route, wire: _Wire, hail: Hail) -> None:
         key = route.to.key
@@ -297,7 +350,7 @@ class PeerLinks:
             )
         wire.hail = hail
         route.to = hail.node
-        self._desk.hailed(key, hail, wire.link)
+        self._handler.hailed(key, hail, wire.link)
 
     # -- dialing -----------------------------------------------------------------------------------------
 
@@ -327,7 +380,7 @@ class PeerLinks:
         frames = frames_of(msgspec.msgpack.encode(contract))
         if not frames:
             self.dropped += 1
-            log.error("too large to be sent", to=str(route.to.key), what=contract_tag(contract))
+            log.error("message too large; dropped", to=str(route.to.key), what=contract_tag(contract))
             return False
         try:
             for frame in frames:
@@ -337,7 +390,7 @@ class PeerLinks:
             log.debug("not sent", to=str(route.to.key), what=contract_tag(contract), reason=str(error))
             return False
         wire.used_ns = now_ns()
-        self._desk.sent(route.to.key)
+        self._handler.sent(route.to.key)
         return True
 
     def _dial(self, route: _Route) -> None:
@@ -369,7 +422,7 @@ class PeerLinks:
             route.pending.clear()
             if route.why != str(error):
                 route.why = str(error)
-                self._desk.ended(to.key, f"{to.address}: {error}")
+                self._handler.ended(to.key, f"{to.address}: {error}")
             return
         key = node_key(link.peer.name, link.peer.incarnation)
         if key is None or self._closed:
@@ -378,7 +431,7 @@ class PeerLinks:
         waiting = list(route.pending)
         route.pending.clear()
         if key != to.key and to.key.incarnation:
-            waiting = []  # for a life that is not there
+            waiting = []  # for an incarnation that is not there
             if key.id == to.key.id and key.incarnation > to.key.incarnation and to.key in self._routes:
                 self._supersede(to.key)
         found = self._adopt(key, link)
@@ -388,7 +441,7 @@ class PeerLinks:
 
 
 def _whole(wire: _Wire, contract: Contract) -> Contract | None:
-    """What a frame says, once all parts of it have come. Raises `RemoteProtocolError`, `UnknownContract`."""
+    """Return the message once all its parts arrived. Raises `RemoteProtocolError`, `UnknownContract`."""
     if not isinstance(contract, Part):
         return contract
     if wire.hail is None:

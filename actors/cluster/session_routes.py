@@ -1,4 +1,4 @@
-"""How a session, a process that is neither node nor rank, is in a cluster: as a guest of a node."""
+"""How a session, a process that is neither node nor rank, joins a cluster: as external client of a node."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from zbmd.actors.cluster.jobs.hosted_job import memory_domain
-from zbmd.actors.cluster.node.client import ASK_S, desk_of
-from zbmd.actors.cluster.node.contracts import ActorsDoorReply, ActorsDoorRequest
+from zbmd.actors.cluster.node.client import ASK_S, connect_admin
+from zbmd.actors.cluster.node.contracts import ActorsAddressReply, ActorsAddressRequest
 from zbmd.actors.core.scopes import owned_name, owner_of
 from zbmd.actors.routing.contracts import Enrol, Route, external_address
 from zbmd.actors.routing.dialer import ExternalDialer
@@ -25,7 +25,7 @@ from zbmd.transport.tcp.link import TcpLink
 
 @asynccontextmanager
 async def connect(at: str | None = None) -> AsyncGenerator[ActorSystem]:
-    """The actors of an asyncio script, which reach all of a cluster, and are reached by all of it.
+    """Return an actor system for an asyncio script that reaches, and is reached by, all of a cluster.
 
     at: HOST:PORT of any node of it; None: the node of this host. Raises `UserError` if there is no such node,
     or it is in no cluster, and `ZbmdError`. For code that blocks there is `Session.connect`.
@@ -38,27 +38,27 @@ async def connect(at: str | None = None) -> AsyncGenerator[ActorSystem]:
 
 
 async def open_session(at: str | None) -> ActorSystem:
-    """As `connect`, until the system is stopped. `owner_of(system.name)` is the process of that node."""
-    door = await _ask_door(at)
+    """Connect until the system is stopped. `owner_of(system.name)` is the process of its node."""
+    door = await _ask_actors_address(at)
     system = ActorSystem(owned_name(f"session-{os.getpid()}-{os.urandom(4).hex()}", door.process))
     try:
-        await _SessionDoor(system, at).stay.enter()
+        await _SessionLinks(system, at).stay.enter()
     except BaseException:
         await system.stop(timeout=0.0)
         raise
     return system
 
 
-async def _ask_door(at: str | None) -> ActorsDoorReply:
-    async with desk_of(at) as line:
-        door = await line.desk.ask(ActorsDoorRequest(), reply=ActorsDoorReply, timeout=ASK_S)
+async def _ask_actors_address(at: str | None) -> ActorsAddressReply:
+    async with connect_admin(at) as admin:
+        door = await admin.actor.ask(ActorsAddressRequest(), reply=ActorsAddressReply, timeout=ASK_S)
     if not door.address:
-        raise UserError("the node is in no cluster at the moment: wait until `zbmd-node members` shows it.")
+        raise UserError("the node is in no cluster at the moment: wait until `zbmd-node members` lists it.")
     return door
 
 
-class _SessionDoor:
-    """How a session links with its node, and where it listens itself. at: the node, as its user gave it."""
+class _SessionLinks:
+    """Links a session with its node, and listens for others. at: the node's address, as the user gave it."""
 
     def __init__(self, system: ActorSystem, at: str | None) -> None:
         self._at = at
@@ -73,7 +73,7 @@ class _SessionDoor:
         self._far = ""
 
     async def _link_up(self) -> tuple[Link, Enrol]:
-        node = await _ask_door(self._at)
+        node = await _ask_actors_address(self._at)
         if node.process != self.stay.owner:
             raise UserError(f"{node.process} is there now, not {self.stay.owner}: make another session.")
         link = await self._door.dial(Route(node.process, node.incarnation, "", "", node.address))

@@ -1,7 +1,7 @@
-"""Where a user's hosts are found on a machine: abstract sockets, named so that only their own look there.
+"""Addresses of a user's hosts on one machine: abstract sockets, named so that only their own ranks dial them.
 
-A name begins with the user and a tag of the cookie. Who has another cookie could not link up, and would only
-fill the host's log by trying.
+A name begins with the user id and a tag of the cookie: a process with another cookie could not link up
+anyway, and would only fill the host's log by trying.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _REST: Final = "[0-9a-f]{16}(?:-[0-9a-f]+-[0-9a-f]+-[0-9a-f]+)?"
 
 
 def host_address(cookie: bytes, job: int, *more: str) -> str:
-    """The address of a job's host. more: three hexadecimal words, if a machine may have several of a job."""
+    """Return the address of a job's host. more: three hexadecimal words, if one machine has several."""
     return "-".join((_prefix(cookie), f"{job:016x}", *more))
 
 
 def find_hosts(cookie: bytes) -> list[str]:
-    """The addresses of this user's hosts that have this cookie, at most `HOSTS_MAX`, from /proc/net/unix."""
+    """List the addresses of this user's hosts with this cookie, at most `HOSTS_MAX`, from /proc/net/unix."""
     wanted = re.compile(f" @({re.escape(_prefix(cookie))}-{_REST})$")
     lines = Path("/proc/net/unix").read_text().splitlines()
     return sorted({match[1] for line in lines if (match := wanted.search(line))})[:HOSTS_MAX]

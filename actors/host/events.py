@@ -1,4 +1,4 @@
-"""What a host tells whoever runs it: events, the ranks as they are now, and the result."""
+"""What a host reports to its owner: events, the current processes of its ranks, and the result."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.view import Outcome, RankState, View
-
-EXIT_FAILED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +47,7 @@ class RankDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewChanged:
-    """A view is entered: all its members are linked. One that a further end overtook is never entered."""
+    """A view was entered: all its members are linked. A view that a death overtakes is never entered."""
 
     view: View
     at_ns: int
@@ -57,7 +55,7 @@ class ViewChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank gave to `Worker.report`: plain data, as MessagePack carries it."""
+    """Data that a rank passed to `Worker.report`: plain data, as MessagePack carries it."""
 
     rank: int
     incarnation: int
@@ -70,7 +68,7 @@ Observer = Callable[[HostEvent], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """One rank's current process; pid 0 while there is none."""
+    """A rank's current process; pid 0 while there is none."""
 
     rank: int
     incarnation: int

@@ -1,4 +1,4 @@
-"""The host's links: it listens, its ranks and the status tool dial, and one actor answers them."""
+"""A host's links: it listens, its ranks and the status tool dial, and one actor answers them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Final, Protocol
 
 import structlog
 
-from zbmd.actors.cluster.route_table import WayFinder, WaysActor
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
-from zbmd.actors.host.contracts import (
+from zbmd.actors.rank.host_contracts import (
     HOST_ACTOR,
     MEMBER_ACTOR,
     NODE_NAME,
@@ -30,8 +29,9 @@ from zbmd.actors.host.contracts import (
     StatusRequest,
 )
 from zbmd.actors.routing.contracts import ROUTES_ACTOR
+from zbmd.actors.routing.route_actor import RoutesActor, RouteTable
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import RANKS_MAX, child_id, rank_of
+from zbmd.actors.view import RANKS_MAX, rank_name, rank_of
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.clock.hlc import HybridClock
@@ -50,17 +50,17 @@ ACTORS_ASK_S = 0.25
 
 
 def host_identity(job: int) -> Identity:
-    """What the host says of itself at hello."""
+    """Return the host's identity for the handshake."""
     return Identity(
         name=NODE_NAME, pid=os.getpid(), uid=os.getuid(), incarnation=1, job=job, contracts=fingerprints()
     )
 
 
-class HostDesk(Protocol):
-    """What the host does with what its ranks say. Called on the loop; must not block."""
+class HostHandler(Protocol):
+    """Handles messages of the ranks. Called on the loop; must not block."""
 
     def is_current(self, rank: int, incarnation: int) -> bool:
-        """Whether this incarnation of the rank is one that lives."""
+        """Whether this incarnation of the rank is alive."""
         ...
 
     def joined(self, message: Join) -> None:
@@ -72,63 +72,63 @@ class HostDesk(Protocol):
         ...
 
     def link_lost(self, message: LinkLost) -> None:
-        """A rank has lost its link to a member on another host."""
+        """A rank lost its link to a member on another host."""
         ...
 
     def reported(self, message: Report) -> None:
-        """A rank reports."""
+        """A rank sent a report."""
         ...
 
     def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
-        """The native watcher saw the end of a rank's process."""
+        """The native watcher saw a rank's process end."""
         ...
 
     async def status(self) -> NodeStatus:
-        """How the host stands."""
+        """Return the host's status."""
         ...
 
 
 class HostActor(Actor):
-    """`node/host`: hands everything on to the desk.
+    """`node/host`: passes every message on to the handler.
 
-    Its life is no stream of a log: it decides nothing and holds the desk, which no log could give back. What
-    comes is recorded by the links, what follows by the machines that decide (membership, supervision).
+    It is not captured: it decides nothing, and holds the handler, which no log could restore. Its messages
+    are recorded by the links, and their consequences by the machines (membership, supervision).
     """
 
     captured = False
 
-    def __init__(self, desk: HostDesk) -> None:
-        self._desk = desk
+    def __init__(self, handler: HostHandler) -> None:
+        self._handler = handler
 
     @on(Join)
     async def join(self, message: Join) -> None:
         """A rank is up."""
-        self._desk.joined(message)
+        self._handler.joined(message)
 
     @on(Linked)
     async def linked(self, message: Linked) -> None:
-        """A rank is linked up."""
-        self._desk.linked(message)
+        """A rank is linked."""
+        self._handler.linked(message)
 
     @on(LinkLost)
     async def link_lost(self, message: LinkLost) -> None:
-        """A rank has lost a link."""
-        self._desk.link_lost(message)
+        """A rank lost a link."""
+        self._handler.link_lost(message)
 
     @on(Report)
     async def report(self, message: Report) -> None:
         """Telemetry."""
-        self._desk.reported(message)
+        self._handler.reported(message)
 
     @on(ReportsAsk)
     async def reports(self, message: ReportsAsk) -> ReportsTaken:
-        """Whether reports have come: those before this question have."""
+        """Confirm that all earlier reports have arrived."""
         return ReportsTaken()
 
     @on(StatusRequest)
     async def status(self, message: StatusRequest) -> NodeStatus:
-        """For `zbmd-node status`."""
-        return await self._desk.status()
+        """Return the status for `zbmd-node status`."""
+        return await self._handler.status()
 
 
 class HostLinks:
@@ -142,10 +142,10 @@ class HostLinks:
         clock: HybridClock,
         deadlines: Deadlines,
         recorder: Recorder,
-        desk: HostDesk,
-        finder: WayFinder | None = None,
+        handler: HostHandler,
+        finder: RouteTable | None = None,
     ) -> None:
-        self._desk = desk
+        self._handler = handler
         self._finder = finder
         self._recorder = recorder
         self._loop = asyncio.get_running_loop()
@@ -172,16 +172,16 @@ class HostLinks:
         )
 
     async def open(self) -> None:
-        """Start to listen."""
-        await self.system.spawn(HostActor, self._desk, name=HOST_ACTOR)
+        """Start listening."""
+        await self.system.spawn(HostActor, self._handler, name=HOST_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
         if self._finder is not None:
-            await self.system.spawn(WaysActor, self._finder, name=ROUTES_ACTOR)
+            await self.system.spawn(RoutesActor, self._finder, name=ROUTES_ACTOR)
         self._sender = self._loop.create_task(self._send(), name="host outbox")
         self._listener = listen(self._address, self._on_link, self._endpoint)
 
     async def close(self) -> None:
-        """Close every link, thread and socket; nothing is heard after it."""
+        """Close every link, thread and socket."""
         if self._listener is not None:
             self._listener.close()
             await self._listener.wait_closed()
@@ -194,13 +194,13 @@ class HostLinks:
         self._segment.close()
 
     def send(self, ranks: Iterable[int], message: Contract) -> None:
-        """Tell each rank, in the order of calls; what a rank that is gone would have got is dropped."""
+        """Send to each rank, in order; messages to a rank that is gone are dropped."""
         for rank in ranks:
             self._outbox.put_nowait((rank, message))
 
     async def actors(self, rank: int) -> tuple[str, ...] | None:
-        """The names of a rank's actors; None if it does not say within `ACTORS_ASK_S`."""
-        ref = self.system.ref(f"{child_id(rank)}/{MEMBER_ACTOR}")
+        """Return the names of a rank's actors; None if it does not answer within `ACTORS_ASK_S`."""
+        ref = self.system.ref(f"{rank_name(rank)}/{MEMBER_ACTOR}")
         try:
             reply = await ref.ask(ActorsRequest(), reply=ActorsReply, timeout=ACTORS_ASK_S)
         except ZbmdError:
@@ -211,24 +211,27 @@ class HostLinks:
         while True:
             rank, message = await self._outbox.get()
             try:
-                await self.system.ref(f"{child_id(rank)}/{MEMBER_ACTOR}").tell(message)
+                await self.system.ref(f"{rank_name(rank)}/{MEMBER_ACTOR}").tell(message)
             except ZbmdError as error:
-                # It died meanwhile: its replacement gets the next view.
+                # It died meanwhile; its replacement gets the next view.
                 log.debug(
-                    "not delivered", to=child_id(rank), message=type(message).__name__, reason=str(error)
+                    "message not delivered",
+                    to=rank_name(rank),
+                    message=type(message).__name__,
+                    reason=str(error),
                 )
 
     def _on_link(self, link: Link) -> None:
         name, incarnation = link.peer.name, link.peer.incarnation
         rank = rank_of(name)
         if rank is not None:
-            if not self._desk.is_current(rank, incarnation) or link.peer_segment is None:
-                log.warning("link of a stranger closed", name=name, incarnation=incarnation)
+            if not self._handler.is_current(rank, incarnation) or link.peer_segment is None:
+                log.warning("closed the link of an unknown process", name=name, incarnation=incarnation)
                 link.close()
                 return
             self._watch.unwatch(rank)
         elif link.peer.job != 0:
-            log.warning("link of a stranger closed", name=name, job=link.peer.job)
+            log.warning("closed the link of an unknown process", name=name, job=link.peer.job)
             link.close()
             return
         try:
@@ -241,6 +244,6 @@ class HostLinks:
 
             def noticed(slot: int, notice: DeathNotice) -> None:
                 self._recorder.death(name, incarnation, clean=notice.clean, reason="its life thread ended")
-                self._desk.noticed(slot, incarnation, notice)
+                self._handler.noticed(slot, incarnation, notice)
 
             self._watch.watch(link.peer_segment, noticed)

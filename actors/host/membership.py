@@ -1,12 +1,11 @@
 """The membership machine of one host (sans-I/O): which ranks run, and who is in which view.
 
-The kernel proves every death on one host, so no quorum is asked. Restarts are the supervision machine's
-decisions (one_for_one over the ranks); this machine adds epochs: a view is installed only when every rank
-has either joined or is gone for good, so deaths that come together cost one view. Epochs strictly grow.
+The kernel proves every death on one host, so no quorum is needed. Restarts are decisions of the supervision
+machine (one_for_one over the ranks); this machine adds epochs: a view is installed only when every rank has
+either joined or is gone for good, so that deaths that come together cost one view. Epochs strictly grow.
 
-A link between two ranks that live can break where it is a TCP connection. A rank that lost one waits for a
-view. If none has come once there was time for any death to be proven, another view of the same members is
-installed, in which they link up anew.
+A TCP link between two live ranks can break. A rank that lost one waits for a view. If no death has
+explained the loss in time, another view of the same members is installed, in which they link again.
 """
 
 from __future__ import annotations
@@ -16,13 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, assert_never
 
-from zbmd.actors.supervision import events as supervision
-from zbmd.actors.supervision.events import ChildPolicy, Restart, Strategy
-from zbmd.actors.supervision.machine import SupervisionMachine
-from zbmd.actors.view import (
-    EPOCH_MAX,
-    RANKS_MAX,
-    USAGE_EXIT_CODE,
+from zbmd.actors.host.membership_events import (
     Action,
     AnnounceDown,
     EnterView,
@@ -37,23 +30,30 @@ from zbmd.actors.view import (
     Linked,
     LinkLost,
     LossProven,
-    Member,
-    OnLoss,
-    Outcome,
     Phase,
-    RankState,
     RunEnded,
-    SetTimer,
     StartRequested,
     StopRequested,
     Terminate,
-    TimerFired,
+)
+from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.supervision import events as supervision
+from zbmd.actors.supervision.events import ChildPolicy, Restart, Strategy
+from zbmd.actors.supervision.machine import SupervisionMachine
+from zbmd.actors.view import (
+    EPOCH_MAX,
+    RANKS_MAX,
+    Member,
+    OnLoss,
+    Outcome,
+    RankState,
     View,
-    child_id,
+    rank_name,
 )
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 STORY_EVENTS_MAX: Final = 16
 _DEADLINES: Final = derive()
@@ -93,7 +93,7 @@ class MembershipMachine:
         if not 1 <= world_size <= RANKS_MAX:
             raise LocalProtocolError(f"{world_size} ranks: one host takes 1 to {RANKS_MAX}")
         restart = Restart.TEMPORARY if on_loss is OnLoss.SHRINK else Restart.TRANSIENT
-        policies = [ChildPolicy(child=child_id(r), restart=restart) for r in range(world_size)]
+        policies = [ChildPolicy(child=rank_name(r), restart=restart) for r in range(world_size)]
         intensity = 0 if on_loss is OnLoss.STOP else restarts_max
         self._supervision = SupervisionMachine(
             policies, strategy=Strategy.ONE_FOR_ONE, intensity=intensity, period_ns=period_ns
@@ -104,7 +104,7 @@ class MembershipMachine:
         self.kill_ns = kill_ns
         self.relink_ns = relink_ns
         self._relink_at_ns: int | None = None
-        """When another view is due: a member has lost a link in the one that was entered."""
+        """When another view is due, since a member lost a link in the entered one."""
         self._phase = Phase.NEW
         self._outcome = Outcome.SUCCEEDED
         self._end_reason = ""
@@ -116,7 +116,7 @@ class MembershipMachine:
 
     @property
     def phase(self) -> Phase:
-        """Where the run stands."""
+        """The phase of the run."""
         return self._phase
 
     @property
@@ -126,21 +126,21 @@ class MembershipMachine:
 
     @property
     def ranks(self) -> range:
-        """All ranks, whatever their state."""
+        """All ranks, in any state."""
         return range(len(self._ranks))
 
     @property
     def unlinked(self) -> frozenset[int]:
-        """The members of the view that have yet to link up."""
+        """The members of the view that are not linked yet."""
         return frozenset(self._unlinked)
 
     @property
     def restarts_total(self) -> int:
-        """How many replacements were started."""
+        """The number of replacements started."""
         return self._restarts_total
 
     def state(self, rank: int) -> tuple[RankState, int]:
-        """A rank's state and current incarnation."""
+        """Return a rank's state and current incarnation."""
         found = self._ranks[rank]
         return found.state, found.incarnation
 
@@ -212,7 +212,7 @@ class MembershipMachine:
 
     def _on_joined(self, event: Joined, now_ns: int, actions: list[Action]) -> None:
         rank = self._current(event.rank, event.incarnation)
-        # A join may come after its own death, or twice: it is another process that says so.
+        # A join may arrive after the death, or twice: it comes from another process.
         if rank is None or rank.state is not RankState.STARTING:
             return
         self._mark_forked(rank, now_ns, actions)
@@ -228,7 +228,7 @@ class MembershipMachine:
 
     def _on_linked(self, event: Linked, actions: list[Action]) -> None:
         rank = self._current(event.rank, event.incarnation)
-        # It may cross the next view, or the death of the one that sent it.
+        # The message may cross the next view, or the death of its sender.
         if rank is None or rank.state is not RankState.JOINED or event.epoch != self._view.epoch:
             return
         if rank.rank in self._unlinked:
@@ -240,7 +240,7 @@ class MembershipMachine:
         rank = self._current(event.rank, event.incarnation)
         entered = event.epoch == self._view.epoch and not self._unlinked and not self._view_wanted
         if rank is None or rank.state is not RankState.JOINED or not entered:
-            return  # it crossed a view, which gives new links, or the death of the one that sent it
+            return  # it crossed a view, which makes new links, or the death of its sender
         if self._phase is Phase.RUNNING and self._relink_at_ns is None:
             self._relink_at_ns = now_ns + self.relink_ns
             actions.append(SetTimer(at_ns=self._relink_at_ns))
@@ -260,9 +260,9 @@ class MembershipMachine:
         self._on_end(event, event.reason, now_ns, actions, normal=event.code == 0, hopeless=hopeless)
 
     def _hopeless(self, rank: _Rank, code: int) -> str:
-        """Why another start would fail in the same way; empty if it may not."""
+        """Return why a restart would fail in the same way; empty if it may succeed."""
         if code == USAGE_EXIT_CODE:
-            return "for a reason that only its user can mend"
+            return "with a usage error"
         if code > 0 and rank.incarnation == 1 and rank.state is RankState.STARTING:
             return "before it joined"  # as in OTP: what cannot start the first time is not retried
         return ""
@@ -280,16 +280,16 @@ class MembershipMachine:
     ) -> None:
         rank = self._current(event.rank, event.incarnation)
         if rank is None or not self._alive(rank):
-            raise self._misuse(event, "that incarnation does not run")
+            raise self._misuse(event, "that incarnation is not running")
         if not fork_failed:
             self._mark_forked(rank, now_ns, actions)
         rank.state = RankState.FINISHED if normal else RankState.LOST
         rank.reason = reason
-        child = child_id(rank.rank)
+        child = rank_name(rank.rank)
         to = tuple(r.rank for r in self._ranks if r.state is RankState.JOINED)
         if not fork_failed:
             actions.append(AnnounceDown(rank=rank.rank, incarnation=rank.incarnation, reason=reason, to=to))
-        # Also for who leaves in good order: it may have asked for the view that it was then entered into,
+        # Also after an orderly leave: the rank may have been entered into the view that it had asked for,
         # and the others wait for it there.
         self._view_wanted = True
         if hopeless:
@@ -318,14 +318,14 @@ class MembershipMachine:
         elif self._phase is Phase.STOPPING:
             self._kill_all(now_ns, actions)
         elif self._phase is Phase.KILLING:
-            left = [child_id(r.rank) for r in self._ranks if self._alive(r) or r.unreaped]
-            self._end_reason += f"; still there after SIGKILL: {', '.join(left)}"
+            left = [rank_name(r.rank) for r in self._ranks if self._alive(r) or r.unreaped]
+            self._end_reason += f"; still running after SIGKILL: {', '.join(left)}"
             self._finish(actions)
 
     # Decisions.
 
     def _supervise(self, event: supervision.Event, now_ns: int, actions: list[Action]) -> None:
-        """Put the event to the supervision machine and take its decisions for our own."""
+        """Put the event to the supervision machine and carry out its decisions."""
         for decision in self._supervision.handle(event, now_ns=now_ns):
             match decision:
                 case supervision.StartChild(child=child, incarnation=incarnation, reason=reason):
@@ -333,12 +333,12 @@ class MembershipMachine:
                 case supervision.Escalate(reason=reason):
                     self._end(Outcome.FAILED, reason, now_ns, actions)
                 case supervision.StopChild(reason=reason) | supervision.KillChild(reason=reason):
-                    # It stops its children one after the other; ranks wait for each other: all at once.
+                    # Supervision stops children one by one, but ranks wait for each other: stop all at once.
                     self._end(Outcome.FAILED, reason, now_ns, actions)
                 case supervision.LeaveDown() | supervision.Stopped():
                     pass
                 case supervision.SetTimer() | supervision.CancelTimer() | supervision.Refuse():
-                    pass  # belong to the stop that we do ourselves, or to requests, which nobody makes here
+                    pass  # part of its own stop, or of requests, which are not used here
                 case _:
                     assert_never(decision)
 
@@ -351,7 +351,7 @@ class MembershipMachine:
         actions.append(Fork(rank=rank.rank, incarnation=incarnation, reason=reason))
 
     def _end(self, outcome: Outcome, reason: str, now_ns: int, actions: list[Action]) -> None:
-        """Begin the end of the run: the first reason counts."""
+        """Begin to end the run; the first reason is kept."""
         if self._phase not in (Phase.NEW, Phase.RUNNING):
             return
         self._phase = Phase.STOPPING
@@ -372,7 +372,7 @@ class MembershipMachine:
         actions.append(SetTimer(at_ns=now_ns + self.kill_ns))
 
     def _settle(self, actions: list[Action]) -> None:
-        """Install a view if one is due, or end the run if nobody is left."""
+        """Install a view if one is due, or end the run if no rank is left."""
         if self._phase is Phase.NEW:
             return
         ended = {RankState.FINISHED, RankState.LOST}
@@ -390,9 +390,9 @@ class MembershipMachine:
         if len(lost) == len(self._ranks):
             self._outcome = Outcome.FAILED
             last = lost[-1]
-            self._end_reason = f"every rank was lost; {child_id(last.rank)}: {last.reason}"
+            self._end_reason = f"every rank was lost; {rank_name(last.rank)}: {last.reason}"
         elif lost:
-            self._end_reason = f"finished without {', '.join(child_id(r.rank) for r in lost)}"
+            self._end_reason = f"finished without {', '.join(rank_name(r.rank) for r in lost)}"
         else:
             self._end_reason = "every rank finished"
 
@@ -418,11 +418,11 @@ class MembershipMachine:
         actions.append(RunEnded(outcome=self._outcome, reason=self._end_reason))
 
     def _mark_forked(self, rank: _Rank, now_ns: int, actions: list[Action]) -> bool:
-        """Note that the process exists, by whatever event says so first; False if it was known."""
+        """Note that the process exists, on the first event that shows it; return False if it was known."""
         if rank.forked:
             return False
         rank.forked = True
-        self._supervise(supervision.ChildStarted(child=child_id(rank.rank)), now_ns, actions)
+        self._supervise(supervision.ChildStarted(child=rank_name(rank.rank)), now_ns, actions)
         return True
 
     def _alive(self, rank: _Rank) -> bool:

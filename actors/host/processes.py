@@ -1,25 +1,142 @@
-"""The rank processes of a host: forked from its template, signalled, their output drained, their ends told.
+"""The rank processes of a host: fork, signal, drain output, report ends.
 
-Decides nothing: a desk (`ProcessDesk`) says what to fork and hears what came of it.
+Decides nothing: a handler (`ProcessHandler`) decides what to fork and receives the results.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, assert_never
 
 import structlog
 
-from zbmd.actors.host.early_template import EarlyTemplate
-from zbmd.actors.host.output import OutputSink
-from zbmd.actors.host.process import RankProcess
-from zbmd.actors.host.template import Exited, Forked, ForkFailed, ForkRequest
-from zbmd.actors.host.template_client import TemplateClient, TemplateLost
+from zbmd.actors.host.events import RankDown
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.process.exit import describe_exit
+from zbmd.actors.process.output import OutputPump, OutputSink
+from zbmd.actors.process.template import Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
 from zbmd.transport.shm.death_notice import DeathNotice
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 once it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class RankProcess:
+    """One incarnation of one rank, from the decision to fork it until its last line is delivered."""
+
+    def __init__(self, rank: int, incarnation: int, sink: OutputSink, *, job: int = 0) -> None:
+        self.job = job
+        self.rank = rank
+        self.incarnation = incarnation
+        self.pid = 0
+        self.asked_ns = time.monotonic_ns()
+        self.notice: DeathNotice | None = None
+        self.confirmed_ns = 0
+        self.asked_to_end = False
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = -1
+        out_read, self.stdout_fd = os.pipe2(os.O_CLOEXEC)
+        err_read, self.stderr_fd = os.pipe2(os.O_CLOEXEC)
+        self._pumps = [
+            OutputPump(out_read, rank=rank, incarnation=incarnation, stream="stdout", sink=sink, job=job),
+            OutputPump(err_read, rank=rank, incarnation=incarnation, stream="stderr", sink=sink, job=job),
+        ]
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Job, rank and incarnation."""
+        return self.job, self.rank, self.incarnation
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines of its standard error."""
+        return tuple(self._pumps[1].tail)
+
+    def down(self, code: int, *, expected: bool, next_step: str) -> RankDown:
+        """Return the event of its end, once its last lines are known."""
+        return RankDown(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            pid=self.pid,
+            code=code,
+            reason=describe_exit(code),
+            normal=code == 0,
+            expected=expected,
+            noticed_ns=self.notice.at_ns if self.notice is not None else None,
+            confirmed_ns=self.confirmed_ns,
+            tail=self.tail,
+            next_step=next_step,
+        )
+
+    def release_child_ends(self) -> None:
+        """Close our copies of the child's pipe ends."""
+        for fd in (self.stdout_fd, self.stderr_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.stdout_fd = self.stderr_fd = -1
+
+    def forked(self, pid: int, pidfd: int, on_end: Callable[[RankProcess], None]) -> None:
+        """The process exists; `on_end` is called once the kernel reports its end."""
+        self.pid = pid
+        self._pidfd = pidfd
+
+        def gone() -> None:
+            self._confirm()
+            on_end(self)
+
+        self._loop.add_reader(pidfd, gone)
+
+    def send_signal(self, number: signal.Signals) -> bool:
+        """Send a signal to this process, never to a later one with its pid; return False if it is gone."""
+        if self._pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def exited(self) -> None:
+        """The process is reaped; no more signals can be sent."""
+        self._confirm()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    async def drained(self) -> None:
+        """Wait until everything it wrote is delivered."""
+        self.release_child_ends()
+        await asyncio.gather(*(pump.finish() for pump in self._pumps))
+
+    async def abandon(self) -> None:
+        """Release everything, delivered or not."""
+        self.exited()
+        self.release_child_ends()
+        for pump in self._pumps:
+            await pump.cancel()
+
+    def _confirm(self) -> None:
+        if self.confirmed_ns == 0:
+            self.confirmed_ns = time.monotonic_ns()
+            self.ended.set()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
 
@@ -29,31 +146,33 @@ ProcessKey: TypeAlias = tuple[int, int, int]
 """Job, rank and incarnation."""
 
 
-class ProcessDesk(Protocol):
-    """What is done with what the processes do. Called on the loop; must not block."""
+class ProcessHandler(Protocol):
+    """Handles what processes do. Called on the loop; must not block."""
 
     def forked(self, process: RankProcess) -> None:
         """The process exists."""
         ...
 
     def fork_failed(self, process: RankProcess, reason: str) -> None:
-        """There is no such process."""
+        """The process could not be forked."""
         ...
 
     def exited(self, process: RankProcess, code: int) -> Callable[[], None]:
-        """The process is gone and reaped. Returns what is to be called once its last line is delivered."""
+        """The process is reaped. Returns a function to call once its last line is delivered."""
         ...
 
     def template_lost(self, error: TemplateLost) -> None:
-        """The template is gone, and every process goes with it: the ends of all of them follow."""
+        """The template is gone, and every process with it; their ends are reported next."""
         ...
 
 
 class RankProcesses:
     """All rank processes of one template. output: takes their lines; early: see `TemplateClient`."""
 
-    def __init__(self, desk: ProcessDesk, output: OutputSink, *, early: EarlyTemplate | None = None) -> None:
-        self._desk = desk
+    def __init__(
+        self, handler: ProcessHandler, output: OutputSink, *, early: EarlyTemplate | None = None
+    ) -> None:
+        self._handler = handler
         self._output = output
         self._live: dict[ProcessKey, RankProcess] = {}
         self._draining: dict[ProcessKey, RankProcess] = {}
@@ -79,7 +198,7 @@ class RankProcesses:
         return self._live.get(key)
 
     def fork(self, request: ForkRequest) -> None:
-        """Make a process; answered by the desk's `forked` or `fork_failed`. Raises `UserError`."""
+        """Make a process; answered by the handler's `forked` or `fork_failed`. Raises `UserError`."""
         process = RankProcess(request.rank, request.incarnation, self._output, job=request.job)
         self._live[process.key] = process
         self._empty.clear()
@@ -99,7 +218,7 @@ class RankProcesses:
         return process is not None and process.send_signal(number)
 
     def noticed(self, key: ProcessKey, notice: DeathNotice) -> bool:
-        """The native watcher saw the end of a process; whether it was not known to be gone."""
+        """The native watcher saw a process end. Returns whether that is news."""
         process = self._live.get(key) or self._draining.get(key)
         if process is None or notice.clean:
             return False
@@ -107,16 +226,16 @@ class RankProcesses:
         return key in self._live
 
     async def empty(self) -> None:
-        """Wait until there is no process."""
+        """Wait until no process is left."""
         await self._empty.wait()
 
     async def settle(self) -> None:
-        """Wait until every line of those who are gone is delivered."""
+        """Wait until every line of ended processes is delivered."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Kill what is left, wait for it, and let go of everything."""
+        """Kill remaining processes, wait for them, and release everything."""
         left = list(self._live.values())
         for process in left:
             process.send_signal(signal.SIGKILL)
@@ -136,7 +255,7 @@ class RankProcesses:
             case Forked():
                 assert pidfd is not None
                 process.forked(reply.pid, pidfd, self._on_gone)
-                self._desk.forked(process)
+                self._handler.forked(process)
             case ForkFailed():
                 self._fork_failed(process, reply.reason)
             case Exited():
@@ -145,9 +264,9 @@ class RankProcesses:
                 assert_never(reply)
 
     def _on_template_lost(self, error: TemplateLost) -> None:
-        """Every rank dies with the template; nobody is left to tell their exit codes."""
+        """Every rank died with the template, which would have reported their exit codes."""
         self._template_lost = True
-        self._desk.template_lost(error)
+        self._handler.template_lost(error)
         for process in list(self._live.values()):
             if process.pid == 0:
                 self._fork_failed(process, str(error))
@@ -155,7 +274,7 @@ class RankProcesses:
                 self._on_gone(process)
 
     def _on_gone(self, process: RankProcess) -> None:
-        """The kernel says so; the exit code comes from the template, unless that is gone too."""
+        """The kernel reported the end; the exit code comes from the template, unless that is gone too."""
         if self._template_lost and process.key in self._live:
             self._on_exited(process, -signal.SIGKILL)
 
@@ -163,7 +282,7 @@ class RankProcesses:
         self._draining[process.key] = process
         self._forget(process)
         process.exited()
-        self._task(self._drain(process, self._desk.exited(process, code)))
+        self._task(self._drain(process, self._handler.exited(process, code)))
 
     async def _drain(self, process: RankProcess, done: Callable[[], None]) -> None:
         await process.drained()
@@ -175,7 +294,7 @@ class RankProcesses:
             return
         self._forget(process)
         self._task(process.drained())
-        self._desk.fork_failed(process, reason)
+        self._handler.fork_failed(process, reason)
 
     def _forget(self, process: RankProcess) -> None:
         del self._live[process.key]

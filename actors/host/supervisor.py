@@ -1,6 +1,7 @@
-"""The host supervisor: one job on one machine, its ranks forked from a template and replaced when lost.
+"""The host supervisor: runs one job on one machine, its ranks forked from a template and replaced when lost.
 
-Every decision is the membership machine's (`view.py`); this driver forks, signals, reads pipes and tells.
+The membership machine (`membership`) makes every decision; this driver forks, signals, reads pipes and
+sends.
 """
 
 from __future__ import annotations
@@ -17,26 +18,12 @@ from typing import Any, Final, assert_never
 
 import structlog
 
-from zbmd.actors import view as membership
 from zbmd.actors.hangs.collector import HangCollector
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import HangNotice, OnHang
+from zbmd.actors.host import membership_events as membership
 from zbmd.actors.host.address import host_address
-from zbmd.actors.host.contracts import (
-    EnterView,
-    Join,
-    Linked,
-    LinkLost,
-    MemberDown,
-    NodeStatus,
-    RankStatus,
-    Report,
-    ViewInstalled,
-    read_report,
-)
-from zbmd.actors.host.early_template import EarlyTemplate
 from zbmd.actors.host.events import (
-    EXIT_FAILED,
     HostEvent,
     Observer,
     RankDown,
@@ -48,14 +35,28 @@ from zbmd.actors.host.events import (
 )
 from zbmd.actors.host.links import HostLinks, host_identity
 from zbmd.actors.host.membership import MEMBERSHIP, MembershipMachine
-from zbmd.actors.host.output import LineWriter, OutputSink
-from zbmd.actors.host.process import RankProcess, describe_exit, resident_bytes
-from zbmd.actors.host.processes import RankProcesses
-from zbmd.actors.host.template import ForkRequest
-from zbmd.actors.host.template_client import TemplateLost
-from zbmd.actors.rank_env import ARENA_BYTES_DEFAULT, RankEnvironment
+from zbmd.actors.host.membership_events import Phase
+from zbmd.actors.host.processes import RankProcess, RankProcesses, resident_bytes
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.process.exit import EXIT_FAILED, USAGE_EXIT_CODE, describe_exit
+from zbmd.actors.process.output import LineWriter, OutputSink
+from zbmd.actors.process.template import ForkRequest
+from zbmd.actors.process.template_client import TemplateLost
+from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, RankEnvironment
+from zbmd.actors.rank.host_contracts import (
+    EnterView,
+    Join,
+    Linked,
+    LinkLost,
+    MemberDown,
+    NodeStatus,
+    RankStatus,
+    Report,
+    ViewInstalled,
+    read_report,
+)
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
-from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome, Phase, RankState
+from zbmd.actors.view import OnLoss, Outcome, RankState, View
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, derive
@@ -64,12 +65,13 @@ from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.host import process_limits as descriptors
 from zbmd.transport.identity import Identity
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.shm.death_notice import DeathNotice
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
 
 PRELOAD = ("asyncio", "uvloop", "numpy", "msgspec", "structlog", "zbmd", "zbmd.actors.rank.member")
-EVENTS_WAITING_MAX = 8192  # for the observer; past it reports are dropped, and counted
+EVENTS_WAITING_MAX = 8192  # for the observer; beyond it reports are dropped and counted
 DRAIN_S_MAX = 1.0
 
 
@@ -103,7 +105,7 @@ class Host:
 
     output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
     that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same; template: one
-    that was forked for this job (`zbmd.actors.host.early_template`), which the host then owns.
+    that was forked for this job (`zbmd.actors.process.early_template`), which the host then owns.
     """
 
     def __init__(
@@ -155,12 +157,12 @@ class Host:
         return infos
 
     @property
-    def view(self) -> membership.View:
+    def view(self) -> View:
         """The view installed last; epoch 0 before the first."""
         return self._machine.view
 
     def send_signal(self, rank: int, number: signal.Signals) -> bool:
-        """Send a signal to the rank's current process; False if there is none."""
+        """Send a signal to the rank's current process; return False if there is none."""
         return self._signal(rank, self._machine.state(rank)[1], number)
 
     def stop(self, reason: str, *, kill: bool = False) -> None:
@@ -203,7 +205,7 @@ class Host:
                 clock=clock,
                 deadlines=self._deadlines,
                 recorder=recorder,
-                desk=self,
+                handler=self,
             )
             await self._links.open()
             self._hangs = HangCollector(
@@ -218,7 +220,7 @@ class Host:
             await self._processes.start(modules=self.config.preload, environment=os.environ)
             self._put(membership.StartRequested())
             end = await self._done
-            with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
+            with contextlib.suppress(TimeoutError):  # do not wait for a stalled terminal
                 await asyncio.wait_for(self._settle(), DRAIN_S_MAX)
         finally:
             await self._close()
@@ -231,14 +233,14 @@ class Host:
     # What the driver hears.
 
     def is_current(self, rank: int, incarnation: int) -> bool:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         if not 0 <= rank < self.config.world_size:
             return False
         state, current = self._machine.state(rank)
         return incarnation == current and state in (RankState.STARTING, RankState.JOINED)
 
     def joined(self, message: Join) -> None:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         self._put(
             membership.Joined(
                 rank=message.rank,
@@ -250,17 +252,17 @@ class Host:
         )
 
     def linked(self, message: Linked) -> None:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         self._put(membership.Linked(rank=message.rank, incarnation=message.incarnation, epoch=message.epoch))
 
     def link_lost(self, message: LinkLost) -> None:
-        """See `HostDesk`."""
-        log.warning("a link between ranks of this host has ended", rank=message.rank, peer=message.peer)
+        """See `HostHandler`."""
+        log.warning("a link between ranks of this host ended", rank=message.rank, peer=message.peer)
         lost = membership.LinkLost(rank=message.rank, incarnation=message.incarnation, epoch=message.epoch)
         self._put(lost)
 
     def reported(self, message: Report) -> None:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         if self._observer is None:
             return
         try:
@@ -276,7 +278,7 @@ class Host:
         )
 
     def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         if self._processes is not None and self._processes.noticed((self.job, rank, incarnation), notice):
             self._put(membership.LossProven(rank=rank, incarnation=incarnation))
 
@@ -295,7 +297,7 @@ class Host:
         self._put(membership.StopRequested(reason=reason, outcome=Outcome.FAILED))
 
     async def status(self) -> NodeStatus:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         assert self._links is not None
         infos = list(self.ranks.values())
         joined = [i.rank for i in infos if i.state is RankState.JOINED]
@@ -326,7 +328,7 @@ class Host:
         )
 
     def forked(self, process: RankProcess) -> None:
-        """See `ProcessDesk`."""
+        """See `ProcessHandler`."""
         self._tell(
             RankStarted(
                 rank=process.rank,
@@ -339,15 +341,15 @@ class Host:
         self._put(membership.Forked(rank=process.rank, incarnation=process.incarnation))
 
     def fork_failed(self, process: RankProcess, reason: str) -> None:
-        """See `ProcessDesk`."""
+        """See `ProcessHandler`."""
         self._put(membership.ForkFailed(rank=process.rank, incarnation=process.incarnation, reason=reason))
 
     def template_lost(self, error: TemplateLost) -> None:
-        """See `ProcessDesk`."""
+        """See `ProcessHandler`."""
         self._put(membership.StopRequested(reason=str(error), kill=True, outcome=Outcome.FAILED))
 
     def exited(self, process: RankProcess, code: int) -> Callable[[], None]:
-        """See `ProcessDesk`."""
+        """See `ProcessHandler`."""
         rank, incarnation, reason = process.rank, process.incarnation, describe_exit(code)
         expected = self._machine.phase in (Phase.STOPPING, Phase.KILLING)
         self._put(membership.Exited(rank=rank, incarnation=incarnation, code=code, reason=reason))
@@ -358,7 +360,7 @@ class Host:
         return lambda: self._report_down(process, code, next_step, expected=expected or code == 0)
 
     def _report_down(self, process: RankProcess, code: int, next_step: str, *, expected: bool) -> None:
-        """Tell of an end; the last lines it printed are known."""
+        """Report an end, once the last printed lines are known."""
         down = process.down(code, expected=expected, next_step=next_step)
         if not down.expected:
             self._failures.append(down)
@@ -373,12 +375,12 @@ class Host:
             return f"its replacement starts (restart {used}; {self.config.max_restarts} allowed at a time)"
         if state is RankState.LOST:
             return "the run goes on without it"
-        return "nothing follows from it"
+        return "no action needed"
 
     # What the driver does.
 
     def _put(self, event: membership.Event) -> None:
-        """Put one event to the machine and do as it says; a bug in either ends the run loudly."""
+        """Put one event to the machine and perform its actions; a bug in either ends the run."""
         try:
             actions = self._tap.handle(event, now_ns=time.monotonic_ns())
             self._tap.check_invariants()
@@ -404,7 +406,7 @@ class Host:
                 self._signal(rank, incarnation, signal.SIGTERM)
             case membership.Kill(rank=rank, incarnation=incarnation):
                 self._signal(rank, incarnation, signal.SIGKILL)
-            case membership.SetTimer(at_ns=at_ns):
+            case SetTimer(at_ns=at_ns):
                 if self._timer is not None:
                     self._timer.cancel()
                 delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
@@ -420,7 +422,7 @@ class Host:
     def _timer_fired(self, due_ns: int) -> None:
         assert self._capture is not None
         self._capture.recorder.timer("membership", due_ns, stream=self._tap.stream)
-        self._put(membership.TimerFired())
+        self._put(TimerFired())
 
     def _fork(self, rank: int, incarnation: int) -> None:
         assert self._processes is not None
@@ -477,13 +479,13 @@ class Host:
     # The end.
 
     async def _settle(self) -> None:
-        """Every line printed, every event observed."""
+        """Wait until every line is printed and every event observed."""
         if self._processes is not None:
             await self._processes.settle()
         await self._events.join()
 
     async def _close(self) -> None:
-        """Whatever happened: kill what is left, wait for it, and let go of everything."""
+        """Kill what is left, wait for it, and release everything."""
         if self._timer is not None:
             self._timer.cancel()
         if self._processes is not None:

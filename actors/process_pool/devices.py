@@ -35,7 +35,7 @@ from zbmd.transport.shm.link import ShmLink
 CHECK: Final = "device"
 """The actor of a worker that checks its device."""
 WORKER: Final = "zbmd.actors.process_pool.device_worker"
-_WORKER_IMPORTS: Final = (__name__, "zbmd.actors.rank.log", "uvloop")
+_WORKER_IMPORTS: Final = (__name__, "zbmd.actors.process.log", "uvloop")
 COOKIE_BYTES: Final = 32
 CHECK_EVERY_S: Final = 10.0
 CHECK_S: Final = 10.0

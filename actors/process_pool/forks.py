@@ -1,6 +1,6 @@
 """Processes of a supervisor that are forked from a template of their own, and so are up in milliseconds.
 
-The template is that of ranks (`zbmd.actors.host.template`): it has imported what they need and started
+The template is that of ranks (`zbmd.actors.process.template`): it has imported what they need and started
 nothing. A `Fork` is used as a process of `asyncio.subprocess`. It ends with its template, that with its
 reaper, and that with this process, however each of them ends; a template that is gone is started again when
 the next fork is wanted. Where the modules cannot be imported in one thread there are no forks.
@@ -16,8 +16,8 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.host.template import CHILDREN_MAX, Exited, Forked, ForkFailed, ForkRequest
-from zbmd.actors.host.template_client import TemplateClient, TemplateLost
+from zbmd.actors.process.template import CHILDREN_MAX, Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 FORKS_MAX: Final = CHILDREN_MAX

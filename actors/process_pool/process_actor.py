@@ -22,7 +22,7 @@ import structlog
 from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorStartFailed
-from zbmd.actors.host.process import describe_exit
+from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process_pool import placement as p
 from zbmd.actors.process_pool.forks import Fork
 from zbmd.transport.errors import ZbmdError

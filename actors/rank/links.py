@@ -1,20 +1,28 @@
-"""A rank's links to the other ranks, and knowing when a view can be entered."""
+"""A rank's links to the other ranks, and when a view can be entered."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Final
+import contextlib
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from zbmd.actors.core.scopes import MARK
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.rank.host_contracts import NODE_NAME
 from zbmd.actors.rank.tcp import MemberKey, MemberTcp, MemoryOffered
+from zbmd.actors.routing.contracts import external_address
+from zbmd.actors.routing.dialer import ExternalDialer
+from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
-from zbmd.actors.view import RANKS_MAX, Member, View, child_id, rank_of
-from zbmd.transport.clock.deadlines import format_duration
-from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
+from zbmd.actors.view import RANKS_MAX, Member, View, rank_name, rank_of
+from zbmd.transport.clock.deadlines import Deadlines, format_duration
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.host.topology.cpus import usable_cpus
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.segment import PeerMemory
@@ -22,27 +30,91 @@ from zbmd.transport.rdma.connect import RemoteLink
 from zbmd.transport.rdma.link import RdmaLink
 from zbmd.transport.rdma.transfer import TransferCounts
 from zbmd.transport.shm.connect import HALF_OPEN_MAX, Endpoint, Listener, dial, listen
+from zbmd.transport.shm.death_notice import DeathNotice
+from zbmd.transport.tcp.address import tcp_settings
 from zbmd.transport.tcp.link import TcpLink
+
+CallbackT = TypeVar("CallbackT")
+
+OnPeerLost = Callable[[int, int, DeathNotice], None]
+"""Takes the rank, the incarnation and the notice."""
+OnLinkEnded = Callable[[int, int], None]
+"""Takes the rank and the incarnation."""
+OnLeave = Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(slots=True)
+class Callbacks:
+    """The callbacks registered with a `Worker`, by method."""
+
+    peer_lost: list[OnPeerLost] = field(default_factory=list[OnPeerLost])
+    link_ended: list[OnLinkEnded] = field(default_factory=list[OnLinkEnded])
+    leaving: list[OnLeave] = field(default_factory=list[OnLeave])
+
+
+def register(callbacks: list[CallbackT], callback: CallbackT, most: int) -> Callable[[], None]:
+    """Register `callback`; return a function that undoes it. Raises `LocalProtocolError` beyond `most`."""
+    if len(callbacks) >= most:
+        raise LocalProtocolError(
+            f"at most {most} callbacks of a kind can be registered with a worker: close groups that are over"
+        )
+    callbacks.append(callback)
+
+    def undo() -> None:
+        with contextlib.suppress(ValueError):
+            callbacks.remove(callback)
+
+    return undo
+
+
+class RankRoutes:
+    """A rank's routes to processes beyond its job: nodes, ranks of other jobs, sessions.
+
+    It asks the host of its job, which knows the cluster's view.
+    """
+
+    def __init__(
+        self, system: ActorSystem, environment: RankEnvironment, cookie: bytes, deadlines: Deadlines
+    ) -> None:
+        self._dialer = ExternalDialer(
+            system.name,
+            environment.incarnation,
+            environment.job,
+            cookie,
+            tcp_settings(os.environ),
+            deadlines,
+            host=environment.host,
+        )
+        self._routes = Routes(system, RemoteLocator(system, NODE_NAME), self._dialer.dial)
+
+    def listen(self, address: str) -> None:
+        """Accept external clients on this host until the system stops. address: this rank's own."""
+        self._dialer.listen_near(external_address(address), self._routes)
+
+    def accepted(self, link: Link) -> None:
+        """Take the link of an external client."""
+        self._routes.accepted(link)
+
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
 REDIAL_PAUSE_S: Final = 0.05
-"""From a dial that failed to the next; doubled with each."""
+"""Pause after a failed dial; doubled with each."""
 DIALS_AT_ONCE: Final = 16
-"""Of a rank, the nearest lower ones first: so a view of very many does not begin at one rank's door."""
+"""Concurrent dials of a rank, to the nearest lower ranks first, so that not all dial rank 0 at once."""
 LINK_NS: Final = 10_000_000
-"""What the set-up of a link may take of a core, at both ends, beyond a view's own time."""
+"""Core time that the set-up of a link may take at both ends, in addition to a view's deadline."""
 
 OnConfirmed = Callable[[int, int], None]
-"""Takes the rank and incarnation of one that is proven gone, perhaps more than once."""
+"""Takes rank and incarnation of a member that is proven dead; may be called more than once."""
 OnLost = Callable[[int, int, bool], None]
-"""Takes the rank and incarnation of one on another host whose link has ended, and whether in good order."""
+"""Takes rank and incarnation of a member on another host whose link ended, and whether it ended cleanly."""
 OnEnded = Callable[[int, int], None]
-"""Takes the rank and incarnation of one whose link has ended, wherever it is, behind all that it brought."""
+"""Takes rank and incarnation of any member whose link ended, after all its messages."""
 
 
 class MemberLinks:
-    """One link to each other member; higher ranks dial lower ones. Links live across views."""
+    """One link to each other member; higher ranks dial lower ones. Links outlive views."""
 
     def __init__(
         self,
@@ -58,7 +130,7 @@ class MemberLinks:
         on_guest: Callable[[Link], None] | None = None,
     ) -> None:
         self.code = CodeKeeper(system, lambda name: rank_of(name) is not None, self._heard)
-        """What the members know of changes of code."""
+        """Exchanges code upgrades with the other members."""
         self._on_guest = on_guest
         self._rank = rank
         self._host = host
@@ -70,7 +142,7 @@ class MemberLinks:
         self._loop = asyncio.get_running_loop()
         self._listener: Listener | None = None
         self._links: dict[MemberKey, Link] = {}  # in use, by rank and incarnation
-        self._early: dict[int, Link] = {}  # accepted before the view that lists them; one a rank
+        self._early: dict[int, Link] = {}  # accepted before the view that lists them; one for each rank
         self._dials: dict[MemberKey, asyncio.Task[None]] = {}
         self._unconfirmed: set[MemberKey] = set()  # went from a view, not yet proven gone
         self._confirmed: dict[int, int] = {}  # by rank, the last incarnation proven gone
@@ -97,13 +169,13 @@ class MemberLinks:
         self._listener = listen(address, self._accepted, self._endpoint, half_open_max=HALF_OPEN_MAX + ranks)
 
     async def listen_tcp(self, address: str) -> str:
-        """Accept links of higher ranks on other hosts; where they can dial us. Raises as `tcp.listen`."""
+        """Accept links of higher ranks on other hosts; return the address to dial. Raises as `tcp.listen`."""
         return await self._tcp.listen(address, self._accepted_remote)
 
     def install(self, view: View) -> None:
-        """Begin to link up for `view`."""
+        """Start making the links of `view`."""
         if view.epoch <= self.view.epoch:
-            log.warning("old view ignored", epoch=view.epoch, known=self.view.epoch)
+            log.warning("ignored an old view", epoch=view.epoch, known=self.view.epoch)
             return
         now = {(m.rank, m.incarnation) for m in view.members}
         gone = {key for key in self._links if key not in now}
@@ -131,7 +203,7 @@ class MemberLinks:
     def confirmed(self, rank: int, incarnation: int) -> None:
         """The kernel of its host reported the end of this incarnation."""
         if self._tcp.give_up((rank, incarnation)):
-            return  # what it has sent may still be on its way into our memory: its stripes end first
+            return  # its data may still be on its way into our memory: its stripes end first
         self._on_confirmed(rank, incarnation)
         self._confirmed[rank] = max(incarnation, self._confirmed.get(rank, 0))
         self._unconfirmed = {(r, i) for r, i in self._unconfirmed if i > self._confirmed.get(r, 0)}
@@ -143,21 +215,21 @@ class MemberLinks:
         self._changed.set()
 
     def offered(self, rank: int, offer: MemoryOffered) -> None:
-        """A rank, proven by its link, tells where its memory is."""
-        self._tcp.offered((rank, self._system.peers.get(child_id(rank), 0)), offer)
+        """A rank, authenticated by its link, offers its memory."""
+        self._tcp.offered((rank, self._system.peers.get(rank_name(rank), 0)), offer)
 
     def reaches(self, rank: int, incarnation: int, memory: PeerMemory) -> bool:
-        """Whether the link to this incarnation stands, and it is the one that `memory` came with."""
+        """Whether the link to this incarnation is up, and is the one that `memory` came with."""
         key = (rank, incarnation)
         link = self._links.get(key)
         return link is not None and (link.peer_segment or self._tcp.memory(key)) is memory
 
     def stands(self, rank: int, incarnation: int) -> bool:
-        """Whether there is a link to this incarnation."""
+        """Whether the link to this incarnation is up."""
         return (rank, incarnation) in self._links
 
     async def ready(self, *, after: int) -> tuple[View, dict[int, PeerMemory]]:
-        """Wait until all links of a view newer than `after` stand; the view and the members' memory.
+        """Wait until all links of a view newer than `after` are up; return the view and the members' memory.
 
         Raises `DeadlineExceeded` the `view_ns` of the endpoint's deadlines after the view's installation, or
         later in a view of so many that their links take longer to make (`LINK_NS`).
@@ -173,13 +245,13 @@ class MemberLinks:
                     await self._changed.wait()
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"{child_id(self._rank)}: view {view.epoch} was not complete within "
+                    f"{rank_name(self._rank)}: view {view.epoch} was not complete within "
                     f"{format_duration(limit_ns)}: {'; '.join(self._missing())}. A process may be stopped or "
-                    "starved: look at zbmd-node status."
+                    "starved: see `zbmd-node status`."
                 ) from None
 
     async def entered(self, epoch: int) -> bool:
-        """Wait until all members are linked; False if a newer view comes first."""
+        """Wait until all members are linked; return False if a newer view comes first."""
         while True:
             self._changed.clear()
             if self._may_enter >= epoch:
@@ -189,11 +261,11 @@ class MemberLinks:
             await self._changed.wait()
 
     async def settle(self) -> None:
-        """Wait until what was put into members' memory has arrived, but not for long."""
+        """Wait, for a bounded time, until puts into members' memory have arrived."""
         await self._tcp.settle()
 
     async def close(self) -> None:
-        """Stop to listen and dial; links that are in use are the actor system's to close."""
+        """Stop listening and dialing; the actor system closes the links in use."""
         self._closing = True
         if self._listener is not None:
             self._listener.close()
@@ -209,16 +281,16 @@ class MemberLinks:
         await self._tcp.stop_listening()
 
     async def drain(self) -> None:
-        """Once all links are closed: wait until nothing is under way any more."""
+        """Wait, after all links are closed, until no transfer is in progress."""
         await self._tcp.close()
 
     @property
     def rdma_transfers(self) -> TransferCounts | None:
-        """What went over RDMA to members of other hosts, once drained; None without RDMA."""
+        """Transfers over RDMA to members on other hosts, once drained; None without RDMA."""
         return self._tcp.rdma_transfers
 
     def _memories(self) -> Iterator[tuple[int, int, PeerMemory | None]]:
-        """The members' memory, by rank and incarnation; None where it is not there yet."""
+        """Yield the members' memory, by rank and incarnation; None where it is not connected yet."""
         for rank, incarnation in self._wanted():
             link = self._links.get((rank, incarnation))
             if link is not None:
@@ -228,23 +300,23 @@ class MemberLinks:
         return ((m.rank, m.incarnation) for m in self.view.members if m.rank != self._rank)
 
     def _missing(self) -> Iterator[str]:
-        """What the view lacks. Lazily, for each change of one of many links asks whether it is nothing."""
+        """Yield what the view still lacks; lazily, since each change of a link asks whether anything does."""
         for r, i in self._wanted():
             if (r, i) not in self._links:
-                yield f"no link to {child_id(r)}#{i}"
+                yield f"no link to {rank_name(r)}#{i}"
         for r, i in self._wanted():
-            if (r, i) in self._links and not self.code.has_heard(child_id(r), i):
-                yield f"no word on changes of code from {child_id(r)}#{i}"
+            if (r, i) in self._links and not self.code.has_heard(rank_name(r), i):
+                yield f"no code upgrades received from {rank_name(r)}#{i}"
         for r, i, memory in self._memories():
             if memory is None:
-                yield f"no memory of {child_id(r)}#{i}"
+                yield f"no memory of {rank_name(r)}#{i}"
         for r, i in sorted(self._unconfirmed):
-            yield f"{child_id(r)}#{i} is not proven gone"
+            yield f"{rank_name(r)}#{i} is not proven dead"
 
     def _start_dial(self, member: Member, *, pause_s: float = 0.0) -> None:
         key = (member.rank, member.incarnation)
         self._dials[key] = self._loop.create_task(
-            self._dial(member, pause_s), name=f"dial {child_id(member.rank)}"
+            self._dial(member, pause_s), name=f"dial {rank_name(member.rank)}"
         )
 
     async def _dial(self, member: Member, pause_s: float) -> None:
@@ -259,25 +331,23 @@ class MemberLinks:
                 else:
                     link = await dial(member.address, self._endpoint)
         except PeerLost as error:
-            # If it died, its host tells why and another view will come; if not, `ready` names it in time.
-            log.info("dial failed", to=child_id(member.rank), reason=str(error))
+            # If it died, another view will come; if not, `ready` names it once the deadline passes.
+            log.info("dial failed", to=rank_name(member.rank), reason=str(error))
         except ZbmdError as error:
-            log.warning("dial failed", to=child_id(member.rank), reason=str(error))
+            log.warning("dial failed", to=rank_name(member.rank), reason=str(error))
         finally:
             del self._dials[key]
         if link is None:
             self._dial_again(key)
             return
-        if (link.peer.name, link.peer.incarnation) != (child_id(member.rank), member.incarnation):
-            log.warning("dialed another process", wanted=child_id(member.rank), found=link.peer.name)
+        if (link.peer.name, link.peer.incarnation) != (rank_name(member.rank), member.incarnation):
+            log.warning("dialed another process", wanted=rank_name(member.rank), found=link.peer.name)
             link.close()
             return
         self._take(link, member)
 
     def _dial_again(self, key: MemberKey) -> None:
-        """A member that is ours to dial could not be linked, or its link from another host ended before the
-        view is entered: a network, or a crowd at its door, may have done it. Until the view's time is up.
-        """
+        """Redial a member until the view's deadline: many simultaneous dials may have failed the last."""
         member = self.view.member(key[0])
         if member is None or member.incarnation != key[1] or member.rank > self._rank:
             return
@@ -289,17 +359,17 @@ class MemberLinks:
             self._start_dial(member, pause_s=pause_s)
 
     def _limit_ns(self) -> int:
-        """How long the links of this view may take: those of all of a host are made by its cores."""
+        """Return how long the links of this view may take; a host's cores make those of all its ranks."""
         members = self.view.members
         neighbours = sum(member.host == self._host for member in members)
         return self._endpoint.deadlines.view_ns + LINK_NS * len(members) * neighbours // self._cores
 
     def _is_remote(self, member: Member) -> bool:
-        """Hosts get their names so that processes which can share memory are on one."""
+        """Whether the member is on another host: hosts are named so that their processes can share memory."""
         return member.host != self._host
 
     def _chosen(self, link: RemoteLink, why: str) -> None:
-        """Told once for each reason: it is one of this host, or of a few others."""
+        """Log the choice of a transport once for each reason."""
         if why != self._reason:
             self._reason = why
             by = "rdma" if isinstance(link, RdmaLink) else "tcp"
@@ -315,9 +385,9 @@ class MemberLinks:
             return
         found = rank_of(link.peer.name)
         rank = RANKS_MAX if found is None else found
-        # Lower ranks are dialed by us; whatever else knocks is no member.
+        # This rank dials lower ranks itself; any other process is not a member.
         if not self._rank < rank < RANKS_MAX or link.peer.job != self._endpoint.identity.job:
-            log.warning("link of a stranger closed", name=link.peer.name)
+            log.warning("closed the link of a process that is not a member", name=link.peer.name)
             link.close()
             return
         member = self.view.member(rank)
@@ -333,11 +403,11 @@ class MemberLinks:
         self._early[rank] = link
 
     def _take(self, link: Link, member: Member) -> None:
-        """Put a link of a member of the view to use."""
+        """Use a link of a member of the view."""
         key = (member.rank, link.peer.incarnation)
         slot = member.rank if link.peer_segment is None else link.peer_segment.slot
         if (link.peer_segment is None) != self._is_remote(member) or slot != member.rank:
-            log.warning("a link that is not what the view says", peer=child_id(member.rank))
+            log.warning("closed a link that contradicts the view", peer=rank_name(member.rank))
             link.close()
             return
         # The system closes the link to the one before; that close is ours and proves nothing.
@@ -347,7 +417,7 @@ class MemberLinks:
         try:
             self._system.attach(link, on_closed=lambda error: self._closed(key, link, error))
         except ZbmdError as error:
-            log.warning("link not taken", peer=child_id(member.rank), reason=str(error))
+            log.warning("link not taken", peer=rank_name(member.rank), reason=str(error))
             link.close()
             return
         self._links[key] = link
@@ -356,7 +426,7 @@ class MemberLinks:
         self._changed.set()
 
     def _closed(self, key: MemberKey, link: Link, error: ZbmdError | None) -> None:
-        """On one host the socket's end is the kernel's word that the process closed its files: it is gone."""
+        """A link ended. On one host that proves the death: the kernel closed the process's files."""
         is_current = self._links.get(key) is link
         if is_current:
             del self._links[key]

@@ -1,9 +1,9 @@
-"""A rank's membership in its job: join, see views, reach peers, leave.
+"""A rank's membership in its job: `join`, views, peers, reports, leave.
 
 Each pair of ranks has one link, dialed by the higher rank, whatever the view. Links are made in the
 background as soon as a view is known; segments and the lost mask change only inside `Worker.view`, when the
-job itself asks for the next view. Until then the dead stay marked, so nothing of the old view can wait for
-a process of the new one.
+job itself asks for the next view. Until then the dead stay marked, so that no operation of the old view can
+wait for a process of the new one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.hangs.collector import collector_address
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.hangs.watchdog import Watchdog
-from zbmd.actors.host.contracts import (
+from zbmd.actors.process.log import RankLogFile, log_to_stderr, rank_logger
+from zbmd.actors.rank.environment import (
+    RankEnvironment,
+    arena_bytes,
+    progress_deadline_ns,
+    recovery_budget_ns,
+)
+from zbmd.actors.rank.host_contracts import (
     ACTORS_NAMED_MAX,
     HOST_ACTOR,
     MEMBER_ACTOR,
@@ -46,22 +53,21 @@ from zbmd.actors.host.contracts import (
     ReportsAsk,
     ViewInstalled,
 )
-from zbmd.actors.rank.callbacks import Callbacks, OnLeave, OnLinkEnded, OnPeerLost, register
-from zbmd.actors.rank.links import MemberLinks
-from zbmd.actors.rank.log import RankLogFile, log_to_stderr, rank_logger
-from zbmd.actors.rank.routes import RankWays
-from zbmd.actors.rank.tcp import MemoryOffered
-from zbmd.actors.rank_env import (
-    RankEnvironment,
-    arena_bytes,
-    progress_deadline_ns,
-    recovery_budget_ns,
+from zbmd.actors.rank.links import (
+    Callbacks,
+    MemberLinks,
+    OnLeave,
+    OnLinkEnded,
+    OnPeerLost,
+    RankRoutes,
+    register,
 )
+from zbmd.actors.rank.tcp import MemoryOffered
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
 from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.driver import PROBATION_S, Upgraded
-from zbmd.actors.view import Member, View, child_id, rank_of
+from zbmd.actors.view import Member, View, rank_name, rank_of
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.clock.hlc import HybridClock
@@ -85,7 +91,7 @@ LEAVE_CALLBACKS_MAX = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another member of the view that this process has entered."""
+    """Another member of the view that this process entered last."""
 
     rank: int
     incarnation: int
@@ -94,14 +100,14 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComingView:
-    """A view that may be entered: all of its members are linked. `memories`: theirs, by rank."""
+    """A view that may be entered: all its members are linked. memories: the members', by rank."""
 
     view: View
     memories: Mapping[int, PeerMemory]
 
 
 class MemberActor(Actor):
-    """`rankN/member`: hears from the host."""
+    """`rankN/member`: receives messages of the host."""
 
     captured = False
 
@@ -110,7 +116,7 @@ class MemberActor(Actor):
 
     @on(ViewInstalled)
     async def view_installed(self, message: ViewInstalled) -> None:
-        """A new view."""
+        """A view was installed."""
         self._worker.installed(message.view)
 
     @on(EnterView)
@@ -120,25 +126,25 @@ class MemberActor(Actor):
 
     @on(MemberDown)
     async def member_down(self, message: MemberDown) -> None:
-        """A peer is dead."""
+        """A peer died."""
         self._worker.down(message)
 
     @on(MemoryOffered)
     async def memory_offered(self, message: MemoryOffered) -> None:
-        """A member on another host tells where its memory is."""
+        """A member on another host offers its memory."""
         rank = rank_of(sender_process())
         if rank is not None:
             self._worker.memory_offered(rank, message)
 
     @on(ActorsRequest)
     async def actors(self, message: ActorsRequest) -> ActorsReply:
-        """For `zbmd-node status`."""
+        """Return actor names for `zbmd-node status`."""
         names = [info.name for info in self.system.describe()]
         return ActorsReply(names=tuple(names[:ACTORS_NAMED_MAX]))
 
 
 class Worker:
-    """This process as a member of its job. Made by `join`; used from its event loop's thread."""
+    """This process as a member of its job. Returned by `join`; use it on its event loop's thread."""
 
     def __init__(
         self,
@@ -181,7 +187,7 @@ class Worker:
             deadlines=self.deadlines,
             recorder=self.recorder,
         )
-        self._ways = None if alone else RankWays(self.system, environment, cookie, self.deadlines)
+        self._ways = None if alone else RankRoutes(self.system, environment, cookie, self.deadlines)
         self._links = MemberLinks(
             self.rank,
             self.system,
@@ -203,7 +209,7 @@ class Worker:
         self._loop_thread = threading.get_ident()
         self._leaving = False
         self._telling: set[asyncio.Task[None]] = set()
-        """One for each member that is lost, at most."""
+        """At most one for each lost member."""
         self._reporter: asyncio.Task[None] | None = None
         log_directory = os.environ.get("ZBMD_LOG_DIR")
         self._log_file = (
@@ -221,30 +227,29 @@ class Worker:
 
     @property
     def latest(self) -> View:
-        """The view known last, entered or not."""
+        """The newest known view, entered or not."""
         return self._view if self.alone else self._links.view
 
     async def view(self, *, after: int) -> View:
         """Wait for a view with an epoch greater than `after`, enter it, and return it.
 
-        Entering is collective: it takes place once every member waits for it here, with a link to every
-        other and, for every incarnation that went, the kernel's word that it is gone, so its memory may be
-        reused. Sets `epoch` and `peers`, clears the lost mask of the members, and watches them. Raises
-        `DeadlineExceeded` if a member does not link up in time, and `LocalProtocolError` in a world of one,
-        where no other view will come. How long other members take to ask is theirs: no deadline but the
-        caller's own holds for it.
+        Entering is collective: it happens once every member waits for it here and is linked with every
+        other, and every incarnation that left is proven dead, so that its memory may be reused. Sets `epoch`
+        and `peers`, clears the lost mask of the members, and watches them. Raises `DeadlineExceeded` if a
+        member does not link up in time, and `LocalProtocolError` in a world of one, which has no other view.
+        No deadline limits how long other members take to ask for the view.
         """
         return self.enter(await self.coming_view(after=after))
 
     async def coming_view(self, *, after: int) -> ComingView:
-        """As `view`, but for the last step: wait until a view may be entered, and go on in this one.
+        """Wait until a view may be entered, and stay in the current one; the first half of `view`.
 
-        Who has called this enters what it returns, by `enter`, before calling it again: other members may
-        be in that view already, and wait there.
+        The caller must pass the result to `enter` before calling this again: other members may already be
+        in that view and wait there.
         """
         if self.alone:
             if after >= self._view.epoch:
-                raise LocalProtocolError("this process runs alone: there will be no other view")
+                raise LocalProtocolError("this process runs alone: a world of one has no other view")
             return ComingView(view=self._view, memories={})
         host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
         while True:
@@ -254,7 +259,7 @@ class Worker:
                 return ComingView(view=view, memories=memories)
 
     def enter(self, coming: ComingView) -> View:
-        """Enter a view that may be entered; see `view`. Waits for nothing."""
+        """Enter the view that `coming_view` returned, without waiting; see `view`."""
         if not self.alone:
             self._enter(coming.view, coming.memories)
         return coming.view
@@ -262,52 +267,50 @@ class Worker:
     async def upgrade(
         self, old: type[Actor], new: type[Actor], *, canaries: int = 1, probation_s: float = PROBATION_S
     ) -> Upgraded:
-        """Change the code of all actors of `old`, in all ranks of the view entered last; one rank asks.
+        """Upgrade all actors of class `old` to `new`, in all ranks of the view entered last.
 
-        The lowest `canaries` ranks go first. Ranks that join later, replacements too, run the new version
-        from their first message on, whatever their script spawns. See `zbmd.actors.upgrade.driver.upgrade`.
+        One rank calls it. The lowest `canaries` ranks go first. Ranks that join later, including
+        replacements, run the new version from their first message on. See
+        `zbmd.actors.upgrade.driver.upgrade`.
         """
         ranks = sorted([self.rank, *self._peers])
-        processes = [child_id(rank) for rank in ranks]
+        processes = [rank_name(rank) for rank in ranks]
         return await self.system.upgrade(
             old, new, processes=processes, canaries=canaries, probation_s=probation_s, lasting=True
         )
 
     def on_peer_lost(self, callback: OnPeerLost) -> Callable[[], None]:
-        """Have `callback` called on the loop when a member of the entered view dies.
-
-        Returns what undoes it.
-        """
+        """Call `callback` on the loop when a member of the entered view dies; return what undoes it."""
         return register(self._callbacks.peer_lost, callback, LOSS_CALLBACKS_MAX)
 
     def on_link_ended(self, callback: OnLinkEnded) -> Callable[[], None]:
-        """Have `callback` called on the loop when the link to a member, of whichever view, has ended.
+        """Call `callback` on the loop when the link to a member of any view has ended.
 
-        All that had come over it is in the mailboxes by then, where a notice of `on_peer_lost` may be earlier
-        than what the dead sent last. Returns what undoes it.
+        By then everything that arrived over the link is in the mailboxes, whereas a notice of `on_peer_lost`
+        may come before the last messages of the dead. Returns a function that undoes it.
         """
         return register(self._callbacks.link_ended, callback, LOSS_CALLBACKS_MAX)
 
     def on_leave(self, callback: OnLeave) -> Callable[[], None]:
-        """Have `callback` awaited when this process leaves, first of all, in the order of the calls.
+        """Await `callback` when this process leaves, before anything is closed, in the order of registration.
 
-        So others are told in good order of what they are not to wait for. Returns what undoes it.
+        That is the time to tell peers what not to wait for. Returns a function that undoes it.
         """
         return register(self._callbacks.leaving, callback, LEAVE_CALLBACKS_MAX)
 
     def is_linked(self, rank: int, incarnation: int) -> bool:
-        """Whether the link to this member stands."""
+        """Whether the link to this member is up."""
         return self._links.stands(rank, incarnation)
 
     def report(self, payload: dict[str, Any]) -> None:
-        """Tell whoever runs the host: plain data, at most `REPORT_BYTES_MAX` encoded.
+        """Report plain data to the host's owner, at most `REPORT_BYTES_MAX` encoded. From any thread.
 
-        Telemetry: never waits; when `REPORTS_WAITING_MAX` wait already, the oldest is dropped. Alone, it
-        goes nowhere. From any thread.
+        Telemetry: never waits; beyond `REPORTS_WAITING_MAX` pending reports the oldest is dropped. In a world
+        of one, reports are discarded.
         """
         data = msgspec.msgpack.encode(payload)
         if len(data) > REPORT_BYTES_MAX:
-            raise LocalProtocolError(f"a report of {len(data)} bytes; {REPORT_BYTES_MAX} is the bound")
+            raise LocalProtocolError(f"a report must take at most {REPORT_BYTES_MAX} bytes, not {len(data)}")
         if self.alone:
             return
         if len(self._reports) >= REPORTS_WAITING_MAX:
@@ -320,7 +323,7 @@ class Worker:
             self.system.loop.call_soon_threadsafe(self._reports_changed.set)
 
     async def reported(self) -> bool:
-        """Whether the host has all that was reported until now; False once the time for a flush is over."""
+        """Wait until the host has all reports sent so far; return False on a timeout."""
         if self.alone:
             return True
         try:
@@ -331,20 +334,17 @@ class Worker:
                 host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
                 await host.ask(ReportsAsk(), timeout=self.deadlines.flush_ns / 1e9)
         except (TimeoutError, ZbmdError) as error:
-            log.info("the host does not say whether it has the reports", reason=str(error))
+            log.info("the host did not confirm the reports", reason=str(error))
             return False
         return True
 
     async def leave(self) -> None:
-        """Close what is open of this membership, say goodbye, and give back links, threads and descriptors.
-
-        Idempotent.
-        """
+        """Close groups, say goodbye to the peers, and release links, threads and descriptors. Idempotent."""
         while self._callbacks.leaving:
             try:
                 await self._callbacks.leaving.pop(0)()
-            except ZbmdError as error:  # what is left to be given back does not wait for its cause
-                log.warning("something was not closed in good order", reason=str(error))
+            except ZbmdError as error:  # the rest is released all the same
+                log.warning("a leave callback failed", reason=str(error))
         if self._reporter is not None:
             self._leaving = True
             self._reports_changed.set()
@@ -373,7 +373,7 @@ class Worker:
     # Called by `join` and the member actor.
 
     async def open(self) -> None:
-        """Listen, reach the host, and ask to be in the next view."""
+        """Listen, dial the host, and ask to be in the next view."""
         faults.arm(self.system.name, self.incarnation)
         self.progress.start(self.rank, self.incarnation)
         arena_joined(self.segment.arena)
@@ -406,24 +406,24 @@ class Worker:
     def installed(self, view: View) -> None:
         """The host installed a view."""
         self._links.install(view)
-        processes = [(child_id(member.rank), member.incarnation) for member in view.members]
+        processes = [(rank_name(member.rank), member.incarnation) for member in view.members]
         self.system.open_directory(alone=False).enter(view.epoch, processes)
 
     def all_linked(self, epoch: int) -> None:
-        """The host says that all members of the view are linked."""
+        """The host reports that all members of the view are linked."""
         self._links.may_enter(epoch)
 
     def down(self, message: MemberDown) -> None:
-        """The host says that a member is dead."""
+        """The host reports that a member died."""
         if message.confirmed:
             self._links.confirmed(message.rank, message.incarnation)
 
     def memory_offered(self, rank: int, message: MemoryOffered) -> None:
-        """A member on another host tells where its memory is."""
+        """A member on another host offers its memory."""
         self._links.offered(rank, message)
 
     def _enter(self, view: View, memories: Mapping[int, PeerMemory]) -> None:
-        """Swap peers, synchronously: nothing runs between the old view and the new."""
+        """Swap the peers without an await, so that nothing runs between the old view and the new."""
         entered: dict[int, Peer] = {}
         for member in view.members:
             if member.rank == self.rank:
@@ -446,11 +446,11 @@ class Worker:
         for peer in entered.values():
             if not self._links.reaches(peer.rank, peer.incarnation, peer.memory):
                 self._link_lost(peer.rank, peer.incarnation, False)
-        members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)
+        members = ", ".join(f"{rank_name(m.rank)}#{m.incarnation}" for m in view.members)
         self.recorder.note(f"entered the view of epoch {view.epoch}: {members}")
 
     def _confirmed(self, rank: int, incarnation: int) -> None:
-        """An incarnation is proven gone: what it could write may be reused."""
+        """An incarnation is proven dead: memory that it could write may be reused."""
         peer = self._peers.get(rank)
         if peer is not None and peer.incarnation == incarnation:
             self.segment.end_proven(rank)
@@ -460,10 +460,7 @@ class Worker:
             callback(rank, incarnation)
 
     def _link_lost(self, rank: int, incarnation: int, clean: bool) -> None:
-        """The link to a member on another host has ended: that is the notice of its death.
-
-        Or of a fault of the network: the host is told, for it knows who lives.
-        """
+        """The link to a member on another host ended: report it to the host, which knows who is alive."""
         peer = self._peers.get(rank)
         if peer is None or peer.incarnation != incarnation or isinstance(peer.memory, PeerSegment):
             return
@@ -481,13 +478,13 @@ class Worker:
         try:
             await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(lost)
         except ZbmdError as error:
-            log.info("the host is not told of a lost link", peer=child_id(peer), reason=str(error))
+            log.info("could not report a lost link to the host", peer=rank_name(peer), reason=str(error))
 
     def _noticed(
         self, incarnation: int, reason: str = "its life thread ended"
     ) -> Callable[[int, DeathNotice], None]:
         def call(slot: int, notice: DeathNotice) -> None:
-            self.recorder.death(child_id(slot), incarnation, clean=notice.clean, reason=reason)
+            self.recorder.death(rank_name(slot), incarnation, clean=notice.clean, reason=reason)
             for callback in list(self._callbacks.peer_lost):
                 callback(slot, incarnation, notice)
 
@@ -503,7 +500,7 @@ class Worker:
                 try:
                     await host.tell(message)
                 except ZbmdError as error:
-                    log.info("report lost", reason=str(error))
+                    log.info("a report was lost", reason=str(error))
                 if self._reports:
                     self._reports.popleft()
             self._reports_sent.set()
@@ -513,13 +510,13 @@ class Worker:
 async def join(
     *, arena: int | None = None, inbox_bytes: int = INBOX_BYTES_DEFAULT, enter: bool = True
 ) -> AsyncGenerator[Worker, None]:
-    """Join the job that this process was started for; leave it at the end.
+    """Join the job that this process was started for, and leave it at the end.
 
-    arena: bytes of shared memory for arrays, default ZBMD_ARENA or 64 MiB; inbox_bytes: what peers may
-    write. Started by hand, without a launcher, this is a world of one. Returns once the first view is
-    entered. Without `enter` it returns before that, and `Worker.view` enters it: the others go on without
-    this rank until then, so what takes it long belongs in between. Raises `UserError` on a wrong environment,
-    `OutOfMemory`, `PeerLost` if the host is gone.
+    arena: bytes of shared memory for arrays, by default ZBMD_ARENA or 64 MiB; inbox_bytes: memory that peers
+    may write to. Without a launcher this is a world of one. Returns once the first view is entered. With
+    `enter=False` it returns before that, and `Worker.view` enters it: the other ranks continue without this
+    one until then, so slow preparations belong in between. Raises `UserError` on a wrong environment,
+    `OutOfMemory`, and `PeerLost` if the host is gone.
     """
     found = RankEnvironment.read(os.environ)
     if found is None:
@@ -535,7 +532,10 @@ async def join(
         progress_deadline_ns=progress_deadline_ns(os.environ),
     )
     if not 0 <= environment.rank < environment.world_size:
-        raise UserError(f"RANK={environment.rank} is not below WORLD_SIZE={environment.world_size}.")
+        raise UserError(
+            f"RANK: expected 0 to {environment.world_size - 1} (WORLD_SIZE={environment.world_size}), "
+            f"got {environment.rank}."
+        )
     cookie = load_or_create_cookie() if found is not None else b"\0" * 32
     identity, clock = _identity(environment), HybridClock()
     capture = ProcessCapture(identity, clock, CaptureSettings.read(os.environ, job=environment.job))
@@ -564,7 +564,7 @@ async def join(
 
 
 def _system(identity: Identity, capture: ProcessCapture) -> ActorSystem:
-    """An actor's life is a stream of the log; to keep them all in the ring would cost too much."""
+    """Return the actor system; actors are captured only into a whole log, as the ring would be too small."""
     new_system = ActorSystem if capture.whole is None else captured_system
     return new_system(
         identity.name,
@@ -576,7 +576,7 @@ def _system(identity: Identity, capture: ProcessCapture) -> ActorSystem:
 
 def _identity(environment: RankEnvironment) -> Identity:
     return Identity(
-        name=child_id(environment.rank),
+        name=rank_name(environment.rank),
         pid=os.getpid(),
         uid=os.getuid(),
         incarnation=environment.incarnation,

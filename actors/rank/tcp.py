@@ -1,8 +1,8 @@
-"""A rank's links to members on other hosts: RDMA where both can, else TCP, with stripes beside it for memory.
+"""A rank's links to members on other hosts: RDMA where both ends have it, else TCP with stripes for memory.
 
-A member on another host is there once its link stands, its memory is connected, and each side has told the
-other where that is (`MemoryOffered`). It is proven gone once the connection of its memory has ended: from
-then on nobody stores on its behalf.
+A member on another host counts as linked once its link is up, its memory is connected, and each side has
+sent the other its offer (`MemoryOffered`). It is proven dead once the connection of its memory has ended:
+from then on nobody stores on its behalf.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import structlog
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.scopes import MARK
-from zbmd.actors.host.contracts import MEMBER_ACTOR
+from zbmd.actors.rank.host_contracts import MEMBER_ACTOR
 from zbmd.actors.rank.rdma import MemberRdma
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import child_id
+from zbmd.actors.view import rank_name
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.errors import LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.identity import PeerInfo
@@ -42,7 +42,7 @@ MemberKey: TypeAlias = tuple[int, int]
 
 
 class MemoryOffered(Contract, id="zbmd.member.memory"):
-    """A member to one on another host: this is my segment, and `mirror` is for your descriptors."""
+    """Offers a member on another host the sender's segment; `mirror` takes the receiver's descriptors."""
 
     arena_offset: int
     nbytes: int
@@ -50,7 +50,7 @@ class MemoryOffered(Contract, id="zbmd.member.memory"):
 
 
 class MemberTcp:
-    """What one rank has of members on other hosts. on_change: a memory is there; on_gone: proven gone.
+    """The members on other hosts. on_change: memory was connected; on_gone: a member is proven dead.
 
     turn: its number among the ranks of its host, which share RDMA devices.
     """
@@ -77,11 +77,11 @@ class MemberTcp:
         self._joins: dict[MemberKey, asyncio.Task[None]] = {}
         self._offers: dict[MemberKey, asyncio.Future[MemoryOffered]] = {}
         self._bulks: dict[MemberKey, RemotePeer] = {}
-        """Those that have not ended."""
+        """Connections that have not ended."""
         self._memories: dict[MemberKey, RemoteMemory] = {}
 
     async def listen(self, address: str, on_link: remote_link.OnLink) -> str:
-        """Accept links at `address`; where others can dial us.
+        """Accept links at `address`; return the address to dial.
 
         Raises as `tcp.listen`, and `UserError` if it must be RDMA and cannot.
         """
@@ -92,44 +92,44 @@ class MemberTcp:
         return str(self._listener.address)
 
     async def dial(self, address: str) -> tuple[RemoteLink, str]:
-        """A link to the member that listens at `address`, and why of its kind; see `remote_link.dial`."""
+        """Return a link to the member at `address`, and why it is of its kind; see `remote_link.dial`."""
         return await remote_link.dial(address, self._endpoint, self._own, settings=self._settings)
 
     def join(self, key: MemberKey, link: RemoteLink) -> None:
-        """Get at the memory of a member that the actor system has just attached."""
+        """Connect the memory of a member that the actor system has just attached."""
         self._offers[key] = self._loop.create_future()
-        name = f"join the memory of {child_id(key[0])}"
+        name = f"join the memory of {rank_name(key[0])}"
         self._joins[key] = self._loop.create_task(self._join(key, link), name=name)
 
     def offered(self, key: MemberKey, offer: MemoryOffered) -> None:
-        """A member tells where its memory is."""
+        """A member offers its memory."""
         waiting = self._offers.get(key)
         if waiting is not None and not waiting.done():
             waiting.set_result(offer)
 
     def memory(self, key: MemberKey) -> RemoteMemory | None:
-        """The memory of a member, once it is there and as long as it may be used."""
+        """Return the memory of a member, once connected and while it may be used."""
         memory = self._memories.get(key)
         return None if memory is None or memory.ended else memory
 
     def link_closed(self, key: MemberKey) -> bool:
-        """The link of a member has ended, and its stripes do so, too. True if `on_gone` will tell when."""
+        """The link of a member ended, and its stripes follow. Returns whether `on_gone` is still to come."""
         join = self._joins.get(key)
         if join is not None:
             join.cancel()
         return key in self._bulks
 
     def give_up(self, key: MemberKey) -> bool:
-        """This member is gone: end what is under way with it. True if `on_gone` will tell when."""
+        """A member is gone: abort its transfers. Returns whether `on_gone` is still to come."""
         bulk = self._bulks.get(key)
         if bulk is not None:
-            bulk.abort(PeerLost(child_id(key[0]), "its process is gone"))
+            bulk.abort(PeerLost(rank_name(key[0]), "its process is gone"))
         return self.link_closed(key)
 
     async def settle(self) -> None:
-        """Wait until what was put has arrived at all members that live, but not for long.
+        """Wait, for a bounded time, until puts have arrived at all live members.
 
-        A link's end is the notice of ours: whoever waits for our last notification must have it first.
+        A link's end announces our leaving, so a member must have our last notification before it.
         """
         waits = [asyncio.ensure_future(_settled(bulk)) for bulk in self._bulks.values()]
         if waits:
@@ -139,7 +139,7 @@ class MemberTcp:
             await asyncio.wait(waits)
 
     async def stop_listening(self) -> None:
-        """Accept no more, and join no more."""
+        """Stop accepting links and connecting memory."""
         if self._listener is not None:
             self._listener.close()
             await self._listener.wait_closed()
@@ -150,7 +150,7 @@ class MemberTcp:
             await asyncio.wait(joins)
 
     async def close(self) -> None:
-        """Wait for the ends of what is under way, in good order, once all links are closed."""
+        """Wait, after all links are closed, until every transfer has ended in order."""
         for bulk in list(self._bulks.values()):
             bulk.close()
             with contextlib.suppress(ZbmdError):
@@ -164,7 +164,7 @@ class MemberTcp:
 
     @property
     def rdma_transfers(self) -> TransferCounts | None:
-        """What went over RDMA, once this is closed; None without RDMA."""
+        """Transfers over RDMA, once closed; None without RDMA."""
         return self._rdma.transfers
 
     async def _join(self, key: MemberKey, link: RemoteLink) -> None:
@@ -173,7 +173,7 @@ class MemberTcp:
         try:
             segment = self._endpoint.segment
             if segment is None:
-                raise LocalProtocolError("a member without memory of its own cannot join that of others")
+                raise LocalProtocolError("a member without a segment cannot connect to the memory of others")
             await self._until_ended(key)
             bulk = await self._connect(link, rank)
             self._bulks[key] = bulk
@@ -185,8 +185,8 @@ class MemberTcp:
                 bulk, mirror, theirs.mirror, arena_offset=theirs.arena_offset, nbytes=theirs.nbytes
             )
         except ZbmdError as error:
-            # If it died, another view will come; if not, who waits for the view is told its name.
-            log.warning("no memory joined", of=child_id(rank), reason=str(error))
+            # If it died, another view will come; if not, the wait for the view fails and names it.
+            log.warning("could not connect the memory of a member", of=rank_name(rank), reason=str(error))
             link.close()
         else:
             self._on_change()
@@ -199,17 +199,17 @@ class MemberTcp:
     async def _connect(self, link: RemoteLink, rank: int) -> RemotePeer:
         if isinstance(link, RdmaLink):
             if link.memory is None:
-                raise LocalProtocolError(f"no memory came with the RDMA link to {child_id(rank)}")
+                raise LocalProtocolError(f"no memory came with the RDMA link to {rank_name(rank)}")
             return link.memory
         if self._plane is None:
             self._plane = DataPlane()
         return await join_bulk(link, self._endpoint, self._plane, slot=rank)
 
     async def _until_ended(self, key: MemberKey) -> None:
-        """A member that is linked anew: what was under way with it before ends first."""
+        """End the previous connection of a member that linked again."""
         before = self._bulks.get(key)
         if before is not None:
-            before.abort(PeerLost(child_id(key[0]), "it has been linked anew"))
+            before.abort(PeerLost(rank_name(key[0]), "it linked again"))
             with contextlib.suppress(ZbmdError):
                 await before.ended
             self._ended(key, before)
@@ -220,14 +220,14 @@ class MemberTcp:
             nbytes=segment.nbytes,
             mirror=mirror.handle,
         )
-        await self._system.ref(f"{child_id(rank)}/{MEMBER_ACTOR}").tell(offer)
+        await self._system.ref(f"{rank_name(rank)}/{MEMBER_ACTOR}").tell(offer)
 
     def _ended_on_thread(self, key: MemberKey, bulk: RemotePeer) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody asks any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._ended, key, bulk)
 
     def _ended(self, key: MemberKey, bulk: RemotePeer) -> None:
-        if self._bulks.get(key) is bulk:  # it may have been linked anew
+        if self._bulks.get(key) is bulk:  # it may have linked again
             del self._bulks[key]
             memory = self._memories.pop(key, None)
             if memory is not None:
@@ -236,7 +236,7 @@ class MemberTcp:
 
 
 def _is_guest(peer: PeerInfo) -> bool:
-    """One that is no member: it dials as nodes do, and gets no memory."""
+    """Whether the peer is an external client: it dials as nodes do and gets no memory."""
     return MARK in peer.name
 
 

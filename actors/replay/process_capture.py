@@ -18,7 +18,7 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.rank.exit_reason import is_users_to_mend
+from zbmd.actors.process.exit import needs_no_traceback
 from zbmd.transport.capture.errors import CaptureError
 from zbmd.transport.capture.log import LogRecorder
 from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
@@ -104,7 +104,7 @@ class ProcessCapture:
 
     def failed(self, error: BaseException) -> None:
         """Write the ring when the process ends with `error`, unless its user can fix it."""
-        if isinstance(error, Exception) and not is_users_to_mend(error):
+        if isinstance(error, Exception) and not needs_no_traceback(error):
             self.dump(f"{type(error).__name__}: {error}")
 
     def dump(self, reason: str) -> Path | None:

@@ -25,7 +25,7 @@ from zbmd.actors.simulated.workers import (
     Here,
     Leave,
     Question,
-    Told,
+    SessionMessage,
     Watcher,
     Who,
     Worker,
@@ -181,11 +181,11 @@ class Talker(Client):
         for _ in range(self.rng.randint(1, ROUNDS_MAX if stand.tormented else CALM_ROUNDS_MAX)):
             for _ in range(self.rng.randint(0, BURST_MAX)):
                 number += 1
-                await target.tell(Told(session, number, sure))
+                await target.tell(SessionMessage(session, number, sure))
                 sure, certain = number, certain + 1
             number += 1
             try:
-                answer = await self.ask(target, Question(Told(session, number, sure)), Answer)
+                answer = await self.ask(target, Question(SessionMessage(session, number, sure)), Answer)
             except DeadlineExceeded:
                 continue  # it may have been handled: the numbers go on
             stand.talks.answered(session, number, (answer.number, answer.count), certain)

@@ -12,16 +12,17 @@ import msgspec
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.contracts import decode
 from zbmd.actors.cluster.heartbeats import detector as d
-from zbmd.actors.cluster.jobs.table import Order
 from zbmd.actors.cluster.membership.machine import ClusterMachine
-from zbmd.actors.cluster.membership.scenario import Cluster, name_of
-from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.port import ClusterListener
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.state.job_table import Order
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.scopes import external_name
 from zbmd.actors.routing.contracts import Route
+from zbmd.actors.simulated.membership_scenario import Cluster, name_of
 from zbmd.transport.link.interface import Link
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.sim import SimProcess
 
 DIAL_TIMEOUT_S: Final = 0.2
@@ -48,27 +49,27 @@ def accept_guests(process: SimProcess, accept: Callable[[Link], None]) -> None:
     process.listen(accept, contracts=fingerprints(), hello=external_name(process.name, ""))
 
 
-class SimDoor:
-    """An `ActorDoor` by the world's links."""
+class SimActorEndpoint:
+    """An `ActorEndpoint` by the world's links."""
 
     def __init__(self, process: SimProcess) -> None:
         self._process = process
 
     async def listen(self, accept: Callable[[Link], None]) -> str:
-        """See `ActorDoor`."""
+        """See `ActorEndpoint`."""
         self._process.listen(accept, contracts=fingerprints())
         return self._process.name
 
     async def dial(self, address: str) -> Link:
-        """See `ActorDoor`."""
+        """See `ActorEndpoint`."""
         return await self._process.dial(address, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S)
 
     async def dial_way(self, way: Route) -> Link:
-        """See `ActorDoor`."""
+        """See `ActorEndpoint`."""
         return await dial_guest(self._process, way, self._process.name)
 
     async def close(self) -> None:
-        """See `ActorDoor`: the process ends."""
+        """See `ActorEndpoint`: the process ends."""
 
 
 class SimNode:
@@ -133,12 +134,12 @@ class SimNode:
         match action:
             case m.Send(to=to, message=message):
                 self.send(to.key, message)
-            case m.SetTimer(at_ns=at_ns):
+            case SetTimer(at_ns=at_ns):
                 if self._timer is not None:
                     self._timer.cancel()
                 delay_s = max(0, at_ns - time.monotonic_ns()) / 1e9
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(delay_s, self.feed, m.TimerFired())
+                self._timer = loop.call_later(delay_s, self.feed, TimerFired())
             case m.Watch(subjects=subjects, observers=observers):
                 self._beat_ns = d.beat_ns(self._cluster.deadlines, busy=self.machine.view.jobs.busy)
                 keys = tuple(node.key for node in subjects)

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from zbmd.actors.cluster.membership.scenario import Cluster, draw_plan, harms, name_of, protected_of
 from zbmd.actors.cluster.node.actors import NodeActors
-from zbmd.actors.cluster.node_id import Node
+from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.simulated.clients import CLIENTS
-from zbmd.actors.simulated.guests import Guest
+from zbmd.actors.simulated.external_clients import Guest
 from zbmd.actors.simulated.links_scenario import InTime
-from zbmd.actors.simulated.node import SimDoor, SimNode
+from zbmd.actors.simulated.membership_scenario import Cluster, draw_plan, harms, name_of, protected_of
+from zbmd.actors.simulated.node import SimActorEndpoint, SimNode
 from zbmd.actors.simulated.stand import GUESTS, Stand, StandWorld
 from zbmd.actors.simulated.supervision_scenario import Rules, ToldOnce, draw_tree
 from zbmd.actors.simulated.workers import Worker
@@ -94,8 +94,8 @@ def names_of(size: int) -> tuple[str, ...]:
     return tuple(name_of(FIRST + index) for index in range(size))
 
 
-def _door(process: sim.SimProcess, _: Node) -> SimDoor:
-    return SimDoor(process)
+def _door(process: sim.SimProcess, _: Node) -> SimActorEndpoint:
+    return SimActorEndpoint(process)
 
 
 def _revive(world: sim.World, name: str) -> None:

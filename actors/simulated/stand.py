@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from zbmd.actors.cluster.membership.scenario import Cluster
 from zbmd.actors.core.scopes import owned_name
 from zbmd.actors.simulated.ledgers import Groups, Life, Lives, Names, Nodes, Talks, Ties, Upgrades
+from zbmd.actors.simulated.membership_scenario import Cluster
 from zbmd.actors.simulated.node import SimNode
-from zbmd.actors.simulated.supervision_scenario import Board, Plan
+from zbmd.actors.simulated.supervision_scenario import Board, TreePlan
 from zbmd.transport.sim import SimProcess, World, current_process
 
 HOST: Final = "node1"
@@ -24,7 +24,7 @@ class Stand(Board):
     """See the module. plans: the tree of each node; torment_until_ns: when faults and changes end."""
 
     cluster: Cluster = field(kw_only=True)
-    plans: dict[str, Plan] = field(default_factory=dict[str, Plan])
+    plans: dict[str, TreePlan] = field(default_factory=dict[str, TreePlan])
     torment_until_ns: int = 0
     ports: dict[str, SimNode] = field(default_factory=dict[str, SimNode])
     asks: dict[int, tuple[SimProcess, int, str]] = field(

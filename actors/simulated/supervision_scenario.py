@@ -258,18 +258,18 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TreePlan:
     """A supervisor to be, and its children."""
 
     name: str
     strategy: Strategy
     intensity: int
     period_s: float
-    children: tuple[Plan | ChildSpec, ...]
+    children: tuple[TreePlan | ChildSpec, ...]
 
     def specs(self, board: Board) -> list[ChildSpec]:
         """What the supervisor is made of."""
-        return [child.spec(board) if isinstance(child, Plan) else child for child in self.children]
+        return [child.spec(board) if isinstance(child, TreePlan) else child for child in self.children]
 
     def args(self, board: Board) -> tuple[object, ...]:
         """The arguments of its `NotingSupervisor`."""
@@ -282,14 +282,14 @@ class Plan:
     def workers(self) -> Iterator[ChildSpec]:
         """All workers below it."""
         for child in self.children:
-            if isinstance(child, Plan):
+            if isinstance(child, TreePlan):
                 yield from child.workers()
             else:
                 yield child
 
     def supervisors(self) -> set[str]:
         """Its name, and those of all supervisors below it."""
-        return {self.name}.union(*(c.supervisors() for c in self.children if isinstance(c, Plan)))
+        return {self.name}.union(*(c.supervisors() for c in self.children if isinstance(c, TreePlan)))
 
     def standing(self, judges: Mapping[str, Judge]) -> set[str] | None:
         """Who is up in the tree, supervisors as well, if everybody is who should be."""
@@ -297,7 +297,7 @@ class Plan:
             return None
         up = set(judge.up)
         for child in self.children:
-            if isinstance(child, Plan) and child.name in up:
+            if isinstance(child, TreePlan) and child.name in up:
                 if (below := child.standing(judges)) is None:
                     return None
                 up |= below
@@ -387,7 +387,7 @@ class NotingSupervisor(Supervisor):
 class Grower:
     """The program of the node: grows the tree again and again, torments it, and counts the workers."""
 
-    def __init__(self, board: Board, plan: Plan, ranks: Sequence[str], torment_until_ns: int) -> None:
+    def __init__(self, board: Board, plan: TreePlan, ranks: Sequence[str], torment_until_ns: int) -> None:
         self._board, self._plan, self._ranks = board, plan, ranks
         self._torment_until_ns = torment_until_ns
 
@@ -473,7 +473,7 @@ def draw_tree(
     here: str = NODE,
     actor: type[Actor] = Worker,
     prefix: str = "",
-) -> Plan:
+) -> TreePlan:
     """A root in `here` with up to `CHILDREN_MAX` children, workers or supervisors of workers.
 
     processes: where workers may live; prefix: of the names of all.
@@ -492,8 +492,8 @@ def draw_tree(
             process=None if process == here else process,
         )
 
-    def supervisor(name: str, children: tuple[Plan | ChildSpec, ...]) -> Plan:
-        return Plan(
+    def supervisor(name: str, children: tuple[TreePlan | ChildSpec, ...]) -> TreePlan:
+        return TreePlan(
             name=name,
             strategy=rng.choice(list(Strategy)),
             intensity=rng.randint(0, 4),
@@ -501,7 +501,7 @@ def draw_tree(
             children=children,
         )
 
-    def child(index: int) -> Plan | ChildSpec:
+    def child(index: int) -> TreePlan | ChildSpec:
         if rng.random() < 0.7:
             return worker()
         return supervisor(f"{prefix}s{index}", tuple(worker() for _ in range(rng.randint(1, CHILDREN_MAX))))
@@ -544,7 +544,7 @@ class ToldOnce:
 class Wholeness:
     """What must come about once all is healed."""
 
-    def __init__(self, board: Board, plan: Plan) -> None:
+    def __init__(self, board: Board, plan: TreePlan) -> None:
         self._board, self._plan = board, plan
         self._censuses: int | None = None
 

@@ -29,7 +29,7 @@ class Here(Contract, id="sim.actors.here"):
     ref: Ref
 
 
-class Told(Contract, id="sim.actors.told"):
+class SessionMessage(Contract, id="sim.actors.told"):
     """The `number`-th message of a session. sure: the last of those before that was sent for certain."""
 
     session: int
@@ -38,9 +38,9 @@ class Told(Contract, id="sim.actors.told"):
 
 
 class Question(Contract, id="sim.actors.question"):
-    """A `Told` that wants an answer."""
+    """A `SessionMessage` that wants an answer."""
 
-    told: Told
+    told: SessionMessage
 
 
 class Answer(Contract, id="sim.actors.answer"):
@@ -97,8 +97,8 @@ class Worker(Actor, remote=True, version=1):
         """Say which life this is."""
         return Here(self.ref)
 
-    @on(Told)
-    async def told(self, told: Told) -> None:
+    @on(SessionMessage)
+    async def told(self, told: SessionMessage) -> None:
         """Handle a message."""
         self._handle(told)
 
@@ -126,7 +126,7 @@ class Worker(Actor, remote=True, version=1):
         """End normally."""
         self.stop("as it was told to")
 
-    def _handle(self, told: Told) -> int:
+    def _handle(self, told: SessionMessage) -> int:
         memory = self.memory(told.session)
         here()[1].talks.handled(self.ref, told.session, told.number, told.sure, memory[0])
         memory[:] = [told.number, memory[1] + 1]
@@ -163,7 +163,7 @@ class Worker3(Worker2, remote=True, version=3):
 class Broken(Worker2, remote=True, version=4):
     """Crashes in a message now and then, after it has spoilt what it remembers."""
 
-    def _handle(self, told: Told) -> int:
+    def _handle(self, told: SessionMessage) -> int:
         if here()[0].rng.random() < CRASHES:
             self.memory(told.session)[:] = [told.number, -1]
             self.numbers[-1] = [0, 0]

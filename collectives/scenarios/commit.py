@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, assert_never
 
-from zbmd.actors import view as membership
+from zbmd.actors.host import membership_events as membership
 from zbmd.actors.host.membership import MembershipMachine
+from zbmd.actors.view import RANKS_MAX, OnLoss, Outcome, RankState, View
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.member_id import MemberId
@@ -84,7 +85,7 @@ class RankProcess:
             last_version=world.options.steps,
             known_version=world.committed_max,
         )
-        self.view = membership.View(epoch=0, members=())
+        self.view = View(epoch=0, members=())
         self.coming: cm.EpochReady | None = None
         self.work: Work | None = None
         self.seen: bytes | None = None
@@ -283,7 +284,7 @@ def _cut_short(work: Work) -> cm.CommitEvent:
             return cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, reason="aborted")
 
 
-def _members_of(view: membership.View) -> tuple[MemberId, ...]:
+def _members_of(view: View) -> tuple[MemberId, ...]:
     return tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in view.members)
 
 
@@ -309,11 +310,11 @@ class NodeProcess:
             self.late_ns = round(10 ** late.uniform(3.0, math.log10(ROUND_NS_MAX)))
         self.world, self.rng = world, rng
         self.regroups = REGROUPS_MAX if rng.random() < REGROUP_SHARE else 0
-        self.view = membership.View(epoch=0, members=())
+        self.view = View(epoch=0, members=())
         self.linked: set[int] = set()
         self.machine = MembershipMachine(
             options.world_size,
-            on_loss=membership.OnLoss.SHRINK if options.shrink else membership.OnLoss.REPLACE,
+            on_loss=OnLoss.SHRINK if options.shrink else OnLoss.REPLACE,
             restarts_max=RESTARTS_MAX,
         )
 
@@ -370,7 +371,7 @@ class NodeProcess:
             self.machine.handle(linked, now_ns=now_ns)  # the view that it has is entered in this one's stead
         return self._told(membership.InstallView(view=self.view))
 
-    def _without_late(self, view: membership.View, now_ns: int) -> list[sim.Effect[Message]]:
+    def _without_late(self, view: View, now_ns: int) -> list[sim.Effect[Message]]:
         """Install a view of those who are there; the late one is let in later."""
         others = tuple(member for member in view.members if member.rank != self.late)
         self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE, members=others)
@@ -417,9 +418,9 @@ class NodeProcess:
                     effects += self._told(membership.InstallView(view=self.view))
                 case membership.EnterView():
                     effects += [*self._told(Enter(epoch=self.view.epoch)), *self._set_regroup(now_ns)]
-                case membership.RunEnded(outcome=membership.Outcome.FAILED, reason=reason):
+                case membership.RunEnded(outcome=Outcome.FAILED, reason=reason):
                     states = {self.machine.state(rank)[0] for rank in range(self.options.world_size)}
-                    assert self.options.shrink and states == {membership.RankState.LOST}, reason
+                    assert self.options.shrink and states == {RankState.LOST}, reason
                     self.world.state_lost = True  # nobody is left, and nobody is to be started
                 case _:
                     pass  # what the other actions order, the simulator does by itself
@@ -513,7 +514,7 @@ class CommitScenario(JobScenario[CommitWorld]):
         """See `JobScenario`."""
         rng = random.Random(f"{seed}/options")
         return CommitOptions(
-            world_size=min(options.ranks, membership.RANKS_MAX),
+            world_size=min(options.ranks, RANKS_MAX),
             steps=options.length,
             shrink=rng.random() < SHRINK_SHARE,
             corrupting=rng.random() < CORRUPTING_SHARE,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from zbmd.actors import view as membership
+from zbmd.actors.host import membership_events as membership
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.member_id import MemberId

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
-from zbmd.actors import view as membership
+from zbmd.actors.host import membership_events as membership
+from zbmd.actors.view import RANKS_MAX, View
 from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Inputs, OnLoss, Outcome, Phase
@@ -128,7 +129,7 @@ class RankProcess:
         self.member = MemberId(rank=rank, incarnation=incarnation)
         self.memory = world.memory[self.member] = Memory()
         self.machine = RepairMachine(rank=rank)
-        self.known = membership.View(epoch=0, members=())
+        self.known = View(epoch=0, members=())
         self.entered = 0
         self.may_enter = 0
         self.lost: set[MemberId] = set()
@@ -479,7 +480,7 @@ class RepairScenario(JobScenario[RepairWorld]):
 
     def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
         """See `JobScenario`."""
-        return group_of(seed, options, membership.RANKS_MAX)
+        return group_of(seed, options, RANKS_MAX)
 
     def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], RepairWorld]:
         """See `JobScenario`."""

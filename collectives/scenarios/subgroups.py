@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from zbmd.actors import view as membership
+from zbmd.actors.host import membership_events as membership
+from zbmd.actors.view import View
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.elastic.views_machine import ViewsMachine
 from zbmd.collectives.member_id import MemberId
@@ -86,7 +87,7 @@ class SubgroupProcess(RankProcess):
         world: SubgroupWorld,
         member: MemberId,
         rng: random.Random,
-        view: Callable[[], membership.View],
+        view: Callable[[], View],
         entered: Callable[[tuple[MemberId, ...]], Effects],
         ready: Callable[[], bool],
     ) -> None:
@@ -168,13 +169,13 @@ class MeshProcess:
         self.rng = rng
         self.member = MemberId(rank=rank, incarnation=incarnation)
         self.views = ViewsMachine()
-        self.view = membership.View(epoch=0, members=())
+        self.view = View(epoch=0, members=())
         self.known = self.view
         self.may_enter = 0
         self.asked = 0
         self.cuts = 0
         self.parted: set[MemberId] = set()
-        self.coming: membership.View | None = None
+        self.coming: View | None = None
         self.names = mesh.of(rank)
         self.parts = [self._part(mesh.parts[name], number) for number, name in enumerate(self.names)]
 

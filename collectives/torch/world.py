@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 import structlog
 import uvloop
 
+from zbmd.actors.process.exit import at_script_end
 from zbmd.actors.rank.member import Worker, join
-from zbmd.actors.rank.script_end import at_script_end
 from zbmd.collectives.group.group import Group, group
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.native._native import now_ns

@@ -152,7 +152,7 @@ def run(main: Coroutine[Any, Any, _ResultT]) -> _ResultT:
 
     What zbmd has to warn of goes to standard error, unless the program has set structlog up itself.
     """
-    importlib.import_module("zbmd.actors.rank.log").log_to_stderr()
+    importlib.import_module("zbmd.actors.process.log").log_to_stderr()
     uvloop = importlib.import_module("uvloop")
     result: _ResultT = uvloop.run(main)
     return result

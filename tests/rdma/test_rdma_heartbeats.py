@@ -19,12 +19,12 @@ from support.cluster.thread_nodes import Told, node
 from support.processes.forked import Fork
 from support.rdma.rdma_world import given_devices
 
-from zbmd.actors.cluster.node.life import NodeLife
-from zbmd.actors.cluster.node.lives import Acting, Suspecting
+from zbmd.actors.cluster.node.incarnation import Incarnation
+from zbmd.actors.cluster.node.incarnations import MemberSuspected, ViewEntered
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
-from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.transport.host.rdma_device_choice import DEVICES_VARIABLE
 
 BUDGET_NS = 5_000_000_000
@@ -119,7 +119,7 @@ def names(tmp_path: Path) -> tuple[str, str]:
     ids: dict[int, str] = {}
     for name in ("some", "other"):
         state = NodeState.open(tmp_path / name)
-        ids[state.new_life().id] = name  # and it is kept from now on
+        ids[state.new_incarnation().id] = name  # and it is kept from now on
         state.close()
     lower, higher = sorted(ids)
     return ids[lower], ids[higher]
@@ -133,7 +133,7 @@ def other(fork: Fork, tmp_path: Path, names: tuple[str, str]) -> Iterator[OtherN
     made.close()
 
 
-async def look(node: ClusterNode, at: Callable[[NodeLife], Found]) -> Found:
+async def look(node: ClusterNode, at: Callable[[Incarnation], Found]) -> Found:
     """Look at its life, on its thread."""
 
     async def there() -> Found:
@@ -143,14 +143,14 @@ async def look(node: ClusterNode, at: Callable[[NodeLife], Found]) -> Found:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), node._inner))
 
 
-async def until(node: ClusterNode, holds: Callable[[NodeLife], bool]) -> None:
+async def until(node: ClusterNode, holds: Callable[[Incarnation], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not await look(node, holds):
             pass  # asked anew: there and back takes its time
 
 
-def suspected(told: Told) -> list[Suspecting]:
-    return [event for event in told.events if isinstance(event, Suspecting)]
+def suspected(told: Told) -> list[MemberSuspected]:
+    return [event for event in told.events if isinstance(event, MemberSuspected)]
 
 
 async def both(one: ClusterNode, told: Told, other: OtherNode) -> NodeKey:
@@ -181,10 +181,10 @@ async def test_a_node_whose_python_stands_still_is_heard_and_a_host_that_does_is
         assert await look(one, lambda life: life.beats._native.come_by_way) >= come + BEATS_HELD
         assert not suspected(told) and one.view.epoch == epoch
         other.stop()  # a host that stands still: nothing of it is proven
-        await told.until(lambda event: isinstance(event, Suspecting))
+        await told.until(lambda event: isinstance(event, MemberSuspected))
         assert [event.key for event in suspected(told)] == [peer]
         other.kill()
-        await told.until(lambda event: isinstance(event, Acting) and event.view.epoch > epoch)
+        await told.until(lambda event: isinstance(event, ViewEntered) and event.view.epoch > epoch)
 
 
 async def test_a_node_that_is_killed_alone_is_suspected_at_the_limit_of_its_silence_and_out(
@@ -195,14 +195,14 @@ async def test_a_node_that_is_killed_alone_is_suspected_at_the_limit_of_its_sile
         peer = await both(one, told, other)
         epoch = one.view.epoch
 
-        def kill_and_look(life: NodeLife) -> tuple[int | None, int]:
+        def kill_and_look(life: Incarnation) -> tuple[int | None, int]:
             other.kill()  # on the loop that judges: nothing is suspected between this and the look
             return life.beats.silence(peer)
 
         silent_ns, limit_ns = await look(one, kill_and_look)
         assert silent_ns is not None
         killed_ns = time.monotonic_ns()
-        await told.until(lambda event: isinstance(event, Suspecting))
+        await told.until(lambda event: isinstance(event, MemberSuspected))
         noticed_ms = (time.monotonic_ns() - killed_ns + silent_ns) / 1e6
         (suspicion,) = suspected(told)
         said = re.fullmatch(r"not heard for (\d+) ms", suspicion.reason)
@@ -210,8 +210,8 @@ async def test_a_node_that_is_killed_alone_is_suspected_at_the_limit_of_its_sile
         # No sooner: that its stripe was closed proves nothing between hosts.
         print(f"limit {limit_ns / 1e6:.0f} ms; suspected after {said[1]}, told after {noticed_ms:.0f} ms")
         assert int(said[1]) >= limit_ns // 1_000_000
-        acting = await told.until(lambda event: isinstance(event, Acting) and event.view.epoch > epoch)
-        assert isinstance(acting, Acting) and [each.key for each in acting.view.nodes] == [one.me.key]
+        acting = await told.until(lambda event: isinstance(event, ViewEntered) and event.view.epoch > epoch)
+        assert isinstance(acting, ViewEntered) and [each.key for each in acting.view.nodes] == [one.me.key]
 
 
 async def test_without_a_device_beats_go_by_tcp_and_both_know_why(

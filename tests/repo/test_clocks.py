@@ -16,10 +16,10 @@ NATIVE_WALL_CLOCK = re.compile(r"CLOCK_REALTIME|gettimeofday|time\.time(_ns)?\("
 # Each reads it for a stamp or for people; none waits by it, or measures with it.
 READERS = {
     "actors/replay/recording.py": "what a recorded actor is told the time is",
-    "actors/cluster/clocks.py": "how far a node's clock is from another's, to be told",
+    "actors/cluster/node/clocks.py": "how far a node's clock is from another's, to be told",
     "actors/cluster/heartbeats/heartbeat.h": "makes the kernel's stamp monotonic, between bounds",
     "actors/core/context.py": "an actor's own wall clock",
-    "actors/rank/log.py": "the time of a line of the log",
+    "actors/process/log.py": "the time of a line of the log",
     "collectives/group/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
     "training/profiler/profiler.py": "when a run began, to be told beside the monotonic clock",
     "transport/link/_link.pyx": "the stamp of a frame",

@@ -107,9 +107,9 @@ def test_pods_found_and_join_one_cluster(name: str) -> None:
     assert [each.role for each in found] == [Role.FOUND, *[Role.JOIN] * (count - 1)]
     assert {each.nodes.most for each in found} == {count}
     assert {each.port for each in found} == {POD_PORT}
-    assert {each.doors for each in found} == {found[0].doors}
+    assert {each.join_addresses for each in found} == {found[0].join_addresses}
     first = f"{document['metadata']['name']}-0.zbmd.research.svc"
-    assert [door.host for door in found[0].doors] == [first, "zbmd.research.svc"]
+    assert [join_address.host for join_address in found[0].join_addresses] == [first, "zbmd.research.svc"]
     assert found[1].local == "10.1.0.2"
 
 

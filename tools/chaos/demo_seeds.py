@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.demo.command import STEPS, WORLD_SIZE, DemoOptions, plan_kill, report, run_job
 from zbmd.transport.errors import UserError
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from zbmd.actors.host.early_template import EarlyTemplate
 from zbmd.actors.host.events import HostEvent, RankDown, RankReport
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.sweep import passes as kill_passes
 from zbmd.tools.runs.commands import audit_run

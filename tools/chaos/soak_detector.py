@@ -27,8 +27,8 @@ import uvloop
 
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.host.events import HostEvent, RankDown, RankReport, ViewChanged
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.tools.cli.settings import cores
 
 MINUTES_DEFAULT: Final = 10.0

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.actors.host.events import HostEvent, RankDown, RankStarted
-from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.chaos.small_job import Outcome, run_small_job, write_text
 from zbmd.tools.chaos.sweep.cases import Setting, every_setting
 from zbmd.training.redundancy.machine import LOST_WITH_BUDDY

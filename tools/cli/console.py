@@ -18,7 +18,7 @@ import rich.console
 import rich.progress
 from rich.text import Text
 
-from zbmd.actors.host.output import LineWriter, OutputLine, StreamName, emit_plainly
+from zbmd.actors.process.output import LineWriter, OutputLine, StreamName, emit_plainly
 
 # The progress line of a training run, and the one line that tells of a recovery.
 
@@ -159,7 +159,7 @@ class Console:
         """Print a rank's line, or hold it as one of its last words."""
         assert self._writer is not None
         text = line.text.decode(errors="replace")
-        if line.last_words and self._hold_last_words and self._hold(line.rank, line.incarnation, text):
+        if line.is_exit_reason and self._hold_last_words and self._hold(line.rank, line.incarnation, text):
             return
         stream: StreamName = "stderr" if self._ranks_to_stderr else line.stream
         await self._writer.write(stream, f"[rank{line.rank}]: {text}")

@@ -10,10 +10,10 @@ from zbmd.actors.bootstrap.readings import (
     NODES_MAX,
     STATIC_PORT,
     TEXT_CHARACTERS_MAX,
-    Reading,
+    LauncherFacts,
     Stated,
     as_number,
-    parse_door,
+    parse_join_address,
     parse_node_range,
 )
 from zbmd.tools.cli.setting import Setting, Settings
@@ -98,12 +98,14 @@ LAUNCH_SETTINGS: Final = (
     _setting(
         "service", parse_name, "NAME", "the headless service of these pods (Kubernetes)", torchrun=False
     ),
-    _setting("store", parse_name, "URL", "etcd://HOST:PORT[,…]/NAME: keeps the doors", torchrun=False),
+    _setting(
+        "store", parse_name, "URL", "etcd://HOST:PORT[,…]/NAME: keeps the join addresses", torchrun=False
+    ),
     _setting(
         "port",
         _number("the port", least=1, most=PORT_MAX),
         "PORT",
-        "what nodes listen on; default: the door's port",
+        "what nodes listen on; default: the join address's port",
         torchrun=False,
     ),
     Setting(
@@ -116,7 +118,7 @@ LAUNCH_SETTINGS: Final = (
 )
 
 
-def stated(settings: Settings) -> Reading:
+def stated(settings: Settings) -> LauncherFacts:
     """What the user set. Raises `UserError`."""
     backend = settings["rdzv_backend"]
     store = _stated(settings, "store")
@@ -128,12 +130,12 @@ def stated(settings: Settings) -> Reading:
         notes.append(f"{node.source} is not used with --rdzv-backend {backend}, as in torchrun")
         node = None
     processes = _stated(settings, "nproc_per_node")
-    return Reading(
+    return LauncherFacts(
         launcher="zbmd-node run",
         nodes=_stated(settings, "nnodes"),
         node=node,
         processes=None if processes is None or processes.source == "default" else processes,
-        doors=None if backend in ETCD else _doors(settings),
+        join_addresses=None if backend in ETCD else _join_addresses(settings),
         port=_stated(settings, "port"),
         holder_founds=backend == C10D,
         job=_stated(settings, "rdzv_id"),
@@ -158,15 +160,17 @@ def _stated(settings: Settings, name: str) -> Stated[Any] | None:
     return None if value is None else Stated(value=value, source=settings.source(name))
 
 
-def _doors(settings: Settings) -> Stated[tuple[TcpAddress, ...]] | None:
+def _join_addresses(settings: Settings) -> Stated[tuple[TcpAddress, ...]] | None:
     endpoint, master = _stated(settings, "rdzv_endpoint"), _stated(settings, "master_addr")
     if endpoint is not None:
-        door = parse_door(endpoint.value, endpoint.source, port=ENDPOINT_PORT)
-        return Stated(value=(door,), source=endpoint.source)
+        join_address = parse_join_address(endpoint.value, endpoint.source, port=ENDPOINT_PORT)
+        return Stated(value=(join_address,), source=endpoint.source)
     if master is None:
         return None
-    door = parse_door(master.value, master.source, port=settings["master_port"] or STATIC_PORT)
-    return Stated(value=(door,), source=master.source)
+    join_address = parse_join_address(
+        master.value, master.source, port=settings["master_port"] or STATIC_PORT
+    )
+    return Stated(value=(join_address,), source=master.source)
 
 
 def _torchruns_etcd(settings: Settings) -> Stated[str]:

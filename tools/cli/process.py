@@ -27,7 +27,7 @@ def ended_by_ctrl_c() -> Generator[None]:
 
 def run(main: Callable[[], int]) -> int:
     """Run a command; in the fork that it has made for a job's ranks, go on as their template."""
-    from zbmd.actors.host.early_template import TemplateBegins
+    from zbmd.actors.process.early_template import TemplateBegins
 
     try:
         return main()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbmd.actors.hangs.verdict import OnHang
-from zbmd.actors.rank_env import OFF
+from zbmd.actors.rank.environment import OFF
 from zbmd.actors.view import OnLoss
 from zbmd.transport.capture import Detail
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
-from zbmd.actors.rank_env import ARENA_BYTES_DEFAULT, parse_arena, parse_progress_deadline
+from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, parse_arena, parse_progress_deadline
 from zbmd.actors.replay.process_capture import parse_bulk
 from zbmd.actors.view import RANKS_MAX, OnLoss
 from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS

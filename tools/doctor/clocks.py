@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from zbmd.actors.cluster.clocks import clocks_apart, wall_ns
-from zbmd.actors.cluster.node.client import line_over
+from zbmd.actors.cluster.node.client import admin_over
+from zbmd.actors.cluster.node.clocks import clocks_apart, wall_ns
 from zbmd.actors.cluster.node.contracts import ClockReply, ClockRequest
-from zbmd.actors.cluster.node.join import visitor
+from zbmd.actors.cluster.node.join import client_endpoint
 from zbmd.actors.errors import ActorError
 from zbmd.tools.doctor.report import Finding, Section, State
 from zbmd.transport.clock.deadlines import derive, format_duration
@@ -45,11 +45,11 @@ async def _ask(address: TcpAddress, clock_ns: Callable[[], int]) -> tuple[ClockR
     """The answer, and how far that clock is ahead: it was read half a round trip ago."""
     if not cookie_path().exists():
         raise UserError("there is no cookie here to ask with (`zbmd-node token` there prints how to get it)")
-    endpoint = visitor(load_or_create_cookie(), derive())
+    endpoint = client_endpoint(load_or_create_cookie(), derive())
     link = await tcp.dial(address, endpoint, settings=tcp_settings())
-    async with line_over(link, endpoint) as line:
+    async with admin_over(link, endpoint) as admin:
         asked_ns = clock_ns()
-        reply = await line.desk.ask(ClockRequest(), reply=ClockReply, timeout=CLOCK_S)
+        reply = await admin.actor.ask(ClockRequest(), reply=ClockReply, timeout=CLOCK_S)
         return reply, reply.wall_ns - (asked_ns + clock_ns()) // 2
 
 

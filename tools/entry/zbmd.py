@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ended_by_ctrl_c():
         arguments = parser(*(word for word in words[:1] if word in COMMANDS)).parse_args(words)
         # Here, not above: it takes as long as all that a small command imports.
-        from zbmd.actors.rank.log import log_to_stderr
+        from zbmd.actors.process.log import log_to_stderr
 
     log_to_stderr()
     try:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import zbmd
-from zbmd.actors.rank.log import log_to_stderr
-from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.cli import process
 from zbmd.transport.errors import UserError, ZbmdError
 
@@ -152,7 +152,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     import uvloop
 
     from zbmd.actors.bootstrap.merge import Role
-    from zbmd.actors.host.early_template import fork_template
+    from zbmd.actors.process.early_template import fork_template
     from zbmd.tools.cli import launch
     from zbmd.tools.cli.settings import SETTINGS, merge
     from zbmd.tools.node.run import Job, check, check_own, host_config, run_job

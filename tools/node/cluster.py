@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import uvloop
 
-from zbmd.actors.host.early_template import fork_template
+from zbmd.actors.process.early_template import fork_template
 from zbmd.tools.cli.console import screen_for_tables
 from zbmd.tools.node import (
     jobs as node_jobs,

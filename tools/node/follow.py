@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from typing import Final
 
-from zbmd.actors.cluster.jobs.table import JobPhase
-from zbmd.actors.cluster.node.client import Line, desk_of
+from zbmd.actors.cluster.node.client import AdminConnection, connect_admin
 from zbmd.actors.cluster.node.contracts import JobInfo, OutputReply, OutputRequest, PrintedLine
-from zbmd.actors.host.output import OutputLine, StreamName
+from zbmd.actors.cluster.state.job_table import JobPhase
+from zbmd.actors.process.output import OutputLine, StreamName
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.node.jobs import ask_jobs, job_name
@@ -36,8 +36,8 @@ class _Host:
     async def _run(self) -> None:
         for _ in range(SILENT_LOOKS_MAX):
             try:
-                async with desk_of(self._address) as line:
-                    await self._read(line)
+                async with connect_admin(self._address) as admin:
+                    await self._read(admin)
                 return
             except (ZbmdError, TimeoutError) as error:
                 reason = str(error)
@@ -46,11 +46,11 @@ class _Host:
                 await asyncio.sleep(LOOK_S)
         await self._console.note(f"what ranks on {self.name} still print is not shown: {reason}")
 
-    async def _read(self, line: Line) -> None:
+    async def _read(self, admin: AdminConnection) -> None:
         while True:  # until the job has ended, and all of it is shown
             last = self.ended.is_set()
             request = OutputRequest(job=self._job, number=self.seen)
-            found = await line.desk.ask(request, reply=OutputReply, timeout=10.0)
+            found = await admin.actor.ask(request, reply=OutputReply, timeout=10.0)
             if found.lines and found.first > self.seen:
                 lost = found.first - self.seen
                 await self._console.note(f"{lost} lines of ranks on {self.name} were dropped")
@@ -69,14 +69,14 @@ def _line(printed: PrintedLine) -> OutputLine:
     return OutputLine(rank=printed.rank, incarnation=0, stream=stream, text=printed.text)
 
 
-async def follow(line: Line, job: int) -> int:
+async def follow(admin: AdminConnection, job: int) -> int:
     """Show a job until it ends; the exit code that it stands for."""
     hosts: dict[str, _Host] = {}
     told = ""
     async with Console() as console:
         try:
             while True:  # until the job has ended
-                found = await ask_jobs(line, job=job)
+                found = await ask_jobs(admin, job=job)
                 if not found.jobs:
                     raise UserError(f"job {job_name(job)} is not in the cluster's table any more.")
                 now = found.jobs[0]

@@ -10,8 +10,7 @@ import msgspec
 import rich.console
 import rich.table
 
-from zbmd.actors.cluster.jobs.table import Stop, Submit
-from zbmd.actors.cluster.node.client import ASK_S, Line, desk_of
+from zbmd.actors.cluster.node.client import ASK_S, AdminConnection, connect_admin
 from zbmd.actors.cluster.node.contracts import (
     JobInfo,
     JobsReply,
@@ -19,6 +18,7 @@ from zbmd.actors.cluster.node.contracts import (
     OrderReply,
     OrderRequest,
 )
+from zbmd.actors.cluster.state.job_table import Stop, Submit
 from zbmd.transport.errors import DeadlineExceeded, UserError
 
 LOOK_S: Final = 0.05
@@ -31,18 +31,18 @@ def job_name(job: int) -> str:
     return f"{job:x}"
 
 
-async def ask_jobs(line: Line, *, job: int = 0, number: int = 0) -> JobsReply:
+async def ask_jobs(admin: AdminConnection, *, job: int = 0, number: int = 0) -> JobsReply:
     """The jobs as the node has them."""
-    return await line.desk.ask(JobsRequest(job=job, number=number), reply=JobsReply, timeout=ASK_S)
+    return await admin.actor.ask(JobsRequest(job=job, number=number), reply=JobsReply, timeout=ASK_S)
 
 
-async def give_order(line: Line, order: Submit | Stop) -> None:
+async def give_order(admin: AdminConnection, order: Submit | Stop) -> None:
     """Have the cluster agree on an order. Raises `UserError` if it is refused, `DeadlineExceeded`."""
-    given = await line.desk.ask(OrderRequest(order=order), reply=OrderReply, timeout=ASK_S)
+    given = await admin.actor.ask(OrderRequest(order=order), reply=OrderReply, timeout=ASK_S)
     if given.refused:
         raise UserError(f"the cluster does not take this order: {given.refused}.")
     for _ in range(LOOKS_MAX):
-        found = await ask_jobs(line, number=given.number)
+        found = await ask_jobs(admin, number=given.number)
         if found.refused:
             raise UserError(f"the cluster does not take this order: {found.refused}.")
         if found.applied:
@@ -66,16 +66,16 @@ def find_job(found: JobsReply, name: str) -> JobInfo:
 
 async def stop(at: str | None, name: str, *, kill: bool) -> str:
     """Stop a job; what to tell."""
-    async with desk_of(at) as line:
-        job = find_job(await ask_jobs(line), name)
-        await give_order(line, Stop(job=job.job, reason="zbmd-node stop", kill=kill))
+    async with connect_admin(at) as admin:
+        job = find_job(await ask_jobs(admin), name)
+        await give_order(admin, Stop(job=job.job, reason="zbmd-node stop", kill=kill))
     return f"job {job_name(job.job)} is being stopped"
 
 
 async def jobs(at: str | None) -> JobsReply:
     """All jobs, as a node has them."""
-    async with desk_of(at) as line:
-        return await ask_jobs(line)
+    async with connect_admin(at) as admin:
+        return await ask_jobs(admin)
 
 
 def as_json(reply: JobsReply) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from zbmd.actors.cluster.node.client import ASK_S, desk_of
+from zbmd.actors.cluster.node.client import ASK_S, connect_admin
 from zbmd.actors.cluster.node.contracts import ADDRESSES_MAX, TokenReply, TokenRequest
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, format_duration
 from zbmd.transport.errors import UserError
@@ -62,8 +62,8 @@ def read_token(text: str) -> tuple[Token, tuple[TcpAddress, ...]]:
 
 async def print_token(at: str | None) -> None:
     """`zbmd-node token`."""
-    async with desk_of(at) as line:
-        reply = await line.desk.ask(TokenRequest(), reply=TokenReply, timeout=ASK_S)
+    async with connect_admin(at) as admin:
+        reply = await admin.actor.ask(TokenRequest(), reply=TokenReply, timeout=ASK_S)
     token = write_token(Token(cookie=load_or_create_cookie(), addresses=reply.addresses))
     words = ["zbmd-node", "up", "--join", reply.addresses[0], "--token", token]
     if reply.recovery_budget_ns != RECOVERY_BUDGET_NS_DEFAULT:

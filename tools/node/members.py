@@ -11,7 +11,7 @@ import msgspec
 import rich.console
 import rich.table
 
-from zbmd.actors.cluster.node.client import ASK_S, desk_of
+from zbmd.actors.cluster.node.client import ASK_S, connect_admin
 from zbmd.actors.cluster.node.contracts import (
     LeaveRequest,
     Leaving,
@@ -29,8 +29,8 @@ LEAVE_S = 60.0
 
 async def members(at: str | None) -> MembersReply:
     """How a node sees its cluster."""
-    async with desk_of(at) as line:
-        return await line.desk.ask(MembersRequest(), reply=MembersReply, timeout=ASK_S)
+    async with connect_admin(at) as admin:
+        return await admin.actor.ask(MembersRequest(), reply=MembersReply, timeout=ASK_S)
 
 
 def as_json(reply: MembersReply) -> str:
@@ -102,9 +102,9 @@ def remarks(reply: MembersReply) -> list[str]:
 
 async def down(at: str | None) -> str:
     """Have a node leave in order, and wait until it has; what to tell."""
-    async with desk_of(at) as line:
-        answer = await line.desk.ask(LeaveRequest(), reply=Leaving, timeout=ASK_S)
-        closed = line.system.monitor(line.desk)
+    async with connect_admin(at) as admin:
+        answer = await admin.actor.ask(LeaveRequest(), reply=Leaving, timeout=ASK_S)
+        closed = admin.system.monitor(admin.actor)
         with contextlib.suppress(LinkClosed):
             async with asyncio.timeout(LEAVE_S):
                 await closed.down()

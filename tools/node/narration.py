@@ -23,8 +23,8 @@ from zbmd.actors.host.events import (
     RunResult,
     ViewChanged,
 )
-from zbmd.actors.host.process import resident_bytes
-from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.actors.host.processes import resident_bytes
+from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.tools.cli.console import Console, Progress, Recovery
 
 RUN_ENDS = "the run ends"

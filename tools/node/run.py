@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from zbmd.actors.host.early_template import EarlyTemplate
 from zbmd.actors.host.supervisor import PRELOAD, Host, HostConfig
-from zbmd.actors.rank_env import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.rank.environment import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
 from zbmd.actors.view import Outcome, RankState
 from zbmd.tools.cli.console import Console

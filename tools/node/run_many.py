@@ -17,27 +17,27 @@ from pathlib import Path
 from typing import Any, Final, assert_never
 
 import zbmd
-from zbmd.actors.bootstrap.founding import as_told, joining, node_id_of, node_name
+from zbmd.actors.bootstrap.founding import configured, joining, node_id_of, node_name
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
-from zbmd.actors.cluster.capture_kinds import ONE_JOB
 from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.jobs.node_driver import JobHost
-from zbmd.actors.cluster.jobs.table import REASON_CHARACTERS_MAX, JobSpec, Stop, Submit
+from zbmd.actors.cluster.jobs.single_job import ONE_JOB
 from zbmd.actors.cluster.node.actors import NodeActors
 from zbmd.actors.cluster.node.capture import node_capture
-from zbmd.actors.cluster.node.join import JoinFailed, NotLetInYet
-from zbmd.actors.cluster.node.lives import Hindered, NodeConfig, NodeEvent
+from zbmd.actors.cluster.node.incarnations import JoinDelayed, NodeConfig, NodeEvent
+from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut
 from zbmd.actors.cluster.node.node import ClusterNode
-from zbmd.actors.cluster.node.persistent_state import BriefMemory
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.node.persistent_state import EphemeralNodeState
+from zbmd.actors.cluster.state.job_table import REASON_CHARACTERS_MAX, JobSpec, Stop, Submit
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host.early_template import EarlyTemplate
-from zbmd.actors.host.events import EXIT_FAILED
 from zbmd.actors.host.supervisor import PRELOAD
-from zbmd.actors.rank_env import OFF, PROGRESS_DEADLINE_VARIABLE
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.process.exit import EXIT_FAILED
+from zbmd.actors.rank.environment import OFF, PROGRESS_DEADLINE_VARIABLE
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import free_port
@@ -51,6 +51,7 @@ from zbmd.transport.clock.deadlines import SECOND_NS
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.tcp.address import tcp_settings
 from zbmd.transport.tcp.sockets import PortInUse
 
@@ -60,7 +61,7 @@ NAMED_MAX: Final = 16
 NOT_COMPARED: Final = ("environment", "code")
 """A node's environment is its own; a host whose code differs says so itself."""
 STORE_TRY_S: Final = 12.0
-"""At the doors that a store lists; then it is read again, since its founder may be gone by then."""
+"""At the join addresses that a store lists; then it is read again, since its founder may be gone by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,9 @@ def spec_of(plan: Plan) -> JobSpec:
     job, settings, nodes = plan.job, plan.settings, plan.bootstrap.nodes
     environment = dict(plan.variables)
     environment.pop("MASTER_PORT", None)  # chosen where rank 0 is to run
-    if settings["master_port"] and all(door.port != settings["master_port"] for door in plan.bootstrap.doors):
+    if settings["master_port"] and all(
+        join_address.port != settings["master_port"] for join_address in plan.bootstrap.join_addresses
+    ):
         environment["MASTER_PORT"] = str(settings["master_port"])
     deadline_s = settings["progress_deadline"]
     environment[PROGRESS_DEADLINE_VARIABLE] = f"{deadline_s:g}s" if deadline_s else OFF
@@ -147,7 +150,7 @@ async def run_over_nodes(plan: Plan, template: EarlyTemplate | None) -> int:
     template: of the ranks of this host, if it was forked already.
     """
     spec = await asyncio.to_thread(spec_of, plan)
-    config = await as_told(plan.bootstrap, _config(plan))
+    config = await configured(plan.bootstrap, _config(plan))
     given_up_ns = time.monotonic_ns() + plan.patience_ns
     async with Console(hold_last_words=True) as console:
         while True:  # until it has run, or time is up
@@ -164,7 +167,7 @@ async def run_over_nodes(plan: Plan, template: EarlyTemplate | None) -> int:
                 if plan.bootstrap.role is Role.STORE:
                     if time.monotonic_ns() < given_up_ns:
                         continue
-                elif not isinstance(error, NotLetInYet):
+                elif not isinstance(error, JoinTimedOut):
                     raise
                 await console.note(str(error))
                 return EXIT_FAILED
@@ -197,7 +200,7 @@ async def _found(
 
 
 class _NodeRun:
-    """One node, from its start to its end: the driver of `OneJob`, and a `ClusterListener`."""
+    """One node, from its start to its end: the driver of `SingleJob`, and a `ClusterListener`."""
 
     def __init__(
         self,
@@ -222,10 +225,10 @@ class _NodeRun:
             "patience_ns": plan.patience_ns,
             "leave_ns": round(LEAVE_S * SECOND_NS),
         }
-        self.machine = o.OneJob(**about)
+        self.machine = o.SingleJob(**about)
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.anew)
         self._name = config.name
-        memory = BriefMemory(node_id_of(plan.bootstrap.node, founds=founds))
+        memory = EphemeralNodeState(node_id_of(plan.bootstrap.node, founds=founds))
         local = local_variables(plan)
         self._clock = HybridClock()
         captured = CaptureSettings.read(local, job=0)
@@ -313,7 +316,7 @@ class _NodeRun:
         self._put(o.EndAsked(reason=reason.result(), exit_code=EXIT_FAILED, leave=True))
 
     def _hear(self, event: NodeEvent) -> None:
-        if isinstance(event, Hindered):
+        if isinstance(event, JoinDelayed):
             self._teller.say(f"not let in yet: {event.text}")
 
     # -- `ClusterListener` -------------------------------------------------------------------------------
@@ -324,7 +327,7 @@ class _NodeRun:
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
-        if view.nodes != self._members and self.machine.state is not o.State.LEAVING:
+        if view.nodes != self._members and self.machine.state is not o.SingleJobState.LEAVING:
             self._teller.say(_members_in_words(self._members, view.nodes, self._node.me))
             self._members = view.nodes
         self._compare(view)
@@ -372,7 +375,7 @@ class _NodeRun:
                 self._node.leave()
             case o.Say(text=text):
                 self._teller.say(text)
-            case o.SetTimer(at_ns=at_ns):
+            case SetTimer(at_ns=at_ns):
                 if self._timer is not None:
                     self._timer.cancel()
                 delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
@@ -385,7 +388,7 @@ class _NodeRun:
 
     def _timer_fired(self, due_ns: int) -> None:
         self._capture.recorder.timer("one job", due_ns, stream=self._tap.stream)
-        self._put(o.TimerFired())
+        self._put(TimerFired())
 
 
 def _members_in_words(before: tuple[Node, ...], now: tuple[Node, ...], me: Node) -> str:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from zbmd.actors.cluster.jobs.table import Job
+from zbmd.actors.cluster.state.job_table import Job
 from zbmd.actors.host.events import HostEvent, RankDown, RankInfo, RankReport, RankStarted, RunResult
 from zbmd.actors.view import Outcome, RankState
 from zbmd.tools.cli.console import Console

@@ -11,7 +11,7 @@ import rich.table
 
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.host.address import find_hosts
-from zbmd.actors.host.contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankStatus, StatusRequest
+from zbmd.actors.rank.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie

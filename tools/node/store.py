@@ -1,4 +1,4 @@
-"""`--store`: a node that finds its cluster in etcd, keeps its door there, and asks it who may go on."""
+"""`--store`: a node that finds its cluster in etcd, publishes its address there, and uses it as witness."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from zbmd.actors.bootstrap.etcd_client import REQUEST_S_MAX, EtcdClient
-from zbmd.actors.bootstrap.etcd_doors import EtcdDoors
+from zbmd.actors.bootstrap.etcd_members import EtcdMembers
 from zbmd.actors.bootstrap.etcd_url import EtcdUrl, parse_etcd_url
 from zbmd.actors.bootstrap.etcd_witness import EtcdWitness
-from zbmd.actors.cluster.membership.witness import Given
-from zbmd.actors.cluster.node.lives import NodeConfig
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.membership.witness import TieBreakerNamed
+from zbmd.actors.cluster.node.incarnations import NodeConfig
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress
 
@@ -23,7 +23,7 @@ from zbmd.transport.tcp.address import TcpAddress
 async def with_store(
     config: NodeConfig, store: str
 ) -> AsyncGenerator[tuple[NodeConfig, asyncio.Future[str]]]:
-    """The node's configuration as the store has it, which lists its door while in this context.
+    """The node's configuration as the store has it, which lists its join address while in this context.
 
     The future is done, with the reason, if the cluster was founded anew while none of its members reached the
     store. Raises `UserError`, and `EtcdError` if the store cannot be reached.
@@ -36,16 +36,18 @@ async def with_store(
     client = EtcdClient(url)
     superseded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     address = await _own_address(url, config.listen)
-    doors = EtcdDoors(client, name=config.name, address=address, on_superseded=superseded.set_result)
-    standing = await doors.enter()
+    join_addresses = EtcdMembers(
+        client, name=config.name, address=address, on_superseded=superseded.set_result
+    )
+    standing = await join_addresses.enter()
 
-    def witness(me: NodeKey, retry_ns: int, on_given: Callable[[Given], None]) -> EtcdWitness:
+    def witness(me: NodeKey, retry_ns: int, on_given: Callable[[TieBreakerNamed], None]) -> EtcdWitness:
         return EtcdWitness(
             EtcdClient(url), me, generation=standing.generation, retry_ns=retry_ns, on_given=on_given
         )
 
-    async with doors.kept(standing):
-        found = replace(config, joins=standing.doors, anew=standing.founds, witness=witness)
+    async with join_addresses.kept(standing):
+        found = replace(config, joins=standing.join_addresses, anew=standing.founds, witness=witness)
         yield found, superseded
 
 

@@ -11,8 +11,8 @@ from typing import Final
 
 from zbmd.actors.bootstrap.readings import NodeRange
 from zbmd.actors.cluster.jobs.code_digest import code_of
-from zbmd.actors.cluster.jobs.table import JobSpec, Submit
-from zbmd.actors.cluster.node.client import Line, desk_of
+from zbmd.actors.cluster.node.client import AdminConnection, connect_admin
+from zbmd.actors.cluster.state.job_table import JobSpec, Submit
 from zbmd.tools.cli.setting import Settings
 from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.tools.node.follow import follow
@@ -119,18 +119,18 @@ def _environment(given: list[str], settings: Settings) -> tuple[tuple[str, str],
 async def submit(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     spec = job_spec(arguments)
-    async with desk_of(arguments.at) as line:
-        await give_order(line, Submit(spec=spec))
+    async with connect_admin(arguments.at) as admin:
+        await give_order(admin, Submit(spec=spec))
         print(job_name(spec.job), flush=True)
         following = sys.stderr.isatty() if arguments.follow is None else arguments.follow
         if not following:
             return 0
-        return await _follow(line, spec.job)
+        return await _follow(admin, spec.job)
 
 
-async def _follow(line: Line, job: int) -> int:
+async def _follow(admin: AdminConnection, job: int) -> int:
     try:
-        return await follow(line, job)
+        return await follow(admin, job)
     except KeyboardInterrupt:
         print(
             f"[zbmd]: job {job_name(job)} goes on; to end it: zbmd-node stop {job_name(job)}", file=sys.stderr

@@ -20,9 +20,9 @@ from zbmd.actors.cluster.node.persistent_state import read_running, state_path
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, ActorRow, InsideReply, InsideRequest
-from zbmd.actors.host.contracts import HOST_ACTOR, NODE_NAME, NodeStatus, StatusRequest
+from zbmd.actors.rank.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import child_id
+from zbmd.actors.view import rank_name
 from zbmd.tools.node.snapshots import ASK_S, Look, Source
 from zbmd.tools.node.status import find_nodes
 from zbmd.tools.node.top_cluster import open_cluster
@@ -66,7 +66,7 @@ class Host:
         """See `Source`: what its processes tell."""
         host = self._system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
         status = await host.ask(StatusRequest(), reply=NodeStatus, timeout=ASK_S)
-        names = [NODE_NAME, *(child_id(rank.rank) for rank in status.ranks if rank.state == "joined")]
+        names = [NODE_NAME, *(rank_name(rank.rank) for rank in status.ranks if rank.state == "joined")]
         # One after the other: the host's `inside` is one actor, and a rank that is busy is soon given up.
         replies, silent = list[InsideReply](), list[str]()
         for name in names:

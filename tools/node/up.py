@@ -20,21 +20,21 @@ from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.membership.machine import LEFT
 from zbmd.actors.cluster.node.actors import NodeActors, Start
 from zbmd.actors.cluster.node.capture import node_capture
-from zbmd.actors.cluster.node.lives import (
+from zbmd.actors.cluster.node.incarnations import (
     PORT_DEFAULT,
-    Acting,
-    Hindered,
-    LifeOver,
+    IncarnationEnded,
+    JoinDelayed,
+    MemberSuspected,
     NodeConfig,
     NodeEvent,
-    Suspecting,
+    ViewEntered,
 )
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
-from zbmd.actors.cluster.node_id import Node
+from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.core.actor_base import allow_remote_modules
-from zbmd.actors.host.early_template import EarlyTemplate
 from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.tools.node.join_token import read_token
 from zbmd.tools.node.run import MORE_PRELOADS
@@ -182,18 +182,18 @@ class Teller:
     def __call__(self, event: NodeEvent) -> None:
         """A line for what its user should know."""
         match event:
-            case Hindered(text=text):
+            case JoinDelayed(text=text):
                 say(f"not let in yet: {text}")
-            case Acting(me=me, view=view, reason=reason):
+            case ViewEntered(me=me, view=view, reason=reason):
                 if view.nodes == self._members:
                     return  # it is about jobs
                 self._members = view.nodes
                 names = ", ".join(node.name or str(node.key) for node in view.nodes[:16])
                 more = f" and {len(view.nodes) - 16} more" if len(view.nodes) > 16 else ""
                 say(f"{me} at {me.address}: view {view.epoch}: {names}{more} ({reason})")
-            case Suspecting(key=key, reason=reason):
+            case MemberSuspected(key=key, reason=reason):
                 say(f"{key} is suspect: {reason}")
-            case LifeOver(key=key, reason=reason):
+            case IncarnationEnded(key=key, reason=reason):
                 again = "" if reason == LEFT else "; it will try to come back"
                 say(f"{key} stops: {reason}{again}")
             case _:

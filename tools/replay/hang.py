@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from zbmd.actors import view
-from zbmd.actors.host.contracts import NODE_NAME
+from zbmd.actors.host import membership_events as host_events
 from zbmd.actors.host.membership import MembershipMachine
+from zbmd.actors.rank.host_contracts import NODE_NAME
 from zbmd.actors.supervision.machine import ChildState, SupervisionMachine
-from zbmd.actors.view import RankState, child_id
+from zbmd.actors.view import RankState, rank_name
 from zbmd.collectives.commit.driver import ACTOR_NAME
 from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote
 from zbmd.collectives.commit.machine import END_STATES, CommitState, StepCommit
@@ -342,7 +342,7 @@ def _operations_of(end: ProcessAtEnd | None, group: str) -> Played | None:
 
 def _membership_waits(end: ProcessAtEnd, played: Played, machine: MembershipMachine) -> list[Wait]:
     waits: list[Wait] = []
-    if machine.phase is view.Phase.ENDED:
+    if machine.phase is host_events.Phase.ENDED:
         return waits
     for rank in machine.ranks:
         state, incarnation = machine.state(rank)
@@ -357,7 +357,7 @@ def _membership_waits(end: ProcessAtEnd, played: Played, machine: MembershipMach
                 process=end.process,
                 stream=played.name,
                 what=what,
-                whom=(child_id(rank),),
+                whom=(rank_name(rank),),
                 since_ns=played.changed_ns,
             )
         )

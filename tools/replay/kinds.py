@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zbmd.actors.cluster.capture_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
+from zbmd.actors.cluster.heartbeats.detector import DETECTOR
+from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS
+from zbmd.actors.cluster.jobs.single_job import ONE_JOB
+from zbmd.actors.cluster.membership.capture_kind import CLUSTER
 from zbmd.actors.directory.machine import DIRECTORY
 from zbmd.actors.host.membership import MEMBERSHIP
 from zbmd.actors.replay.recording import ACTOR

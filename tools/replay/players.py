@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from zbmd.actors import view
 from zbmd.actors.core import wire
+from zbmd.actors.host import membership_events as host_events
 from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.group.operation_log import OperationBegan, OperationEnded
@@ -214,7 +214,7 @@ class _Player:
             played.begun = event.sequence
         if isinstance(event, OperationEnded):
             played.done = event.sequence
-        if isinstance(event, view.StopRequested):
+        if isinstance(event, host_events.StopRequested):
             played.stopped_ns = at_ns
         for action in actions:
             if isinstance(action, SendReport | SendVote | SendFinish):

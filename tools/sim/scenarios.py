@@ -14,9 +14,9 @@ from typing import NoReturn, Protocol, runtime_checkable
 import structlog
 from structlog.typing import EventDict
 
-from zbmd.actors.cluster.jobs.scenario import JobsScenario
-from zbmd.actors.cluster.membership.scenario import MembershipScenario
+from zbmd.actors.simulated.jobs_scenario import JobsScenario
 from zbmd.actors.simulated.links_scenario import LinksScenario
+from zbmd.actors.simulated.membership_scenario import MembershipScenario
 from zbmd.actors.simulated.scenario import ActorsScenario
 from zbmd.actors.simulated.supervision_scenario import SupervisionScenario
 from zbmd.collectives.scenarios.collectives import CollectivesScenario

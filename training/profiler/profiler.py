@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from zbmd.actors.rank_env import RankEnvironment
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd._spans import CATEGORIES, PER_UNIT, SpanRecorder
 from zbmd.training.autograd.spans import Span

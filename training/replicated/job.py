@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join
-from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.commit.driver import CommitDriver, StepFailed
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.training.autograd.array_module import Array, to_host

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.process.log import log_to_stderr
 from zbmd.training.config import TrainingConfig
 from zbmd.training.replicated.job import JobOptions, open_recipe, run
 from zbmd.training.replicated.plain import PlainTrainer

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
-from zbmd.actors.rank_env import RankEnvironment
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.training.checkpoint.sharded import checkpoint_in
 from zbmd.training.files import write_atomically
 from zbmd.training.step.memory_estimate import StepOutOfMemory

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Worker, join
-from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans

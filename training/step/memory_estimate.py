@@ -9,7 +9,7 @@ import os
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from zbmd.actors.rank_env import RankEnvironment, host_memory_bytes
+from zbmd.actors.rank.environment import RankEnvironment, host_memory_bytes
 from zbmd.training.config import GPTConfig
 from zbmd.transport.errors import OutOfMemory, UserError, ZbmdError
 from zbmd.transport.memory.memfd import available_memory, in_words

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join
-from zbmd.actors.rank_env import RankEnvironment
 from zbmd.actors.view import View
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.commit.driver import StepFailed

@@ -1,4 +1,4 @@
-"""What a process asks of the kernel for itself (prctl, see its manual page)."""
+"""Attributes of the calling process: its name, parent-death signal and child subreaper (see prctl(2))."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def set_process_name(name: str) -> None:
-    """Set what `ps -o comm` and `top` show for this process; they keep `NAME_BYTES_MAX` bytes of it."""
+    """Set the name that `ps -o comm` and `top` show, cut to `NAME_BYTES_MAX` bytes."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:NAME_BYTES_MAX]))
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread that made it ends.
+    """Have the kernel send this process a signal when the thread that forked it ends.
 
-    If the parent has ended already, this process ends here.
+    Exits at once if the parent has already ended.
     """
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number))
     if os.getppid() != parent_pid:
@@ -32,7 +32,7 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Become the parent of every descendant whose own parent ends (child subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 

@@ -1,6 +1,7 @@
-"""How two nodes set up a way for heartbeats beside a lane: what they say over the link that the lane has.
+"""Messages by which two nodes set up an RDMA route for heartbeats beside their TCP connection.
 
-Who has dialed the lane offers, the other answers, the first is ready. Either may say instead why not.
+The node that dialed the connection offers, the other answers, the first confirms. Each may decline instead,
+with a reason.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from zbmd.transport.rdma.setup import QueuePairAt
 from zbmd.transport.secure.session_keys import SESSION_ID_BYTES
 
 WHY_MAX: Final = 400
-"""Characters of a reason."""
+"""Length of a reason."""
 
 LaneId: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
-"""The session id of a lane."""
+"""The session id of a heartbeat connection (stripe)."""
 _Why = Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 
 
 class BeatsAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a node takes heartbeats over RDMA: its queue pair, and the memory that they are written to."""
+    """Where a node receives heartbeats over RDMA: its queue pair, and the memory they are written to."""
 
     at: QueuePairAt
     address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -30,7 +31,7 @@ class BeatsAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class BeatsOffer(Contract, id="zbmd.cluster.beats_offer"):
-    """Beats may be written here. at: None if they cannot, `why` then says why not."""
+    """Heartbeats may be written to `at`; None declines, with the reason in `why`."""
 
     lane: LaneId
     at: BeatsAt | None = None
@@ -38,7 +39,7 @@ class BeatsOffer(Contract, id="zbmd.cluster.beats_offer"):
 
 
 class BeatsAnswer(Contract, id="zbmd.cluster.beats_answer"):
-    """The same of the other side, which takes beats at once; it sends its own once the first is ready."""
+    """The other side's answer. It receives at once, and sends its own once the first side is ready."""
 
     lane: LaneId
     at: BeatsAt | None = None
@@ -46,7 +47,7 @@ class BeatsAnswer(Contract, id="zbmd.cluster.beats_answer"):
 
 
 class BeatsReady(Contract, id="zbmd.cluster.beats_ready"):
-    """The side that has offered takes beats now. why: not empty if it does not, after all."""
+    """The offering side receives heartbeats now; a non-empty `why` declines after all."""
 
     lane: LaneId
     why: _Why = ""

@@ -1,28 +1,31 @@
-"""Whom a node no longer hears: heartbeats of a few, and when their silence means something (sans-I/O).
+"""The failure detector: judges from heartbeats which members have been silent for too long (sans-I/O).
 
 Accrual as in Hayashibara et al., "The phi accrual failure detector" (SRDS 2004): the limit follows the mean
-and spread of the intervals seen, so that a busy network does not look like a dead host. Bounds hold it
-between four missed heartbeats and the `suspicion_ns` of the recovery budget, or four beats if that is longer.
+and spread of the observed intervals, so that a busy network does not look like a dead host. It stays
+between four missed heartbeats and the `suspicion_ns` of the recovery budget, or four beats if that is
+longer.
 
-Arrivals come in batches, each with its own time: who takes the beats in needs to ask for a judgement only
-when the silence of a member has reached its limit.
+Arrivals come in batches, each with its own time: the driver asks for a judgement only when the silence of a
+member has reached its limit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
-from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.transport.clock.deadlines import Deadlines
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.transport.capture.registry import MachineKind, register
+from zbmd.transport.clock.deadlines import Deadlines, derive
 
 INTERVALS_KEPT = 32
 INTERVALS_MIN = 4
-"""Before so many were seen, the longest limit holds."""
+"""Until so many were seen, the longest limit holds."""
 PHI_SIGMAS = 5.6
-"""As far from the mean lies a phi of 8: one wrong suspicion in 10^8, were the intervals normal."""
+"""A phi of 8, in standard deviations: one wrong suspicion in 10^8 if intervals were normal."""
 MISSED_MIN = 4
 CALM_FACTOR = 4
 """A cluster without a job beats so much slower, and its nodes are suspected after four of these beats: there
@@ -30,12 +33,12 @@ is no job to recover, and four fifths of the recovery budget are still less than
 
 
 def beat_ns(deadlines: Deadlines, *, busy: bool) -> int:
-    """From one heartbeat to the next of the members of a view; busy: whether it has a job."""
+    """Return the interval between heartbeats of a view's members; busy: whether it has a job."""
     return deadlines.heartbeat_ns * (1 if busy else CALM_FACTOR)
 
 
 def longest_limit_ns(suspicion_ns: int, beat_ns: int) -> int:
-    """The silence after which a member who beats so often is suspect, whatever was heard of it before."""
+    """Return the longest silence that is not suspect for a member with this beat interval."""
     return max(suspicion_ns, MISSED_MIN * beat_ns)
 
 
@@ -44,7 +47,7 @@ def longest_limit_ns(suspicion_ns: int, beat_ns: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observe:
-    """Observe these members, who beat every `beat_ns`, and nobody else; who is new has just been heard."""
+    """Observe exactly these members, which beat every `beat_ns`; new ones count as just heard."""
 
     subjects: tuple[NodeKey, ...]
     beat_ns: int
@@ -52,7 +55,7 @@ class Observe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beats:
-    """A member was heard at these times, ns, ascending. Of one that is not observed it means nothing."""
+    """A member was heard at these times, ns, ascending. Ignored for members that are not observed."""
 
     key: NodeKey
     arrivals_ns: tuple[int, ...]
@@ -60,7 +63,7 @@ class Beats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """All that had come by `now_ns` was told: who is silent?"""
+    """All arrivals up to `now_ns` were reported: judge who is silent."""
 
 
 Event: TypeAlias = Observe | Beats | Looked
@@ -71,7 +74,7 @@ Event: TypeAlias = Observe | Beats | Looked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Look when this member was not heard for `limit_ns`."""
+    """Judge again when this member was not heard for `limit_ns`."""
 
     key: NodeKey
     limit_ns: int
@@ -79,7 +82,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silent:
-    """This member is suspect from now on."""
+    """This member is suspected from now on."""
 
     key: NodeKey
     reason: str
@@ -87,7 +90,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audible:
-    """A member that was suspect has been heard again."""
+    """A suspected member was heard again."""
 
     key: NodeKey
 
@@ -99,15 +102,15 @@ Action: TypeAlias = Limit | Silent | Audible
 class _Heard:
     last_ns: int
     limit_ns: int
-    """Of the intervals below, worked out when they change: it is read far more often."""
+    """Derived from the intervals when they change, since it is read far more often."""
     intervals_ns: deque[int] = field(default_factory=lambda: deque(maxlen=INTERVALS_KEPT))
     sum_ns: int = 0
     sum_ns2: int = 0
-    """Of the intervals, and of their squares: whole numbers, so nothing is lost as they come and go."""
+    """Sums of the intervals and their squares: integers, so that no precision is lost."""
     suspected: bool = False
 
     def took(self, interval_ns: int) -> None:
-        """One more interval; the oldest goes once there are `INTERVALS_KEPT`."""
+        """Add an interval, dropping the oldest beyond `INTERVALS_KEPT`."""
         if len(self.intervals_ns) == INTERVALS_KEPT:
             oldest_ns = self.intervals_ns[0]
             self.sum_ns -= oldest_ns
@@ -118,7 +121,7 @@ class _Heard:
 
 
 class Detector:
-    """What a node makes of the heartbeats of the members that it observes."""
+    """Judges the heartbeats of the members that a node observes."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._suspicion_ns = deadlines.suspicion_ns
@@ -143,13 +146,13 @@ class Detector:
             self.check_heard(key)
 
     def check_heard(self, key: NodeKey) -> None:
-        """The same of one member, if it is observed: beats change nothing else."""
+        """Check one member, if it is observed: beats change nothing else."""
         if (known := self._heard.get(key)) is not None:
             assert self._beat_ns < known.limit_ns <= self._limit_ns_max, (key, known.limit_ns)
             assert 0 <= known.sum_ns * known.sum_ns <= INTERVALS_KEPT * known.sum_ns2, (key, known)
 
     def silence(self, key: NodeKey, now_ns: int) -> tuple[int | None, int]:
-        """For how long `key` was not heard, and the silence that is suspect; None and 0 if not observed."""
+        """Return how long `key` has been silent, and its limit; None and 0 if it is not observed."""
         known = self._heard.get(key)
         return (None, 0) if known is None else (max(0, now_ns - known.last_ns), known.limit_ns)
 
@@ -158,7 +161,7 @@ class Detector:
         self._limit_ns_max = longest_limit_ns(self._suspicion_ns, beat_ns)
 
     def _limit_ns(self, known: _Heard) -> int:
-        """The silence that is suspect after these intervals."""
+        """Return the silence that is suspect after these intervals."""
         count = len(known.intervals_ns)
         if count < INTERVALS_MIN:
             return self._limit_ns_max
@@ -199,3 +202,13 @@ class Detector:
             known.suspected = True
             found.append(Silent(key=key, reason=f"not heard for {silence_ns / 1e6:.0f} ms"))
         return found
+
+
+def _build_detector(config: Mapping[str, Any]) -> Detector:
+    return Detector(derive(config["recovery_budget_ns"]))
+
+
+DETECTOR: MachineKind[Event, Action] = register(
+    "detector", 1, _build_detector, events=Event, actions=Action, states=(Detector,)
+)
+"""What an incarnation makes of heartbeats; its configuration: `recovery_budget_ns`."""

@@ -1,20 +1,19 @@
-"""The heartbeats of one life: a native thread beats and listens, the detector judges what it brings.
+"""The heartbeats of one incarnation: a native thread sends and receives, the detector judges.
 
-The thread (`zbmd.actors.cluster.heartbeats._heartbeat`) sends this node's beats and takes in those of others
-on *lanes*, TCP connections beside the links to them, without Python: neither the GIL nor a busy loop delays a
-beat. It wakes the loop here when the silence of a member has reached the limit that the detector has set,
-when a beat says something else than ours do, and while the machine is at work, for it counts on hearing who
-is there. Else it is looked at once a pace. Whatever comes over a link counts as a beat, and spares one where
-it goes out.
+The thread (`_heartbeat`) sends this node's beats and receives those of others on **stripes**, TCP
+connections beside the links, without Python: neither the GIL nor a busy loop delays a beat. It wakes the
+loop when a member's silence has reached the detector's limit, when a beat differs from ours, and on every
+beat while the membership machine is at work; otherwise the loop looks at it once a pace. Any frame over a
+link counts as a beat, and spares one where it goes out.
 
-A beat over a lane proves that the peer's process runs, and that the way between the hosts is open. That its
-Python runs is proved by the **lease**: beats cease when the loop here has not renewed it for so long. And a
-lane ends with the last link to its peer, so that nobody is heard who cannot be spoken to. Beats go by TCP, to
-the port that links have already, since a firewall that drops UDP would look like the death of everybody.
-Where a peer that observes us has no lane (yet), its beats go over the link.
+A beat over a stripe proves that the peer's process runs and the network path is open. That its Python runs
+is proved by the **lease**: beats cease unless the loop has renewed it in time. A stripe ends with the last
+link to its peer, so only reachable peers count. Beats use TCP and the port of the links, since a firewall
+that drops UDP would look like the death of everybody. To a peer that has no stripe yet, beats go over the
+link.
 
-Beside a lane a peer may have a *way* (`rdma`), by which beats are written into its memory; the lane
-stands by.
+Beside a stripe a peer may have an RDMA route (`rdma`), by which beats are written into its memory; the
+stripe stands by.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ import structlog
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from zbmd.actors.cluster.capture_kinds import DETECTOR
 from zbmd.actors.cluster.heartbeats import detector as d
 from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_KEY_BYTES, PEERS_MAX, NativeHeartbeats
-from zbmd.actors.cluster.membership.overlay import OBSERVERS_MAX
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.heartbeats.detector import DETECTOR
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.cluster.state.view import OBSERVERS_MAX
 from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
@@ -53,38 +52,38 @@ pause of a busy process, and, all in all, fewer beats than a table keeps."""
 
 LANE_LABEL: Final = b"zbmd beat 1"
 WAY_LABEL: Final = b"zbmd beat way 1"
-assert 2 * OBSERVERS_MAX < PEERS_MAX, "there is a place for everybody who is watched"
+assert 2 * OBSERVERS_MAX < PEERS_MAX, "the table has an entry for every watched peer"
 
 
-class BeatsDesk(Protocol):
-    """What a life does with what is heard. Called on its loop; must not block."""
+class HeartbeatHandler(Protocol):
+    """Handles what heartbeats bring. Called on the incarnation's loop; must not block."""
 
     def suspected(self, key: NodeKey, reason: str) -> None:
-        """A member that we observe is silent."""
+        """An observed member is silent."""
         ...
 
     def trusted(self, key: NodeKey) -> None:
-        """It is not, after all."""
+        """The member was heard again."""
         ...
 
     def beaten(self, key: NodeKey, known: int, entered: int) -> None:
-        """What the last beat of a peer says."""
+        """The views that a peer knows and acts on, from its last beat."""
         ...
 
     def beat_by_link(self, key: NodeKey) -> None:
-        """Send a beat over the link: there is no lane."""
+        """Send a beat over the link, since there is no stripe."""
         ...
 
     def lane_ended(self, key: NodeKey) -> None:
-        """A peer has no lane any more, and no way beside it."""
+        """A peer's stripe ended, and the RDMA route beside it."""
         ...
 
     def way_ended(self, key: NodeKey, reason: str) -> None:
-        """A peer's way is used no more; its lane is."""
+        """A peer's RDMA route ended; its stripe is used."""
         ...
 
     def paced(self) -> None:
-        """Once a pace: time to tidy up."""
+        """Called once a pace, for housekeeping."""
         ...
 
 
@@ -108,10 +107,10 @@ def beat_keys(control: Session, lane: Session, label: bytes = LANE_LABEL) -> Key
 
 
 class Heartbeats:
-    """Made on the life's loop, whose thread must renew the lease. recorder: the detector's."""
+    """Created on the incarnation's loop, whose thread must renew the lease. recorder: the detector's."""
 
     def __init__(
-        self, me: NodeKey, deadlines: Deadlines, desk: BeatsDesk, recorder: Recorder | None = None
+        self, me: NodeKey, deadlines: Deadlines, handler: HeartbeatHandler, recorder: Recorder | None = None
     ) -> None:
         self.detector = d.Detector(deadlines)
         config = {"recovery_budget_ns": deadlines.recovery_budget_ns}
@@ -119,14 +118,14 @@ class Heartbeats:
         self._me = me
         self._deadlines = deadlines
         self._beat_ns = deadlines.heartbeat_ns
-        self._desk = desk
+        self._handler = handler
         self._pace_ns = PACE_BUDGETS * deadlines.recovery_budget_ns
         self._native = NativeHeartbeats(period_ns=deadlines.heartbeat_ns, lease_ns=self._lease_ns)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._native.fd, self._woken)
         self._places: dict[NodeKey, int] = {}
         self._lanes: dict[NodeKey, bool] = {}
-        """Of peers that have a lane: whether it is the one that both ends prefer."""
+        """For each peer with a stripe: whether it is the one that both ends prefer."""
         self._subjects: frozenset[NodeKey] = frozenset()
         self._observers: frozenset[NodeKey] = frozenset()
         self._says = (False, 0, 0)
@@ -136,7 +135,7 @@ class Heartbeats:
         self._closed = False
 
     def close(self) -> None:
-        """Beat no more, and end all lanes. Idempotent."""
+        """Stop beating and close all stripes. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -145,12 +144,12 @@ class Heartbeats:
             self._by_link.cancel()
         self._loop.remove_reader(self._native.fd)
         self._native.close()
-        self._tap.close("this life is over")
+        self._tap.close("this incarnation is over")
 
     # -- what the machine wants --------------------------------------------------------------------------
 
     def watch(self, subjects: Iterable[NodeKey], observers: Iterable[NodeKey], *, busy: bool) -> None:
-        """Observe these and let those hear us, and nobody else. busy: whether the view has a job."""
+        """Observe exactly `subjects`, and beat to exactly `observers`. busy: whether the view has a job."""
         self._subjects, self._observers = frozenset(subjects), frozenset(observers)
         self._beat_ns = d.beat_ns(self._deadlines, busy=busy)
         self._set_period()
@@ -168,39 +167,39 @@ class Heartbeats:
         self._beat_where_no_lane_is()
 
     def say(self, on: bool, known: int, entered: int) -> None:
-        """What beats say from now on; on: whether there are any."""
+        """Set what beats carry from now on; on: whether any are sent."""
         if self._says != (on, known, entered):
             self._says = on, known, entered
             self._native.say(on, known, entered)
             self._beat_where_no_lane_is()
 
     def attend(self, attentive: bool) -> None:
-        """Whether every beat is to be told of."""
+        """Set whether every beat wakes the loop."""
         if self._attentive != attentive:
             self._attentive = attentive
             self._native.attend(attentive)
             self._set_period()
 
     def _set_period(self) -> None:
-        """While the machine is at work it counts on every beat; so may those of others."""
+        """Beat fast while the machine is at work, since it and others rely on every beat."""
         self._native.set_period(self._deadlines.heartbeat_ns if self._attentive else self._beat_ns)
 
     # -- links and lanes ---------------------------------------------------------------------------------
 
     def heard(self, key: NodeKey) -> None:
-        """A frame came over a link."""
+        """A frame arrived over a link."""
         place = self._places.get(key)
         if place is not None and self._native.heard(place):
             self.look()
 
     def sent(self, key: NodeKey) -> None:
-        """A frame goes out over a link."""
+        """A frame was sent over a link."""
         place = self._places.get(key)
         if place is not None:
             self._native.sent(place)
 
     def adopt(self, key: NodeKey, lane: Stripe, control: Session) -> bool:
-        """Take a lane over, unless there is a better one: that which the lower key has dialed. Whether so."""
+        """Take over a stripe, unless the preferred one is there. Returns whether it was taken."""
         preferred = (lane.session.side is Side.DIALER) == (self._me < key)
         if self._closed or (self._lanes.get(key) and not preferred):
             lane.sock.close()
@@ -213,7 +212,7 @@ class Heartbeats:
         return True
 
     def drop_lane(self, key: NodeKey) -> None:
-        """The last link to this peer has ended."""
+        """The last link to this peer ended."""
         if key in self._lanes and not self._closed:
             self._native.drop_lane(self._places[key])
             self._no_lane(key)
@@ -221,28 +220,28 @@ class Heartbeats:
             self._beat_where_no_lane_is()
 
     def add_way(self, key: NodeKey, way: object, keys: Keys) -> bool:
-        """Take beats of this peer by a way beside its lane; False if that has ended.
+        """Receive beats of this peer over an RDMA route; return False if its stripe has ended.
 
         way: see `NativeHeartbeats.add_way`.
         """
         return key in self._lanes and self._native.add_way(self._places[key], way, keys.send, keys.receive)
 
     def use_way(self, key: NodeKey) -> None:
-        """Send beats by it, too."""
+        """Send beats over the route as well."""
         if key in self._lanes:
             self._native.use_way(self._places[key])
 
     def drop_way(self, key: NodeKey) -> None:
-        """Nothing of it is touched from now on; the lane stays."""
+        """Stop using the route; the stripe stays."""
         if key in self._places and not self._closed:
             self._native.drop_way(self._places[key])
 
     def _no_lane(self, key: NodeKey) -> None:
         if self._lanes.pop(key, None) is not None:
-            self._desk.lane_ended(key)
+            self._handler.lane_ended(key)
 
     def lacking(self) -> list[NodeKey]:
-        """Peers that should have a lane, and have none."""
+        """Return the peers that lack a stripe."""
         return sorted((self._subjects | self._observers) - self._lanes.keys())
 
     def _place(self, key: NodeKey) -> int:
@@ -254,7 +253,7 @@ class Heartbeats:
         return place
 
     def _tidy(self) -> None:
-        """Give back the places of those who are not watched and have no lane."""
+        """Free the entries of peers that are not watched and have no stripe."""
         for key in self._places.keys() - self._subjects - self._observers - self._lanes.keys():
             self._vacate(key)
 
@@ -265,7 +264,7 @@ class Heartbeats:
     # -- what has come -----------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take what the thread has, and have it judged."""
+        """Take what the thread received, and have it judged."""
         judged_ns = self._native.judged_ns
         news = [(key, self._native.take(place)) for key, place in self._places.items()]
         for key, new in news:
@@ -278,18 +277,18 @@ class Heartbeats:
                 continue
             _, said, ended, way_ended = new
             if ended:
-                log.debug("a lane for heartbeats ended", peer=str(key), reason=ended)
+                log.debug("a heartbeat connection ended", peer=str(key), reason=ended)
                 self._no_lane(key)
             elif way_ended:
-                self._desk.way_ended(key, way_ended)
+                self._handler.way_ended(key, way_ended)
             if said is not None:
-                self._desk.beaten(key, *said)
+                self._handler.beaten(key, *said)
         if any(new is not None and new[2] for _, new in news) and not self._closed:
             self._tidy()
             self._beat_where_no_lane_is()
 
     def silence(self, key: NodeKey) -> tuple[int | None, int]:
-        """For how long `key` was not heard, and the silence that is suspect; None and 0 if not observed."""
+        """Return how long `key` has been silent, and its limit; None and 0 if it is not observed."""
         self._native.read_now()
         self.look()
         return self.detector.silence(key, now_ns())
@@ -307,9 +306,9 @@ class Heartbeats:
                     if place is not None:
                         self._native.observe(place, limit_ns)
                 case d.Silent(key=key, reason=reason):
-                    self._desk.suspected(key, reason)
+                    self._handler.suspected(key, reason)
                 case d.Audible(key=key):
-                    self._desk.trusted(key)
+                    self._handler.trusted(key)
                 case _:
                     assert_never(action)
 
@@ -325,16 +324,16 @@ class Heartbeats:
             self._renew()
 
     def _renew(self) -> None:
-        """This loop lives: beat for another lease, which it has renewed once more long before its end."""
+        """Renew the lease: this loop runs."""
         self._pacing.cancel()
         self._pacing = self._loop.call_later(self._pace_ns / 1e9, self._pace)
         if self._native.renew(self._lease_ns):
-            log.warning("the cluster's thread stood still for so long that heartbeats were withheld")
+            log.warning("the cluster's thread was blocked for so long that heartbeats were withheld")
 
     def _pace(self) -> None:
         self._renew()
         self.look()
-        self._desk.paced()
+        self._handler.paced()
 
     def _beat_where_no_lane_is(self) -> None:
         if self._by_link is None and not self._closed:
@@ -347,4 +346,4 @@ class Heartbeats:
         if on and without:
             self._by_link = self._loop.call_later(self._beat_ns / 1e9, self._beat_by_link)
             for key in without:
-                self._desk.beat_by_link(key)
+                self._handler.beat_by_link(key)

@@ -1,7 +1,7 @@
-"""Ways for heartbeats by RDMA: each beat is written into the memory of who observes. Decides nothing.
+"""RDMA routes for heartbeats: each beat is written into the observer's memory. Decides nothing.
 
-`route_machine` decides of each peer, over the link that its lane has; this makes the queue pairs, and gives
-them to the native thread that beats. Without a device it only tells why.
+`route_machine` decides for each peer, in messages over the peer's link; this driver makes the queue pairs
+and hands them to the native heartbeat thread. Without a device it only states why.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import structlog
 from zbmd.actors.cluster.heartbeats import route_machine as w
 from zbmd.actors.cluster.heartbeats.contracts import BeatsAt, BeatsSaid
 from zbmd.actors.cluster.heartbeats.driver import WAY_LABEL, Heartbeats, beat_keys
-from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.actors.rank.rdma_choice import wanted_devices, why_not_rdma
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.rank.rdma import wanted_devices, why_not_rdma
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.rdma_device_choice import LINK_LOCKED_BYTES, rdma_paths
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
 REASONS_MAX: Final = 64
-"""Kept, so that none is told twice."""
+"""Reasons kept so that none is logged twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDevice:
-    """What a node's heartbeats go by."""
+    """The RDMA device of a node's heartbeats."""
 
     device: Device
     port: PortAt
@@ -45,17 +45,17 @@ class OwnDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoDevice:
-    """A node has none. why: in a line that makes sense on both hosts; tells: and its peers are to know."""
+    """The node has no device. why: one line for both hosts; tells: whether peers are told."""
 
     why: str
     tells: bool
 
 
-NO_DEVICE: Final = NoDevice(why="this node was given no RDMA device", tells=False)
+NO_DEVICE: Final = NoDevice(why="this node has no RDMA device", tells=False)
 
 
 def own_device(environment: Mapping[str, str], protection: Protection) -> OwnDevice | NoDevice:
-    """Open the best device, if RDMA is wanted and there is one. Raises `UserError` on a setting of no use."""
+    """Open the best device, if RDMA is wanted and available. Raises `UserError` on an invalid setting."""
     facts, wanted = read_host_facts(), wanted_devices(environment)
     why = why_not_rdma(facts, environment, wanted, protection, locked_bytes=LINK_LOCKED_BYTES)
     if why is not None:
@@ -77,17 +77,17 @@ def _on(facts: HostFacts, error: UserError) -> str:
 
 @dataclass(slots=True)
 class _Peer:
-    """One that has a lane, or has had one."""
+    """A peer that has or had a heartbeat connection."""
 
-    machine: w.BeatWay
+    machine: w.HeartbeatRoute
     keys: Keys | None = None
-    """Of the way beside its lane."""
+    """The keys of the route."""
     end: BeatEnd | None = None
     psn: int = 0
 
 
-class RdmaBeats:
-    """The ways of one life. say: tells a peer something. Use on the life's loop."""
+class RdmaHeartbeats:
+    """The RDMA routes of one incarnation. say: sends a peer a message. Use on the incarnation's loop."""
 
     def __init__(
         self, beats: Heartbeats, own: OwnDevice | NoDevice, say: Callable[[NodeKey, BeatsSaid], None]
@@ -99,39 +99,41 @@ class RdmaBeats:
         self._told: set[tuple[bool, str]] = set()
 
     def lane_stands(self, key: NodeKey, lane: Session, control: Session) -> None:
-        """Beats with this peer go over this lane; control: the session of its link."""
+        """Beats with this peer use this stripe; control: the session of its link."""
         peer = self._peer(key)
         peer.keys = beat_keys(control, lane, WAY_LABEL)
-        self._feed(key, w.LaneStands(lane=lane.session_id, offers=lane.side is Side.DIALER))
+        self._feed(key, w.ConnectionUp(lane=lane.session_id, offers=lane.side is Side.DIALER))
 
     def lane_ended(self, key: NodeKey) -> None:
-        """They do not any more."""
+        """The peer's stripe ended."""
         if key in self._peers:
-            self._feed(key, w.LaneEnded())
+            self._feed(key, w.ConnectionDown())
 
     def forget(self, key: NodeKey) -> None:
-        """There is no link to this life any more."""
+        """The last link to this incarnation ended."""
         self.lane_ended(key)
         self._peers.pop(key, None)
 
     def said(self, key: NodeKey, what: BeatsSaid) -> None:
-        """The peer has said this."""
+        """A message of the peer arrived."""
         self._peer(key)
-        self._feed(key, w.Said(what=what))
+        self._feed(key, w.PeerSaid(what=what))
 
     def failed(self, key: NodeKey, reason: str) -> None:
-        """The native thread uses this way no more."""
+        """The native thread stopped using the route."""
         peer = self._peers.get(key)
         if peer is not None and peer.end is not None:
             status = f" (status {peer.end.status})" if peer.end.status else ""
-            self._feed(key, w.Failed(why=f"the RDMA connection failed: {reason}{status}"))
+            self._feed(key, w.RouteFailed(why=f"the RDMA connection failed: {reason}{status}"))
 
     def by_rdma(self) -> frozenset[NodeKey]:
-        """The peers whose beats go by RDMA, and ours to them."""
-        return frozenset(key for key, peer in self._peers.items() if peer.machine.state is w.State.BOTH_WAYS)
+        """Return the peers with RDMA heartbeats in both directions."""
+        return frozenset(
+            key for key, peer in self._peers.items() if peer.machine.state is w.RouteState.BOTH_WAYS
+        )
 
     def close(self) -> None:
-        """Give every end back. Idempotent; the heartbeats have been closed."""
+        """Release every endpoint, after the heartbeats are closed. Idempotent."""
         for key in list(self._peers):
             self.forget(key)
 
@@ -140,9 +142,9 @@ class RdmaBeats:
         if peer is None:
             own = self._own
             machine = (
-                w.BeatWay(why_not=own.why, tells=own.tells)
+                w.HeartbeatRoute(why_not=own.why, tells=own.tells)
                 if isinstance(own, NoDevice)
-                else w.BeatWay(why_not=None)
+                else w.HeartbeatRoute(why_not=None)
             )
             peer = self._peers[key] = _Peer(machine)
         return peer
@@ -156,52 +158,52 @@ class RdmaBeats:
 
     def _perform(self, key: NodeKey, peer: _Peer, action: w.Action) -> None:
         match action:
-            case w.Make():
+            case w.MakeEndpoint():
                 self._feed(key, self._made(peer))
             case w.Connect(to=to):
                 self._feed(key, self._connected(key, peer, to))
-            case w.Use():
+            case w.SendByRdma():
                 self._beats.use_way(key)
-            case w.Drop():
+            case w.DropEndpoint():
                 end, peer.end = peer.end, None
                 self._beats.drop_way(key)
                 if end is not None:
                     end.close()
-            case w.Say(what=what):
+            case w.SendToPeer(what=what):
                 self._say(key, what)
-            case w.Chosen(rdma=rdma, reason=reason):
+            case w.RouteChosen(rdma=rdma, reason=reason):
                 self._tell(key, rdma, reason)
             case _:
                 assert_never(action)
 
-    def _made(self, peer: _Peer) -> w.Made | w.Failed:
+    def _made(self, peer: _Peer) -> w.EndpointMade | w.RouteFailed:
         from zbmd.transport.rdma.native._rdma_beat import BeatEnd
 
         assert isinstance(self._own, OwnDevice)
         try:
             end = peer.end = BeatEnd(self._own.device)
         except UserError as error:
-            return w.Failed(why=str(error))
+            return w.RouteFailed(why=str(error))
         peer.psn = secrets.randbits(24)
         at = self._own.port.queue_pair(end.number, peer.psn)
-        return w.Made(at=BeatsAt(at=at, address=end.address, key=end.key))
+        return w.EndpointMade(at=BeatsAt(at=at, address=end.address, key=end.key))
 
-    def _connected(self, key: NodeKey, peer: _Peer, to: BeatsAt) -> w.Connected | w.Failed:
+    def _connected(self, key: NodeKey, peer: _Peer, to: BeatsAt) -> w.Connected | w.RouteFailed:
         assert isinstance(self._own, OwnDevice) and peer.end is not None and peer.keys is not None
         path = self._own.port.path_to(to.at, peer.psn)
         try:
             peer.end.connect(path, address=to.address, key=to.key)
         except UserError as error:
-            return w.Failed(why=str(error))
+            return w.RouteFailed(why=str(error))
         if not self._beats.add_way(key, peer.end.way, peer.keys):
-            return w.Failed(why="its lane has ended")
+            return w.RouteFailed(why="its heartbeat connection ended")
         return w.Connected()
 
     def _tell(self, key: NodeKey, rdma: bool, reason: str) -> None:
-        """Once for each reason: it is one of this host, or of a few others."""
+        """Log each reason once."""
         if (rdma, reason) in self._told:
             return
         if len(self._told) == REASONS_MAX:
             self._told.clear()
         self._told.add((rdma, reason))
-        log.info("heartbeats chosen", to=str(key), by="rdma" if rdma else "tcp", reason=reason)
+        log.info("heartbeat route chosen", to=str(key), by="rdma" if rdma else "tcp", reason=reason)

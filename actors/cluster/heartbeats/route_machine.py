@@ -1,6 +1,7 @@
-"""Whether heartbeats with one peer go by RDMA, beside the lane that they have (sans-I/O).
+"""Decides whether heartbeats with one peer use RDMA, beside their TCP connection (sans-I/O).
 
-One machine is one peer; a lane begins it anew. A way that fails is not tried again beside the same lane.
+One machine for each peer; a new connection starts it again. A route that fails is not retried beside the
+same connection.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from zbmd.actors.cluster.heartbeats.contracts import (
 )
 
 
-class State(Enum):
-    """How far it has come."""
+class RouteState(Enum):
+    """State of the route's setup."""
 
     NO_LANE = "no lane"
     PLAIN = "by the lane alone"
@@ -32,7 +33,7 @@ class State(Enum):
     BOTH_WAYS = "takes beats and sends them"
 
 
-WITH_END: Final = (State.OFFERED, State.CONNECTING, State.ANSWERED, State.BOTH_WAYS)
+WITH_END: Final = (RouteState.OFFERED, RouteState.CONNECTING, RouteState.ANSWERED, RouteState.BOTH_WAYS)
 BOTH_HAVE_IT: Final = "both sides have RDMA"
 
 
@@ -40,157 +41,157 @@ BOTH_HAVE_IT: Final = "both sides have RDMA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneStands:
-    """Beats go over this lane from now on. offers: it is ours to offer, for we have dialed it."""
+class ConnectionUp:
+    """Beats use this connection from now on. offers: this side dialed it, and makes the offer."""
 
     lane: bytes
     offers: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneEnded:
-    """It has, and what was beside it."""
+class ConnectionDown:
+    """The connection ended, and the route beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """The peer has said this."""
+class PeerSaid:
+    """A message of the peer arrived."""
 
     what: BeatsSaid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """What `Make` asked for is there, reached at `at`."""
+class EndpointMade:
+    """The endpoint that `MakeEndpoint` asked for is ready at `at`."""
 
     at: BeatsAt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
-    """What `Connect` asked for is done: beats of the peer are taken."""
+    """`Connect` succeeded: beats of the peer are received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """`Make` or `Connect` could not be done, or the way has ended."""
+class RouteFailed:
+    """`MakeEndpoint` or `Connect` failed, or the route ended."""
 
     why: str
 
 
-Event: TypeAlias = LaneStands | LaneEnded | Said | Made | Connected | Failed
+Event: TypeAlias = ConnectionUp | ConnectionDown | PeerSaid | EndpointMade | Connected | RouteFailed
 
 
 # --- actions --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Make:
-    """Make an end; `Made` or `Failed` follows at once."""
+class MakeEndpoint:
+    """Make an endpoint; answered at once by `EndpointMade` or `RouteFailed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
-    """Connect the end, and read beats by it; `Connected` or `Failed` follows at once."""
+    """Connect the endpoint and receive beats; answered at once by `Connected` or `RouteFailed`."""
 
     to: BeatsAt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """Send beats by it, too."""
+class SendByRdma:
+    """Send beats over the route as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
-    """Give the end back."""
+class DropEndpoint:
+    """Release the endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Say:
-    """Say this to the peer."""
+class SendToPeer:
+    """Send this message to the peer."""
 
     what: BeatsSaid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """Tell how beats go from now on, and why."""
+class RouteChosen:
+    """Log which route beats use from now on, and why."""
 
     rdma: bool
     reason: str
 
 
-Action: TypeAlias = Make | Connect | Use | Drop | Say | Chosen
+Action: TypeAlias = MakeEndpoint | Connect | SendByRdma | DropEndpoint | SendToPeer | RouteChosen
 
 
-class BeatWay:
-    """One peer. why_not: why this node has no RDMA, None if it has; tells: and says so to peers."""
+class HeartbeatRoute:
+    """The route to one peer. why_not: why this node has no RDMA, or None; tells: whether to tell peers."""
 
     def __init__(self, *, why_not: str | None, tells: bool = True) -> None:
-        self.state = State.NO_LANE
+        self.state = RouteState.NO_LANE
         self.has_end = False
         self._why_not = why_not
         self._tells = tells
         self._lane = b""
         self._offers = False
         self._early: BeatsOffer | None = None
-        """Of a lane that we have not heard of yet: links and lanes do not keep one order."""
+        """An offer for a connection that is not up here yet: links and connections are not ordered."""
         self._own: BeatsAt | None = None
         self._theirs: BeatsAt | None = None
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event and return what follows, in order."""
         match event:
-            case LaneStands():
+            case ConnectionUp():
                 return self._lane_stands(event)
-            case LaneEnded():
+            case ConnectionDown():
                 self._lane = b""
-                return self._to(State.NO_LANE)
-            case Said(what=what):
+                return self._to(RouteState.NO_LANE)
+            case PeerSaid(what=what):
                 return self._said(what)
-            case Made(at=at):
+            case EndpointMade(at=at):
                 return self._made(at)
             case Connected():
                 return self._connected()
-            case Failed(why=why):
+            case RouteFailed(why=why):
                 return self._failed(why)
             case _:
                 assert_never(event)
 
     def check_invariants(self) -> None:
-        """There is an end while it may be used, and no other; a lane, unless there is none."""
+        """There is an endpoint exactly while it may be used, and a connection in every state but NO_LANE."""
         assert self.has_end == (self.state in WITH_END), (self.state, self.has_end)
-        assert (self.state is State.NO_LANE) == (not self._lane), (self.state, self._lane)
+        assert (self.state is RouteState.NO_LANE) == (not self._lane), (self.state, self._lane)
 
-    def _to(self, state: State) -> list[Action]:
+    def _to(self, state: RouteState) -> list[Action]:
         had, self.has_end = self.has_end, False
         self.state, self._own, self._theirs = state, None, None
-        return [Drop()] if had else []
+        return [DropEndpoint()] if had else []
 
     def _plain(self, reason: str) -> list[Action]:
-        return [*self._to(State.PLAIN), Chosen(rdma=False, reason=reason)]
+        return [*self._to(RouteState.PLAIN), RouteChosen(rdma=False, reason=reason)]
 
     def _refuse(self, why: str) -> list[Action]:
-        """Take the lane alone, and say so in place of what is due from us."""
+        """Decline RDMA, in place of the message that is due from this side."""
         why = why[:WHY_MAX]
         what: BeatsSaid
         if not self._offers:
             what = BeatsAnswer(lane=self._lane, why=why)
-        elif self.state is State.MAKING:
+        elif self.state is RouteState.MAKING:
             what = BeatsOffer(lane=self._lane, why=why)
         else:
             what = BeatsReady(lane=self._lane, why=why)
-        return [Say(what=what), *self._plain(why)]
+        return [SendToPeer(what=what), *self._plain(why)]
 
     def _make(self) -> list[Action]:
-        self.state = State.MAKING
+        self.state = RouteState.MAKING
         if self._why_not is None:
-            return [Make()]
+            return [MakeEndpoint()]
         return self._refuse(self._why_not) if self._tells else self._plain(self._why_not)
 
-    def _lane_stands(self, event: LaneStands) -> list[Action]:
-        actions = self._to(State.AWAITS_OFFER)
+    def _lane_stands(self, event: ConnectionUp) -> list[Action]:
+        actions = self._to(RouteState.AWAITS_OFFER)
         self._lane, self._offers = event.lane, event.offers
         early, self._early = self._early, None
         if event.offers:
@@ -205,21 +206,21 @@ class BeatWay:
                 self._early = what
             return []
         match what, self.state:
-            case BeatsOffer(at=None, why=why), State.AWAITS_OFFER:
+            case BeatsOffer(at=None, why=why), RouteState.AWAITS_OFFER:
                 return self._plain(why)
-            case BeatsOffer(at=at), State.AWAITS_OFFER:
+            case BeatsOffer(at=at), RouteState.AWAITS_OFFER:
                 self._theirs = at
                 return self._make()
-            case BeatsAnswer(at=None, why=why), State.OFFERED:
+            case BeatsAnswer(at=None, why=why), RouteState.OFFERED:
                 return self._plain(why)
-            case BeatsAnswer(at=at), State.OFFERED:
+            case BeatsAnswer(at=at), RouteState.OFFERED:
                 assert at is not None
-                self.state = State.CONNECTING
+                self.state = RouteState.CONNECTING
                 return [Connect(to=at)]
-            case BeatsReady(why=""), State.ANSWERED:
-                self.state = State.BOTH_WAYS
-                return [Use(), Chosen(rdma=True, reason=BOTH_HAVE_IT)]
-            case BeatsReady(why=why), State.ANSWERED:
+            case BeatsReady(why=""), RouteState.ANSWERED:
+                self.state = RouteState.BOTH_WAYS
+                return [SendByRdma(), RouteChosen(rdma=True, reason=BOTH_HAVE_IT)]
+            case BeatsReady(why=why), RouteState.ANSWERED:
                 return self._plain(why)
             case _:
                 return []  # what it answers is over
@@ -227,25 +228,29 @@ class BeatWay:
     def _made(self, at: BeatsAt) -> list[Action]:
         self.has_end = True
         if self._offers:
-            self.state = State.OFFERED
-            return [Say(what=BeatsOffer(lane=self._lane, at=at))]
+            self.state = RouteState.OFFERED
+            return [SendToPeer(what=BeatsOffer(lane=self._lane, at=at))]
         assert self._theirs is not None
-        self.state, self._own = State.CONNECTING, at
+        self.state, self._own = RouteState.CONNECTING, at
         return [Connect(to=self._theirs)]
 
     def _connected(self) -> list[Action]:
-        """Only now the other side may send: it finds us ready."""
+        """Tell the other side, which may send only now."""
         if not self._offers:
-            self.state = State.ANSWERED
-            return [Say(what=BeatsAnswer(lane=self._lane, at=self._own))]
-        self.state = State.BOTH_WAYS
-        return [Say(what=BeatsReady(lane=self._lane)), Use(), Chosen(rdma=True, reason=BOTH_HAVE_IT)]
+            self.state = RouteState.ANSWERED
+            return [SendToPeer(what=BeatsAnswer(lane=self._lane, at=self._own))]
+        self.state = RouteState.BOTH_WAYS
+        return [
+            SendToPeer(what=BeatsReady(lane=self._lane)),
+            SendByRdma(),
+            RouteChosen(rdma=True, reason=BOTH_HAVE_IT),
+        ]
 
     def _failed(self, why: str) -> list[Action]:
         match self.state:
-            case State.NO_LANE | State.PLAIN | State.AWAITS_OFFER:
+            case RouteState.NO_LANE | RouteState.PLAIN | RouteState.AWAITS_OFFER:
                 return []  # its end is given back already
-            case State.BOTH_WAYS:
+            case RouteState.BOTH_WAYS:
                 return self._plain(why)  # the peer finds out by its own beats
             case _:
                 return self._refuse(why)

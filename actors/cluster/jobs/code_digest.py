@@ -1,7 +1,7 @@
-"""What a job's code is, so that every host can be held to the same: files, and a digest of each.
+"""The digest of a job's code, so that every host can be checked to have the same files.
 
-Of a script, it and the Python files of its directory; of a module, those of its package. What is too much to
-be listed counts in one digest of all the rest.
+For a script: it and the Python files of its directory; for a module: those of its package. Files beyond
+`FILES_MAX` count in one common digest.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.cluster.jobs.table import JobSpec
+from zbmd.actors.cluster.state.job_table import JobSpec
 from zbmd.transport.errors import UserError
 
 FILES_MAX: Final = 256
-"""Listed one by one; the others count together, as `REST`."""
+"""Files listed one by one; the others count together, as `REST`."""
 FILES_READ_MAX: Final = 20_000
 CODE_BYTES_MAX: Final = 256 << 20
 DEPTH_MAX: Final = 12
@@ -32,7 +32,7 @@ Code = tuple[tuple[str, str], ...]
 
 
 class CodeDiffers(UserError):
-    """A host has other code for a job than its submitter had; the text names the files."""
+    """A host's code for a job differs from its submitter's; the message names the files."""
 
 
 def code_of(target: str, *, is_module: bool) -> Code:
@@ -52,7 +52,7 @@ def code_of(target: str, *, is_module: bool) -> Code:
 
 
 def check_code(spec: JobSpec) -> None:
-    """Raise `CodeDiffers` if the code here is not that which was submitted, and name what differs."""
+    """Raise `CodeDiffers`, naming the differences, if the code here is not what was submitted."""
     try:
         here = dict(code_of(spec.target, is_module=spec.is_module))
     except UserError as error:
@@ -63,13 +63,13 @@ def check_code(spec: JobSpec) -> None:
     others = [name for name in sorted(there.keys() & here.keys()) if there[name] != here[name]]
     parts = (
         ("these files differ", others),
-        ("it lacks", sorted(there.keys() - here.keys())),
-        ("it has, and the submitter had not", sorted(here.keys() - there.keys())),
+        ("missing here", sorted(there.keys() - here.keys())),
+        ("only here", sorted(here.keys() - there.keys())),
     )
     told = "; ".join(f"{what}: {_named(names)}" for what, names in parts if names)
     raise CodeDiffers(
-        f"this host has other code for {spec.target} than the host that submitted job {spec.job:x}: {told}. "
-        "Copy the same files to every host, to the same place, and submit it again"
+        f"this host's code for {spec.target} differs from that of the host that submitted job {spec.job:x}: "
+        f"{told}. Copy the same files to every host, to the same place, and submit the job again"
     )
 
 
@@ -113,7 +113,7 @@ def _nearest_first(root: Path, files: list[Path]) -> list[Path]:
 
 
 def _python_files(root: Path) -> Iterator[Path]:
-    """All below a directory, but for hidden folders and environments."""
+    """Yield all Python files below a directory, except in hidden folders and virtual environments."""
     found = 0
     for folder, folders, names in os.walk(root, followlinks=True):
         here = Path(folder)
@@ -139,7 +139,7 @@ def _digest(file: Path) -> str:
     try:
         with file.open("rb") as opened:
             if os.fstat(opened.fileno()).st_size > CODE_BYTES_MAX:
-                raise UserError(f"{file} is too large for code")
+                raise UserError(f"{file} is larger than {CODE_BYTES_MAX} bytes")
             return hashlib.blake2b(opened.read(), digest_size=DIGEST_BYTES).hexdigest()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""What the nodes of a cluster say to each other about a job."""
+"""Messages between the nodes of a cluster about one job: view entry, and hang detection over hosts."""
 
 from __future__ import annotations
 
@@ -70,4 +70,4 @@ class HangEnd(Contract, id="zbmd.job.hang_end"):
     incarnation: int
 
 
-HangWord: TypeAlias = HangBeats | HangStanding | HangSeen | HangAsk | HangEnd
+HangMessage: TypeAlias = HangBeats | HangStanding | HangSeen | HangAsk | HangEnd

@@ -1,8 +1,8 @@
-"""Hangs of a job over hosts: what the watchdogs of all its ranks say is brought before one judge.
+"""Hang detection of a job over several hosts: the watchdogs of all its ranks report to one judge.
 
-The judge is the lowest of the nodes that run the job, by the job table, so all agree on who it is. The others
-pass on what their watchdogs say and do what it asks. When the judge changes, the new one begins with what is
-still so: it may tell once more of a hang that is not over.
+The judge is the lowest of the nodes that run the job by the job table, so all nodes agree on it. The others
+forward what their watchdogs report and do what the judge asks. A new judge starts from the current state,
+so it may report an ongoing hang once more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from zbmd.actors.cluster.jobs.contracts import (
     HangAsk,
     HangBeats,
     HangEnd,
+    HangMessage,
     HangSeen,
     HangStanding,
-    HangWord,
 )
-from zbmd.actors.cluster.jobs.table import Job
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.state.job_table import Job
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.hangs.verdict import (
     AskStanding,
     HangEvent,
@@ -38,49 +38,49 @@ from zbmd.actors.hangs.wire import cut
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster.hang")
 
-Seat = tuple[NodeKey, int]
+RankSlot = tuple[NodeKey, int]
 """The node that runs a rank, and the rank's incarnation."""
 
 
 def judge_of(job: Job) -> NodeKey | None:
-    """The node that judges the hangs of a job; None if nobody runs it."""
+    """Return the node that judges a job's hangs; None if no node runs the job."""
     return min(job.nodes(), default=None)
 
 
-def seats_of(job: Job | None) -> dict[int, Seat]:
-    """Who runs what of a job."""
+def slots_of(job: Job | None) -> dict[int, RankSlot]:
+    """Return the node and incarnation of each running rank of a job."""
     entries = () if job is None else job.ranks
     return {e.rank: (e.node, e.incarnation) for e in entries if e.lives and e.node is not None}
 
 
 class HangRelay:
-    """One node's part in the judgement of one job. send: tells another node's life.
+    """One node's part in the judgement of one job. send: tells another node's incarnation.
 
     A `zbmd.actors.hangs.collector.HangPeers`; `place` it with each view.
     """
 
-    def __init__(self, job: int, send: Callable[[NodeKey, HangWord], None]) -> None:
+    def __init__(self, job: int, send: Callable[[NodeKey, HangMessage], None]) -> None:
         self._job = job
         self._send = send
         self._me: NodeKey | None = None
         self._judge: NodeKey | None = None
-        self._seats: dict[int, Seat] = {}
+        self._slots: dict[int, RankSlot] = {}
         self._names: Mapping[NodeKey, str] = {}
         self._heard: set[tuple[int, int]] = set()
 
     def place(
         self, me: NodeKey, job: Job | None, names: Mapping[NodeKey, str]
     ) -> tuple[bool, list[RankGone]]:
-        """The job table is another one: whether the judge is, and the ranks elsewhere that have gone."""
+        """Take a new job table; return whether the judge changed, and the remote ranks that are gone."""
         before, judge = self._judge, None if job is None else judge_of(job)
-        seats = seats_of(job)
+        slots = slots_of(job)
         gone = [
-            RankGone(rank=rank, incarnation=seat[1])
-            for rank, seat in self._seats.items()
-            if seat[0] != self._me and seats.get(rank) != seat
+            RankGone(rank=rank, incarnation=slot[1])
+            for rank, slot in self._slots.items()
+            if slot[0] != self._me and slots.get(rank) != slot
         ]
-        self._me, self._judge, self._seats, self._names = me, judge, seats, names
-        self._heard = {key for key in self._heard if seats.get(key[0]) == (me, key[1])}
+        self._me, self._judge, self._slots, self._names = me, judge, slots, names
+        self._heard = {key for key in self._heard if slots.get(key[0]) == (me, key[1])}
         return judge != before, gone
 
     @property
@@ -89,14 +89,14 @@ class HangRelay:
         return self._judge is None or self._judge == self._me
 
     def host_of(self, rank: int) -> str:
-        """What people call the node of a rank; nothing while one node runs all of them."""
-        seat = self._seats.get(rank)
-        if seat is None or len({node for node, _ in self._seats.values()}) < 2:
+        """Return the name of a rank's node; empty while one node runs all ranks."""
+        slot = self._slots.get(rank)
+        if slot is None or len({node for node, _ in self._slots.values()}) < 2:
             return ""
-        return self._names.get(seat[0]) or str(seat[0])
+        return self._names.get(slot[0]) or str(slot[0])
 
     def tell(self, event: HangEvent) -> None:
-        """Pass on what a watchdog here says."""
+        """Forward a local watchdog's event to the judge."""
         if self._judge is None:
             return
         match event:
@@ -118,9 +118,9 @@ class HangRelay:
                 assert_never(event)
 
     def ask(self, action: AskStanding | LookOutside | Replace) -> bool:
-        """Have the node of a rank do it; False if that rank runs nowhere else."""
+        """Send the action to the node of a rank; False if that rank runs on no other node."""
         rank, incarnation = action.rank, action.incarnation
-        node, runs = self._seats.get(rank, (self._me, 0))
+        node, runs = self._slots.get(rank, (self._me, 0))
         if node is None or node == self._me or runs != incarnation:
             return False
         match action:
@@ -132,18 +132,20 @@ class HangRelay:
         return True
 
     def events(self, sender: NodeKey, word: HangBeats | HangStanding | HangSeen) -> Iterator[HangEvent]:
-        """What another node passes on, for the judge; of ranks that it runs."""
+        """Yield the events that another node forwards, for ranks that it runs."""
         if not self.judges:
             return  # it has not heard yet that another one is
         if isinstance(word, HangBeats):
             for rank, incarnation in word.ranks:
-                if self._seats.get(rank) == (sender, incarnation):
+                if self._slots.get(rank) == (sender, incarnation):
                     yield RankWatched(rank=rank, incarnation=incarnation, host=self.host_of(rank))
                     yield RankHeard(rank=rank, incarnation=incarnation)
             return
         rank, incarnation = word.rank, word.incarnation
-        if self._seats.get(rank) != (sender, incarnation):
-            log.debug("word of a rank that it does not run", node=str(sender), rank=rank)
+        if self._slots.get(rank) != (sender, incarnation):
+            log.debug(
+                "ignored a hang report for a rank that the sender does not run", node=str(sender), rank=rank
+            )
             return
         yield RankWatched(rank=rank, incarnation=incarnation, host=self.host_of(rank))
         if isinstance(word, HangStanding):
@@ -154,5 +156,5 @@ class HangRelay:
             yield RankSeen(rank=rank, incarnation=incarnation, words=word.words)
 
     def obeys(self, sender: NodeKey) -> bool:
-        """Whether what `sender` asks is to be done: it is the judge."""
+        """Whether `sender` is the judge, so that its requests are carried out."""
         return sender == self._judge

@@ -1,4 +1,4 @@
-"""One job on one node: where its ranks link up with their host, and what they say there."""
+"""One job on one node: the links to its ranks, and its part in hang detection."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
-from zbmd.actors.bootstrap.readings import port_of_job
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.contracts import (
     HangAsk,
     HangBeats,
     HangEnd,
+    HangMessage,
     HangSeen,
     HangStanding,
-    HangWord,
 )
 from zbmd.actors.cluster.jobs.hang_relay import HangRelay
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJob, ProcessState
-from zbmd.actors.cluster.jobs.table import JobSpec
 from zbmd.actors.cluster.local_deaths import boot_id
-from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.actors.cluster.route_table import WayFinder
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.state.job_table import JobSpec
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
 from zbmd.actors.hangs.collector import HangCollector
 from zbmd.actors.hangs.verdict import AskStanding, HangNotice, LookOutside, OnHang, Replace
 from zbmd.actors.host.address import host_address
-from zbmd.actors.host.contracts import Join, Linked, LinkLost, NodeStatus, RankStatus, Report, read_report
 from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.host.links import HostLinks, host_identity
-from zbmd.actors.host.process import RankProcess, resident_bytes
-from zbmd.actors.host.template import ForkRequest
-from zbmd.actors.rank_env import RankEnvironment, progress_deadline_ns
+from zbmd.actors.host.processes import RankProcess, resident_bytes
+from zbmd.actors.process.template import ForkRequest
+from zbmd.actors.rank.environment import RankEnvironment, port_of_job, progress_deadline_ns
+from zbmd.actors.rank.host_contracts import (
+    Join,
+    Linked,
+    LinkLost,
+    NodeStatus,
+    RankStatus,
+    Report,
+    read_report,
+)
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
+from zbmd.actors.routing.route_actor import RouteTable
 from zbmd.actors.view import RankState
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.deadlines import derive
@@ -68,34 +75,34 @@ def memory_domain() -> str:
     return f"{boot_id() or os.uname().nodename}/{network}"
 
 
-class JobDesk(Protocol):
-    """What a job on this node needs of the node. Called on the loop; must not block."""
+class JobHandler(Protocol):
+    """Serves a job on this node. Called on the loop; must not block."""
 
     recorder: Recorder
     clock: HybridClock
 
     def put(self, event: e.Event) -> None:
-        """Tell the machine."""
+        """Put an event to the machine."""
         ...
 
     def local(self, job: int) -> LocalJob | None:
-        """What the machine knows of the job."""
+        """Return the machine's state of the job."""
         ...
 
     def process(self, key: RankKey) -> RankProcess | None:
-        """A process that is not reaped."""
+        """Return a process that is not reaped yet."""
         ...
 
     def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
-        """The end of a process was seen; whether that is news."""
+        """Note the end of a process; return whether it is new."""
         ...
 
     def kill(self, key: RankKey) -> None:
-        """End a process at once."""
+        """Kill a process."""
         ...
 
     def send(self, to: NodeKey, message: Contract) -> None:
-        """Tell another node."""
+        """Send to another node."""
         ...
 
     def stop_job(self, job: int, reason: str) -> None:
@@ -103,7 +110,7 @@ class JobDesk(Protocol):
         ...
 
     def tell(self, job: int, event: HostEvent) -> None:
-        """Tell whoever runs the node."""
+        """Report an event to the node's owner."""
         ...
 
     @property
@@ -123,11 +130,11 @@ class HostedJob:
         self,
         spec: JobSpec,
         node: NodeKey,
-        desk: JobDesk,
+        handler: JobHandler,
         *,
         listen: str,
         captures: Path | None = None,
-        finder: WayFinder | None = None,
+        finder: RouteTable | None = None,
     ) -> None:
         self._finder = finder
         self.spec = spec
@@ -136,11 +143,11 @@ class HostedJob:
         names = (f"{node.id:x}", f"{node.incarnation:x}", os.urandom(4).hex())
         self.address = host_address(load_or_create_cookie(), spec.job, *names)
         self._listen = listen
-        self._desk = desk
+        self._handler = handler
         self._began_ns = time.monotonic_ns()
         self._deadlines = derive(spec.recovery_budget_ns)
         self._environment = dict(spec.environment)
-        self._relay = HangRelay(spec.job, desk.send)
+        self._relay = HangRelay(spec.job, handler.send)
         self._links: HostLinks | None = None
         self._hangs: HangCollector | None = None
 
@@ -151,10 +158,10 @@ class HostedJob:
         self._links = HostLinks(
             address=self.address,
             identity=host_identity(self.spec.job),
-            clock=self._desk.clock,
+            clock=self._handler.clock,
             deadlines=self._deadlines,
-            recorder=self._desk.recorder,
-            desk=self,
+            recorder=self._handler.recorder,
+            handler=self,
             finder=self._finder,
         )
         await self._links.open()
@@ -164,7 +171,7 @@ class HostedJob:
         self._hangs.open()
 
     async def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
         if self._hangs is not None:
             self._hangs.close()
         if self._links is not None:
@@ -178,7 +185,7 @@ class HostedJob:
         return self._links
 
     def request(self, key: RankKey, *, master_host: str) -> ForkRequest:
-        """What the template is to fork. master_host: where the ranks of all hosts find rank 0."""
+        """Return the template's fork request. master_host: MASTER_ADDR of the ranks on all hosts."""
         spec = self.spec
         environment = RankEnvironment(
             rank=key.rank,
@@ -209,58 +216,58 @@ class HostedJob:
             },
         )
 
-    # -- what its ranks say (`HostDesk`) -----------------------------------------------------------------
+    # -- `HostHandler` ---------------------------------------------------------------------------------------
 
     def _key(self, rank: int, incarnation: int) -> RankKey:
         return RankKey(self.spec.job, rank, incarnation)
 
     def is_current(self, rank: int, incarnation: int) -> bool:
-        """See `HostDesk`."""
-        local = self._desk.local(self.spec.job)
+        """See `HostHandler`."""
+        local = self._handler.local(self.spec.job)
         return local is not None and local.living(rank, incarnation) is not None
 
     def joined(self, message: Join) -> None:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         key = self._key(message.rank, message.incarnation)
         joined = e.Joined(
             key=key, address=message.address, host=message.host, tcp_address=message.tcp_address
         )
-        self._desk.put(joined)
+        self._handler.put(joined)
 
     def linked(self, message: Linked) -> None:
-        """See `HostDesk`."""
-        self._desk.put(e.Linked(key=self._key(message.rank, message.incarnation), epoch=message.epoch))
+        """See `HostHandler`."""
+        self._handler.put(e.Linked(key=self._key(message.rank, message.incarnation), epoch=message.epoch))
 
     def link_lost(self, message: LinkLost) -> None:
-        """See `HostDesk`."""
-        self._desk.put(e.LinkLost(key=self._key(message.rank, message.incarnation), epoch=message.epoch))
+        """See `HostHandler`."""
+        self._handler.put(e.LinkLost(key=self._key(message.rank, message.incarnation), epoch=message.epoch))
 
     def reported(self, message: Report) -> None:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         try:
             payload = read_report(message.payload)
         except RemoteProtocolError as error:
             log.warning("report refused", job=self.spec.job, rank=message.rank, reason=str(error))
             return
         report = RankReport(rank=message.rank, incarnation=message.incarnation, payload=payload)
-        self._desk.tell(self.spec.job, report)
+        self._handler.tell(self.spec.job, report)
 
     def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
-        """See `HostDesk`."""
+        """See `HostHandler`."""
         key = self._key(rank, incarnation)
-        if self._desk.noticed(key, notice):
-            self._desk.put(e.LossProven(key=key))
+        if self._handler.noticed(key, notice):
+            self._handler.put(e.LossProven(key=key))
 
     async def status(self) -> NodeStatus:
-        """See `HostDesk`."""
-        local = self._desk.local(self.spec.job)
+        """See `HostHandler`."""
+        local = self._handler.local(self.spec.job)
         processes = [] if local is None else sorted(local.processes.values(), key=lambda p: p.key)
         joined = [p.key.rank for p in processes if p.state is ProcessState.JOINED]
         names = await asyncio.gather(*(self.links.actors(rank) for rank in joined))
         actors = dict(zip(joined, names, strict=True))
         ranks: list[RankStatus] = []
         for process in processes:
-            found = self._desk.process(process.key)
+            found = self._handler.process(process.key)
             pid = 0 if found is None else found.pid
             ranks.append(
                 RankStatus(
@@ -276,7 +283,7 @@ class HostedJob:
         return NodeStatus(
             address=self.address,
             pid=os.getpid(),
-            template_pid=self._desk.template_pid,
+            template_pid=self._handler.template_pid,
             target=self.spec.target,
             on_loss=self.spec.on_loss.value,
             epoch=0 if local is None else local.view.epoch,
@@ -286,10 +293,10 @@ class HostedJob:
             ranks=tuple(ranks),
         )
 
-    # -- what hangs, also on other hosts -----------------------------------------------------------------
+    # -- hangs, also on other hosts --------------------------------------------------------------------------
 
     def placed(self, me: NodeKey, view: ClusterView) -> None:
-        """The node acts on another view."""
+        """Take a new view of the cluster."""
         names = {node.key: node.name for node in view.nodes if node.name}
         changed, gone = self._relay.place(me, view.jobs.job(self.spec.job), names)
         if self._hangs is None:
@@ -298,8 +305,8 @@ class HostedJob:
         for event in gone:
             self._hangs.hear(event)
 
-    def told(self, sender: NodeKey, word: HangWord) -> None:
-        """Another node's life says something of a hang, or asks."""
+    def told(self, sender: NodeKey, word: HangMessage) -> None:
+        """Take a hang message of another node."""
         if self._hangs is None:
             return
         match word:
@@ -312,36 +319,36 @@ class HostedJob:
             case _:
                 assert_never(word)
 
-    # -- what their watchdogs say (`HangDesk`) -----------------------------------------------------------
+    # -- `HangDesk` ------------------------------------------------------------------------------------------
 
     def hung(self, notice: HangNotice) -> None:
         """See `HangDesk`."""
         log.warning(notice.text, job=self.spec.job, at=notice.stack, next_step=notice.next_step)
-        self._desk.tell(self.spec.job, notice)
+        self._handler.tell(self.spec.job, notice)
 
     def end_rank(self, rank: int, incarnation: int) -> None:
         """See `HangDesk`."""
-        self._desk.kill(self._key(rank, incarnation))
+        self._handler.kill(self._key(rank, incarnation))
 
     def end_run(self, reason: str) -> None:
         """See `HangDesk`."""
-        self._desk.stop_job(self.spec.job, reason)
+        self._handler.stop_job(self.spec.job, reason)
 
 
 def _action_of(word: HangAsk | HangEnd) -> AskStanding | LookOutside | Replace:
     rank, incarnation = word.rank, word.incarnation
     if isinstance(word, HangEnd):
-        return Replace(rank=rank, incarnation=incarnation, reason="the job's judge of hangs wants it")
+        return Replace(rank=rank, incarnation=incarnation, reason="the job's hang judge asked for it")
     if word.outside:
         return LookOutside(rank=rank, incarnation=incarnation)
     return AskStanding(rank=rank, incarnation=incarnation)
 
 
 def _on_hang(environment: Mapping[str, str]) -> OnHang:
-    """What the job does about a hang, from ZBMD_ON_HANG. Raises `UserError`."""
+    """Return the policy for hangs from ZBMD_ON_HANG. Raises `UserError`."""
     text = environment.get(ON_HANG_VARIABLE, OnHang.REPORT.value)
     try:
         return OnHang(text)
     except ValueError:
         choices = ", ".join(policy.value for policy in OnHang)
-        raise UserError(f"{ON_HANG_VARIABLE}={text!r} is none of {choices}.") from None
+        raise UserError(f"{ON_HANG_VARIABLE}: expected one of {choices}, got {text!r}.") from None

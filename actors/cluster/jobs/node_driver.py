@@ -1,5 +1,4 @@
-"""The jobs of a node, as its driver: processes forked, killed and told as the machine (`node_machine`)
-says."""
+"""The driver of a node's jobs: forks, kills and signals processes as the machine (`node_machine`) decides."""
 
 from __future__ import annotations
 
@@ -15,37 +14,44 @@ from typing import Any, Final, assert_never
 
 import structlog
 
-from zbmd.actors.cluster.capture_kinds import LOCAL_JOBS
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.code_digest import check_code
-from zbmd.actors.cluster.jobs.contracts import HangWord, HostLinked
+from zbmd.actors.cluster.jobs.contracts import HangMessage, HostLinked
 from zbmd.actors.cluster.jobs.hosted_job import HostedJob
 from zbmd.actors.cluster.jobs.node_events import RankKey
-from zbmd.actors.cluster.jobs.node_machine import LocalJob, LocalJobs
-from zbmd.actors.cluster.jobs.table import REASON_CHARACTERS_MAX, CommandRefused, JobSpec, Order, RankUp, Stop
-from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs
 from zbmd.actors.cluster.port import ClusterPort
-from zbmd.actors.cluster.route_table import WayFinder
-from zbmd.actors.cluster.view import ClusterView, host_of_first_rank
+from zbmd.actors.cluster.state.job_table import (
+    REASON_CHARACTERS_MAX,
+    CommandRefused,
+    JobSpec,
+    Order,
+    RankUp,
+    Stop,
+)
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView, host_of_first_rank
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host.contracts import EnterView, MemberDown, ViewInstalled
-from zbmd.actors.host.early_template import EarlyTemplate
 from zbmd.actors.host.events import HostEvent, RankStarted, ViewChanged
-from zbmd.actors.host.output import LineWriter, OutputSink
-from zbmd.actors.host.process import RankProcess, describe_exit
-from zbmd.actors.host.processes import RankProcesses
+from zbmd.actors.host.processes import RankProcess, RankProcesses
 from zbmd.actors.host.supervisor import PRELOAD
-from zbmd.actors.host.template_client import TemplateLost
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.process.exit import describe_exit
+from zbmd.actors.process.output import LineWriter, OutputSink
+from zbmd.actors.process.template_client import TemplateLost
+from zbmd.actors.rank.host_contracts import EnterView, MemberDown, ViewInstalled
+from zbmd.actors.routing.route_actor import RouteTable
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.shm.death_notice import DeathNotice
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
 
 TEMPLATES_LOST_MAX: Final = 3
-"""In a row, with no rank that has joined in between: then this node makes no processes any more."""
+"""Templates lost in a row, with no rank that joined in between, after which this node forks no more."""
 DRAIN_S_MAX: Final = 1.0
 OnJobEvent = Callable[[int, HostEvent], None]
 """Takes the job's id and what happened to it on this node."""
@@ -75,7 +81,7 @@ class JobHost:
         on_event: OnJobEvent | None = None,
         template: EarlyTemplate | None = None,
         captures: Path | None = None,
-        finder: WayFinder | None = None,
+        finder: RouteTable | None = None,
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -114,7 +120,7 @@ class JobHost:
         self._port.listen(self)
 
     async def settle(self) -> None:
-        """Wait until ranks that were told to end have, and all that they printed is delivered; bounded."""
+        """Wait, for a bounded time, until ending ranks are gone and their output is delivered."""
         if self._processes is not None:
             with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
                 async with asyncio.timeout(DRAIN_S_MAX):
@@ -122,11 +128,11 @@ class JobHost:
                     await self._processes.settle()
 
     async def failed(self) -> None:
-        """Wait until a bug in the machine or here has ended this; raises it."""
+        """Wait until a bug ends this driver, and raise it."""
         await asyncio.shield(self._failed)
 
     async def close(self) -> None:
-        """Kill all that runs, and give back processes, sockets, descriptors, threads. Idempotent."""
+        """Kill all processes and release sockets, descriptors and threads. Idempotent."""
         if self._closed:
             return
         self.stopped("the node ends")
@@ -167,7 +173,7 @@ class JobHost:
         """See `ClusterListener`."""
         if isinstance(message, HostLinked):
             self.put(e.HostSaid(sender=sender, word=message))
-        elif isinstance(message, HangWord):
+        elif isinstance(message, HangMessage):
             hosted = self._jobs.get(message.job)
             if hosted is not None and self._port.view.holds(sender):
                 hosted.told(sender, message)
@@ -179,7 +185,7 @@ class JobHost:
     # -- the machine -------------------------------------------------------------------------------------
 
     def put(self, event: e.Event) -> None:
-        """Put events to the machine one after the other, also those that follow from its actions."""
+        """Put an event to the machine, and then those that follow from its actions."""
         self._events.append(event)
         if self._busy or self._closed:
             return
@@ -226,7 +232,7 @@ class JobHost:
                 self._ask(order)
             case e.Tell(to=to_node, word=word):
                 self._port.send(to_node, word)
-            case e.SetTimer(at_ns=at_ns):
+            case SetTimer(at_ns=at_ns):
                 self._set_timer(at_ns)
             case _:
                 assert_never(action)
@@ -237,7 +243,7 @@ class JobHost:
         try:
             self._port.command(order)
         except CommandRefused as error:
-            # The life has just ended: what it would have said means nothing any more.
+            # The incarnation has just ended: what it would have said means nothing any more.
             log.info("order not taken", order=repr(order), reason=str(error))
 
     def _set_timer(self, at_ns: int) -> None:
@@ -248,7 +254,7 @@ class JobHost:
 
     def _timer_fired(self, due_ns: int) -> None:
         self.recorder.timer("jobs", due_ns, stream=self._tap.stream)
-        self.put(e.TimerFired())
+        self.put(TimerFired())
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -260,7 +266,7 @@ class JobHost:
         self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
 
     async def _open_checked(self, hosted: HostedJob) -> None:
-        """Open a job once its code is found to be what was submitted. Raises `CodeDiffers`."""
+        """Open a job after checking that its code is what was submitted. Raises `CodeDiffers`."""
         if hosted.spec.code:
             await self._loop.run_in_executor(None, check_code, hosted.spec)
         await hosted.open()
@@ -273,12 +279,14 @@ class JobHost:
         self._task(self._closing, _close_once_open(self._opened.pop(job), self._jobs.pop(job)))
 
     async def _fork(self, key: RankKey) -> None:
-        """Fork as soon as its links and the template are there."""
+        """Fork a rank once the job's links and the template are ready."""
         try:
             hosted = self._jobs[key.job]
             await asyncio.shield(self._opened[key.job])
             if self._template is None:
-                raise TemplateLost(f"{self._templates_lost} templates in a row have ended on this node")
+                raise TemplateLost(
+                    f"the template process ended {self._templates_lost} times in a row on this node"
+                )
             processes = await asyncio.shield(self._template)
             master_host = host_of_first_rank(self._port.view, key.job)
             processes.fork(hosted.request(key, master_host=master_host))
@@ -294,47 +302,47 @@ class JobHost:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    # -- what jobs need (`JobDesk`) ----------------------------------------------------------------------
+    # -- `JobHandler` ----------------------------------------------------------------------------------------
 
     def local(self, job: int) -> LocalJob | None:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         return self._machine.jobs.get(job)
 
     def process(self, key: RankKey) -> RankProcess | None:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         if self._processes is None:
             return None
         return self._processes.find((key.job, key.rank, key.incarnation))
 
     def send(self, to: NodeKey, message: Contract) -> None:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         self._port.send(to, message)
 
     def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         if self._processes is None:
             return False
         return self._processes.noticed((key.job, key.rank, key.incarnation), notice)
 
     def kill(self, key: RankKey) -> None:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         self._signal(key, signal.SIGKILL)
 
     def stop_job(self, job: int, reason: str) -> None:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         self._ask(Stop(job=job, reason=reason[:REASON_CHARACTERS_MAX]))
 
     def tell(self, job: int, event: HostEvent) -> None:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         if self._on_event is not None:
             self._on_event(job, event)
 
     @property
     def template_pid(self) -> int:
-        """See `JobDesk`."""
+        """See `JobHandler`."""
         return 0 if self._processes is None else self._processes.template_pid
 
-    # -- processes (`ProcessDesk`) -----------------------------------------------------------------------
+    # -- `ProcessHandler` ------------------------------------------------------------------------------------
 
     def _start_template(self) -> None:
         self._template = self._loop.create_task(self._new_template())
@@ -349,7 +357,7 @@ class JobHost:
         return processes
 
     def forked(self, process: RankProcess) -> None:
-        """See `ProcessDesk`."""
+        """See `ProcessHandler`."""
         started = RankStarted(
             rank=process.rank,
             incarnation=process.incarnation,
@@ -361,11 +369,11 @@ class JobHost:
         self.put(e.Forked(key=RankKey(*process.key)))
 
     def fork_failed(self, process: RankProcess, reason: str) -> None:
-        """See `ProcessDesk`."""
+        """See `ProcessHandler`."""
         self.put(e.ForkFailed(key=RankKey(*process.key), reason=reason))
 
     def exited(self, process: RankProcess, code: int) -> Callable[[], None]:
-        """See `ProcessDesk`."""
+        """See `ProcessHandler`."""
         key, reason = RankKey(*process.key), describe_exit(code)
         local = self._machine.jobs.get(key.job)
         known = None if local is None else local.processes.get((key.rank, key.incarnation))
@@ -375,11 +383,15 @@ class JobHost:
         return lambda: self.tell(key.job, process.down(code, expected=expected, next_step=next_step))
 
     def template_lost(self, error: TemplateLost) -> None:
-        """See `ProcessDesk`: another template takes its place."""
+        """See `ProcessHandler`: another template takes its place."""
         if self._closed:
             return
         self._templates_lost += 1
-        log.error("all ranks of this node are lost", reason=str(error), times=self._templates_lost)
+        log.error(
+            "the template process ended; all ranks of this node are lost",
+            reason=str(error),
+            times=self._templates_lost,
+        )
         if self._templates_lost <= TEMPLATES_LOST_MAX:
             self._start_template()
         else:
@@ -394,7 +406,7 @@ async def _close_once_open(opened: asyncio.Task[None], hosted: HostedJob) -> Non
 
 
 async def _close_once_empty(processes: RankProcesses) -> None:
-    """Its ranks end with their template; their ends are to be told first."""
+    """Close a lost template's processes once the ends of its ranks are reported."""
     await processes.empty()
     await processes.settle()
     await processes.close()

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from zbmd.actors.cluster.jobs.contracts import HostLinked
-from zbmd.actors.cluster.jobs.table import JobSpec, Order
-from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.actors.cluster.view import ClusterView
-from zbmd.actors.view import View, child_id
+from zbmd.actors.cluster.state.job_table import JobSpec, Order
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
+from zbmd.actors.view import View, rank_name
+from zbmd.transport.machine import SetTimer, TimerFired
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,7 +22,7 @@ class RankKey:
     incarnation: int
 
     def __str__(self) -> str:
-        return f"{child_id(self.rank)}#{self.incarnation} of job {self.job:x}"
+        return f"{rank_name(self.rank)}#{self.incarnation} of job {self.job:x}"
 
 
 # --- events ---------------------------------------------------------------------------------------------
@@ -29,14 +30,14 @@ class RankKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifeBegan:
-    """The node begins a life in the cluster."""
+    """The node begins an incarnation in the cluster."""
 
     me: NodeKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifeEnded:
-    """That life is over: the others go on without it, or will."""
+    """That incarnation is over: the others go on without it, or will."""
 
     reason: str
 
@@ -50,7 +51,7 @@ class ViewActedOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSaid:
-    """Another node's life says how far its members of a job's view are."""
+    """Another node's incarnation says how far its members of a job's view are."""
 
     sender: NodeKey
     word: HostLinked
@@ -111,11 +112,6 @@ class Exited:
     key: RankKey
     code: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The time asked for by the last `SetTimer` has come."""
 
 
 Event: TypeAlias = (
@@ -210,17 +206,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
-    """Tell another node's life."""
+    """Tell another node's incarnation."""
 
     to: NodeKey
     word: HostLinked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Deliver `TimerFired` at `at_ns`; replaces the timer before it."""
-
-    at_ns: int
 
 
 Action: TypeAlias = (

@@ -8,10 +8,10 @@ are linked, a host promises so to the job's other hosts, and its ranks enter onc
 host that has promised goes on to a later view only if that view was entered, if a member of it is gone, or if
 another host says that it went on without a promise: then nobody can have entered.
 
-**A node whose life in the cluster ends kills its ranks at once.** Its membership ends a life within the
-recovery budget after it has lost touch with a quorum, so ranks of a node that was cut off outlive the view
-that gave their work to others by little more than that; they are in an older epoch of their job, and no
-member of the newer one listens to them.
+**A node whose incarnation in the cluster ends kills its ranks at once.** Its membership ends an incarnation
+within the recovery budget after it has lost touch with a quorum, so ranks of a node that was cut off outlive
+the view that gave their work to others by little more than that; they are in an older epoch of their job, and
+no member of the newer one listens to them.
 
 **Links between ranks that live can break.** A rank that lost one waits for a view. If none comes although
 there was time to agree on any death, its host asks for another view of the same members, in which they link
@@ -25,14 +25,15 @@ has had a view: before the first one a rank may take its time, for nobody is at 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import assert_never
+from typing import Any, assert_never
 
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.jobs.node_events import RankKey
-from zbmd.actors.cluster.jobs.table import (
+from zbmd.actors.cluster.state.job_table import (
     REASON_CHARACTERS_MAX,
     Job,
     JobPhase,
@@ -43,11 +44,13 @@ from zbmd.actors.cluster.jobs.table import (
     RankUp,
     Relink,
 )
-from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.view import View
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.clock.deadlines import Deadlines, derive, format_duration
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 STORY_EVENTS_MAX = 16
 PROMISES_KEPT = 16
@@ -66,7 +69,7 @@ class ProcessState(Enum):
 
 
 @dataclass(slots=True)
-class Process:
+class LocalProcess:
     """A process of this node, from the decision to fork it until its exit status is known.
 
     told: the cluster has been told of its end, or need not be; kill_at_ns: when it is killed, if it was asked
@@ -91,7 +94,9 @@ class LocalJob:
 
     spec: JobSpec
     deadlines: Deadlines
-    processes: dict[tuple[int, int], Process] = field(default_factory=dict[tuple[int, int], Process])
+    processes: dict[tuple[int, int], LocalProcess] = field(
+        default_factory=dict[tuple[int, int], LocalProcess]
+    )
     started: dict[int, int] = field(default_factory=dict[int, int])
     """By rank, the last incarnation that was started here."""
     view: View = NO_VIEW
@@ -108,7 +113,7 @@ class LocalJob:
     relinked: int = 0
     """The epoch of the newest view that another was asked for."""
 
-    def living(self, rank: int, incarnation: int) -> Process | None:
+    def living(self, rank: int, incarnation: int) -> LocalProcess | None:
         """The process, if nothing speaks against its being alive."""
         process = self.processes.get((rank, incarnation))
         return process if process is not None and not process.told and not process.condemned else None
@@ -120,7 +125,7 @@ class LocalJob:
 
 
 class LocalJobs:
-    """The jobs of one node, over all of its lives. Raises `LocalProtocolError` for events out of turn."""
+    """The jobs of one node, over all its incarnations. Raises `LocalProtocolError` for events out of turn."""
 
     def __init__(self) -> None:
         self.me: NodeKey | None = None
@@ -138,7 +143,7 @@ class LocalJobs:
             case e.LifeBegan(me=me):
                 self.me = me
             case e.LifeEnded():
-                self._end_life(now_ns)
+                self._end_incarnation(now_ns)
             case e.ViewActedOn(view=view):
                 self._act_on(view, now_ns)
             case e.HostSaid(sender=sender, word=word):
@@ -159,7 +164,7 @@ class LocalJobs:
                 self._loss_proven(key)
             case e.Exited(key=key, code=code, reason=reason):
                 self._ended(key, code, reason)
-            case e.TimerFired():
+            case TimerFired():
                 self._timer_ns = None
                 self._timer(now_ns)
             case _:
@@ -212,13 +217,13 @@ class LocalJobs:
             key = RankKey(job.id, entry.rank, entry.incarnation)
             if job.phase is JobPhase.RUNNING:
                 local.started[entry.rank] = entry.incarnation
-                local.processes[entry.rank, entry.incarnation] = Process(key, hurried=job.epoch > 0)
+                local.processes[entry.rank, entry.incarnation] = LocalProcess(key, hurried=job.epoch > 0)
                 self._do(e.Fork(key=key, reason=job.reason))
             elif job.phase is JobPhase.STOPPING:  # the view that gave it to us was never acted on here
                 local.started[entry.rank] = entry.incarnation
                 self._do(e.Ask(order=_never_started(key)))
 
-    def _end_life(self, now_ns: int) -> None:
+    def _end_incarnation(self, now_ns: int) -> None:
         """Nothing that runs here may go on."""
         self.view = ClusterView(epoch=0, nodes=())
         for local in self.jobs.values():
@@ -247,7 +252,7 @@ class LocalJobs:
 
     # -- processes ---------------------------------------------------------------------------------------
 
-    def _process(self, key: RankKey) -> Process | None:
+    def _process(self, key: RankKey) -> LocalProcess | None:
         local = self.jobs.get(key.job)
         return None if local is None else local.processes.get((key.rank, key.incarnation))
 
@@ -303,7 +308,7 @@ class LocalJobs:
         del self.jobs[key.job].processes[key.rank, key.incarnation]
         self._announce(key, reason, confirmed=True)
 
-    def _report_end(self, process: Process, code: int | None, reason: str) -> None:
+    def _report_end(self, process: LocalProcess, code: int | None, reason: str) -> None:
         if process.told:
             return
         process.told = True
@@ -311,7 +316,7 @@ class LocalJobs:
         down = RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=code, reason=reason)
         self._do(e.Ask(order=down))
 
-    def _give_up(self, local: LocalJob, process: Process, now_ns: int) -> None:
+    def _give_up(self, local: LocalJob, process: LocalProcess, now_ns: int) -> None:
         """Others wait for a process that does not come."""
         waited = format_duration(local.deadlines.join_ns)
         reason = (
@@ -326,7 +331,7 @@ class LocalJobs:
         if to:
             self._do(e.AnnounceDown(key=key, reason=reason, confirmed=confirmed, to=to))
 
-    def _condemn(self, local: LocalJob, process: Process, now_ns: int, *, kill: bool) -> None:
+    def _condemn(self, local: LocalJob, process: LocalProcess, now_ns: int, *, kill: bool) -> None:
         """Have a process end; with `kill`, at once."""
         exists = process.state is not ProcessState.FORKING
         process.join_by_ns = None
@@ -395,7 +400,7 @@ class LocalJobs:
         if to:
             self._do(e.InstallView(job=job.id, view=view, to=to))
 
-    def _own_members(self, local: LocalJob) -> list[Process | None]:
+    def _own_members(self, local: LocalJob) -> list[LocalProcess | None]:
         """Our processes in the view that was told last; None for one that does not live."""
         own = [m for m in local.view.members if local.started.get(m.rank) == m.incarnation]
         return [local.living(member.rank, member.incarnation) for member in own]
@@ -442,7 +447,7 @@ class LocalJobs:
         times += [at_ns for p in processes for at_ns in (p.kill_at_ns, p.join_by_ns)]
         due_ns = min((at_ns for at_ns in times if at_ns is not None), default=None)
         if due_ns is not None and due_ns != self._timer_ns:
-            self._do(e.SetTimer(at_ns=due_ns))
+            self._do(SetTimer(at_ns=due_ns))
         self._timer_ns = due_ns
 
     def _do(self, action: e.Action) -> None:
@@ -456,3 +461,13 @@ def _is_gone(entry: RankEntry, incarnation: int) -> bool:
 def _never_started(key: RankKey) -> RankDown:
     reason = "its job was being ended before it was started"
     return RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=None, reason=reason)
+
+
+def _build_jobs(config: Mapping[str, Any]) -> LocalJobs:
+    return LocalJobs()
+
+
+LOCAL_JOBS: MachineKind[e.Event, e.Action] = register(
+    "jobs", 1, _build_jobs, events=e.Event, actions=e.Action, states=(LocalJobs,)
+)
+"""The jobs of a node; it has no configuration."""

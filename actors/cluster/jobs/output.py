@@ -1,7 +1,7 @@
-"""What the ranks of a node print, kept for whoever follows a job: the newest lines of each, bounded.
+"""Output of the ranks on this node, the newest lines of each job, kept for clients that follow it.
 
-Written on the process's loop, read on the cluster's thread. Who follows asks each node for what has come
-since; what was dropped meanwhile is told.
+Written on the process's loop, read on the cluster's thread. A client asks each node for new lines; it sees
+which lines were dropped meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from zbmd.actors.host.output import OutputLine
+from zbmd.actors.process.output import OutputLine
 
 LINES_MAX: Final = 10_000
 """Of a job, on this node."""
@@ -29,7 +29,7 @@ class _Kept:
 
 
 class JobOutput:
-    """The lines of all jobs of this node: their `OutputSink`. For any thread."""
+    """The `OutputSink` of all jobs of this node. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class JobOutput:
         self.add(line.job, line)
 
     def add(self, job: int, line: OutputLine) -> None:
-        """Keep a line."""
+        """Store a line."""
         with self._lock:
             kept = self._jobs.setdefault(job, _Kept())
             self._jobs.move_to_end(job)
@@ -53,7 +53,7 @@ class JobOutput:
                 self._jobs.popitem(last=False)
 
     def since(self, job: int, number: int) -> tuple[int, list[OutputLine]]:
-        """Of a job, lines from `number` on, as many as fit into an answer, and the number of the first."""
+        """Return the number of the first line, and lines from `number` on that fit into one reply."""
         with self._lock:
             kept = self._jobs.get(job)
             if kept is None:

@@ -9,17 +9,20 @@ refused. A node that comes later finds the job in the view; when it has ended th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
-from zbmd.actors.cluster.jobs.table import Job, JobPhase, RankState
-from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.actors.cluster.view import ClusterView
-from zbmd.actors.host.events import EXIT_FAILED
+from zbmd.actors.cluster.state.job_table import Job, JobPhase, RankState
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
+from zbmd.actors.process.exit import EXIT_FAILED
 from zbmd.actors.view import Outcome
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 STORY_EVENTS_MAX = 16
 
@@ -29,7 +32,7 @@ STORY_EVENTS_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifeBegan:
-    """This node begins a life."""
+    """This node begins an incarnation."""
 
     me: NodeKey
 
@@ -43,7 +46,7 @@ class ViewActedOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifeEnded:
-    """That life is over. Unless it has left, the node tries to come back."""
+    """That incarnation is over. Unless it has left, the node tries to come back."""
 
     reason: str
 
@@ -58,11 +61,6 @@ class EndAsked:
     reason: str
     exit_code: int
     leave: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The time asked for by the last `SetTimer` has come."""
 
 
 Event: TypeAlias = LifeBegan | ViewActedOn | LifeEnded | EndAsked | TimerFired
@@ -96,13 +94,6 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Deliver `TimerFired` at `at_ns`; replaces the timer before it."""
-
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """End this process with that code. The last action."""
 
@@ -112,7 +103,7 @@ class End:
 Action: TypeAlias = GiveJob | StopJob | Leave | Say | SetTimer | End
 
 
-class State(Enum):
+class SingleJobState(Enum):
     """Where this node stands."""
 
     SEEKING = "seeking"  # it is in no view
@@ -122,7 +113,7 @@ class State(Enum):
     OVER = "over"
 
 
-class OneJob:
+class SingleJob:
     """See the module. Raises `LocalProtocolError` for events out of turn.
 
     job: its id; nodes_min, nodes_max: of the job; patience_ns: how long enough nodes may be missing, and how
@@ -130,7 +121,7 @@ class OneJob:
     """
 
     def __init__(self, job: int, *, nodes_min: int, nodes_max: int, patience_ns: int, leave_ns: int) -> None:
-        self.state = State.SEEKING
+        self.state = SingleJobState.SEEKING
         self.job: Job | None = None
         """As this node has seen it last."""
         self.exit_code: int | None = None
@@ -142,7 +133,9 @@ class OneJob:
         self._leave_ns = leave_ns
         self._me: NodeKey | None = None
         self._asked: EndAsked | None = None
-        self._gave = self._stopped = False  # in this life: an order ends with the life that gave it
+        self._gave = self._stopped = (
+            False  # in this incarnation: an order ends with the incarnation that gave it
+        )
         self._waits: tuple[int, str] | None = None  # until when, and for what
         self._timer_ns: int | None = None
         self._said = ""
@@ -152,7 +145,7 @@ class OneJob:
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event at `now_ns` (monotonic) and return what to do, in order."""
         self._actions = []
-        if self.state is State.OVER:
+        if self.state is SingleJobState.OVER:
             return []
         self._story.append(repr(event)[:200])
         match event:
@@ -161,7 +154,7 @@ class OneJob:
             case ViewActedOn(view=view):
                 self._acts_on(view, now_ns)
             case LifeEnded(reason=reason):
-                self._life_ended(reason, now_ns)
+                self._incarnation_ended(reason, now_ns)
             case EndAsked():
                 self._end_asked(event, now_ns)
             case TimerFired():
@@ -174,9 +167,11 @@ class OneJob:
 
     def check_invariants(self) -> None:
         """Who leaves knows what it ends with, within a bound."""
-        assert (self.exit_code is not None) == (self.state in (State.LEAVING, State.OVER)), self.state
-        assert self.state is not State.LEAVING or self._waits is not None, "leaving has no bound"
-        assert self.state is not State.UNDERWAY or self.job is not None, "there is no job"
+        assert (self.exit_code is not None) == (
+            self.state in (SingleJobState.LEAVING, SingleJobState.OVER)
+        ), self.state
+        assert self.state is not SingleJobState.LEAVING or self._waits is not None, "leaving has no bound"
+        assert self.state is not SingleJobState.UNDERWAY or self.job is not None, "there is no job"
 
     # -- what happens ------------------------------------------------------------------------------------
 
@@ -186,7 +181,7 @@ class OneJob:
         job = view.jobs.job(self._id)
         if job is not None:
             self.job = job
-        if self.state is State.LEAVING:
+        if self.state is SingleJobState.LEAVING:
             return
         if job is None:
             self._gather(view, now_ns)
@@ -194,11 +189,11 @@ class OneJob:
             asked = self._asked if job.outcome is Outcome.STOPPED else None
             self._leave(job.exit_code if asked is None else asked.exit_code, now_ns)
         else:
-            self.state = State.UNDERWAY
+            self.state = SingleJobState.UNDERWAY
             self._follow(job, now_ns)
 
     def _gather(self, view: ClusterView, now_ns: int) -> None:
-        self.state = State.GATHERING
+        self.state = SingleJobState.GATHERING
         here = len(view.nodes)
         if here < self._nodes_min:
             least, most = self._nodes_min, self._nodes_max
@@ -223,24 +218,24 @@ class OneJob:
         if job.phase is JobPhase.RUNNING and nodes and not finished:
             self._say(f"the job runs on {nodes} of {self._nodes_max} nodes")
 
-    def _life_ended(self, reason: str, now_ns: int) -> None:
+    def _incarnation_ended(self, reason: str, now_ns: int) -> None:
         if self.exit_code is not None:
             self._end(self.exit_code)
             return
         if self._asked is not None:
             self._end(self._asked.exit_code)
             return
-        self.state = State.SEEKING
+        self.state = SingleJobState.SEEKING
         self._me, self._waits = None, None
         self._wait(f"this node has ended its part of the cluster ({reason}) and is not back in it", now_ns)
 
     def _end_asked(self, event: EndAsked, now_ns: int) -> None:
         again, self._asked = self._asked is not None, event
-        if again or self.state is State.SEEKING:
+        if again or self.state is SingleJobState.SEEKING:
             self._end(event.exit_code)
-        elif self.state is State.LEAVING:
+        elif self.state is SingleJobState.LEAVING:
             return
-        elif event.leave or self.state is State.GATHERING:
+        elif event.leave or self.state is SingleJobState.GATHERING:
             self._say(f"{event.reason}: this node leaves the job; once more to end at once")
             self._leave(event.exit_code, now_ns)
         else:
@@ -252,10 +247,10 @@ class OneJob:
         if self._waits is None or self._waits[0] > now_ns:
             return
         waited, what = self._waits[1], format_duration(self._patience_ns)
-        if self.state is State.LEAVING:
+        if self.state is SingleJobState.LEAVING:
             assert self.exit_code is not None
             self._end(self.exit_code)
-        elif self.state is State.SEEKING:
+        elif self.state is SingleJobState.SEEKING:
             self._say(f"given up after {what}: {waited}. Look at what the other nodes say")
             self._end(EXIT_FAILED)
         else:
@@ -268,19 +263,19 @@ class OneJob:
     # -- what follows ------------------------------------------------------------------------------------
 
     def _leave(self, exit_code: int, now_ns: int) -> None:
-        self.state, self.exit_code = State.LEAVING, exit_code
+        self.state, self.exit_code = SingleJobState.LEAVING, exit_code
         self._waits = (now_ns + self._leave_ns, "leaving")
         self._actions.append(Leave())
 
     def _end(self, exit_code: int) -> None:
-        self.state, self.exit_code, self._waits = State.OVER, exit_code, None
+        self.state, self.exit_code, self._waits = SingleJobState.OVER, exit_code, None
         self._actions.append(End(exit_code=exit_code))
 
     def _wait(self, what: str, now_ns: int) -> None:
         """Wait for something, from the first time on; nobody waits for ever."""
         until_ns = now_ns + self._patience_ns if self._waits is None else self._waits[0]
         self._waits = (until_ns, what)
-        if self.state is not State.SEEKING:
+        if self.state is not SingleJobState.SEEKING:
             self._say(f"{what}; waiting for at most {format_duration(self._patience_ns)}")
 
     def _count(self) -> str:
@@ -297,3 +292,19 @@ class OneJob:
         if due_ns is not None and due_ns != self._timer_ns:
             self._actions.append(SetTimer(at_ns=due_ns))
             self._timer_ns = due_ns
+
+
+def _build_one_job(config: Mapping[str, Any]) -> SingleJob:
+    return SingleJob(
+        config["job"],
+        nodes_min=config["nodes_min"],
+        nodes_max=config["nodes_max"],
+        patience_ns=config["patience_ns"],
+        leave_ns=config["leave_ns"],
+    )
+
+
+ONE_JOB: MachineKind[Event, Action] = register(
+    "one_job", 1, _build_one_job, events=Event, actions=Action, states=(SingleJob,)
+)
+"""A node that was started for one job; its configuration: the arguments of `SingleJob`."""

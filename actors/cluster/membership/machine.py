@@ -1,17 +1,18 @@
-"""The view-change machine of one node (sans-I/O): who is in the cluster, with no coordinator to lose.
+"""The view-change machine of one node (sans-I/O): who is in the cluster, without a coordinator.
 
-Members report what they know, whoever they no longer hear, who knocks, what their jobs ask for, to the
-**speaker**: the member with the lowest id among those that they do not suspect. After a short while in which
-reports gather, the speaker has the members of the view agree on the next one: one Paxos decree a view, over a
-tree of all members (`rounds`), so that a member's cost does not grow with the cluster. If the speaker is
-gone, the next in line takes its place; two speakers at once are safe, as any two are in Paxos.
+Members report what they know (silent members, nodes that ask to join, orders of their jobs) to the
+**speaker**: the member with the lowest id among those that they do not suspect. After a short delay in
+which reports gather, the speaker has the members agree on the next view: one Paxos decree for each view,
+over a tree of all members (`rounds`), so that a member's cost does not grow with the cluster. If the
+speaker is gone, the next in line takes over; two speakers at once are safe, as any two proposers are in
+Paxos.
 
-A decided view is acted on in two phases: LEARN makes it known to all of its members, and once all have said
-so ENTER lets them act on it. So whatever view anybody acts on, every member of it knows. If one dies in
-between, the view is followed by another and nobody ever acts on it.
+A decided view is entered in two phases: LEARN makes it known to all of its members, and once all have
+confirmed, ENTER lets them act on it. So every member of a view that anybody acts on knows that view. If a
+member dies in between, the view is followed by another and nobody ever acts on it.
 
-A member that cannot get the word of a quorum for as long as the recovery budget stops itself and says why. So
-does one that learns that the others went on without it; it may come back with its next incarnation.
+A member that cannot reach a quorum for as long as the recovery budget stops itself. So does one that learns
+that the others went on without it; it may come back with its next incarnation.
 """
 
 from __future__ import annotations
@@ -21,28 +22,27 @@ from enum import Enum
 from typing import assert_never
 
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.membership.agenda import Agenda
-from zbmd.actors.cluster.membership.member_report import OwnWord
+from zbmd.actors.cluster.membership.member_report import OwnReport
 from zbmd.actors.cluster.membership.overlay import overlay_of, tree_of
-from zbmd.actors.cluster.membership.paxos_acceptor import Acceptor
 from zbmd.actors.cluster.membership.reports import Reports
-from zbmd.actors.cluster.membership.rounds import Round
-from zbmd.actors.cluster.membership.tie_break import TieBreak
-from zbmd.actors.cluster.membership.timeouts import waits_of
-from zbmd.actors.cluster.node_id import Node
-from zbmd.actors.cluster.view import Change, ClusterView
+from zbmd.actors.cluster.membership.rounds import Acceptor, Round
+from zbmd.actors.cluster.membership.timers import Agenda, waits_of
+from zbmd.actors.cluster.membership.witness import TieBreak
+from zbmd.actors.cluster.state.node_id import Node
+from zbmd.actors.cluster.state.view import Change, ClusterView
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 CANDIDATES_MAX = 4
-"""Members in line for the speaker's place that a report goes to, one more with each retry."""
+"""Members that a report goes to: the speaker and its successors, one more with each retry."""
 STORY_EVENTS_MAX = 16
 LEFT = "it left"
-"""The reason of a node that stops because it was asked to leave."""
+"""The stop reason of a node that was asked to leave."""
 
 
-class State(Enum):
-    """Where this life of the node stands."""
+class MemberState(Enum):
+    """State of this incarnation."""
 
     NEW = "new"
     JOINING = "joining"
@@ -51,23 +51,23 @@ class State(Enum):
 
 
 class ClusterMachine:
-    """The membership of one node's life.
+    """The membership of one node's incarnation.
 
-    me: who we are; deadlines, witnessed (see `TieBreak`): of the cluster, the same on all nodes. Raises
+    me: this node; deadlines, witnessed (see `TieBreak`): of the cluster, the same on all nodes. Raises
     `LocalProtocolError` for events out of turn. After `Stopped` every event is ignored.
     """
 
     def __init__(self, me: Node, deadlines: Deadlines, *, witnessed: bool = False) -> None:
         self.me = me
-        self.state = State.NEW
+        self.state = MemberState.NEW
         self.view = ClusterView(epoch=0, nodes=())
-        """The newest view that we know to be decided."""
+        """The newest view that is known to be decided."""
         self.entered = 0
-        """The epoch of the view that we act on."""
+        """The epoch of the view that this node acts on."""
         self.story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
         self.waits = waits_of(deadlines)
         self._doors: tuple[Node, ...] = ()
-        self._asked, self._word = 0, OwnWord(me.key)
+        self._asked, self._word = 0, OwnReport(me.key)
         self._unreachable: set[int] = set()
         self._tie = TieBreak(witnessed=witnessed)
         self._reports = Reports(self.view, self.waits.deaths_ns[False])
@@ -76,7 +76,7 @@ class ClusterMachine:
         self._own: Round | None = None
         self._relay: Round | None = None
         self._change: Change | None = None
-        """From the view before to the one that we know, if we learnt it that way."""
+        """The change that led to the known view, if it was learnt as a change."""
         self._known_ns = 0
         self._reported_ns: int | None = None
         self._gathering_ns: int | None = None
@@ -86,23 +86,21 @@ class ClusterMachine:
 
     def handle(self, event: m.Event, *, now_ns: int) -> list[m.Action]:
         """Take one event at `now_ns` (monotonic) and return what to do, in order."""
-        if self.state is State.STOPPED:
+        if self.state is MemberState.STOPPED:
             return []
         self._actions = []
         timer_before = self._agenda.next_ns
         match event:
-            case m.Received(sender=sender, message=message):  # first: most are
+            case m.Received(sender=sender, message=message):  # first, since most events are messages
                 self._received(sender, message, now_ns)
             case m.Found():
-                self._begin(State.MEMBER)
+                self._begin(MemberState.MEMBER)
                 self._adopt(ClusterView(epoch=1, nodes=(self.me,)), now_ns)
                 self._enter("it founds the cluster", now_ns)
             case m.Enter(doors=doors):
-                self._begin(State.JOINING)
+                self._begin(MemberState.JOINING)
                 if not doors:
-                    raise LocalProtocolError(
-                        "to enter a cluster, a door is needed: give the address of a member"
-                    )
+                    raise LocalProtocolError("entering a cluster needs the address of a member")
                 self._doors = doors
                 self._agenda.put("give up joining", now_ns + self.waits.join_ns)
                 self._knock(now_ns)
@@ -124,7 +122,7 @@ class ClusterMachine:
             case m.Ordered(order=order):
                 self._word.order(order)
                 self._report(now_ns)
-            case m.TimerFired():
+            case TimerFired():
                 self._timer(now_ns)
             case _:
                 assert_never(event)
@@ -132,12 +130,12 @@ class ClusterMachine:
 
     @property
     def ordered(self) -> int:
-        """The number of the last command that this life has asked for; 0 before the first."""
+        """The number of this incarnation's last command; 0 before the first."""
         return self._word.ordered
 
     def check_invariants(self) -> None:
-        """The view holds us while we are a member, and we act on no view that we do not know."""
-        if self.state is State.MEMBER:
+        """A member is in its view, and acts on no view that it does not know."""
+        if self.state is MemberState.MEMBER:
             assert self.view.holds(self.me.key), f"{self.me.key} is a member outside of {self.view}"
             assert self.entered <= self.view.epoch, (self.entered, self.view.epoch)
         assert self._own is None or self._own.parent is None, "our own round has a parent"
@@ -145,29 +143,29 @@ class ClusterMachine:
         assert self._own is None or self._own.cast.epoch == self.view.epoch, "a round on another view"
         self._word.check_invariants()
 
-    def _begin(self, state: State) -> None:
-        if self.state is not State.NEW:
+    def _begin(self, state: MemberState) -> None:
+        if self.state is not MemberState.NEW:
             raise LocalProtocolError(f"{self.me.key} has begun already", story=tuple(self.story))
         self.state = state
 
     def _done(self, timer_before: int | None) -> list[m.Action]:
         actions, self._actions = self._actions, []
         due = self._agenda.next_ns
-        if self.state is not State.STOPPED and due is not None and due != timer_before:
-            actions.append(m.SetTimer(at_ns=due))
+        if self.state is not MemberState.STOPPED and due is not None and due != timer_before:
+            actions.append(SetTimer(at_ns=due))
         return actions
 
     def _timer(self, now_ns: int) -> None:
         due = self._agenda.take(now_ns)
         for what in due:
-            if self.state is State.STOPPED:
+            if self.state is MemberState.STOPPED:
                 return
             match what:
                 case "knock":
                     self._knock(now_ns)
                 case "give up joining":
                     doors = ", ".join(door.address or str(door.key) for door in self._doors)
-                    self._stop(f"no member of the cluster has let it in: asked {doors}")
+                    self._stop(f"no member of the cluster admitted it: asked {doors}")
                 case "report":
                     self._report(now_ns)
                 case "propose":
@@ -182,15 +180,15 @@ class ClusterMachine:
                 case _:
                     raise AssertionError(what)
         if not due and (due_ns := self._agenda.next_ns) is not None:  # early: ask again
-            self._actions.append(m.SetTimer(at_ns=due_ns))
+            self._actions.append(SetTimer(at_ns=due_ns))
 
     # -- messages ----------------------------------------------------------------------------------------
 
     def _received(self, sender: Node, message: m.Message, now_ns: int) -> None:
         self._unreachable.discard(sender.id)
         match message:
-            case m.Beat() | m.Report() | m.Cast() | m.Echo():  # first: most are beats
-                if self.state is State.MEMBER or isinstance(message, m.Cast):
+            case m.Beat() | m.Report() | m.Cast() | m.Echo():  # first, since most events are messages beats
+                if self.state is MemberState.MEMBER or isinstance(message, m.Cast):
                     self._of_members(sender, message, now_ns)
             case m.Join(node=node):
                 self._knocked(node, now_ns)
@@ -206,7 +204,7 @@ class ClusterMachine:
 
     def _of_members(self, sender: Node, message: m.Beat | m.Report | m.Cast | m.Echo, now_ns: int) -> None:
         epoch = message.known if isinstance(message, m.Beat) else message.epoch
-        if self.state is State.MEMBER and not self.view.holds(sender.key) and epoch <= self.view.epoch:
+        if self.state is MemberState.MEMBER and not self.view.holds(sender.key) and epoch <= self.view.epoch:
             self._exclude(sender)
             return
         match message:
@@ -222,11 +220,11 @@ class ClusterMachine:
     def _exclude(self, sender: Node) -> None:
         known = self.view.by_id.get(sender.id)
         if known is not None and known.key.incarnation < sender.key.incarnation:
-            return  # a newer life than we know of: it will join
+            return  # a newer incarnation than the known one: it will join
         self._send(sender, m.Excluded(epoch=self.view.epoch, reason=f"{sender.key} is not in {self.view}"))
 
     def _catch_up(self, sender: Node, epoch: int) -> None:
-        """A node knows less than we do, and cannot answer a round without it."""
+        """Send the view to a node that is behind and cannot answer a round without it."""
         if epoch >= self.view.epoch:
             return
         if not self.view.holds(sender.key):
@@ -251,14 +249,14 @@ class ClusterMachine:
     # -- joining and leaving -----------------------------------------------------------------------------
 
     def _knock(self, now_ns: int) -> None:
-        if self.state is not State.JOINING:
+        if self.state is not MemberState.JOINING:
             return
         self._send(self._doors[self._asked % len(self._doors)], m.Join(node=self.me))
         self._asked += 1
         self._agenda.put("knock", now_ns + self.waits.retry_ns)
 
     def _knocked(self, node: Node, now_ns: int) -> None:
-        if self.state is not State.MEMBER:
+        if self.state is not MemberState.MEMBER:
             return
         member = self.view.by_id.get(node.id)
         if member is not None and member.key == node.key:
@@ -271,22 +269,22 @@ class ClusterMachine:
             self._report(now_ns)
 
     def _leave(self, now_ns: int) -> None:
-        if self.state is not State.MEMBER or len(self.view.nodes) == 1:
+        if self.state is not MemberState.MEMBER or len(self.view.nodes) == 1:
             self._stop(LEFT)
             return
         self._word.leaving = True
         self._report(now_ns)
 
     def candidates(self) -> list[int]:
-        """Who may speak, the first in line first: the members that we have no word against."""
+        """Return the members that are not suspected, in the order in which they become speaker."""
         out = {key.id for key in self._word.suspected | self._word.proven}
         out |= self._unreachable | self._reports.down() | self._reports.proven()
         leaving = {self.me.id} if self._word.leaving else set()
         return [node_id for node_id in self.view.ids if node_id not in out and node_id not in leaving]
 
     def _report(self, now_ns: int, *, retract: bool = False) -> None:
-        """Tell the speaker what we know; each time one member more, until it is dealt with."""
-        if self.state is not State.MEMBER:
+        """Report to the speaker; each retry includes one more member, until the report is dealt with."""
+        if self.state is not MemberState.MEMBER:
             return
         report = self._word.report(self.view)
         anything = self._reports.take(self.me.key, report, now_ns=now_ns)
@@ -320,7 +318,7 @@ class ClusterMachine:
                 self._gather(report, now_ns)
 
     def _gather(self, report: m.Report, now_ns: int) -> None:
-        """There is something to agree on; let more reports come in first."""
+        """Schedule a proposal, after a delay in which more reports can arrive."""
         if self._gathering_ns is None:
             self._gathering_ns = now_ns
         wait_ns = self.waits.deaths_ns[self.view.jobs.busy] if report.down else self.waits.batch_ns
@@ -329,8 +327,8 @@ class ClusterMachine:
     # -- proposing ---------------------------------------------------------------------------------------
 
     def _propose(self, now_ns: int) -> None:
-        """Have the members agree on what follows from the reports, if that is up to us."""
-        if self._own is not None or self.state is not State.MEMBER:
+        """Propose the change that follows from the reports, if this node is the speaker."""
+        if self._own is not None or self.state is not MemberState.MEMBER:
             return
         change = self._wanted(now_ns)
         gathering_ns = now_ns if self._gathering_ns is None else self._gathering_ns
@@ -363,19 +361,19 @@ class ClusterMachine:
             self._ask(m.Phase.PREPARE, m.Ballot(self._number, self.me.id), now_ns)
 
     def _propose_again(self, wait_ns: int, now_ns: int) -> None:
-        """Look after so long, or when one more of the suspicions counts."""
+        """Propose again after a delay, or earlier when another suspicion has stood long enough."""
         ripe_ns = self._reports.ripe_ns(now_ns)
         self._agenda.put("propose", min(now_ns + wait_ns, ripe_ns or now_ns + wait_ns))
 
     def _hears_enough(self) -> bool:
-        """Whether those whom we do not suspect could agree on anything."""
+        """Whether the unsuspected members form a quorum."""
         return self._tie.quorum(self.view, self.candidates(), self._reports.proven()).holds
 
     def _wanted(self, now_ns: int) -> Change | None:
         return self._reports.change(now_ns=now_ns, elapsed_ns=max(0, now_ns - self._known_ns))
 
     def _ask(self, phase: m.Phase, ballot: m.Ballot, now_ns: int, change: Change | None = None) -> None:
-        """Begin a round of our own."""
+        """Begin a round as its root."""
         agreeing = phase in (m.Phase.PREPARE, m.Phase.ACCEPT)
         out = self._reports.down() | self._unreachable | {key.id for key in self._word.suspected}
         excluded = tuple(sorted((out & set(self.view.ids)) - {self.me.id})) if agreeing else ()
@@ -396,7 +394,7 @@ class ClusterMachine:
         self._finish(asked, now_ns)
 
     def _answer(self, asked: Round) -> bool:
-        """Give our own answer; whether those below us are to be asked."""
+        """Answer a round for this node; return whether to pass it on."""
         cast, acceptor = asked.cast, self._acceptor
         refused: m.Ballot | None = None
         if cast.phase is m.Phase.PREPARE:
@@ -414,7 +412,7 @@ class ClusterMachine:
             self._send(self.view.by_id[child], asked.cast)
 
     def _finish(self, asked: Round, now_ns: int) -> None:
-        """Once all below have answered: answer upwards, or draw the conclusion."""
+        """Once all nodes below have answered, answer the parent, or conclude the round at its root."""
         if asked.waiting:
             return
         if asked.parent is not None:
@@ -478,7 +476,7 @@ class ClusterMachine:
     # -- knowing and entering a view ---------------------------------------------------------------------
 
     def _adopt(self, view: ClusterView, now_ns: int, change: Change | None = None) -> None:
-        """Know a view that was decided; everything that was said about the one before is void."""
+        """Take over a decided view; all state about the previous view is discarded."""
         self.view = view
         if self._word.leaving and len(view.nodes) == 1:
             self._stop(LEFT)
@@ -506,21 +504,23 @@ class ClusterMachine:
         if view.epoch <= self.view.epoch:
             return
         if not view.holds(self.me.key):
-            if self.state is State.MEMBER:
+            if self.state is MemberState.MEMBER:
                 self._stop(f"the others went on without it, in {view}")
             return
-        self.state = State.MEMBER
+        self.state = MemberState.MEMBER
         self._adopt(view, now_ns, change)
 
     def _confirm(self, now_ns: int) -> None:
-        """If nobody acts on the view that we know, and it is ours to speak, ask whether all know it."""
-        if self.entered == self.view.epoch or self.state is not State.MEMBER:
+        """As speaker, ask whether all members know a view that nobody acts on yet."""
+        if self.entered == self.view.epoch or self.state is not MemberState.MEMBER:
             return
         line = self.candidates()
         place = line.index(self.me.id) if self.me.id in line else len(line)
         waited = (now_ns - self._known_ns) // self.waits.retry_ns
         self._agenda.put("confirm", now_ns + self.waits.retry_ns)
-        if self._own is None and (place == 0 or waited > place):  # one more a turn, never all at once
+        if self._own is None and (
+            place == 0 or waited > place
+        ):  # staggered by place, so that not all ask at once
             self._ask(m.Phase.LEARN, m.Ballot(waited, self.me.id), now_ns, self._change)
 
     def _learned_by(self, asked: Round, result: m.Echo, now_ns: int) -> None:
@@ -549,7 +549,7 @@ class ClusterMachine:
     # -- others' rounds ----------------------------------------------------------------------------------
 
     def _cast(self, sender: Node, cast: m.Cast, now_ns: int) -> None:
-        follows = self.state is State.MEMBER and self.view.epoch + 1 == cast.epoch
+        follows = self.state is MemberState.MEMBER and self.view.epoch + 1 == cast.epoch
         if follows and cast.phase is m.Phase.LEARN and cast.change is not None:
             self._learn(self.view.after(cast.change), now_ns, cast.change)
             if self.view.epoch != cast.epoch:
@@ -595,6 +595,6 @@ class ClusterMachine:
     def _stop(self, reason: str) -> None:
         reason = LEFT if self._word.leaving else reason
         self.story.append(f"stops: {reason}")
-        self.state = State.STOPPED
+        self.state = MemberState.STOPPED
         self._agenda.clear()
         self._actions.append(m.Stopped(reason=reason))

@@ -1,13 +1,13 @@
-"""What one member has to say to the speaker (sans-I/O): of others, of itself, and what its jobs ask for."""
+"""What one member reports to the speaker (sans-I/O): suspicions, joins, leaves, and orders of its jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zbmd.actors.cluster.jobs.table import Command, CommandRefused, Order, order_bytes, problem_of
 from zbmd.actors.cluster.messages import Report
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.state.job_table import Command, CommandRefused, Order, order_bytes, problem_of
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 
 JOINS_WAITING_MAX = 4096
 COMMANDS_WAITING_MAX = 1024
@@ -16,8 +16,8 @@ COMMANDS_IN_REPORT_MAX = 64
 REPORT_COMMAND_BYTES_MAX = 256 * 1024
 
 
-class OwnWord:
-    """All that `me` would have the next view contain."""
+class OwnReport:
+    """Collects everything that `me` wants the next view to contain."""
 
     def __init__(self, me: NodeKey) -> None:
         self.me = me
@@ -26,21 +26,21 @@ class OwnWord:
         self.joins: dict[int, Node] = {}
         self.leaving = False
         self.ordered = 0
-        """The number of our last command."""
+        """The number of this node's last command."""
         self._commands: list[Command] = []
 
     def order(self, order: Order) -> None:
-        """Ask for an order. Raises `CommandRefused`."""
+        """Queue an order. Raises `CommandRefused`."""
         problem = problem_of(order)
         if not problem and len(self._commands) >= COMMANDS_WAITING_MAX:
-            problem = f"{COMMANDS_WAITING_MAX} commands of {self.me} wait to be agreed on already"
+            problem = f"{COMMANDS_WAITING_MAX} commands of {self.me} are pending already; try again later"
         if problem:
             raise CommandRefused(problem)
         self.ordered += 1
         self._commands.append(Command(origin=self.me, number=self.ordered, order=order))
 
     def knocked(self, node: Node) -> bool:
-        """A node asks to be let in; whether that is news. If too many wait already, it knocks again."""
+        """Note a node that asks to join; return whether it is new. Beyond the bound it has to ask again."""
         known = self.joins.get(node.id)
         if known is None and len(self.joins) >= JOINS_WAITING_MAX:
             return False
@@ -50,7 +50,7 @@ class OwnWord:
         return True
 
     def report(self, view: ClusterView) -> Report:
-        """What the members of `view` are to know."""
+        """Return the report for the members of `view`."""
         return Report(
             epoch=view.epoch,
             down=tuple(sorted(key for key in self.suspected if view.holds(key))),
@@ -61,7 +61,7 @@ class OwnWord:
         )
 
     def adopted(self, view: ClusterView) -> None:
-        """A new view is known: forget what it contains already."""
+        """Drop what a new view already contains."""
         self.suspected = {key for key in self.suspected if view.holds(key)}
         self.proven = {key for key in self.proven if view.holds(key)}
         self.joins = {
@@ -83,7 +83,7 @@ class OwnWord:
 
 
 def first_commands(commands: Iterable[Command], most: int, bytes_max: int) -> tuple[Command, ...]:
-    """As many of the first commands as a message takes; one at least, if there is any."""
+    """Return as many of the first commands as a message takes; at least one, if there is any."""
     taken: list[Command] = []
     nbytes = 0
     for command in commands:

@@ -1,8 +1,8 @@
-"""Who observes whom in a view, and the tree along which a round travels through it.
+"""Who observes whom in a view, and the tree along which a round travels.
 
-Every node is observed by at most `OBSERVERS_MAX` others, its successors in that many random circles over the
-members, and observes as many: so failures are found at a cost that does not grow with the cluster, and no
-set of nodes is observed by a few alone. After Suresh et al., "Stable and Consistent Membership at Scale with
+Every node is observed by at most `OBSERVERS_MAX` others, its successors in that many random circles over
+the members, and observes as many: failures are found at a cost that does not grow with the cluster, and no
+set of nodes is observed by only a few. After Suresh et al., "Stable and Consistent Membership at Scale with
 Rapid" (USENIX ATC 2018). In small views everybody observes everybody.
 """
 
@@ -12,9 +12,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zbmd.actors.cluster.view import ClusterView, _Shared
+from zbmd.actors.cluster.state.view import OBSERVERS_MAX, ClusterView, _Shared
 
-OBSERVERS_MAX = 10
 FAN_OUT = 16
 """Children of a node in a round's tree: four levels reach 69,905 nodes."""
 VIEWS_KEPT = 8
@@ -23,14 +22,14 @@ TREES_KEPT = 64
 
 @dataclass(frozen=True)
 class Overlay:
-    """Observers of each member and the members that each observes, by id, ascending."""
+    """The observers of each member, and the members that each observes; ids ascending."""
 
     observers: dict[int, tuple[int, ...]]
     subjects: dict[int, tuple[int, ...]]
 
 
 def overlay_of(view: ClusterView) -> Overlay:
-    """The overlay of a view: the same on every member."""
+    """Return the overlay of a view; the same on every member."""
     return _overlay(_Shared(view))
 
 
@@ -67,12 +66,12 @@ class Tree:
     place: dict[int, int]
 
     def children(self, node_id: int) -> tuple[int, ...]:
-        """Whom a node hands the question on to."""
+        """Return the nodes that a node passes a question on to."""
         first = FAN_OUT * self.place[node_id] + 1
         return self.ids[first : first + FAN_OUT]
 
     def below(self, node_id: int) -> tuple[int, ...]:
-        """The node and all who are asked by way of it."""
+        """Return the node and all nodes below it."""
         found: list[int] = []
         begin = end = self.place[node_id]
         while begin < len(self.ids):
@@ -81,7 +80,7 @@ class Tree:
         return tuple(found)
 
     def height(self, node_id: int) -> int:
-        """How many levels lie below a node."""
+        """Return the number of levels below a node."""
         place, levels = self.place[node_id], 0
         while (place := FAN_OUT * place + 1) < len(self.ids):
             levels += 1
@@ -89,7 +88,7 @@ class Tree:
 
 
 def tree_of(view: ClusterView, root: int, excluded: tuple[int, ...]) -> Tree:
-    """The tree over a view's members, but for those excluded; the root need not be a member."""
+    """Return the tree over a view's members without the excluded; the root need not be a member."""
     return _tree(_Shared(view), root, excluded)
 
 

@@ -1,21 +1,21 @@
-"""Who has reported whom in the view that is known, and what change follows from it.
+"""Collects the members' reports on a view, and derives the change that follows from them.
 
-A report is believed once most of a member's observers agree on it, where those who are believed dead
-themselves do not count (Rapid's multi-node cut detection, reduced): so a few deaf nodes condemn nobody, and a
-rack that fails at once goes in one cut. Nobody is removed for it before it has stood for a while: when a
-network heals, those who were cut off tell at last whom they have missed, and hear them a beat later.
+A member is believed dead once most of its observers report it, not counting observers that are believed
+dead themselves (Rapid's multi-node cut detection, reduced): a few deaf nodes cannot condemn anybody, and a
+rack that fails at once is removed in one view. A suspicion must stand for a while before it counts: when a
+network heals, nodes that were cut off deliver their old suspicions, and retract them one beat later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbmd.actors.cluster.jobs.table import Command
 from zbmd.actors.cluster.membership.member_report import first_commands
 from zbmd.actors.cluster.membership.overlay import overlay_of
 from zbmd.actors.cluster.messages import Report
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import Change, ClusterView
+from zbmd.actors.cluster.state.job_table import Command
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import Change, ClusterView
 
 JOINS_MAX = 4096
 """Nodes let in by one change; more wait for the next."""
@@ -34,20 +34,20 @@ class Reports:
         self._stand_ns = stand_ns
         self._by_reporter: dict[int, Report] = {}
         self._since: dict[int, dict[NodeKey, int]] = {}
-        """By reporter and suspect, since when it has been said, ns."""
+        """By reporter and suspect: since when it has been reported, ns."""
         self._told: set[int] = set()
 
     def addressees(self, line: Sequence[int], *, retracts: bool) -> list[int]:
-        """Whom to tell of our own report: those in line, and of what it takes back all who were told before.
+        """Return whom to send our report: the line, and for a retraction all earlier addressees as well.
 
-        Else one who was in line while the first was suspected would believe it for good.
+        Otherwise a member that was in line for a while would believe the old report for good.
         """
         others = self._told.difference(line) if retracts else ()
         self._told.update(line)
         return [*line, *sorted(others)]
 
     def take(self, reporter: NodeKey, report: Report, *, now_ns: int) -> bool:
-        """Take a member's report; whether it says anything. Those on another view are not taken."""
+        """Take a member's report on this view; return whether it reports anything."""
         if report.epoch != self.view.epoch or not self.view.holds(reporter):
             return False
         before = self._since.pop(reporter.id, {})
@@ -60,12 +60,12 @@ class Reports:
         return reporter.id in self._by_reporter
 
     def doubt(self, now_ns: int) -> None:
-        """Whoever is suspected now has to be for `stand_ns` from now on: it was we who were cut off."""
+        """Restart the clock of every suspicion: this node itself may have been cut off."""
         for suspects in self._since.values():
             suspects.update(dict.fromkeys(suspects, now_ns))
 
     def ripe_ns(self, now_ns: int) -> int | None:
-        """When the next suspicion has stood for long enough; None if all have."""
+        """Return when the next suspicion will have stood long enough; None if all have."""
         due_ns = (since_ns + self._stand_ns for said in self._since.values() for since_ns in said.values())
         return min((at_ns for at_ns in due_ns if at_ns > now_ns), default=None)
 
@@ -75,9 +75,9 @@ class Reports:
         return not self._by_reporter
 
     def proven(self) -> frozenset[int]:
-        """The ids of members who are certain to be dead."""
+        """Return the ids of members that are proven dead."""
         keys = {key for report in self._by_reporter.values() for key in report.proven}
-        keys |= {node.key for node in self._joins() if self._old_life(node) is not None}
+        keys |= {node.key for node in self._joins() if self._old_incarnation(node) is not None}
         return frozenset(key.id for key in keys if key.id in self.view.by_id)
 
     def down(self, *, said_by_ns: int | None = None) -> frozenset[int]:
@@ -101,7 +101,7 @@ class Reports:
         return 2 * says > len(sound) or not sound
 
     def settled(self, *, now_ns: int) -> bool:
-        """Whether all who are believed dead may go, and no member is reported by too few of the others."""
+        """Whether every believed death has stood long enough, and no report is still disputed."""
         down = self.down()
         return down == self.down(said_by_ns=now_ns - self._stand_ns) and all(
             key.id in down or not self.view.holds(key)
@@ -111,14 +111,14 @@ class Reports:
         )
 
     def change(self, *, now_ns: int, elapsed_ns: int = 0) -> Change | None:
-        """What follows from the reports now, if anything does. elapsed_ns: since the view was known."""
+        """Return the change that follows from the reports, or None. elapsed_ns: since the view was known."""
         view, down = self.view, self.down(said_by_ns=now_ns - self._stand_ns)
         leaves = {node_id for node_id, report in self._by_reporter.items() if report.leaves}
         joins = self._joins()
         replaced = {node.id for node in joins if node.id in view.by_id}
         gone = sorted((down | leaves | replaced) & set(view.ids))
         if len(gone) == len(view.ids) and not joins:
-            # Somebody has to agree on it: the last one goes once it is alone.
+            # Somebody has to agree on the change: the last member leaves once it is alone.
             gone = [node_id for node_id in gone if node_id != min(leaves - down, default=None)]
         commands = self._commands(frozenset(gone))
         if not gone and not joins and not commands:
@@ -131,7 +131,7 @@ class Reports:
         )
 
     def _commands(self, gone: frozenset[int]) -> tuple[Command, ...]:
-        """The commands of those who stay: the first of each, then the second of each, and so on."""
+        """Return commands of the remaining members in turn: the first of each, then the second, and so on."""
         waiting = [
             (place, node_id, command)
             for node_id, report in self._by_reporter.items()
@@ -144,7 +144,7 @@ class Reports:
         )
 
     def _joins(self) -> tuple[Node, ...]:
-        """Those who ask to be let in, the newest life of each, by id."""
+        """Return the nodes that ask to join, by id; of each its newest incarnation."""
         newest: dict[int, Node] = {}
         for report in self._by_reporter.values():
             for node in report.joins:
@@ -155,8 +155,8 @@ class Reports:
                     newest[node.id] = node
         return tuple(newest[node_id] for node_id in sorted(newest)[:JOINS_MAX])
 
-    def _old_life(self, node: Node) -> Node | None:
-        """The member that this node was before, if it is in the view still."""
+    def _old_incarnation(self, node: Node) -> Node | None:
+        """Return the node's previous incarnation, if it is still in the view."""
         member = self.view.by_id.get(node.id)
         return member if member is not None and member.key.incarnation < node.key.incarnation else None
 

@@ -1,8 +1,8 @@
-"""A question that travels down a tree of nodes, and the answers that come up merged.
+"""A round: a question that travels down a tree of nodes, and the answers that come up merged.
 
-Every node hands the question on to its children, and answers for all below it once they have, or when its
-time is up: who has not answered by then is missing. So a round costs a node `FAN_OUT` messages at most,
-whatever the size of the cluster.
+Every node passes the question on to its children, and answers for all nodes below it once they have
+answered or its time is up: those that have not answered by then are missing. So a round costs a node at
+most `FAN_OUT` messages, whatever the size of the cluster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,34 @@ from collections.abc import Iterable
 
 from zbmd.actors.cluster.membership.overlay import Tree
 from zbmd.actors.cluster.messages import Accepted, Ballot, Cast, Echo
-from zbmd.actors.cluster.node_id import Node
+from zbmd.actors.cluster.state.node_id import Node
+from zbmd.actors.cluster.state.view import Change
+
+
+class Acceptor:
+    """One member's Paxos acceptor for what follows one view.
+
+    Single-decree Paxos (Lamport, "Paxos made simple", 2001), one decree for each view, with the quorums of
+    `view.quorum`. An incarnation that ends never returns under the same key, so nothing is kept on disk.
+    """
+
+    def __init__(self) -> None:
+        self.promised: Ballot | None = None
+        self.accepted: Accepted | None = None
+
+    def prepare(self, ballot: Ballot) -> Ballot | None:
+        """Promise to take no older ballot; return the newer ballot that stands in the way, if any."""
+        if self.promised is not None and ballot < self.promised:
+            return self.promised
+        self.promised = ballot
+        return None
+
+    def accept(self, ballot: Ballot, change: Change) -> Ballot | None:
+        """Accept the change; return the newer ballot that stands in the way, if any."""
+        refused = self.prepare(ballot)
+        if refused is None:
+            self.accepted = Accepted(ballot=ballot, change=change)
+        return refused
 
 
 class Round:
@@ -34,7 +61,7 @@ class Round:
         accepted: Accepted | None = None,
         refused: Ballot | None = None,
     ) -> None:
-        """Merge an answer: our own, or that of a child and all below it."""
+        """Merge an answer: this node's, or a child's for all below it."""
         self._missing.update(missing)
         if accepted is not None and (self._accepted is None or self._accepted.ballot < accepted.ballot):
             self._accepted = accepted
@@ -42,7 +69,7 @@ class Round:
             self._refused = refused
 
     def echo_of(self, child: int, echo: Echo) -> bool:
-        """Take a child's answer; False if it is to another round, or was given before."""
+        """Take a child's answer; return False if it belongs to another round or is a duplicate."""
         asked = self.cast
         if (echo.phase, echo.epoch, echo.ballot) != (asked.phase, asked.epoch, asked.ballot):
             return False
@@ -53,14 +80,14 @@ class Round:
         return True
 
     def give_up(self) -> None:
-        """Time is up: all below the children who have not answered are missing."""
+        """Give up waiting: all nodes below children that have not answered are missing."""
         for child in self.waiting:
             self._missing.update(self.tree.below(child))
         self.waiting.clear()
 
     @property
     def result(self) -> Echo:
-        """What has come together."""
+        """The merged answers."""
         return Echo(
             phase=self.cast.phase,
             epoch=self.cast.epoch,
@@ -71,7 +98,7 @@ class Round:
         )
 
     def present(self) -> frozenset[int]:
-        """The ids of all in the tree who answered."""
+        """Return the ids of all nodes in the tree that answered."""
         return (
             frozenset(self.tree.ids) - self._missing - {n for c in self.waiting for n in self.tree.below(c)}
         )

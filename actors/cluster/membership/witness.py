@@ -1,31 +1,64 @@
-"""Sans-I/O: who may go on when a view is cut into halves, as a witness outside of the cluster says.
+"""The external tie-breaker (sans-I/O): which half of a split view survives, as an external witness decides.
 
-Without a witness half of a view may go on if it has the lowest id. With one, that is so for the half that
-holds the **tie-breaker**: the first life of a member that the witness has heard ask for the next epoch. The
-witness is one record, of an epoch and the life that it was given to, which is changed only by
-compare-and-swap and only to a higher epoch. So for each epoch there is one tie-breaker at most, however often
-it is asked, answers are lost, and whoever asks. Since two halves that hold the same member share it, the rule
-of quorums stays what it is.
+Without a witness, half of a view may go on if it holds the lowest id. With one, the half that holds the
+**tie-breaker** may: the first incarnation of a member that asked the witness for the next epoch. The
+witness is one record, of an epoch and the incarnation that it was given to; it is changed only by compare-
+and-swap and only to a higher epoch. So each epoch has at most one tie-breaker, however often it is asked
+for, whoever asks, and whichever answers are lost. Two halves that hold the same member share it, so the
+quorum rule still holds.
 
-A reply that is lost leaves open whether the swap was done: reading again tells, as the record names its
-holder.
+A lost reply leaves open whether the swap was done: reading again tells, since the record names its holder.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias, assert_never
 
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.cluster.state.view import LOWEST_ID, ClusterView, Verdict, quorum
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
+
+
+class TieBreak:
+    """Decides which half of a split view goes on: the one with its lowest id, or the one the witness names.
+
+    witnessed: whether the cluster has a witness; the same on all nodes.
+    """
+
+    def __init__(self, *, witnessed: bool) -> None:
+        self._witnessed = witnessed
+        self._gave: m.WitnessGave | None = None
+
+    def gave(self, answer: m.WitnessGave) -> None:
+        """Take the witness's answer for an epoch."""
+        if self._gave is None or answer.epoch >= self._gave.epoch:
+            self._gave = answer
+
+    def quorum(self, view: ClusterView, present: Collection[int], proven: Collection[int]) -> Verdict:
+        """Whether the present members may decide what follows `view`; see `view.quorum`."""
+        if not self._witnessed:
+            return quorum(view, present, proven, tie_breaker=LOWEST_ID)
+        named: int | None = None
+        if self._gave is not None and self._gave.epoch == view.epoch + 1 and self._gave.holder is not None:
+            named = self._gave.holder.id if view.holds(self._gave.holder) else None
+        return quorum(view, present, proven, tie_breaker=named)
+
+    def question(self, view: ClusterView, verdict: Verdict) -> list[m.AskWitness]:
+        """Return the question for the witness, if it may change the verdict."""
+        return [m.AskWitness(epoch=view.epoch + 1)] if verdict.tied else []
+
 
 STORY_EVENTS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class TieBreakRecord:
     """What the witness holds: the tie-breaker of an epoch. `revision`: of the record, 0 if there is none "
     "yet."""
 
@@ -38,41 +71,36 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class EpochWanted:
     """Half of a view wants to agree on the view of `epoch`."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
-    """The view of `epoch` is decided: nothing is wanted for it, nor for one before it."""
+class EpochDecided:
+    """The view of `epoch` is decided: no tie-breaker is needed for it or an earlier one."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """The record as it was when the request `number` was done."""
+class RecordRead:
+    """The record after request `number` was carried out."""
 
     number: int
-    record: Record
+    record: TieBreakRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The request `number` was not answered: it may have been done all the same."""
+class RequestFailed:
+    """Request `number` was not answered; it may have been carried out."""
 
     number: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The time asked for by the last `SetTimer` has come."""
-
-
-Event: TypeAlias = Wanted | Over | Told | Failed | TimerFired
+Event: TypeAlias = EpochWanted | EpochDecided | RecordRead | RequestFailed | TimerFired
 
 
 # --- actions --------------------------------------------------------------------------------------------
@@ -80,14 +108,14 @@ Event: TypeAlias = Wanted | Over | Told | Failed | TimerFired
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Ask for the record."""
+    """Read the record."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """Write the record if its revision still is `revision`; in any case answer with what it is then."""
+    """Write the record if its revision is still `revision`; either way, answer with the record."""
 
     number: int
     revision: int
@@ -96,26 +124,19 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Deliver `TimerFired` at `at_ns`; replaces the timer before it."""
-
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """The tie-breaker of `epoch` is `holder`; nobody, if the witness has gone on to a later epoch."""
+class TieBreakerNamed:
+    """The tie-breaker of `epoch` is `holder`; None if the witness moved on to a later epoch."""
 
     epoch: int
     holder: NodeKey | None
     reason: str
 
 
-Action: TypeAlias = Read | Swap | SetTimer | Given
+Action: TypeAlias = Read | Swap | SetTimer | TieBreakerNamed
 
 
-class State(Enum):
-    """Where the asking stands."""
+class WitnessState(Enum):
+    """State of the request."""
 
     IDLE = "idle"
     READING = "reading"
@@ -124,48 +145,48 @@ class State(Enum):
 
 
 class WitnessMachine:
-    """Asks the witness on behalf of one life of a node. retry_ns: how long after a failure it asks again."""
+    """Asks the witness on behalf of one incarnation of a node, again `retry_ns` after each failure."""
 
     def __init__(self, me: NodeKey, *, retry_ns: int) -> None:
         if retry_ns <= 0:
             raise LocalProtocolError(f"retry_ns is {retry_ns}")
         self.me = me
-        self.state = State.IDLE
+        self.state = WitnessState.IDLE
         self.retry_ns = retry_ns
         self.story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
         self._epoch = 0
-        """What is wanted, while not idle."""
+        """The wanted epoch, while not idle."""
         self._done = 0
-        """The newest epoch that is over or given."""
+        """The newest epoch that is decided or has a tie-breaker."""
         self._number = 0
         self._retry_at_ns = 0
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event at `now_ns` (monotonic) and return what to do, in order."""
         match event:
-            case Wanted(epoch=epoch):
-                if epoch <= max(self._done, self._epoch if self.state is not State.IDLE else 0):
+            case EpochWanted(epoch=epoch):
+                if epoch <= max(self._done, self._epoch if self.state is not WitnessState.IDLE else 0):
                     return []
                 self._epoch = epoch
                 return self._read(f"epoch {epoch} is wanted")
-            case Over(epoch=epoch):
+            case EpochDecided(epoch=epoch):
                 self._done = max(self._done, epoch)
-                if self.state is not State.IDLE and self._epoch <= epoch:
+                if self.state is not WitnessState.IDLE and self._epoch <= epoch:
                     self._rest(f"epoch {epoch} is over")
                 return []
-            case Told(number=number, record=record):
-                if number != self._number or self.state not in (State.READING, State.SWAPPING):
+            case RecordRead(number=number, record=record):
+                if number != self._number or self.state not in (WitnessState.READING, WitnessState.SWAPPING):
                     return []
                 return self._told(record)
-            case Failed(number=number, reason=reason):
-                if number != self._number or self.state not in (State.READING, State.SWAPPING):
+            case RequestFailed(number=number, reason=reason):
+                if number != self._number or self.state not in (WitnessState.READING, WitnessState.SWAPPING):
                     return []
                 self.story.append(f"{self.state.value} failed: {reason}")
-                self.state = State.WAITING
+                self.state = WitnessState.WAITING
                 self._retry_at_ns = now_ns + self.retry_ns
                 return [SetTimer(at_ns=self._retry_at_ns)]
             case TimerFired():
-                if self.state is not State.WAITING:
+                if self.state is not WitnessState.WAITING:
                     return []
                 if now_ns < self._retry_at_ns:
                     return [SetTimer(at_ns=self._retry_at_ns)]
@@ -174,18 +195,22 @@ class WitnessMachine:
                 assert_never(event)
 
     def check_invariants(self) -> None:
-        """Something is wanted unless the machine rests."""
-        assert self.state is State.IDLE or self._epoch > self._done, (self.state, self._epoch, self._done)
+        """An epoch is wanted unless the machine is idle."""
+        assert self.state is WitnessState.IDLE or self._epoch > self._done, (
+            self.state,
+            self._epoch,
+            self._done,
+        )
 
     def _read(self, why: str) -> list[Action]:
-        self.state = State.READING
+        self.state = WitnessState.READING
         self.story.append(f"reads: {why}")
         self._number += 1
         return [Read(number=self._number)]
 
-    def _told(self, record: Record) -> list[Action]:
+    def _told(self, record: TieBreakRecord) -> list[Action]:
         if record.epoch < self._epoch:
-            self.state = State.SWAPPING
+            self.state = WitnessState.SWAPPING
             self.story.append(f"asks for epoch {self._epoch} after {record.epoch}")
             self._number += 1
             return [
@@ -198,8 +223,8 @@ class WitnessMachine:
             reason = f"the witness has gone on to epoch {record.epoch}"
         self._done = epoch
         self._rest(reason)
-        return [Given(epoch=epoch, holder=holder, reason=reason)]
+        return [TieBreakerNamed(epoch=epoch, holder=holder, reason=reason)]
 
     def _rest(self, why: str) -> None:
-        self.state = State.IDLE
+        self.state = WitnessState.IDLE
         self.story.append(f"rests: {why}")

@@ -1,9 +1,9 @@
-"""The actors of a node: a system for each life, linked with those of all other members of the cluster.
+"""The actors of a node: a system for each incarnation, linked with those of all other members of the cluster.
 
 Ranks and sessions link with a node's actors, and it with theirs, when something is sent there (`ways`).
 A node tells the others where its actors listen; of each two the higher key dials. Names and groups follow the
-views that the node acts on. Who goes from the view is lost, whatever its link does; and when the life of this
-node is over, all its actors are killed, before its next life begins with a system of its own.
+views that the node acts on. Who goes from the view is lost, whatever its link does; and when the incarnation
+of this node is over, all its actors are killed, before its next incarnation begins with a system of its own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import msgspec
 import structlog
 
 from zbmd.actors.cluster.contracts import ADDRESS_CHARS_MAX
-from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.peer_links import node_key, process_name
 from zbmd.actors.cluster.port import ClusterPort
-from zbmd.actors.cluster.route_table import NO_VIEW, WayFinder, WaysActor
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.route_table import NO_VIEW, ClusterRoutes
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.scopes import MARK, is_global
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.routing.contracts import ROUTES_ACTOR, Route
 from zbmd.actors.routing.dialer import ExternalDialer
+from zbmd.actors.routing.route_actor import RoutesActor
 from zbmd.actors.routing.routes import Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
@@ -62,8 +63,8 @@ class ActorsWanted(Contract, id="zbmd.node.actors_wanted"):
     """Tell us where your actors listen."""
 
 
-class ActorDoor(Protocol):
-    """How the actors of one life of a node reach those of others. Dialing raises as a link's does."""
+class ActorEndpoint(Protocol):
+    """How the actors of one incarnation of a node reach those of others. Dialing raises as a link's does."""
 
     async def listen(self, accept: Callable[[Link], None]) -> str:
         """Take links from now on; the address to dial."""
@@ -82,10 +83,10 @@ class ActorDoor(Protocol):
         ...
 
 
-MakeDoor: TypeAlias = Callable[[Node], ActorDoor]
+MakeActorEndpoint: TypeAlias = Callable[[Node], ActorEndpoint]
 
 
-class TcpDoor:
+class TcpActorEndpoint:
     """By TCP, on the host that the node is reached at."""
 
     def __init__(self, me: Node, cookie: bytes, settings: TcpSettings, deadlines: Deadlines) -> None:
@@ -103,33 +104,33 @@ class TcpDoor:
         self._listener: tcp.Listener | None = None
 
     async def listen(self, accept: Callable[[Link], None]) -> str:
-        """See `ActorDoor`."""
+        """See `ActorEndpoint`."""
         where = TcpAddress(host=self._host, port=0)
         self._listener = await tcp.listen(where, accept, self._endpoint, settings=self._settings)
         return str(TcpAddress(host=self._host, port=self._listener.address.port))
 
     async def dial(self, address: str) -> Link:
-        """See `ActorDoor`."""
+        """See `ActorEndpoint`."""
         return await tcp.dial(address, self._endpoint, settings=self._settings)
 
     async def dial_way(self, way: Route) -> Link:
-        """See `ActorDoor`."""
+        """See `ActorEndpoint`."""
         return await self._guest.dial(way)
 
     async def close(self) -> None:
-        """See `ActorDoor`."""
+        """See `ActorEndpoint`."""
         if self._listener is not None:
             self._listener.close()
             await self._listener.wait_closed()
 
 
 class NodeActors:
-    """The actors of a node, from life to life: a `ClusterListener`. Use on the port's loop, and `close`.
+    """A node's actors over all its incarnations: a `ClusterListener`. Use on the port's loop; `close` it.
 
-    start: called once in each life, when the node has become a member; if it raises, `failed` does. door: how
-    each life reaches the others; None: by TCP, with `cookie` and `settings`. linked: whether all nodes whose
-    actors are linked share names and groups with this one; else it is reached, and reaches others, on demand.
-    on_listening: told where the actors of each life listen.
+    start: called once in each incarnation, when the node has become a member; if it raises, `failed` does.
+    door: how each incarnation reaches the others; None: by TCP, with `cookie` and `settings`. linked: whether
+    all nodes whose actors are linked share names and groups with this one; else it is reached, and reaches
+    others, on demand. on_listening: told where the actors of each incarnation listen.
     """
 
     def __init__(
@@ -140,32 +141,35 @@ class NodeActors:
         settings: TcpSettings | None = None,
         deadlines: Deadlines | None = None,
         start: Start | None = None,
-        door: MakeDoor | None = None,
+        door: MakeActorEndpoint | None = None,
         linked: bool = True,
         on_listening: Callable[[str], None] | None = None,
     ) -> None:
-        self.finder = WayFinder(self._where)
-        """What this node knows of the ways to processes, from life to life."""
+        self.finder = ClusterRoutes(self._where)
+        """What this node knows of the ways to processes, from incarnation to incarnation."""
         self._port = port
         self._linked = linked
         self._on_listening = on_listening
-        self._door: MakeDoor = door or partial(
-            TcpDoor, cookie=cookie, settings=settings or TcpSettings(), deadlines=deadlines or derive()
+        self._door: MakeActorEndpoint = door or partial(
+            TcpActorEndpoint,
+            cookie=cookie,
+            settings=settings or TcpSettings(),
+            deadlines=deadlines or derive(),
         )
         self._start = start
         self._loop = asyncio.get_running_loop()
-        self._life: _Life | None = None
+        self._incarnation: _IncarnationActors | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = self._loop.create_future()
         port.listen(self)
 
     @property
     def system(self) -> ActorSystem | None:
-        """The actor system of this life; None while the node is in no cluster."""
-        return None if self._life is None else self._life.system
+        """The actor system of this incarnation; None while the node is in no cluster."""
+        return None if self._incarnation is None else self._incarnation.system
 
     async def failed(self) -> None:
-        """Raise what `start`, or the listener of a life, has raised, once that has happened."""
+        """Raise what `start`, or the listener of an incarnation, has raised, once that has happened."""
         await asyncio.shield(self._failed)
 
     async def close(self) -> None:
@@ -180,24 +184,24 @@ class NodeActors:
 
     def began(self, me: Node) -> None:
         """See `ClusterListener`."""
-        self._end("another life begins")
-        self._life = _Life(me, self._port, self._door(me), self._start, self._fail, self)
+        self._end("another incarnation begins")
+        self._incarnation = _IncarnationActors(me, self._port, self._door(me), self._start, self._fail, self)
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
         self.finder.acts_on(view, reason)
-        if self._life is not None:
-            self._life.acts_on(view, reason)
+        if self._incarnation is not None:
+            self._incarnation.acts_on(view, reason)
 
     def received(self, sender: NodeKey, message: Contract) -> None:
         """See `ClusterListener`."""
-        if self._life is None:
+        if self._incarnation is None:
             return
         match message:
             case ActorsAt(address=address):
-                self._life.told(sender, address)
+                self._incarnation.told(sender, address)
             case ActorsWanted():
-                self._life.say_where(sender)
+                self._incarnation.say_where(sender)
             case _:
                 pass  # for others who listen
 
@@ -207,7 +211,7 @@ class NodeActors:
         self._end(reason)
 
     def listening(self, address: str) -> None:
-        """The actors of this life listen there."""
+        """The actors of this incarnation listen there."""
         if self._on_listening is not None:
             self._on_listening(address)
 
@@ -217,13 +221,13 @@ class NodeActors:
         return self._linked
 
     async def _where(self, key: NodeKey) -> str:
-        return "" if self._life is None else await self._life.where(key)
+        return "" if self._incarnation is None else await self._incarnation.where(key)
 
     def _end(self, reason: str) -> None:
-        life, self._life = self._life, None
-        if life is not None:
+        incarnation, self._incarnation = self._incarnation, None
+        if incarnation is not None:
             self.listening("")
-            task = self._loop.create_task(life.close(reason), name="end of a node's actors")
+            task = self._loop.create_task(incarnation.close(reason), name="end of a node's actors")
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
@@ -232,14 +236,14 @@ class NodeActors:
             self._failed.set_exception(error)
 
 
-class _Life:
-    """The actors of one life, and their links."""
+class _IncarnationActors:
+    """The actors of one incarnation, and their links."""
 
     def __init__(
         self,
         me: Node,
         port: ClusterPort,
-        door: ActorDoor,
+        door: ActorEndpoint,
         start: Start | None,
         fail: Callable[[BaseException], None],
         node: NodeActors,
@@ -325,7 +329,7 @@ class _Life:
         tasks = [self._listening, *self._dials.values(), *([self._starting] if self._starting else [])]
         for task in tasks:
             task.cancel()
-        log.debug("the actors of a life end", node=str(self._me), reason=reason)
+        log.debug("the actors of an incarnation end", node=str(self._me), reason=reason)
         await self.system.stop(timeout=0.0)
         await asyncio.wait(tasks)
         await self._door.close()
@@ -338,7 +342,7 @@ class _Life:
         await start(self.system)
 
     async def _listen(self) -> None:
-        await self.system.spawn(WaysActor, self._node.finder, name=ROUTES_ACTOR)
+        await self.system.spawn(RoutesActor, self._node.finder, name=ROUTES_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
         await self._code.open()
         self._address = await self._door.listen(self._accepted)

@@ -1,6 +1,6 @@
-"""The desk of a node: one actor that answers commands, and nodes that are about to join.
+"""A node's admin interface: one actor that answers commands and nodes that are about to join.
 
-It is there for as long as somebody asks: an actor system that nobody uses costs more than heartbeats do.
+It exists only while a client is connected: an idle actor system costs more than heartbeats do.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from typing import Final, Protocol
 
 import structlog
 
-from zbmd.actors.cluster.jobs.table import Stop, Submit
 from zbmd.actors.cluster.node.contracts import (
-    DESK,
-    ActorsDoorReply,
-    ActorsDoorRequest,
+    ADMIN_ACTOR,
+    ActorsAddressReply,
+    ActorsAddressRequest,
+    AdmissionReply,
+    AdmissionRequest,
     ClockReply,
     ClockRequest,
-    DoorReply,
-    DoorRequest,
     JobsReply,
     JobsRequest,
     LeaveRequest,
@@ -32,6 +31,7 @@ from zbmd.actors.cluster.node.contracts import (
     TokenReply,
     TokenRequest,
 )
+from zbmd.actors.cluster.state.job_table import Stop, Submit
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
@@ -40,27 +40,27 @@ from zbmd.transport.tcp.link import TcpLink
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
 
-class NodeDesk(Protocol):
-    """What the desk hands on. Called on the cluster's loop."""
+class AdminHandler(Protocol):
+    """Answers the requests that the admin actor takes. Called on the cluster's loop."""
 
-    def door(self, request: DoorRequest) -> DoorReply:
-        """What stands against a node that would join."""
+    def admission(self, request: AdmissionRequest) -> AdmissionReply:
+        """Whether a node may join as it is, and why not."""
         ...
 
     def members(self) -> MembersReply:
-        """How we see the cluster."""
+        """The cluster as this node sees it."""
         ...
 
     def clock(self) -> ClockReply:
-        """What our wall clock says."""
+        """This host's wall clock."""
         ...
 
     def leave_asked(self) -> Leaving:
-        """Leave in order, and end."""
+        """Leave the cluster in order, then end the node."""
         ...
 
     def token(self) -> TokenReply:
-        """What another host must know to join."""
+        """What another host needs to join."""
         ...
 
     async def order(self, order: Submit | Stop) -> OrderReply:
@@ -68,85 +68,85 @@ class NodeDesk(Protocol):
         ...
 
     def jobs(self, request: JobsRequest) -> JobsReply:
-        """The jobs that there are."""
+        """The jobs of the cluster."""
         ...
 
     def printed(self, request: OutputRequest) -> OutputReply:
-        """What a job's ranks have printed here."""
+        """What a job's ranks printed on this node."""
         ...
 
-    def actors_door(self) -> ActorsDoorReply:
-        """Where our actors listen."""
+    def actors_address(self) -> ActorsAddressReply:
+        """Where this node's actors listen."""
         ...
 
 
-class DeskActor(Actor):
-    """Answers at `DESK`."""
+class AdminActor(Actor):
+    """Answers at `ADMIN_ACTOR`."""
 
-    def __init__(self, desk: NodeDesk) -> None:
-        self._desk = desk
+    def __init__(self, handler: AdminHandler) -> None:
+        self._handler = handler
 
-    @on(DoorRequest)
-    async def door(self, request: DoorRequest) -> DoorReply:
-        """See `NodeDesk.door`."""
-        return self._desk.door(request)
+    @on(AdmissionRequest)
+    async def admission(self, request: AdmissionRequest) -> AdmissionReply:
+        """See `AdminHandler.admission`."""
+        return self._handler.admission(request)
 
     @on(MembersRequest)
     async def members(self, _: MembersRequest) -> MembersReply:
-        """See `NodeDesk.members`."""
-        return self._desk.members()
+        """See `AdminHandler.members`."""
+        return self._handler.members()
 
     @on(ClockRequest)
     async def wall_clock(self, _: ClockRequest) -> ClockReply:
-        """See `NodeDesk.clock`."""
-        return self._desk.clock()
+        """See `AdminHandler.clock`."""
+        return self._handler.clock()
 
     @on(LeaveRequest)
     async def leave(self, _: LeaveRequest) -> Leaving:
-        """See `NodeDesk.leave_asked`."""
-        return self._desk.leave_asked()
+        """See `AdminHandler.leave_asked`."""
+        return self._handler.leave_asked()
 
     @on(TokenRequest)
     async def token(self, _: TokenRequest) -> TokenReply:
-        """See `NodeDesk.token`."""
-        return self._desk.token()
+        """See `AdminHandler.token`."""
+        return self._handler.token()
 
     @on(OrderRequest)
     async def order(self, request: OrderRequest) -> OrderReply:
-        """See `NodeDesk.order`."""
-        return await self._desk.order(request.order)
+        """See `AdminHandler.order`."""
+        return await self._handler.order(request.order)
 
     @on(JobsRequest)
     async def jobs(self, request: JobsRequest) -> JobsReply:
-        """See `NodeDesk.jobs`."""
-        return self._desk.jobs(request)
+        """See `AdminHandler.jobs`."""
+        return self._handler.jobs(request)
 
     @on(OutputRequest)
     async def printed(self, request: OutputRequest) -> OutputReply:
-        """See `NodeDesk.printed`."""
-        return self._desk.printed(request)
+        """See `AdminHandler.printed`."""
+        return self._handler.printed(request)
 
-    @on(ActorsDoorRequest)
-    async def actors_door(self, _: ActorsDoorRequest) -> ActorsDoorReply:
-        """See `NodeDesk.actors_door`."""
-        return self._desk.actors_door()
+    @on(ActorsAddressRequest)
+    async def actors_address(self, _: ActorsAddressRequest) -> ActorsAddressReply:
+        """See `AdminHandler.actors_address`."""
+        return self._handler.actors_address()
 
 
-class Desk:
-    """Serves visitors, on the running loop."""
+class AdminServer:
+    """Serves admin clients on the running loop."""
 
-    def __init__(self, name: str, incarnation: int, desk: NodeDesk) -> None:
+    def __init__(self, name: str, incarnation: int, handler: AdminHandler) -> None:
         self._name = name
         self._incarnation = incarnation
-        self._desk = desk
+        self._handler = handler
         self._system: ActorSystem | None = None
-        self._visitors = 0
+        self._clients = 0
         self._waiting: list[TcpLink] = []
         self._work: asyncio.Task[None] | None = None
         self._closed = False
 
     def serve(self, link: TcpLink) -> None:
-        """Answer a visitor until it goes."""
+        """Answer a client until it disconnects."""
         if self._closed:
             link.close()
             return
@@ -154,7 +154,7 @@ class Desk:
         self._set_to_work()
 
     async def close(self) -> None:
-        """Send everybody away. Idempotent."""
+        """Disconnect every client. Idempotent."""
         self._closed = True
         if self._work is not None:
             await asyncio.wait([self._work])
@@ -162,35 +162,35 @@ class Desk:
 
     def _set_to_work(self) -> None:
         if self._work is None or self._work.done():
-            self._work = asyncio.get_running_loop().create_task(self._open_or_go(), name="desk")
+            self._work = asyncio.get_running_loop().create_task(self._open_or_go(), name="admin")
 
     async def _open_or_go(self) -> None:
-        """Let those in who wait; go if nobody is there."""
+        """Attach the waiting clients; stop the actor system if none is left."""
         while self._waiting and not self._closed:
             if self._system is None:
                 system = ActorSystem(self._name, incarnation=self._incarnation)
-                await system.spawn(DeskActor, self._desk, name=DESK)
+                await system.spawn(AdminActor, self._handler, name=ADMIN_ACTOR)
                 self._system = system
             while self._waiting:
                 self._admit(self._system, self._waiting.pop())
         for link in self._waiting:
             link.close()
         self._waiting.clear()
-        if not self._visitors:
+        if not self._clients:
             await self._go()
 
     def _admit(self, system: ActorSystem, link: TcpLink) -> None:
-        self._visitors += 1
+        self._clients += 1
         try:
             system.attach(link, on_closed=self._gone)
         except ZbmdError as error:
-            self._visitors -= 1
+            self._clients -= 1
             log.warning("link closed", name=link.peer.name, reason=str(error))
             link.close()
 
     def _gone(self, _: ZbmdError | None) -> None:
-        self._visitors -= 1
-        if not self._visitors and not self._closed:
+        self._clients -= 1
+        if not self._clients and not self._closed:
             self._set_to_work()
 
     async def _go(self) -> None:

@@ -1,7 +1,7 @@
-"""What a node of a cluster records of itself: a log of its process, and one of each of its lives.
+"""What a node records of itself: a log of its process, and one of each of its incarnations.
 
-All nodes may record into one directory, which hosts may share: the log of a process is named by its node, and
-that of a life by the life.
+All nodes may record into one directory, which hosts may share: the log of a process is named after its
+node, and that of an incarnation after the incarnation.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def node_capture(name: str, clock: HybridClock, settings: CaptureSettings) -> Pr
     return ProcessCapture(replace(identity, incarnation=STARTS_MAX), clock, settings)
 
 
-def life_recorder(
+def incarnation_recorder(
     identity: Identity, clock: HybridClock, settings: CaptureSettings | None
 ) -> Recorder | None:
-    """The recorder of one life, for the thread that lives it; None if no log was asked for, or can be had."""
+    """Return the recorder of one incarnation, for its thread; None if no log is wanted, or can be opened."""
     if settings is None or settings.directory is None:
         return None
     try:
         clocks = Clocks(hybrid=clock)
         return LogRecorder(settings.directory, origin_of(identity), clocks, bulk=settings.bulk)
     except CaptureError as error:
-        log.warning("this life is not recorded", reason=str(error))
+        log.warning("this incarnation is not recorded", reason=str(error))
         return None

@@ -1,4 +1,4 @@
-"""Commands that ask a running node: finding the one of this host, or the one at an address, and its desk."""
+"""The client side of a node's admin interface: find the node of this host, or dial one at an address."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from zbmd.actors.cluster.node.contracts import DESK
-from zbmd.actors.cluster.node.join import visitor
+from zbmd.actors.cluster.node.contracts import ADMIN_ACTOR
+from zbmd.actors.cluster.node.join import client_endpoint
 from zbmd.actors.cluster.node.persistent_state import read_running, state_path
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.system import ActorSystem
@@ -24,16 +24,16 @@ ASK_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A line to a node's desk. Ask with `timeout=ASK_S`."""
+class AdminConnection:
+    """A connection to a node's admin actor. Ask `actor` with `timeout=ASK_S`."""
 
     system: ActorSystem
     link: TcpLink
-    desk: Ref
+    actor: Ref
 
 
 def node_address(at: str | None) -> TcpAddress:
-    """The address given, or that of the node of this host. Raises `UserError`."""
+    """Return the address given, or that of the node of this host. Raises `UserError`."""
     if at is not None:
         return parse_address(at)
     directory = state_path()
@@ -47,9 +47,9 @@ def node_address(at: str | None) -> TcpAddress:
 
 
 @asynccontextmanager
-async def desk_of(at: str | None) -> AsyncGenerator[Line]:
-    """A line to the node at `at`, or to that of this host. Raises `UserError`, and as `tcp.dial`."""
-    address, endpoint = node_address(at), visitor(load_or_create_cookie(), derive())
+async def connect_admin(at: str | None) -> AsyncGenerator[AdminConnection]:
+    """Connect to the node at `at`, by default that of this host. Raises `UserError`, and as `tcp.dial`."""
+    address, endpoint = node_address(at), client_endpoint(load_or_create_cookie(), derive())
     try:
         link = await tcp.dial(address, endpoint, settings=tcp_settings())
     except PeerLost as error:
@@ -57,16 +57,16 @@ async def desk_of(at: str | None) -> AsyncGenerator[Line]:
             f"no node at {address}: {error.reason}. Start one with `zbmd-node up`, or give --at HOST:PORT "
             "of one that runs."
         ) from None
-    async with line_over(link, endpoint) as line:
-        yield line
+    async with admin_over(link, endpoint) as admin:
+        yield admin
 
 
 @asynccontextmanager
-async def line_over(link: TcpLink, endpoint: Endpoint) -> AsyncGenerator[Line]:
-    """A line to the desk of the node at the other end of `link`, which ends with it."""
+async def admin_over(link: TcpLink, endpoint: Endpoint) -> AsyncGenerator[AdminConnection]:
+    """Connect to the admin actor at the other end of `link`, which is closed at the end."""
     system = ActorSystem(endpoint.identity.name)
     try:
         system.attach(link)
-        yield Line(system=system, link=link, desk=system.ref(f"{link.peer.name}/{DESK}"))
+        yield AdminConnection(system=system, link=link, actor=system.ref(f"{link.peer.name}/{ADMIN_ACTOR}"))
     finally:
         await system.stop()

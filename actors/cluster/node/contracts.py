@@ -1,4 +1,4 @@
-"""What a node's desk is asked, by commands and by nodes that are about to join."""
+"""Contracts of a node's admin actor: requests of commands and of nodes that are about to join."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Final
 import msgspec
 
 from zbmd.actors.cluster.contracts import NAME_CHARS_MAX, TEXT_CHARS_MAX
-from zbmd.actors.cluster.jobs.table import Stop, Submit
-from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.job_table import Stop, Submit
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.contracts import Contract
 
-DESK: Final = "desk"
+ADMIN_ACTOR: Final = "desk"
 MEMBERS_SHOWN_MAX: Final = 4096
 ADDRESSES_MAX: Final = 8
 
@@ -20,8 +20,8 @@ _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class DoorRequest(Contract, id="zbmd.node.door_request"):
-    """May I join as I am? See `admission.Wish`."""
+class AdmissionRequest(Contract, id="zbmd.node.door_request"):
+    """Asks whether a node may join as it is. See `admission.JoinApplication`."""
 
     node_id: _Natural
     name: _Name
@@ -30,8 +30,8 @@ class DoorRequest(Contract, id="zbmd.node.door_request"):
     witnessed: bool = False
 
 
-class DoorReply(Contract, id="zbmd.node.door"):
-    """Who answers, and what stands against it. member: whether it can let anybody in now."""
+class AdmissionReply(Contract, id="zbmd.node.door"):
+    """Who answers, and why the node may not join. member: whether the answering node can admit others now."""
 
     node: Node
     member: bool
@@ -41,7 +41,7 @@ class DoorReply(Contract, id="zbmd.node.door"):
 
 
 class MembersRequest(Contract, id="zbmd.node.members_request"):
-    """How do you see the cluster?"""
+    """Asks how the node sees the cluster."""
 
 
 class MemberInfo(Contract, id="zbmd.node.member"):
@@ -80,13 +80,13 @@ class MembersReply(Contract, id="zbmd.node.members"):
 
 
 class OrderRequest(Contract, id="zbmd.node.order_request"):
-    """Have the cluster agree on an order: a job to run, or to stop."""
+    """Has the cluster agree on an order: run a job, or stop one."""
 
     order: Submit | Stop
 
 
 class OrderReply(Contract, id="zbmd.node.order"):
-    """It was taken on as that command of `origin`; or nobody would take it, for this reason."""
+    """The order became command `number` of `origin`, or was refused for this reason."""
 
     origin: NodeKey
     number: int
@@ -94,7 +94,7 @@ class OrderReply(Contract, id="zbmd.node.order"):
 
 
 class JobsRequest(Contract, id="zbmd.node.jobs_request"):
-    """Which jobs are there? job: that one alone, 0 for all; number: what became of that command of ours?"""
+    """Asks for jobs. job: one id, 0 for all; number: also report what became of that command of the node."""
 
     job: int = 0
     number: int = 0
@@ -136,7 +136,7 @@ class JobsReply(Contract, id="zbmd.node.jobs"):
 
 
 class OutputRequest(Contract, id="zbmd.node.output_request"):
-    """What have the ranks of a job printed on your host, from that line on?"""
+    """Asks what a job's ranks printed on the node's host, from line `number` on."""
 
     job: int
     number: _Natural
@@ -151,18 +151,18 @@ class PrintedLine(Contract, id="zbmd.node.printed"):
 
 
 class OutputReply(Contract, id="zbmd.node.output"):
-    """Lines that have come since, and the number of the first: those before it are lost."""
+    """New lines, and the number of the first; earlier ones are lost."""
 
     first: int
     lines: tuple[PrintedLine, ...]
 
 
-class ActorsDoorRequest(Contract, id="zbmd.node.actors_door_request"):
-    """Where do your actors listen?"""
+class ActorsAddressRequest(Contract, id="zbmd.node.actors_door_request"):
+    """Asks where the node's actors listen."""
 
 
-class ActorsDoorReply(Contract, id="zbmd.node.actors_door"):
-    """There, as this process; an empty address: nowhere at the moment."""
+class ActorsAddressReply(Contract, id="zbmd.node.actors_door"):
+    """The process and address of the node's actors; the address is empty while they do not listen."""
 
     process: _Name
     incarnation: _Natural
@@ -170,29 +170,29 @@ class ActorsDoorReply(Contract, id="zbmd.node.actors_door"):
 
 
 class ClockRequest(Contract, id="zbmd.node.clock_request"):
-    """What time is it where you are?"""
+    """Asks for the wall clock of the node's host."""
 
 
 class ClockReply(Contract, id="zbmd.node.clock"):
-    """The wall clock of the answering node's host, ns since 1970: only to be told to people."""
+    """The wall clock of the answering node's host, ns since 1970; only shown to people."""
 
     node: Node
     wall_ns: _Natural
 
 
 class LeaveRequest(Contract, id="zbmd.node.leave_request"):
-    """Leave the cluster in order, and end."""
+    """Asks the node to leave the cluster in order, and to end."""
 
 
 class Leaving(Contract, id="zbmd.node.leaving"):
-    """It will. pid: of the node's process."""
+    """The node will leave. pid: of its process."""
 
     node: Node
     pid: int
 
 
 class TokenRequest(Contract, id="zbmd.node.token_request"):
-    """What must another host know to join?"""
+    """Asks what another host needs to join."""
 
 
 class TokenReply(Contract, id="zbmd.node.token"):

@@ -1,7 +1,7 @@
-"""Finding a door: of the addresses that a node was given, one where a member lets it in.
+"""Finding a member to join: of the addresses that a node was given, one whose member admits it.
 
-All are tried at once, by a link that is a visitor's: what the door's host sees of us, what budget the cluster
-has and whether anything stands against us is known before a life begins.
+All are tried at once, over a client connection: which of our addresses the member's host sees, the
+cluster's recovery budget and any objection are known before an incarnation begins.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from zbmd.actors.cluster.membership.admission import is_loopback
-from zbmd.actors.cluster.node.contracts import DESK, DoorReply, DoorRequest
-from zbmd.actors.cluster.node_id import Node
+from zbmd.actors.cluster.node.admission import is_loopback
+from zbmd.actors.cluster.node.contracts import ADMIN_ACTOR, AdmissionReply, AdmissionRequest
+from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.errors import ActorError
 from zbmd.actors.system import ActorSystem
@@ -34,9 +34,9 @@ from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings
 from zbmd.transport.tcp.sockets import HostUnknown, resolve
 
-DOORS_MAX: Final = 64
+JOIN_ADDRESSES_MAX: Final = 64
 AGAIN_S: Final = 0.1
-"""From a try at a door that failed in a way that may pass to the next; longer with each, up to:"""
+"""Pause after a failed attempt that may succeed later; grows with each, up to `AGAIN_S_MAX`."""
 AGAIN_S_MAX: Final = 1.0
 AGAIN_GROWTH: Final = 1.2
 ANSWER_S: Final = 2.0
@@ -45,23 +45,23 @@ _visitors: Final = itertools.count(1)
 
 
 class JoinFailed(UserError):
-    """No member has let this node in; the text has each door's reason."""
+    """No member admitted this node; the message gives the reason for each address."""
 
 
-class NotLetInYet(JoinFailed):
-    """The same, and a door at least was not shut for good when the time was up."""
+class JoinTimedOut(JoinFailed):
+    """No member admitted this node in time, though at least one might have later."""
 
 
-class _Shut(Enum):
+class _Closed(Enum):
     FOR_GOOD = auto()
     FOR_NOW = auto()
     NOBODY = auto()
-    """For who founds: no member is behind it. Nobody listens there, or one who is in no cluster either."""
+    """For a founder: no member is there. Nobody listens, or only a node that is in no cluster either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doorway:
-    """An open door. node: who keeps it; own_host: our end of the link to it, numeric."""
+class JoinOffer:
+    """A member that admits this node. node: the member; own_host: our end of the link to it, numeric."""
 
     node: Node
     own_host: str
@@ -69,8 +69,8 @@ class Doorway:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seeker:
-    """Who looks for a door. host: where it listens, numeric; empty if everywhere.
+class Joiner:
+    """A node that looks for a member to join. host: where it listens, numeric; empty if everywhere.
 
     names_may_come: a host that no name server knows is tried again, as one that has not been started yet.
     founds: it founds the cluster if there is none.
@@ -88,8 +88,8 @@ class Seeker:
     founds: bool = False
 
 
-def visitor(cookie: bytes, deadlines: Deadlines) -> Endpoint:
-    """The endpoint of a process that is no node."""
+def client_endpoint(cookie: bytes, deadlines: Deadlines) -> Endpoint:
+    """Return the endpoint of a client: a process that is not a node."""
     identity = Identity(
         name=f"visitor-{os.getpid()}-{next(_visitors)}",
         pid=os.getpid(),
@@ -100,112 +100,115 @@ def visitor(cookie: bytes, deadlines: Deadlines) -> Endpoint:
     return Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
 
 
-async def find_door(
-    doors: Sequence[TcpAddress], seeker: Seeker, tell: Callable[[str], None], timeout_ns: int
-) -> Doorway:
-    """The first door that opens. tell: takes in words what stands in the way, each once.
+async def find_member(
+    join_addresses: Sequence[TcpAddress], seeker: Joiner, tell: Callable[[str], None], timeout_ns: int
+) -> JoinOffer:
+    """Return the first member that admits this node. tell: takes each new reason for a failure.
 
-    Raises `JoinFailed` when all have refused for good, `NotLetInYet` when the time is up. Who founds a
-    cluster where there is none (`Seeker.founds`) waits for no door but those that a member keeps.
+    Raises `JoinFailed` when all refused for good, `JoinTimedOut` when the time is up. A founder
+    (`Joiner.founds`) waits only for addresses at which a member answers.
     """
     failure = JoinFailed
     reasons: dict[TcpAddress, str] = {}
 
-    def stands_in_the_way(door: TcpAddress, reason: str) -> None:
-        if reasons.get(door) != reason:
-            reasons[door] = reason
-            tell(f"{door}: {reason}")
+    def note_failure(join_address: TcpAddress, reason: str) -> None:
+        if reasons.get(join_address) != reason:
+            reasons[join_address] = reason
+            tell(f"{join_address}: {reason}")
 
     loop = asyncio.get_running_loop()
     deadline_ns = now_ns() + timeout_ns
-    trying = {loop.create_task(_try(door, seeker, stands_in_the_way, deadline_ns)) for door in doors}
+    trying = {
+        loop.create_task(_try(join_address, seeker, note_failure, deadline_ns))
+        for join_address in join_addresses
+    }
     try:
         while trying:
             done, trying = await asyncio.wait(trying, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 found = task.result()
-                if isinstance(found, Doorway):
+                if isinstance(found, JoinOffer):
                     return found
-                if found is _Shut.FOR_NOW:
-                    failure = NotLetInYet
+                if found is _Closed.FOR_NOW:
+                    failure = JoinTimedOut
     finally:
         for task in trying:
             task.cancel()
         if trying:
             await asyncio.wait(trying)
-    told = "; ".join(f"{door}: {reason}" for door, reason in reasons.items())
+    told = "; ".join(f"{join_address}: {reason}" for join_address, reason in reasons.items())
     raise failure(f"no member of a cluster has let this node in. {told}.")
 
 
 async def _try(
-    door: TcpAddress, seeker: Seeker, stands: Callable[[TcpAddress, str], None], deadline_ns: int
-) -> Doorway | _Shut:
-    """Knock until the door opens, is shut for good, or the time is up."""
+    join_address: TcpAddress, seeker: Joiner, stands: Callable[[TcpAddress, str], None], deadline_ns: int
+) -> JoinOffer | _Closed:
+    """Ask until the member admits this node, refuses for good, or the time is up."""
     pause_s, silent_ns = AGAIN_S, now_ns() + seeker.deadlines.view_ns
     while True:  # ends at the deadline
         is_member = False
         try:
-            found = await _knock(door, seeker)
+            found = await _knock(join_address, seeker)
         except (PeerLost, LinkClosed, DeadlineExceeded, ActorError) as error:
-            stands(door, _advice(door, error))
+            stands(join_address, _advice(join_address, error))
             if seeker.founds and (_says_nobody(error) or now_ns() >= silent_ns):
-                return _Shut.NOBODY
+                return _Closed.NOBODY
         except (ZbmdError, OSError) as error:
-            stands(door, _advice(door, error))
+            stands(join_address, _advice(join_address, error))
             if not (seeker.names_may_come and isinstance(error, HostUnknown)):
-                return _Shut.FOR_GOOD
+                return _Closed.FOR_GOOD
         else:
-            if isinstance(found, Doorway):
+            if isinstance(found, JoinOffer):
                 return found
-            stands(door, found.refused or f"{found.node} is no member of a cluster itself yet")
+            stands(join_address, found.refused or f"{found.node} is no member of a cluster itself yet")
             if found.refused and not found.passes:
-                return _Shut.FOR_GOOD
+                return _Closed.FOR_GOOD
             is_member = bool(found.refused)
             if seeker.founds and not is_member:
-                return _Shut.NOBODY
+                return _Closed.NOBODY
         if now_ns() + pause_s * 1e9 >= deadline_ns:
-            return _Shut.FOR_NOW if is_member or not seeker.founds else _Shut.NOBODY
+            return _Closed.FOR_NOW if is_member or not seeker.founds else _Closed.NOBODY
         await asyncio.sleep(pause_s)
         pause_s = min(AGAIN_S_MAX, pause_s * AGAIN_GROWTH)
 
 
-async def _knock(door: TcpAddress, seeker: Seeker) -> Doorway | DoorReply:
-    endpoint = visitor(seeker.cookie, seeker.deadlines)
-    link = await tcp.dial(door, endpoint, settings=seeker.settings)
+async def _knock(join_address: TcpAddress, seeker: Joiner) -> JoinOffer | AdmissionReply:
+    endpoint = client_endpoint(seeker.cookie, seeker.deadlines)
+    link = await tcp.dial(join_address, endpoint, settings=seeker.settings)
     own_host = link.local_address.host
     system = ActorSystem(endpoint.identity.name)
     try:
         system.attach(link)
-        desk = system.ref(f"{link.peer.name}/{DESK}")
-        request = DoorRequest(
+        admin = system.ref(f"{link.peer.name}/{ADMIN_ACTOR}")
+        request = AdmissionRequest(
             node_id=seeker.node_id,
             name=seeker.name,
             host=seeker.host or _advertised_host(own_host),
             recovery_budget_ns=seeker.recovery_budget_ns,
             witnessed=seeker.witnessed,
         )
-        reply = await desk.ask(request, reply=DoorReply, timeout=ANSWER_S)
+        reply = await admin.ask(request, reply=AdmissionReply, timeout=ANSWER_S)
     finally:
         await system.stop()
     if reply.refused or not reply.member:
         return reply
-    return Doorway(node=reply.node, own_host=own_host, recovery_budget_ns=reply.recovery_budget_ns)
+    return JoinOffer(node=reply.node, own_host=own_host, recovery_budget_ns=reply.recovery_budget_ns)
 
 
 def _says_nobody(error: Exception) -> bool:
-    """Whether the network has answered that nobody listens there, or that there is no such host."""
+    """Whether the network answered that nobody listens there, or that there is no such host."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in NOBODY_ERRNOS
 
 
 def _advertised_host(own_host: str) -> str:
-    """Where who listens everywhere will be dialed: not at loopback if it has another address."""
+    """Return where a node that listens everywhere is dialed: not loopback if it has another address."""
     if not is_loopback(own_host):
         return own_host
     others = [host for each in read_interfaces() for host in each.addresses if not is_loopback(host)]
     return others[0] if others else own_host
 
 
-def _advice(door: TcpAddress, error: Exception) -> str:
+def _advice(join_address: TcpAddress, error: Exception) -> str:
     match error:
         case WrongCookie():
             return (
@@ -216,8 +219,8 @@ def _advice(door: TcpAddress, error: Exception) -> str:
             return f"it runs another release of zbmd: run the same on all nodes ({error})"
         case DeadlineExceeded():
             return (
-                f"{error}. Check the address, and that TCP port {door.port} is open there "
-                f"(`zbmd-node doctor --peer {door}`)"
+                f"{error}. Check the address, and that TCP port {join_address.port} is open there "
+                f"(`zbmd-node doctor --peer {join_address}`)"
             )
         case PeerLost(reason=reason):
             return reason
@@ -226,10 +229,10 @@ def _advice(door: TcpAddress, error: Exception) -> str:
 
 
 async def own_addresses(
-    doors: Sequence[TcpAddress], listen: TcpAddress, timeout_ns: int
+    join_addresses: Sequence[TcpAddress], listen: TcpAddress, timeout_ns: int
 ) -> tuple[TcpAddress, ...]:
-    """Of these doors, those that are the address that we shall listen at ourselves."""
-    if not listen.port or all(door.port != listen.port for door in doors):
+    """Return those of the join addresses that are this node's own listening address."""
+    if not listen.port or all(join_address.port != listen.port for join_address in join_addresses):
         return ()
     deadline_ns = now_ns() + timeout_ns
     if listen.host:
@@ -237,16 +240,16 @@ async def own_addresses(
     else:
         here = {address for each in read_interfaces() for address in each.addresses}
     found: list[TcpAddress] = []
-    for door in doors:
-        hosts = await _hosts(door, deadline_ns) if door.port == listen.port else set[str]()
+    for join_address in join_addresses:
+        hosts = await _hosts(join_address, deadline_ns) if join_address.port == listen.port else set[str]()
         # A name of several hosts, such as a headless service's, leads to others too.
         if hosts and all(host in here or (not listen.host and is_loopback(host)) for host in hosts):
-            found.append(door)
+            found.append(join_address)
     return tuple(found)
 
 
 async def loopback_name(listen: TcpAddress, timeout_ns: int) -> str | None:
-    """If we listen at a name that means loopback alone, and does not say so: the address that it means."""
+    """Return the loopback address that a name other than localhost resolves to; None if there is none."""
     if not listen.host or listen.is_numeric or listen.host.split(".")[0] in ("localhost", "ip6-localhost"):
         return None
     hosts = await _hosts(listen, now_ns() + timeout_ns)

@@ -15,23 +15,23 @@ import structlog
 import uvloop
 
 from zbmd.actors.cluster.jobs.output import JobOutput
-from zbmd.actors.cluster.jobs.table import CommandRefused, Order, problem_of
 from zbmd.actors.cluster.membership.member_report import COMMANDS_WAITING_MAX
-from zbmd.actors.cluster.node.lives import (
-    Acting,
-    Began,
-    Hindered,
-    LifeOver,
-    Lives,
+from zbmd.actors.cluster.node.incarnations import (
+    IncarnationBegan,
+    IncarnationEnded,
+    Incarnations,
+    JoinDelayed,
+    MemberSuspected,
+    MessageReceived,
     NodeConfig,
     NodeEvent,
-    Suspecting,
-    Told,
+    ViewEntered,
 )
-from zbmd.actors.cluster.node.persistent_state import NodeMemory
-from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.node.persistent_state import NodeStateStore
 from zbmd.actors.cluster.port import ClusterListener
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.state.job_table import CommandRefused, Order, problem_of
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
 from zbmd.transport.host.process_limits import raise_thread_priority
 
@@ -49,7 +49,7 @@ class ClusterNode:
     on_event: called there with every `NodeEvent`, in order. Owns `state` and closes it at the end.
     """
 
-    def __init__(self, config: NodeConfig, state: NodeMemory, on_event: OnEvent) -> None:
+    def __init__(self, config: NodeConfig, state: NodeStateStore, on_event: OnEvent) -> None:
         self._config = config
         self._state = state
         self._on_event = on_event
@@ -58,7 +58,7 @@ class ClusterNode:
         self._thread: threading.Thread | None = None
         self._inner: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._lives: Lives | None = None
+        self._lives: Incarnations | None = None
         self._leaving = False
         self._listeners: list[ClusterListener] = []
         self._me: Node | None = None
@@ -67,7 +67,7 @@ class ClusterNode:
         self.output = JobOutput()
         """What jobs' ranks print here; commands read it."""
         self.actors_at = ""
-        """Where the actors of this life listen; sessions are told."""
+        """Where the actors of this incarnation listen; sessions are told."""
 
     async def run(self) -> None:
         """Live until the node has left. Raises `UserError`s, `JoinFailed` among them."""
@@ -90,7 +90,7 @@ class ClusterNode:
 
     @property
     def me(self) -> Node:
-        """This life. Raises `CommandRefused` while there is none."""
+        """This incarnation. Raises `CommandRefused` while there is none."""
         if self._me is None:
             raise CommandRefused("this node is in no cluster at the moment: it is joining one, or has left")
         return self._me
@@ -104,7 +104,7 @@ class ClusterNode:
         """See `ClusterPort`."""
         me, problem = self.me, problem_of(order)
         if not problem and self._ordered - self._view.jobs.applied(me.key) >= ORDERS_WAITING_MAX:
-            problem = f"{ORDERS_WAITING_MAX} commands of {me} wait to be agreed on already"
+            problem = f"{ORDERS_WAITING_MAX} commands of {me} are pending already; try again later"
         if problem:
             raise CommandRefused(problem)
         self._ordered += 1
@@ -143,17 +143,17 @@ class ClusterNode:
     async def _main(self) -> None:
         self._inner = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._lives = Lives(self._config, self._state, self)
+        self._lives = Incarnations(self._config, self._state, self)
         if self._leaving:
             return
         await self._lives.run()
 
     def tell(self, event: NodeEvent) -> None:
-        """See `LivesHost`."""
+        """See `NodeProcess`."""
         self._loop.call_soon_threadsafe(self._hear, event)
 
     def order(self, order: Order) -> concurrent.futures.Future[int]:
-        """See `LivesHost`."""
+        """See `NodeProcess`."""
         answer: concurrent.futures.Future[int] = concurrent.futures.Future()
 
         def give() -> None:
@@ -166,7 +166,7 @@ class ClusterNode:
         return answer
 
     @property
-    def _inside(self) -> Lives:
+    def _inside(self) -> Incarnations:
         assert self._lives is not None, "the cluster's thread has not begun"
         return self._lives
 
@@ -196,22 +196,22 @@ class ClusterNode:
 
     def _hear(self, event: NodeEvent) -> None:
         match event:
-            case Began(me=me):
+            case IncarnationBegan(me=me):
                 self._me, self._view, self._ordered = me, NO_VIEW, 0
                 for listener in self._listeners:
                     listener.began(me)
-            case Acting(view=view, reason=reason):
+            case ViewEntered(view=view, reason=reason):
                 self._view = view
                 for listener in self._listeners:
                     listener.acts_on(view, reason)
-            case Told(sender=sender, contract=contract):
+            case MessageReceived(sender=sender, contract=contract):
                 for listener in self._listeners:
                     listener.received(sender, contract)
-            case LifeOver(reason=reason):
+            case IncarnationEnded(reason=reason):
                 self._me, self._view = None, NO_VIEW
                 for listener in self._listeners:
                     listener.stopped(reason)
-            case Hindered() | Suspecting():
+            case JoinDelayed() | MemberSuspected():
                 pass
             case _:
                 assert_never(event)

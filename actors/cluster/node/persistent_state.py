@@ -1,6 +1,6 @@
-"""What a node keeps from life to life: its id, the number of its last life, and where its cluster was.
+"""What a node keeps between incarnations: its id, its last incarnation, the addresses of other members.
 
-All of it lies in the state directory, mode 0700: `$ZBMD_STATE_DIR`, else `zbmd/HOSTNAME` in `$XDG_STATE_HOME`
+It is stored in the state directory, mode 0700: `$ZBMD_STATE_DIR`, else `zbmd/HOSTNAME` in `$XDG_STATE_HOME`
 or `~/.local/state`, so that hosts that share a home directory have one each. One node at a time uses it.
 """
 
@@ -19,12 +19,12 @@ from typing import Annotated, Final, Protocol, Self, TypeVar
 
 import msgspec
 
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError
 
 STATE_VARIABLE: Final = "ZBMD_STATE_DIR"
 STATE_BYTES_MAX: Final = 1 << 16
-DOORS_KEPT_MAX: Final = 16
+ADDRESSES_KEPT_MAX: Final = 16
 """Addresses of members that are remembered."""
 ID_BITS: Final = 48
 """Of a node's id: a thousand random ones are all different but once in 10^8 clusters."""
@@ -34,30 +34,32 @@ _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
 
 
 class StateError(UserError):
-    """The state directory cannot be used as it is; the text says what to do."""
+    """The state directory is unusable; the message says what to do."""
 
 
 class StateBusy(StateError):
-    """Another node runs with this state directory."""
+    """Another running node uses this state directory."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file `node.json`. doors: where other members were; empty once the node has left its cluster."""
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file `node.json`. join_addresses: of other members; empty once the node has left its cluster."""
 
     id: Annotated[int, msgspec.Meta(ge=1, lt=1 << ID_BITS)]
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=INCARNATION_MAX - 1)]
-    doors: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=DOORS_KEPT_MAX)] = ()
+    join_addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=ADDRESSES_KEPT_MAX)] = (
+        msgspec.field(default=(), name="doors")
+    )
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
-    """The file `running.json`: the node that runs now, for commands on this host."""
+    """The file `running.json`: the running node, for commands on this host."""
 
     pid: Annotated[int, msgspec.Meta(ge=1)]
     address: _Address
 
 
 def state_path(environ: Mapping[str, str] = os.environ, *, hostname: str | None = None) -> Path:
-    """Where the state directory is. Raises `StateError` if there is no home directory to put it in."""
+    """Return the state directory. Raises `StateError` if there is no home directory to put it in."""
     if given := environ.get(STATE_VARIABLE):
         return Path(given)
     state = environ.get("XDG_STATE_HOME", "")
@@ -71,74 +73,74 @@ def state_path(environ: Mapping[str, str] = os.environ, *, hostname: str | None 
     return Path(state) / "zbmd" / (hostname or socket.gethostname() or "localhost")
 
 
-class NodeMemory(Protocol):
-    """What a node knows of its earlier lives."""
+class NodeStateStore(Protocol):
+    """Stores what a node knows of its earlier incarnations."""
 
     @property
     def id(self) -> int:
-        """What the node keeps over its lives."""
+        """The node's id, the same in all incarnations."""
         ...
 
     @property
-    def doors(self) -> tuple[str, ...]:
-        """Where other members of its cluster were; none if it has left, or was alone."""
+    def join_addresses(self) -> tuple[str, ...]:
+        """Addresses of the other members; empty if the node left its cluster or was alone."""
         ...
 
-    def new_life(self) -> NodeKey:
-        """The key of a life that nobody has had before."""
+    def new_incarnation(self) -> NodeKey:
+        """Return the key of a new incarnation."""
         ...
 
-    def remember(self, doors: Iterable[str]) -> None:
-        """Remember where the other members are."""
+    def remember(self, join_addresses: Iterable[str]) -> None:
+        """Store the addresses of the other members."""
         ...
 
     def running_at(self, address: str) -> None:
-        """Tell commands on this host where this node is to be found."""
+        """Publish this node's address to commands on this host."""
         ...
 
     def close(self) -> None:
-        """The node is no more. Idempotent."""
+        """Release the store. Idempotent."""
         ...
 
 
-class BriefMemory:
-    """The memory of a node that lives for one job: in this process alone, so nothing of it is ever left."""
+class EphemeralNodeState:
+    """State of a node that exists for one job: kept in memory only."""
 
     def __init__(self, node_id: int) -> None:
         self._key = NodeKey(node_id, 0)
 
     @property
     def id(self) -> int:
-        """See `NodeMemory`."""
+        """See `NodeStateStore`."""
         return self._key.id
 
     @property
-    def doors(self) -> tuple[str, ...]:
-        """See `NodeMemory`: its first life knows of none."""
+    def join_addresses(self) -> tuple[str, ...]:
+        """See `NodeStateStore`: the first incarnation knows no members."""
         return ()
 
-    def new_life(self) -> NodeKey:
-        """See `NodeMemory`."""
+    def new_incarnation(self) -> NodeKey:
+        """See `NodeStateStore`."""
         self._key = NodeKey(self._key.id, self._key.incarnation + 1)
         return self._key
 
-    def remember(self, doors: Iterable[str]) -> None:
-        """See `NodeMemory`: its lives know by themselves."""
+    def remember(self, join_addresses: Iterable[str]) -> None:
+        """See `NodeStateStore`: nothing is kept."""
 
     def running_at(self, address: str) -> None:
-        """See `NodeMemory`: whoever asks it gives its address."""
+        """See `NodeStateStore`: clients are given the address."""
 
     def close(self) -> None:
-        """See `NodeMemory`."""
+        """See `NodeStateStore`."""
 
 
 class NodeState:
-    """The state directory, locked for one node until `close`: a `NodeMemory` that outlives its process.
+    """The state directory, locked for one node until `close`: a `NodeStateStore` that survives the process.
 
-    Made by `open`. Every change is on disk when the call returns.
+    Created by `open`. Every change is on disk when the call returns.
     """
 
-    def __init__(self, directory: Path, lock_fd: int, kept: Kept) -> None:
+    def __init__(self, directory: Path, lock_fd: int, kept: NodeRecord) -> None:
         self.directory = directory
         self._lock_fd = lock_fd
         self._kept = kept
@@ -155,7 +157,7 @@ class NodeState:
             raise _unusable(where, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            kept = _read(where / "node.json", Kept) or Kept(
+            kept = _read(where / "node.json", NodeRecord) or NodeRecord(
                 id=secrets.randbelow((1 << ID_BITS) - 1) + 1, incarnation=0
             )
         except BlockingIOError:
@@ -176,43 +178,43 @@ class NodeState:
 
     @property
     def id(self) -> int:
-        """What the node keeps over its lives."""
+        """The node's id, the same in all incarnations."""
         return self._kept.id
 
     @property
-    def doors(self) -> tuple[str, ...]:
-        """Where other members of its cluster were; none if it has left, or was alone."""
-        return self._kept.doors
+    def join_addresses(self) -> tuple[str, ...]:
+        """Addresses of the other members; empty if the node left its cluster or was alone."""
+        return self._kept.join_addresses
 
-    def new_life(self) -> NodeKey:
-        """The key of a life that nobody has had before. Raises `StateError` if it cannot be written down."""
+    def new_incarnation(self) -> NodeKey:
+        """Return the key of a new incarnation. Raises `StateError` if it cannot be written to disk."""
         self._keep(msgspec.structs.replace(self._kept, incarnation=self._kept.incarnation + 1))
         return NodeKey(self._kept.id, self._kept.incarnation)
 
-    def remember(self, doors: Iterable[str]) -> None:
-        """Remember where the other members are, `DOORS_KEPT_MAX` of them at most."""
-        kept = tuple(list(dict.fromkeys(doors))[:DOORS_KEPT_MAX])
-        if kept != self._kept.doors:
-            self._keep(msgspec.structs.replace(self._kept, doors=kept))
+    def remember(self, join_addresses: Iterable[str]) -> None:
+        """Store the addresses of at most `ADDRESSES_KEPT_MAX` other members."""
+        kept = tuple(list(dict.fromkeys(join_addresses))[:ADDRESSES_KEPT_MAX])
+        if kept != self._kept.join_addresses:
+            self._keep(msgspec.structs.replace(self._kept, join_addresses=kept))
 
     def running_at(self, address: str) -> None:
-        """Tell commands on this host where this node is to be found."""
+        """Publish this node's address to commands on this host."""
         self._write("running.json", Running(pid=os.getpid(), address=address))
 
     def close(self) -> None:
-        """Let another node use the directory. Idempotent."""
+        """Unlock the directory. Idempotent."""
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
                 (self.directory / "running.json").unlink()
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, kept: NodeRecord) -> None:
         self._write("node.json", kept)
         self._kept = kept
 
     def _write(self, name: str, what: msgspec.Struct) -> None:
-        """Put a whole file in the place of the one before, however this process ends meanwhile."""
+        """Replace a file atomically."""
         path, fresh = self.directory / name, self.directory / f"{name}.new"
         try:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -232,11 +234,11 @@ class NodeState:
 
 
 def read_running(directory: Path) -> Running | None:
-    """Where a node that uses the directory is to be found; None if nobody has said. Raises `StateError`."""
+    """Return the running node that uses the directory, or None. Raises `StateError`."""
     return _read(directory / "running.json", Running)
 
 
-_FileT = TypeVar("_FileT", Kept, Running)
+_FileT = TypeVar("_FileT", NodeRecord, Running)
 
 
 def _read(path: Path, kind: type[_FileT]) -> _FileT | None:
@@ -251,8 +253,8 @@ def _read(path: Path, kind: type[_FileT]) -> _FileT | None:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StateError(
-            f"{path} is no state of a node ({error}). Put back what was there, or remove {path.parent}: the "
-            "node then begins anew, with another id."
+            f"{path} does not hold a node's state ({error}). Restore the file, or remove {path.parent}: the "
+            "node then starts with a new id."
         ) from None
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from zbmd.actors.bootstrap.kubernetes import Pod
 from zbmd.actors.bootstrap.merge import Bootstrap, Role, bootstrap_of
 from zbmd.actors.bootstrap.mpi import HYDRA, OPEN_MPI
-from zbmd.actors.bootstrap.readings import Reading, Stated, parse_door, parse_node_range, port_of_job
+from zbmd.actors.bootstrap.readings import LauncherFacts, Stated, parse_join_address, parse_node_range
 from zbmd.actors.bootstrap.slurm import parse_tasks_per_node
+from zbmd.actors.rank.environment import port_of_job
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress
 
-NOTHING = Reading(launcher="zbmd-node run")
+NOTHING = LauncherFacts(launcher="zbmd-node run")
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -47,27 +48,37 @@ POD = Pod(host="trainer-2", namespace="research")
 
 
 def flags(
-    nodes: str | None = None, node: int | None = None, processes: int | None = None, door: str | None = None
-) -> Reading:
+    nodes: str | None = None,
+    node: int | None = None,
+    processes: int | None = None,
+    join_address: str | None = None,
+) -> LauncherFacts:
     """What the user set."""
-    return Reading(
+    return LauncherFacts(
         launcher="zbmd-node run",
         nodes=None if nodes is None else Stated(value=parse_node_range(nodes, "--nnodes"), source="--nnodes"),
         node=None if node is None else Stated(value=node, source="--node-rank"),
         processes=None if processes is None else Stated(value=processes, source="--nproc-per-node"),
-        doors=None
-        if door is None
-        else Stated(value=(parse_door(door, "--rdzv-endpoint", port=29400),), source="--rdzv-endpoint"),
+        join_addresses=None
+        if join_address is None
+        else Stated(
+            value=(parse_join_address(join_address, "--rdzv-endpoint", port=29400),), source="--rdzv-endpoint"
+        ),
     )
 
 
-def doors(found: Bootstrap) -> list[str]:
-    return [str(door) for door in found.doors]
+def join_addresses(found: Bootstrap) -> list[str]:
+    return [str(join_address) for join_address in found.join_addresses]
 
 
 def test_nothing_said_is_a_host_alone() -> None:
     found = bootstrap_of({}, NOTHING)
-    assert (found.role, str(found.nodes), found.processes, found.doors) == (Role.ALONE, "1", None, ())
+    assert (found.role, str(found.nodes), found.processes, found.join_addresses) == (
+        Role.ALONE,
+        "1",
+        None,
+        (),
+    )
     assert found.explain() == [
         "started by: nobody",
         "nodes  1      nobody says that there are more",
@@ -81,22 +92,22 @@ def test_nothing_said_is_a_host_alone() -> None:
 def test_static_rendezvous_goes_by_the_node_number() -> None:
     first = bootstrap_of({}, flags("2", 0, 4, "node0:29500"))
     second = bootstrap_of({}, flags("2", 1, 4, "node0:29500"))
-    assert (first.role, first.port, doors(first)) == (Role.FOUND, 29500, ["node0:29500"])
-    assert (second.role, second.port, doors(second)) == (Role.JOIN, 0, ["node0:29500"])
+    assert (first.role, first.port, join_addresses(first)) == (Role.FOUND, 29500, ["node0:29500"])
+    assert (second.role, second.port, join_addresses(second)) == (Role.JOIN, 0, ["node0:29500"])
     assert second.processes == 4
 
 
 def test_without_a_number_the_holder_of_the_address_founds() -> None:
-    found = bootstrap_of({}, flags("1:4", door="node0"))
+    found = bootstrap_of({}, flags("1:4", join_address="node0"))
     assert (found.role, found.node, str(found.nodes)) == (Role.HOLDER, None, "1:4")
-    assert (doors(found), found.port) == (["node0:29400"], 29400)
+    assert (join_addresses(found), found.port) == (["node0:29400"], 29400)
 
 
 def test_the_environment_of_pytorch_is_read_where_nobody_says_better() -> None:
     environment = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "1234", "NODE_RANK": "1", "RANK": "7"}
     found = bootstrap_of(environment, flags("2"))
-    assert (found.role, found.node, doors(found)) == (Role.JOIN, 1, ["[fe80::1]:1234"])
-    assert doors(bootstrap_of(environment, flags("2", door="other:1"))) == ["other:1"]
+    assert (found.role, found.node, join_addresses(found)) == (Role.JOIN, 1, ["[fe80::1]:1234"])
+    assert join_addresses(bootstrap_of(environment, flags("2", join_address="other:1"))) == ["other:1"]
     assert bootstrap_of(environment, NOTHING).role is Role.ALONE
 
 
@@ -105,7 +116,9 @@ def test_a_worker_of_torchrun_is_the_node_of_its_host() -> None:
     assert (found.launcher, found.role, found.node, str(found.nodes)) == ("torchrun", Role.JOIN, 1, "2")
     assert found.processes == 8
     assert found.job == "torchrun-run7"
-    assert doors(found) == [f"node0:{port_of_job('torchrun-run7')}"], "torchrun's store has its own port open"
+    assert join_addresses(found) == [f"node0:{port_of_job('torchrun-run7')}"], (
+        "torchrun's store has its own port open"
+    )
     other = bootstrap_of({**TORCHRUN, "LOCAL_RANK": "3"}, NOTHING)
     assert other.role is Role.EXTRA
     assert "process 3 of 8 on this host" in other.explain()[-1]
@@ -131,12 +144,12 @@ def test_a_slurm_step() -> None:
     port = port_of_job("4711.0")
     assert 20_000 <= port < 30_000
     assert (found.role, found.node, str(found.nodes), found.port) == (Role.JOIN, 1, "4", port)
-    assert doors(found) == [f"gpu{n}:{port}" for n in ("08", "09", "10", "11")]
+    assert join_addresses(found) == [f"gpu{n}:{port}" for n in ("08", "09", "10", "11")]
     assert found.job == "slurm-4711.0"
     first = bootstrap_of({**SLURM, "SLURM_NODEID": "0"}, flags(processes=8))
     assert (first.role, first.port, first.processes) == (Role.FOUND, port, 8)
     lines = [" ".join(line.split()) for line in first.explain()]
-    assert f"doors gpu[08-11] port {port} SLURM_STEP_NODELIST and the step's id" in lines
+    assert f"join addresses gpu[08-11] port {port} SLURM_STEP_NODELIST and the step's id" in lines
 
 
 def test_several_tasks_a_node_are_its_ranks() -> None:
@@ -221,7 +234,7 @@ def test_mpi_does_not_say_where_its_first_host_is() -> None:
     inside = {**MPI, **SLURM, "SLURM_STEP_NODELIST": "gpu09", "PMIX_NAMESPACE": "77"}
     found = bootstrap_of(inside, NOTHING)
     assert (found.launcher, str(found.nodes)) == ("Open MPI", "2"), "mpirun's own step of Slurm is not ours"
-    assert doors(found) == [f"gpu08:{port_of_job('mpi-77')}"]
+    assert join_addresses(found) == [f"gpu08:{port_of_job('mpi-77')}"]
 
 
 def test_hosts_with_unlike_numbers_of_ranks_are_told() -> None:
@@ -240,10 +253,10 @@ def test_a_pod_of_a_stateful_set() -> None:
     service = Stated(value="zbmd", source="ZBMD_SERVICE")
     found = bootstrap_of(STATEFUL_SET, flags("3"), pod=POD, service=service)
     assert (found.launcher, found.role, found.node, found.port) == ("Kubernetes", Role.JOIN, 2, 29400)
-    assert doors(found) == ["trainer-0.zbmd.research.svc:29400", "zbmd.research.svc:29400"]
+    assert join_addresses(found) == ["trainer-0.zbmd.research.svc:29400", "zbmd.research.svc:29400"]
     assert found.job == "kubernetes-research-trainer"
     founder = bootstrap_of(STATEFUL_SET, flags("3"), pod=Pod(host="trainer-0"), service=service)
-    assert (founder.role, doors(founder)[1]) == (Role.FOUND, "zbmd:29400")
+    assert (founder.role, join_addresses(founder)[1]) == (Role.FOUND, "zbmd:29400")
     with pytest.raises(UserError, match="ZBMD_SERVICE names a service, but nobody says how many pods"):
         bootstrap_of(STATEFUL_SET, NOTHING, pod=POD, service=service)
     with pytest.raises(UserError, match="no name of a Kubernetes service"):
@@ -257,11 +270,11 @@ def test_a_pod_of_an_indexed_job() -> None:
         bootstrap_of(environment, flags("2"))
     service = Stated(value="train.ml.svc", source="--service")
     found = bootstrap_of(environment, flags("2"), service=service)
-    assert (found.role, doors(found)) == (Role.FOUND, ["train.ml.svc:29400"])
+    assert (found.role, join_addresses(found)) == (Role.FOUND, ["train.ml.svc:29400"])
     named = bootstrap_of(environment, flags("2"), service=service, pod=Pod(host="train-0"))
-    assert doors(named) == ["train-0.train.ml.svc:29400", "train.ml.svc:29400"]
+    assert join_addresses(named) == ["train-0.train.ml.svc:29400", "train.ml.svc:29400"]
     digits = bootstrap_of(environment, flags("2"), service=service, pod=Pod(host="train-0-24567"))
-    assert doors(digits) == ["train.ml.svc:29400"], "what is random about a name is no number"
+    assert join_addresses(digits) == ["train.ml.svc:29400"], "what is random about a name is no number"
     with pytest.raises(UserError, match="JOB_COMPLETION_INDEX is 5, but there are at most 2 nodes"):
         bootstrap_of({**environment, "JOB_COMPLETION_INDEX": "5"}, flags("2"), service=service)
 
@@ -270,26 +283,26 @@ def test_a_pod_of_an_indexed_job() -> None:
 
 
 def test_a_store_says_who_founds() -> None:
-    stated = Reading(
+    stated = LauncherFacts(
         launcher="zbmd-node run",
         nodes=flags("2").nodes,
         store=Stated(value="etcd://localhost:2379/job", source="--store"),
     )
     assert bootstrap_of({}, stated).role is Role.STORE
-    assert bootstrap_of(SLURM, Reading(launcher="x", store=stated.store)).role is Role.STORE
+    assert bootstrap_of(SLURM, LauncherFacts(launcher="x", store=stated.store)).role is Role.STORE
 
 
 def test_a_port_of_the_users_moves_every_door() -> None:
-    found = bootstrap_of(SLURM, Reading(launcher="x", port=Stated(value=7000, source="--port")))
+    found = bootstrap_of(SLURM, LauncherFacts(launcher="x", port=Stated(value=7000, source="--port")))
     assert found.port == 7000
-    assert {door.port for door in found.doors} == {7000}
+    assert {join_address.port for join_address in found.join_addresses} == {7000}
 
 
 def test_a_door_needs_a_port_only_where_there_are_several_nodes() -> None:
-    local = flags("1", door="localhost:0")
+    local = flags("1", join_address="localhost:0")
     assert bootstrap_of({}, local).role is Role.ALONE
     with pytest.raises(UserError, match="needs a port"):
-        bootstrap_of({}, flags("2", door="localhost:0"))
+        bootstrap_of({}, flags("2", join_address="localhost:0"))
 
 
 @pytest.mark.parametrize(
@@ -297,13 +310,13 @@ def test_a_door_needs_a_port_only_where_there_are_several_nodes() -> None:
     [("a", "a", 9), ("a:1", "a", 1), ("::1", "::1", 9), ("[::1]", "::1", 9), ("[::1]:2", "::1", 2)],
 )
 def test_doors(text: str, host: str, port: int) -> None:
-    assert parse_door(text, "X", port=9) == TcpAddress(host=host, port=port)
+    assert parse_join_address(text, "X", port=9) == TcpAddress(host=host, port=port)
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a b:1", "http://a:1", "a:b", "[a]:1", "a:99999"])
 def test_what_is_no_door(text: str) -> None:
     with pytest.raises(UserError, match="X"):
-        parse_door(text, "X", port=9)
+        parse_join_address(text, "X", port=9)
 
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "-1", "99999", "1:"])
@@ -335,5 +348,7 @@ def test_any_environment_is_understood_or_a_typed_error(
         assert found.nodes.least <= found.nodes.most
         assert found.explain()
         if found.role in (Role.FOUND, Role.JOIN, Role.HOLDER):
-            assert found.doors and all(0 < door.port < 1 << 16 for door in found.doors)
+            assert found.join_addresses and all(
+                0 < join_address.port < 1 << 16 for join_address in found.join_addresses
+            )
             assert found.node is None or found.node < found.nodes.most

@@ -1,4 +1,4 @@
-"""etcd as a store of doors and as a witness, with a real server that is killed and started again."""
+"""etcd as a store of join addresses and as a witness, with a real server that is killed and started again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.cluster.etcd_server import EtcdServer, etcd_server, free_ports
 
-from zbmd.actors.bootstrap import etcd_doors
+from zbmd.actors.bootstrap import etcd_members as etcd_doors
 from zbmd.actors.bootstrap.etcd_client import (
     EtcdClient,
     EtcdError,
@@ -19,11 +19,11 @@ from zbmd.actors.bootstrap.etcd_client import (
     get,
     put,
 )
-from zbmd.actors.bootstrap.etcd_doors import EtcdDoors, Standing
+from zbmd.actors.bootstrap.etcd_members import EtcdMembers, FoundingResult
 from zbmd.actors.bootstrap.etcd_url import parse_etcd_url
 from zbmd.actors.bootstrap.etcd_witness import EtcdWitness
-from zbmd.actors.cluster.membership.witness import Given
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.membership.witness import TieBreakerNamed
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress
 
@@ -41,17 +41,17 @@ def client(server: EtcdServer, name: str) -> EtcdClient:
     return EtcdClient(parse_etcd_url(f"{server.url}/{name}"), {})
 
 
-def doors_of(
+def members_of(
     server: EtcdServer, name: str, port: int, superseded: Callable[[str], None] = lambda reason: None
-) -> EtcdDoors:
+) -> EtcdMembers:
     address = TcpAddress(host="10.0.0.1", port=port)
-    return EtcdDoors(client(server, name), name=f"node{port}", address=address, on_superseded=superseded)
+    return EtcdMembers(client(server, name), name=f"node{port}", address=address, on_superseded=superseded)
 
 
 @asynccontextmanager
-async def member(doors: EtcdDoors) -> AsyncGenerator[Standing]:
-    standing = await doors.enter()
-    async with doors.kept(standing):
+async def member(join_addresses: EtcdMembers) -> AsyncGenerator[FoundingResult]:
+    standing = await join_addresses.enter()
+    async with join_addresses.kept(standing):
         yield standing
 
 
@@ -73,31 +73,31 @@ async def test_transactions_compare_revisions(server: EtcdServer) -> None:
 
 
 async def test_the_first_founds_and_the_others_find_its_door(server: EtcdServer) -> None:
-    async with member(doors_of(server, "found", 1)) as first:
-        assert (first.founds, first.generation, first.doors) == (True, 1, ())
-        async with member(doors_of(server, "found", 2)) as second:
+    async with member(members_of(server, "found", 1)) as first:
+        assert (first.founds, first.generation, first.join_addresses) == (True, 1, ())
+        async with member(members_of(server, "found", 2)) as second:
             assert (second.founds, second.generation) == (False, 1)
-            assert [str(door) for door in second.doors] == ["10.0.0.1:1"]
-            third = await doors_of(server, "found", 3).enter()
-            assert [door.port for door in third.doors] == [1, 2]
-        assert [door.port for door in await doors_of(server, "found", 3).doors()] == [1], (
-            "it left, and its door"
-        )
-        async with member(doors_of(server, "other", 1)) as other:
+            assert [str(join_address) for join_address in second.join_addresses] == ["10.0.0.1:1"]
+            third = await members_of(server, "found", 3).enter()
+            assert [join_address.port for join_address in third.join_addresses] == [1, 2]
+        assert [
+            join_address.port for join_address in await members_of(server, "found", 3).join_addresses()
+        ] == [1], "it left, and its join address"
+        async with member(members_of(server, "other", 1)) as other:
             assert other.founds, "another name is another cluster"
-    async with member(doors_of(server, "found", 3)) as again:
+    async with member(members_of(server, "found", 3)) as again:
         assert (again.founds, again.generation) == (True, 2), "nobody was left"
 
 
 async def test_of_many_at_once_one_founds(server: EtcdServer) -> None:
-    standings = await asyncio.gather(*(doors_of(server, "many", port).enter() for port in range(1, 9)))
+    standings = await asyncio.gather(*(members_of(server, "many", port).enter() for port in range(1, 9)))
     assert sum(standing.founds for standing in standings) == 1
     assert {standing.generation for standing in standings} == {1}
 
 
 async def test_a_next_life_at_the_same_address_founds_again(server: EtcdServer) -> None:
-    await doors_of(server, "life", 1).enter()
-    again = await doors_of(server, "life", 1).enter()
+    await members_of(server, "life", 1).enter()
+    again = await members_of(server, "life", 1).enter()
     assert (again.founds, again.generation) == (True, 2)
 
 
@@ -105,12 +105,12 @@ async def test_a_lease_that_has_ended_is_taken_again(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_doors, "BEATS_A_LEASE", 100)
-    async with member(doors_of(server, "lease", 1)):
+    async with member(members_of(server, "lease", 1)):
         etcd = client(server, "lease")
-        (pair,) = await etcd.range(etcd.url.doors_prefix)
+        (pair,) = await etcd.range(etcd.url.members_prefix)
         await etcd.revoke(pair.lease)
         async with asyncio.timeout(PATIENCE_S):
-            while not (pairs := await etcd.range(etcd.url.doors_prefix)):
+            while not (pairs := await etcd.range(etcd.url.members_prefix)):
                 continue
         assert pairs[0].value == pair.value and pairs[0].lease != pair.lease
 
@@ -119,21 +119,21 @@ async def test_who_was_cut_off_while_others_founded_anew_is_told(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = asyncio.get_running_loop().create_future()
-    old = doors_of(server, "anew", 1, told.set_result)
+    old = members_of(server, "anew", 1, told.set_result)
     standing = await old.enter()
     etcd = client(server, "anew")
-    (pair,) = await etcd.range(etcd.url.doors_prefix)
+    (pair,) = await etcd.range(etcd.url.members_prefix)
     await etcd.revoke(pair.lease)
-    async with member(doors_of(server, "anew", 2)) as new:
+    async with member(members_of(server, "anew", 2)) as new:
         assert (new.founds, new.generation) == (True, 2)
         with pytest.raises(etcd_doors.Superseded):
             async with old.kept(standing):
                 pass
     monkeypatch.setattr(etcd_doors, "BEATS_A_LEASE", 100)
-    later = doors_of(server, "anew", 3, told.set_result)
+    later = members_of(server, "anew", 3, told.set_result)
     standing = await later.enter()
     async with later.kept(standing):
-        (pair,) = await etcd.range(etcd.url.doors_prefix)
+        (pair,) = await etcd.range(etcd.url.members_prefix)
         await etcd.transaction([], [put(etcd.url.cluster_key, b'{"generation":9,"founder":"node7"}')])
         await etcd.revoke(pair.lease)
         async with asyncio.timeout(PATIENCE_S):
@@ -142,18 +142,18 @@ async def test_who_was_cut_off_while_others_founded_anew_is_told(
 
 async def test_what_others_wrote_there_is_refused_and_told(server: EtcdServer) -> None:
     etcd = client(server, "garbage")
-    prefix = etcd.url.doors_prefix
+    prefix = etcd.url.members_prefix
     for at, value in enumerate(
         (b"\xff", b"{}", b'{"name":"a","address":"nowhere","generation":1}', b"[" * 5000)
     ):
         await etcd.transaction([], [put(f"{prefix}{at}", value)])
-    assert await doors_of(server, "garbage", 1).doors() == ()
+    assert await members_of(server, "garbage", 1).join_addresses() == ()
     with pytest.raises(EtcdError, match="times others founded"):
-        await doors_of(server, "garbage", 1).enter()
+        await members_of(server, "garbage", 1).enter()
 
 
 async def test_the_witness_gives_an_epoch_once(server: EtcdServer) -> None:
-    given: dict[int, asyncio.Future[Given]] = {}
+    given: dict[int, asyncio.Future[TieBreakerNamed]] = {}
     witnesses: list[EtcdWitness] = []
     for node in range(2):
         given[node] = asyncio.get_running_loop().create_future()
@@ -176,7 +176,7 @@ async def test_the_witness_gives_an_epoch_once(server: EtcdServer) -> None:
 
 async def test_a_record_of_an_earlier_founding_counts_for_nothing(server: EtcdServer) -> None:
     for generation in (1, 2):
-        answer: asyncio.Future[Given] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[TieBreakerNamed] = asyncio.get_running_loop().create_future()
         me = NodeKey(generation, 1)
         witness = EtcdWitness(
             client(server, "foundings"),
@@ -193,8 +193,8 @@ async def test_a_record_of_an_earlier_founding_counts_for_nothing(server: EtcdSe
 
 async def test_a_server_that_comes_back_is_asked_again(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as server:
-        answer: asyncio.Future[Given] = asyncio.get_running_loop().create_future()
-        async with member(doors_of(server, "back", 1)):
+        answer: asyncio.Future[TieBreakerNamed] = asyncio.get_running_loop().create_future()
+        async with member(members_of(server, "back", 1)):
             server.kill()
             with pytest.raises(EtcdError, match="no etcd answers"):
                 await client(server, "back").range("/")
@@ -210,7 +210,9 @@ async def test_a_server_that_comes_back_is_asked_again(tmp_path: Path) -> None:
             async with asyncio.timeout(PATIENCE_S):
                 assert (await answer).holder == NodeKey(1, 1)
             await witness.close()
-            assert [door.port for door in await doors_of(server, "back", 9).doors()] == [1], "it is on disk"
+            assert [
+                join_address.port for join_address in await members_of(server, "back", 9).join_addresses()
+            ] == [1], "it is on disk"
 
 
 async def test_one_of_several_endpoints_is_enough(server: EtcdServer) -> None:

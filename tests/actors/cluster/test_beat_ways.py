@@ -23,14 +23,16 @@ def at(number: int) -> BeatsAt:
 class Side:
     """A machine, what it has of its end, and what it has said."""
 
-    def __init__(self, number: int, why_not: str | None, broken: w.Make | w.Connect | None = None) -> None:
-        self.machine = w.BeatWay(why_not=why_not)
+    def __init__(
+        self, number: int, why_not: str | None, broken: w.MakeEndpoint | w.Connect | None = None
+    ) -> None:
+        self.machine = w.HeartbeatRoute(why_not=why_not)
         self.number = number
         self.broken = broken
         self.end: BeatsAt | None = None
         self.connected: BeatsAt | None = None
         self.sends = False
-        self.chosen: list[w.Chosen] = []
+        self.chosen: list[w.RouteChosen] = []
         self.said: deque[BeatsSaid] = deque()
 
     def take(self, event: w.Event) -> None:
@@ -40,27 +42,27 @@ class Side:
 
     def perform(self, action: w.Action) -> None:
         match action:
-            case w.Make() | w.Connect() if type(action) is type(self.broken):
-                self.take(w.Failed(why="the device is gone"))
-            case w.Make():
+            case w.MakeEndpoint() | w.Connect() if type(action) is type(self.broken):
+                self.take(w.RouteFailed(why="the device is gone"))
+            case w.MakeEndpoint():
                 assert self.end is None
                 self.number += 2
                 self.end = at(self.number)
-                self.take(w.Made(at=self.end))
+                self.take(w.EndpointMade(at=self.end))
             case w.Connect(to=to):
                 assert self.end is not None and self.connected is None
                 self.connected = to
                 self.take(w.Connected())
-            case w.Use():
+            case w.SendByRdma():
                 assert self.connected is not None
                 self.sends = True
-            case w.Drop():
+            case w.DropEndpoint():
                 assert self.end is not None
                 self.end = self.connected = None
                 self.sends = False
-            case w.Say(what=what):
+            case w.SendToPeer(what=what):
                 self.said.append(what)
-            case w.Chosen():
+            case w.RouteChosen():
                 self.chosen.append(action)
 
     @property
@@ -71,14 +73,14 @@ class Side:
 def talk(dialer: Side, listener: Side) -> None:
     while dialer.said or listener.said:
         if dialer.said:
-            listener.take(w.Said(what=dialer.said.popleft()))
+            listener.take(w.PeerSaid(what=dialer.said.popleft()))
         if listener.said:
-            dialer.take(w.Said(what=listener.said.popleft()))
+            dialer.take(w.PeerSaid(what=listener.said.popleft()))
 
 
 def stand(dialer: Side, listener: Side, lane: bytes = b"a" * 16) -> None:
-    dialer.take(w.LaneStands(lane=lane, offers=True))
-    listener.take(w.LaneStands(lane=lane, offers=False))
+    dialer.take(w.ConnectionUp(lane=lane, offers=True))
+    listener.take(w.ConnectionUp(lane=lane, offers=False))
     talk(dialer, listener)
 
 
@@ -91,8 +93,8 @@ def test_both_sides_have_it_and_use_each_others_end() -> None:
 
 
 @pytest.mark.parametrize("which", range(2))
-@pytest.mark.parametrize("broken", [None, w.Make(), w.Connect(to=at(1))])
-def test_what_one_side_lacks_both_tell(which: int, broken: w.Make | w.Connect | None) -> None:
+@pytest.mark.parametrize("broken", [None, w.MakeEndpoint(), w.Connect(to=at(1))])
+def test_what_one_side_lacks_both_tell(which: int, broken: w.MakeEndpoint | w.Connect | None) -> None:
     sides = [Side(1, None), Side(2, None)]
     sides[which] = Side(3, WHY if broken is None else None, broken)
     stand(sides[0], sides[1])
@@ -103,27 +105,27 @@ def test_what_one_side_lacks_both_tell(which: int, broken: w.Make | w.Connect | 
 def test_a_way_that_fails_is_tried_again_with_the_next_lane_alone() -> None:
     dialer, listener = Side(1, None), Side(2, None)
     stand(dialer, listener)
-    dialer.take(w.Failed(why="a beat was not acknowledged"))
+    dialer.take(w.RouteFailed(why="a beat was not acknowledged"))
     talk(dialer, listener)
     assert (dialer.sends, dialer.end, dialer.reason) == (False, None, "a beat was not acknowledged")
     assert listener.sends, "its own beats tell it"
-    listener.take(w.Failed(why="a beat was not acknowledged"))
+    listener.take(w.RouteFailed(why="a beat was not acknowledged"))
     stand(dialer, listener, b"b" * 16)
     assert dialer.sends and listener.sends and dialer.connected == listener.end
 
 
 def test_an_offer_may_come_before_its_lane_and_late_ones_mean_nothing() -> None:
     dialer, listener = Side(1, None), Side(2, None)
-    dialer.take(w.LaneStands(lane=b"a" * 16, offers=True))
+    dialer.take(w.ConnectionUp(lane=b"a" * 16, offers=True))
     late = dialer.said[0]
     talk(dialer, listener)
     assert not listener.said and listener.end is None
-    listener.take(w.LaneStands(lane=b"a" * 16, offers=False))
+    listener.take(w.ConnectionUp(lane=b"a" * 16, offers=False))
     talk(dialer, listener)
     assert dialer.sends and listener.sends
-    listener.take(w.Said(what=late))
-    listener.take(w.LaneEnded())
-    listener.take(w.Said(what=late))
+    listener.take(w.PeerSaid(what=late))
+    listener.take(w.ConnectionDown())
+    listener.take(w.PeerSaid(what=late))
     assert isinstance(late, BeatsOffer) and listener.end is None and not listener.said
 
 
@@ -143,13 +145,13 @@ def history(draw: random.Random) -> None:
             case 0:
                 lanes += 1
                 for each in draw.sample(sides, 2):
-                    each.take(w.LaneStands(lane=lanes.to_bytes(16), offers=each is sides[0]))
+                    each.take(w.ConnectionUp(lane=lanes.to_bytes(16), offers=each is sides[0]))
             case 1:
-                side.take(w.LaneEnded())
+                side.take(w.ConnectionDown())
             case 2 if side.connected is not None:
-                side.take(w.Failed(why="a beat was not acknowledged"))
+                side.take(w.RouteFailed(why="a beat was not acknowledged"))
             case _ if side.said:
-                other.take(w.Said(what=side.said.popleft()))
+                other.take(w.PeerSaid(what=side.said.popleft()))
             case _:
                 pass
     talk(sides[0], sides[1])

@@ -9,13 +9,13 @@ import pytest
 import structlog
 from support.cluster.thread_nodes import node
 
-from zbmd.actors.cluster.clocks import (
+from zbmd.actors.cluster.node.clocks import (
     CLOCKS_APART_NS_MAX,
     CLOCKS_TOLD_MAX,
     ClockWatch,
     clocks_apart,
 )
-from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
 
 HOUR_NS = 3_600_000_000_000
 HERE = Node(NodeKey(1, 1), "10.0.0.1:29400", "n1")

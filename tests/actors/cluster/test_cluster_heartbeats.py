@@ -13,7 +13,7 @@ from support.cluster.thread_nodes import node
 from support.tcp.tcp_certificates import job_tls
 
 from zbmd.actors.cluster.heartbeats.driver import CALM_PACE_BUDGETS, PACE_BUDGETS, Heartbeats, beat_keys
-from zbmd.actors.cluster.node.lives import Acting, LifeOver
+from zbmd.actors.cluster.node.incarnations import IncarnationEnded, ViewEntered
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.transport.clock.deadlines import MILLISECOND_NS, SECOND_NS
 from zbmd.transport.handshake.session_setup import control_session, stripe_session
@@ -75,7 +75,9 @@ async def test_nodes_beat_over_lanes_and_make_new_ones(tmp_path: Path, protectio
             await until(two, has_lanes)
             await until(one, has_lanes)
             assert one.view.epoch == two.view.epoch == epoch, "nobody was suspected meanwhile"
-            assert not any(isinstance(event, LifeOver) for event in (*told_one.events, *told_two.events))
+            assert not any(
+                isinstance(event, IncarnationEnded) for event in (*told_one.events, *told_two.events)
+            )
 
 
 async def test_a_cluster_with_a_job_is_looked_at_more_often(tmp_path: Path) -> None:
@@ -104,9 +106,11 @@ async def test_a_node_whose_thread_stands_still_is_left_behind(tmp_path: Path) -
             three._inner.call_soon_threadsafe(released.wait, TIMEOUT_S)
             try:
                 left = await told_one.until(
-                    lambda event: isinstance(event, Acting) and event.view.epoch > epoch
+                    lambda event: isinstance(event, ViewEntered) and event.view.epoch > epoch
                 )
-                assert isinstance(left, Acting) and not left.view.holds(key) and len(left.view.nodes) == 2
+                assert (
+                    isinstance(left, ViewEntered) and not left.view.holds(key) and len(left.view.nodes) == 2
+                )
             finally:
                 released.set()
 

@@ -11,8 +11,8 @@ from zbmd.actors.cluster.jobs import code_digest as job_code
 from zbmd.actors.cluster.jobs import output as job_output
 from zbmd.actors.cluster.jobs.code_digest import REST, CodeDiffers, check_code, code_of
 from zbmd.actors.cluster.jobs.output import JobOutput
-from zbmd.actors.cluster.jobs.table import COMMAND_BYTES_MAX, JobSpec, Submit, order_bytes
-from zbmd.actors.host.output import OutputLine
+from zbmd.actors.cluster.state.job_table import COMMAND_BYTES_MAX, JobSpec, Submit, order_bytes
+from zbmd.actors.process.output import OutputLine
 from zbmd.transport.errors import UserError
 
 
@@ -53,8 +53,8 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     with pytest.raises(CodeDiffers) as differs:
         check_code(spec)
     told = str(differs.value)
-    assert "these files differ: model.py; it lacks: parts/layers.py" in told
-    assert "it has, and the submitter had not: extra.py" in told
+    assert "these files differ: model.py; missing here: parts/layers.py" in told
+    assert "only here: extra.py" in told
     assert "job abc" in told and "Copy the same files to every host" in told
     script.unlink()
     with pytest.raises(CodeDiffers, match="does not have the code of job abc: there is no script"):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.cluster.jobs.rules import after_change
-from zbmd.actors.cluster.jobs.table import (
+from zbmd.actors.cluster.state.job_rules import after_change
+from zbmd.actors.cluster.state.job_table import (
     COMMAND_BYTES_MAX,
     JOBS_MAX,
     NO_JOBS,
@@ -29,7 +29,7 @@ from zbmd.actors.cluster.jobs.table import (
     Submit,
     problem_of,
 )
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.view import OnLoss, Outcome
 
 SECOND_NS = 10**9
@@ -113,12 +113,12 @@ def check(table: JobTable, nodes: Sequence[NodeKey]) -> None:
     assert [origin.node for origin in table.origins] == sorted({origin.node for origin in table.origins})
     assert all(origin.node in nodes for origin in table.origins)
     for job in table.jobs:
-        seats: dict[NodeKey, int] = {}
+        slots: dict[NodeKey, int] = {}
         for entry in job.ranks:
             if entry.lives:
                 assert entry.node in nodes and entry.node is not None and entry.incarnation > 0, entry
-                seat = entry.rank // job.spec.ranks_per_node
-                assert seats.setdefault(entry.node, seat) == seat, f"two seats of one job on {entry.node}"
+                slot = entry.rank // job.spec.ranks_per_node
+                assert slots.setdefault(entry.node, slot) == slot, f"two slots of one job on {entry.node}"
             assert (entry.state is RankState.UP) == bool(entry.address), entry
             assert (entry.state is RankState.VACANT) == (entry.node is None), entry
         if job.phase in (JobPhase.WAITING, JobPhase.ENDED):
@@ -214,7 +214,7 @@ def test_a_rank_that_fails_starts_again_where_it_was_until_that_happens_too_ofte
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (2, "rank0 failed for a reason that only its user can mend: code 2"),
+        (2, "rank0 failed with a usage error: code 2"),
         (1, "rank0 failed before it joined: code 1"),
     ],
 )
@@ -258,7 +258,7 @@ def test_shrinking_below_the_fewest_nodes_ends_the_job() -> None:
     t.down(0, -9)
     assert (t.job().outcome, t.job().reason) == (
         Outcome.FAILED,
-        "2 nodes are needed; all but 1 seats are lost for good",
+        "2 nodes are needed; all but 1 slots are lost for good",
     )
 
 
@@ -340,15 +340,15 @@ def test_orders_that_no_cluster_takes() -> None:
         return problem_of(Submit(spec=JobSpec(**({"job": 1, "target": "t"} | options))))  # type: ignore[arg-type]
 
     assert problem() == ""
-    assert problem(target="") == "it names nothing to run"
+    assert problem(target="") == "no script or module is given"
     assert problem(nodes_min=3, nodes_max=2) == "the most nodes must be 3 to 1022, not 2"
     assert problem(nodes_max=33, ranks_per_node=31) == "the ranks of a job must be 1 to 1022, not 1023"
     assert problem(job=0).startswith("a job's id must be 1 to")
-    assert "bytes, and 65536 are the bound" in problem(arguments=("x" * COMMAND_BYTES_MAX,))
+    assert "bytes, more than 65536" in problem(arguments=("x" * COMMAND_BYTES_MAX,))
     assert problem_of(Stop(job=1, reason="x" * 501)) == "its reason has 501 characters, more than 500"
     t = Table(1)
     t.submit(target="")
-    assert t.table.refusal(t.nodes[0], 1) == "it names nothing to run"
+    assert t.table.refusal(t.nodes[0], 1) == "no script or module is given"
 
 
 # --- any order of things ---------------------------------------------------------------------------------

@@ -6,11 +6,21 @@ from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJobs
-from zbmd.actors.cluster.jobs.table import Command, JobPhase, JobSpec, Order, RankDown, RankUp, Stop, Submit
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import Change, ClusterView
+from zbmd.actors.cluster.state.job_table import (
+    Command,
+    JobPhase,
+    JobSpec,
+    Order,
+    RankDown,
+    RankUp,
+    Stop,
+    Submit,
+)
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import Change, ClusterView
 from zbmd.actors.view import View
 from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.machine import SetTimer, TimerFired
 
 JOB = 5
 GRACE_NS = derive().stop_grace_ns
@@ -140,10 +150,10 @@ def test_who_misses_a_word_asks_for_it() -> None:
     epoch = install.view.epoch
     asked = first.put(e.Linked(key=key_of(0), epoch=epoch))
     timer = asked[-1]
-    assert isinstance(timer, e.SetTimer)
+    assert isinstance(timer, SetTimer)
     hosts.say(2, 0, epoch)
     first.now_ns = timer.at_ns
-    again = first.put(e.TimerFired())
+    again = first.put(TimerFired())
     assert told(again) == [(1, epoch, True, True)]
     assert told(hosts.say(0, 2, epoch, ask=True)) == [], "it is not linked yet: it will say so"
     hosts.hosts[2].put(e.Linked(key=key_of(2), epoch=epoch))
@@ -215,10 +225,10 @@ def test_what_does_not_end_when_asked_is_killed() -> None:
     hosts.up()
     hosts.change((0, Stop(job=JOB, reason="enough")))
     stopping = hosts.act(0)[0]
-    assert stopping == [e.Terminate(key=key_of(0)), e.SetTimer(at_ns=1 + GRACE_NS)]
+    assert stopping == [e.Terminate(key=key_of(0)), SetTimer(at_ns=1 + GRACE_NS)]
     host = hosts.hosts[0]
     host.now_ns += GRACE_NS
-    assert host.put(e.TimerFired()) == [e.Kill(key=key_of(0))]
+    assert host.put(TimerFired()) == [e.Kill(key=key_of(0))]
     (down,) = host.put(e.Exited(key=key_of(0), code=-9, reason="killed"))
     assert isinstance(down, e.Ask)
 
@@ -267,9 +277,9 @@ def entered(hosts: Hosts) -> int:
 def lose_link(host: Host, epoch: int) -> list[e.Action]:
     """A rank tells of a link that it lost; what its host does once its patience has ended."""
     (timer,) = host.put(e.LinkLost(key=key_of(host.me.id), epoch=epoch))
-    assert isinstance(timer, e.SetTimer)
+    assert isinstance(timer, SetTimer)
     host.now_ns = timer.at_ns
-    return host.put(e.TimerFired())
+    return host.put(TimerFired())
 
 
 def test_ranks_that_lost_a_link_and_live_get_another_view() -> None:
@@ -303,7 +313,7 @@ def test_a_link_that_a_death_took_asks_for_no_view_of_its_own() -> None:
     hosts.change(*((1, order) for order in orders))
     assert "InstallView" in kinds(hosts.act(0, 1)[0])
     survivor.now_ns += 60 * GRACE_NS
-    assert not survivor.put(e.TimerFired())
+    assert not survivor.put(TimerFired())
 
 
 def test_a_rank_that_never_joins_is_given_up_once_others_wait_for_it() -> None:
@@ -317,9 +327,9 @@ def test_a_rank_that_never_joins_is_given_up_once_others_wait_for_it() -> None:
     assert isinstance(fork, e.Fork)
     second.now_ns = 1000
     (timer,) = second.put(e.Forked(key=fork.key))
-    assert isinstance(timer, e.SetTimer) and timer.at_ns == 1000 + derive().join_ns
+    assert isinstance(timer, SetTimer) and timer.at_ns == 1000 + derive().join_ns
     second.now_ns = timer.at_ns
-    told, kill = second.put(e.TimerFired())
+    told, kill = second.put(TimerFired())
     assert isinstance(told, e.Ask) and isinstance(told.order, RankDown)
     assert (told.order.rank, told.order.incarnation, told.order.code) == (1, 2, None)
     assert "has not joined its job" in told.order.reason

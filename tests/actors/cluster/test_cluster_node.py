@@ -18,16 +18,16 @@ from support.cluster.thread_nodes import COOKIE, LOOPBACK, Told, node
 
 from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, Hail
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
-from zbmd.actors.cluster.membership.admission import Wish, advertised, has_namesake, refusal
 from zbmd.actors.cluster.messages import Beat
 from zbmd.actors.cluster.node import join as door
-from zbmd.actors.cluster.node.join import JoinFailed, NotLetInYet, Seeker, find_door, own_addresses
-from zbmd.actors.cluster.node.lives import Hindered, LifeOver, NodeConfig
+from zbmd.actors.cluster.node.admission import JoinApplication, advertised, has_namesake, refuse_join
+from zbmd.actors.cluster.node.incarnations import IncarnationEnded, JoinDelayed, NodeConfig
+from zbmd.actors.cluster.node.join import Joiner, JoinFailed, JoinTimedOut, find_member, own_addresses
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState, StateBusy, StateError, state_path
-from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.peer_links import node_key
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import fingerprints
 from zbmd.transport.clock.deadlines import SECOND_NS, derive
 from zbmd.transport.errors import UserError, ZbmdError
@@ -45,14 +45,14 @@ OTHER_COOKIE = b"the cookie of another test's nodes"
 def test_lives_grow_and_the_id_stays(tmp_path: Path) -> None:
     where = tmp_path / "new" / "state"
     first = NodeState.open(where)
-    key = first.new_life()
+    key = first.new_incarnation()
     assert where.stat().st_mode & 0o777 == 0o700
-    assert first.new_life() == NodeKey(key.id, key.incarnation + 1)
+    assert first.new_incarnation() == NodeKey(key.id, key.incarnation + 1)
     first.remember(["a:1", "b:2"])
     first.close()
     second = NodeState.open(where)
-    assert second.new_life() == NodeKey(key.id, key.incarnation + 2)
-    assert second.doors == ("a:1", "b:2")
+    assert second.new_incarnation() == NodeKey(key.id, key.incarnation + 2)
+    assert second.join_addresses == ("a:1", "b:2")
     second.close()
 
 
@@ -77,7 +77,7 @@ def test_a_state_directory_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         NodeState.open(tmp_path / "shared")
     (tmp_path / "shared").chmod(0o700)
     (tmp_path / "shared" / "node.json").write_text('{"id": 0, "incarnation": 1}')
-    with pytest.raises(StateError, match="is no state of a node"):
+    with pytest.raises(StateError, match="does not hold a node's state"):
         NodeState.open(tmp_path / "shared")
 
 
@@ -90,7 +90,7 @@ def test_where_the_state_is() -> None:
 # --- who may join ---------------------------------------------------------------------------------------
 
 
-def wish(**changes: Any) -> Wish:
+def wish(**changes: Any) -> JoinApplication:
     given: dict[str, Any] = {
         "node_id": 5,
         "name": "n5",
@@ -98,28 +98,28 @@ def wish(**changes: Any) -> Wish:
         "recovery_budget_ns": 0,
         **changes,
     }
-    return Wish(**given)
+    return JoinApplication(**given)
 
 
 def test_what_stands_against_a_node() -> None:
     me = Node(NodeKey(1, 3), "10.0.0.1:29400", "n1")
     view = ClusterView(epoch=2, nodes=(me, Node(NodeKey(2, 1), "10.0.0.2:29400", "n2")))
 
-    def said(wish: Wish) -> tuple[str, bool]:
-        found = refusal(wish, view, me, "10.0.0.1", SECOND_NS)
+    def said(wish: JoinApplication) -> tuple[str, bool]:
+        found = refuse_join(wish, view, me, "10.0.0.1", SECOND_NS)
         assert found is not None
         return found.reason, found.passes
 
-    assert refusal(wish(), view, me, "10.0.0.1", SECOND_NS) is None
-    assert refusal(wish(recovery_budget_ns=SECOND_NS), view, me, "10.0.0.1", SECOND_NS) is None
+    assert refuse_join(wish(), view, me, "10.0.0.1", SECOND_NS) is None
+    assert refuse_join(wish(recovery_budget_ns=SECOND_NS), view, me, "10.0.0.1", SECOND_NS) is None
     reason, passes = said(wish(name="n2"))
     assert (
         passes and "n2 (node2#1) at 10.0.0.2:29400 has the name 'n2' already. Give --name another" in reason
     )
-    assert refusal(wish(name="n2", node_id=2), view, me, "10.0.0.1", SECOND_NS) is None, "its next life"
+    assert refuse_join(wish(name="n2", node_id=2), view, me, "10.0.0.1", SECOND_NS) is None, "its next life"
     reason, passes = said(wish(host="127.0.1.1"))
     assert not passes and "known at 127.0.1.1, which on every other host means that host itself" in reason
-    assert refusal(wish(host="::1"), view, me, "127.0.0.1", SECOND_NS) is None, "all on one host"
+    assert refuse_join(wish(host="::1"), view, me, "127.0.0.1", SECOND_NS) is None, "all on one host"
     reason, passes = said(wish(recovery_budget_ns=2 * SECOND_NS))
     assert not passes and "the cluster's recovery budget is 1s, this node's 2s" in reason
     assert has_namesake(Node(NodeKey(7, 1), "", "n1"), view) == me
@@ -153,7 +153,7 @@ async def test_a_loop_that_is_busy_for_two_seconds_makes_nobody_suspect(tmp_path
             assert not one._inside._living().machine._word.suspected
             await asyncio.sleep(0)
             assert (two.view.epoch, one.view.epoch) == epochs
-            assert not any(isinstance(e, LifeOver) for e in (*told_one.events, *told_two.events))
+            assert not any(isinstance(e, IncarnationEnded) for e in (*told_one.events, *told_two.events))
 
 
 async def test_a_joiner_takes_the_clusters_budget(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ async def test_a_name_that_is_taken_is_told_at_once(tmp_path: Path) -> None:
         await told.acts_on(1)
         (tmp_path / "other").mkdir()
         async with node(tmp_path / "other", "n1", one.me.address) as (_, told_two):
-            event = await told_two.until(lambda e: isinstance(e, Hindered))
-            assert isinstance(event, Hindered)
+            event = await told_two.until(lambda e: isinstance(e, JoinDelayed))
+            assert isinstance(event, JoinDelayed)
             assert "has the name 'n1' already. Give --name another" in event.text
 
 
@@ -237,7 +237,7 @@ async def test_ipv6_alone(tmp_path: Path) -> None:
 # --- doors ----------------------------------------------------------------------------------------------
 
 
-def seeker(**changes: Any) -> Seeker:
+def seeker(**changes: Any) -> Joiner:
     given: dict[str, Any] = {
         "node_id": 9,
         "name": "n9",
@@ -248,7 +248,7 @@ def seeker(**changes: Any) -> Seeker:
         "deadlines": derive(),
         **changes,
     }
-    return Seeker(**given)
+    return Joiner(**given)
 
 
 async def test_a_firewall_that_drops_silently_is_told_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ async def test_a_firewall_that_drops_silently_is_told_by_address(monkeypatch: py
         where = TcpAddress(host="127.0.0.1", port=port)
         told: list[str] = []
         with pytest.raises(JoinFailed) as failed:
-            await find_door([where], seeker(), told.append, 100_000_000)
+            await find_member([where], seeker(), told.append, 100_000_000)
         for filler in fillers:
             filler.close()
     assert f"{where} did not answer in time: the host is down, or a firewall drops what we send" in str(
@@ -285,7 +285,7 @@ async def test_nobody_there_and_a_name_that_nobody_knows() -> None:
         empty = TcpAddress(host="127.0.0.1", port=gone.getsockname()[1])
     unknown = TcpAddress(host="no-such-host.invalid", port=1)
     with pytest.raises(JoinFailed) as failed:
-        await find_door([empty, unknown], seeker(), lambda _: None, 1)
+        await find_member([empty, unknown], seeker(), lambda _: None, 1)
     assert f"{empty}: nobody listens at its address" in str(failed.value)
     assert "Check its spelling, DNS and /etc/hosts" in str(failed.value)
 
@@ -296,14 +296,16 @@ async def test_who_founds_waits_for_a_member_and_for_nobody_else(tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         empty = TcpAddress(host="127.0.0.1", port=gone.getsockname()[1])
     with pytest.raises(JoinFailed, match="nobody listens") as failed:
-        await find_door([empty], founds, lambda _: None, 3600 * SECOND_NS)
-    assert not isinstance(failed.value, NotLetInYet)
+        await find_member([empty], founds, lambda _: None, 3600 * SECOND_NS)
+    assert not isinstance(failed.value, JoinTimedOut)
     async with node(tmp_path, "n1") as (one, told):
         await told.acts_on(1)
         namesake = seeker(founds=True, name="n1")  # as if the one before it had not been missed yet
-        with pytest.raises(NotLetInYet, match="has the name 'n1' already"):
-            await find_door([empty, parse_address(one.me.address)], namesake, lambda _: None, SECOND_NS // 2)
-        found = await find_door([empty, parse_address(one.me.address)], founds, lambda _: None, SECOND_NS)
+        with pytest.raises(JoinTimedOut, match="has the name 'n1' already"):
+            await find_member(
+                [empty, parse_address(one.me.address)], namesake, lambda _: None, SECOND_NS // 2
+            )
+        found = await find_member([empty, parse_address(one.me.address)], founds, lambda _: None, SECOND_NS)
         assert found.node == one.me
 
 
@@ -313,7 +315,7 @@ async def test_contracts_that_differ_are_told(tmp_path: Path, monkeypatch: pytes
         await told.acts_on(1)
         monkeypatch.setattr(door, "fingerprints", lambda: changed)
         with pytest.raises(JoinFailed, match="it runs another release of zbmd: run the same on all nodes"):
-            await find_door([parse_address(one.me.address)], seeker(), lambda _: None, SECOND_NS)
+            await find_member([parse_address(one.me.address)], seeker(), lambda _: None, SECOND_NS)
 
 
 async def test_which_doors_are_ones_own() -> None:

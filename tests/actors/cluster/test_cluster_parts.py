@@ -9,9 +9,9 @@ import pytest
 from support.cluster.thread_nodes import node
 
 from zbmd.actors.cluster.contracts import decode
-from zbmd.actors.cluster.fragments import MESSAGE_BYTES_MAX, PART_BYTES, Assembly, Part, frames_of
-from zbmd.actors.cluster.jobs.table import COMMAND_BYTES_MAX, TABLE_BYTES_MAX, JobSpec, Submit
-from zbmd.actors.cluster.node.lives import Acting, NodeEvent
+from zbmd.actors.cluster.node.incarnations import NodeEvent, ViewEntered
+from zbmd.actors.cluster.peer_links import MESSAGE_BYTES_MAX, PART_BYTES, Assembly, Part, frames_of
+from zbmd.actors.cluster.state.job_table import COMMAND_BYTES_MAX, TABLE_BYTES_MAX, JobSpec, Submit
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 
@@ -49,7 +49,7 @@ def test_parts_out_of_turn_end_the_link() -> None:
 
 async def test_a_joiner_gets_a_table_that_is_larger_than_a_frame(tmp_path: Path) -> None:
     def knows_all(event: NodeEvent) -> bool:
-        return isinstance(event, Acting) and len(event.view.jobs.jobs) == JOBS
+        return isinstance(event, ViewEntered) and len(event.view.jobs.jobs) == JOBS
 
     async with node(tmp_path, "n1") as (one, told):
         await told.acts_on(1)
@@ -58,7 +58,7 @@ async def test_a_joiner_gets_a_table_that_is_larger_than_a_frame(tmp_path: Path)
             spec = JobSpec(job=1 + number, target="t", environment=(text,), nodes_min=62, nodes_max=62)
             one.command(Submit(spec=spec))
         acting = await told.until(knows_all)
-        assert isinstance(acting, Acting)
+        assert isinstance(acting, ViewEntered)
         assert len(msgspec.msgpack.encode(acting.view)) > MAX_PAYLOAD_BYTES
         async with node(tmp_path, "n2", one.me.address) as (two, told_two):
             await told_two.acts_on(2)

@@ -10,15 +10,15 @@ import pytest
 from support.machines.state_followers import follow_all
 
 from zbmd.actors.cluster import messages
-from zbmd.actors.cluster.capture_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, cluster_config
 from zbmd.actors.cluster.heartbeats import detector
+from zbmd.actors.cluster.heartbeats.detector import DETECTOR
 from zbmd.actors.cluster.jobs import node_events as local_events
-from zbmd.actors.cluster.jobs import scenario as jobs_scenario
-from zbmd.actors.cluster.jobs.node_machine import LocalJobs
-from zbmd.actors.cluster.jobs.scenario import JobsScenario
-from zbmd.actors.cluster.membership import scenario as membership_scenario
+from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJobs
+from zbmd.actors.cluster.membership.capture_kind import CLUSTER, cluster_config
 from zbmd.actors.cluster.membership.machine import ClusterMachine
-from zbmd.actors.cluster.node_id import Node
+from zbmd.actors.cluster.state.node_id import Node
+from zbmd.actors.simulated import jobs_scenario, membership_scenario
+from zbmd.actors.simulated.jobs_scenario import JobsScenario
 from zbmd.transport import capture, sim
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.clock.hlc import HybridClock
@@ -81,7 +81,7 @@ def test_a_cluster_with_jobs_and_faults_replays_identical(
     origin = capture.Origin(process="node0", incarnation=1)
     Recording.log = capture.LogRecorder(tmp_path / "log", origin, capture.Clocks(hybrid=HybridClock()))
     monkeypatch.setattr(membership_scenario, "ClusterMachine", RecordedCluster)
-    monkeypatch.setattr(detector, "Detector", RecordedDetector)
+    monkeypatch.setattr(membership_scenario, "Detector", RecordedDetector)
     monkeypatch.setattr(jobs_scenario, "LocalJobs", RecordedJobs)
     scenario, options = JobsScenario(), sim.Options(ranks=4, length=2, faults=4)
     report = sim.run_scenario(scenario, seed, options, scenario.draw_plan(seed, options), tell=None)

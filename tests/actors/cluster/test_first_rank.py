@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zbmd.actors.cluster.jobs.table import Command, JobSpec, RankDown, Submit
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import Change, ClusterView, host_of_first_rank
+from zbmd.actors.cluster.state.job_table import Command, JobSpec, RankDown, Submit
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import Change, ClusterView, host_of_first_rank
 
 
 def test_it_is_the_host_of_rank_0_also_once_that_has_ended_and_of_the_next_if_its_host_is_gone() -> None:

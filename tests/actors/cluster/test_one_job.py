@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.actors.cluster.jobs import single_job as o
-from zbmd.actors.cluster.jobs.table import (
+from zbmd.actors.cluster.state.job_table import (
     Command,
     JobPhase,
     JobSpec,
@@ -16,9 +16,10 @@ from zbmd.actors.cluster.jobs.table import (
     Stop,
     Submit,
 )
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import Change, ClusterView
-from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import Change, ClusterView
+from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.transport.machine import SetTimer, TimerFired
 
 JOB = 9
 PATIENCE_NS = 60 * 10**9
@@ -30,7 +31,7 @@ class World:
 
     def __init__(self, nodes_min: int = 2, nodes_max: int = 3) -> None:
         self.spec = JobSpec(job=JOB, target="t", nodes_min=nodes_min, nodes_max=nodes_max)
-        self.machines: dict[NodeKey, o.OneJob] = {}
+        self.machines: dict[NodeKey, o.SingleJob] = {}
         self.view = ClusterView(epoch=1, nodes=())
         self.now_ns = 1
         self.orders: list[tuple[NodeKey, Order]] = []
@@ -42,7 +43,7 @@ class World:
     def start(self, *node_ids: int) -> list[NodeKey]:
         keys = [NodeKey(node_id, 1) for node_id in node_ids]
         for key in keys:
-            self.machines[key] = o.OneJob(
+            self.machines[key] = o.SingleJob(
                 JOB,
                 nodes_min=self.spec.nodes_min,
                 nodes_max=self.spec.nodes_max,
@@ -69,7 +70,7 @@ class World:
                     self.said.append(text)
                 case o.End(exit_code=exit_code):
                     self.codes[key] = exit_code
-                case o.SetTimer():
+                case SetTimer():
                     pass
         return actions
 
@@ -218,11 +219,11 @@ def test_nobody_waits_for_ever() -> None:
     one = w.start(1)[0]
     w.settle()
     w.now_ns += PATIENCE_NS
-    w.put(one, o.TimerFired())
+    w.put(one, TimerFired())
     assert "given up after 1min: 1 of 2 to 3 nodes are here" in w.said[-1]
     assert not w.codes, "it leaves in order"
     w.now_ns += LEAVE_NS
-    w.put(one, o.TimerFired())
+    w.put(one, TimerFired())
     assert w.codes == {one: 1}
 
 
@@ -233,10 +234,10 @@ def test_who_was_cut_off_tries_to_come_back_for_so_long() -> None:
     w.put(one, o.LifeEnded(reason="the others went on without it"))
     assert not w.codes
     w.now_ns += PATIENCE_NS - 1
-    w.put(one, o.TimerFired())
+    w.put(one, TimerFired())
     assert not w.codes
     w.now_ns += 1
-    w.put(one, o.TimerFired())
+    w.put(one, TimerFired())
     assert w.codes == {one: 1}
     assert "the others went on without it" in w.said[-1]
 
@@ -246,7 +247,7 @@ def test_who_is_asked_before_it_is_in_a_cluster_ends_at_once() -> None:
     one = w.start(1)[0]
     w.put(one, o.EndAsked(reason="SIGTERM", exit_code=143, leave=True))
     assert w.codes == {one: 143}
-    assert w.put(one, o.TimerFired()) == []
+    assert w.put(one, TimerFired()) == []
 
 
 @settings(max_examples=100)

@@ -13,7 +13,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core import peer as peer_module
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.host.contracts import REPORT_BYTES_MAX, read_report
+from zbmd.actors.rank.host_contracts import REPORT_BYTES_MAX, read_report
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from zbmd.actors.hangs.verdict import HangNotice, OnHang
-from zbmd.actors.host.contracts import NodeStatus
 from zbmd.actors.host.events import HostEvent, RankReport, RunResult
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.host_contracts import NodeStatus
 from zbmd.actors.view import Outcome
 
 TIMEOUT_S = 30.0

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 from support.machines.job_world import World, world
 
-from zbmd.actors.cluster.jobs.contracts import HangAsk, HangBeats, HangEnd, HangSeen, HangStanding, HangWord
+from zbmd.actors.cluster.jobs.contracts import (
+    HangAsk,
+    HangBeats,
+    HangEnd,
+    HangMessage,
+    HangSeen,
+    HangStanding,
+)
 from zbmd.actors.cluster.jobs.hang_relay import HangRelay, judge_of
-from zbmd.actors.cluster.jobs.table import Job, JobSpec, RankEntry, RankState
-from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, RankState
+from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.hangs.verdict import (
     AskStanding,
     HangEvent,
@@ -122,7 +129,7 @@ class Relays:
     """One relay a node; what they send arrives at once."""
 
     def __init__(self, job: Job) -> None:
-        self.sent: list[tuple[int, HangWord]] = []
+        self.sent: list[tuple[int, HangMessage]] = []
         self.relays = [HangRelay(5, lambda to, word: self.sent.append((to.id, word))) for _ in NODES]
         self.place(job)
 

@@ -8,12 +8,12 @@ import sys
 import threading
 from pathlib import Path
 
-from zbmd.actors.host.early_template import fork_template
+from zbmd.actors.process.early_template import fork_template
 
 LAUNCHER = """
 import os, sys
 from zbmd.tools.cli import process
-from zbmd.actors.host.early_template import fork_template
+from zbmd.actors.process.early_template import fork_template
 
 def main():
     import uvloop

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.host.reaper import descendants
+from zbmd.actors.process.reaper import descendants
 from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.process_pool.forks import Fork, Forks
 from zbmd.actors.system import ActorSystem
@@ -169,8 +169,8 @@ async def test_a_worker_is_forked_again_by_the_same_template() -> None:
 
 BOSS = """
 import asyncio, sys
+from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process_pool.devices import ProcessPool, cpu_cores
-from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.system import ActorSystem
 
 async def main():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.host.output import (
+from zbmd.actors.process.output import (
     LINE_BYTES_MAX,
     TAIL_LINES_MAX,
     WRITER_LINES_MAX,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.host.template import REQUEST_BYTES_MAX, Exited, Forked, ForkFailed, ForkRequest
-from zbmd.actors.host.template_client import TemplateClient, TemplateLost
-from zbmd.actors.rank.exit_reason import without_mark
+from zbmd.actors.process.exit import without_mark
+from zbmd.actors.process.template import REQUEST_BYTES_MAX, Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
 
 TIMEOUT_S = 30.0
@@ -171,6 +171,6 @@ async def test_a_template_whose_module_writes_into_its_socket_is_given_up(
     (tmp_path / "meddler.py").write_text(f"import os, sys\nos.write(int(sys.argv[1]), {packet!r})\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     client = TemplateClient(on_reply=lambda reply, pidfd: None, on_lost=lambda error: None)
-    with pytest.raises(TemplateLost, match="no longer to be trusted"):
+    with pytest.raises(TemplateLost, match="broke its protocol"):
         await client.start(modules=["meddler"], environment=os.environ)
     await client.close()

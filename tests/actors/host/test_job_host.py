@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from support.machines.job_world import FOLLOWS_VIEWS, JOB, world
 
-from zbmd.actors.cluster.jobs.table import Stop
+from zbmd.actors.cluster.state.job_table import Stop
 from zbmd.actors.host.events import RankDown, RankStarted, ViewChanged
-from zbmd.actors.host.reaper import descendants
+from zbmd.actors.process.reaper import descendants
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_MIN
 
@@ -131,4 +131,4 @@ async def test_a_job_is_stopped_and_what_cannot_start_says_why(tmp_path: Path) -
         w.submit(nodes_max=2)
         job = await w.ended()
         assert job.outcome is Outcome.FAILED
-        assert "failed for a reason that only its user can mend: exit code 2" in job.reason
+        assert "failed with a usage error: exit code 2" in job.reason

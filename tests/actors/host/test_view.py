@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import view as v
+from zbmd.actors.host import membership_events as v
 from zbmd.actors.host.membership import MembershipMachine
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.view import Member, OnLoss, Outcome, RankState, View
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 MS = 1_000_000
 
@@ -27,7 +28,7 @@ class Host:
     now_ns: int = 0
     queues: dict[tuple[int, int], deque[v.Event]] = field(default_factory=dict)
     alive: set[tuple[int, int]] = field(default_factory=set)
-    views: list[v.View] = field(default_factory=list)
+    views: list[View] = field(default_factory=list)
     seen: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     downs: list[v.AnnounceDown] = field(default_factory=list)
     timer_ns: int | None = None
@@ -67,7 +68,7 @@ class Host:
                     self.die(r, i)
             case v.Kill(rank=r, incarnation=i):
                 self.die(r, i)
-            case v.SetTimer(at_ns=at_ns):
+            case SetTimer(at_ns=at_ns):
                 self.timer_ns = at_ns
             case v.RunEnded():
                 self.ended = action
@@ -111,7 +112,7 @@ def test_the_first_view_waits_for_every_rank() -> None:
     assert view.epoch == 1
     assert view.ranks == (0, 1, 2)
     assert [m.incarnation for m in view.members] == [1, 1, 1]
-    assert view.member(2) == v.Member(rank=2, incarnation=1, address="a2.1")
+    assert view.member(2) == Member(rank=2, incarnation=1, address="a2.1")
 
 
 def test_two_deaths_together_cost_one_view() -> None:
@@ -170,7 +171,7 @@ def test_stop_policy_ends_the_run_at_the_first_loss() -> None:
     host.drain()
     assert host.timer_ns is not None
     host.now_ns = host.timer_ns
-    host.put(v.TimerFired())
+    host.put(TimerFired())
     host.drain()
     assert host.ended is not None
     assert host.ended.outcome is Outcome.FAILED
@@ -182,10 +183,10 @@ def test_what_cannot_succeed_is_not_started_again() -> None:
     host = make(2)
     host.drain()
     host.put(v.Exited(rank=1, incarnation=1, code=2, reason="exit code 2"))
-    host.put(v.TimerFired())
+    host.put(TimerFired())
     host.drain()
     assert host.ended == v.RunEnded(
-        outcome=Outcome.FAILED, reason="rank1 failed for a reason that only its user can mend: exit code 2"
+        outcome=Outcome.FAILED, reason="rank1 failed with a usage error: exit code 2"
     )
     assert host.machine.restarts_total == 0
 
@@ -202,7 +203,7 @@ def test_what_is_killed_before_its_first_join_is_started_again() -> None:
     host = make(2)
     host.put(v.Forked(rank=0, incarnation=1))
     host.put(v.Exited(rank=0, incarnation=1, code=-9, reason="killed (SIGKILL)"))
-    assert host.machine.state(0) == (v.RankState.STARTING, 2)
+    assert host.machine.state(0) == (RankState.STARTING, 2)
 
 
 def test_more_restarts_than_allowed_end_the_run_with_the_last_cause() -> None:
@@ -212,7 +213,7 @@ def test_more_restarts_than_allowed_end_the_run_with_the_last_cause() -> None:
         host.die(1, incarnation)
         host.drain()
     assert host.timer_ns is not None
-    host.put(v.TimerFired())
+    host.put(TimerFired())
     host.drain()
     assert host.ended is not None
     assert host.ended.outcome is Outcome.FAILED
@@ -270,8 +271,10 @@ def test_a_process_that_outlives_sigkill_is_named_and_not_waited_for() -> None:
     host.drain()
     host.alive.clear()  # nothing we do ends it
     host.put(v.StopRequested(reason="asked", kill=True))
-    host.put(v.TimerFired())
-    assert host.ended == v.RunEnded(outcome=Outcome.STOPPED, reason="asked; still there after SIGKILL: rank0")
+    host.put(TimerFired())
+    assert host.ended == v.RunEnded(
+        outcome=Outcome.STOPPED, reason="asked; still running after SIGKILL: rank0"
+    )
 
 
 def test_a_fork_that_crosses_the_stop_is_ended_too() -> None:
@@ -283,7 +286,7 @@ def test_a_fork_that_crosses_the_stop_is_ended_too() -> None:
 
 def test_an_exit_of_nobody_is_our_own_bug() -> None:
     host = make(1)
-    with pytest.raises(LocalProtocolError, match="does not run"):
+    with pytest.raises(LocalProtocolError, match="is not running"):
         host.put(v.Exited(rank=0, incarnation=9, code=0, reason="?"))
 
 
@@ -313,7 +316,7 @@ def test_any_history(seed: int, n: int, on_loss: OnLoss, deaths: int) -> None:
         host.drain()
     for _ in range(2):
         if host.ended is None:
-            host.put(v.TimerFired())
+            host.put(TimerFired())
             host.drain()
     assert host.ended is not None
     assert not host.alive
@@ -340,11 +343,11 @@ def test_live_ranks_that_lost_a_link_get_another_view_of_the_same_members() -> N
     host = make(2)
     host.drain()
     (timer,) = lose_link(host, 0, 1)
-    assert isinstance(timer, v.SetTimer) and timer.at_ns == host.now_ns + host.machine.relink_ns
+    assert isinstance(timer, SetTimer) and timer.at_ns == host.now_ns + host.machine.relink_ns
     assert not lose_link(host, 1, 1), "one view mends all links"
-    (early,) = host.machine.handle(v.TimerFired(), now_ns=timer.at_ns - 1)
+    (early,) = host.machine.handle(TimerFired(), now_ns=timer.at_ns - 1)
     assert early == timer
-    (install,) = host.machine.handle(v.TimerFired(), now_ns=timer.at_ns)
+    (install,) = host.machine.handle(TimerFired(), now_ns=timer.at_ns)
     assert isinstance(install, v.InstallView)
     assert install.view.epoch == 2 and install.view.members == host.views[0].members
     assert not lose_link(host, 0, 1), "that view is over"
@@ -355,11 +358,11 @@ def test_a_link_that_a_death_took_asks_for_no_view_of_its_own() -> None:
     host = make(2)
     host.drain()
     (timer,) = lose_link(host, 0, 1)
-    assert isinstance(timer, v.SetTimer)
+    assert isinstance(timer, SetTimer)
     host.die(1, 1)
     host.drain()
     assert [x.epoch for x in host.views] == [1, 2]
-    assert not host.machine.handle(v.TimerFired(), now_ns=timer.at_ns)
+    assert not host.machine.handle(TimerFired(), now_ns=timer.at_ns)
 
 
 def test_a_lost_link_does_not_hasten_the_end_of_a_stop() -> None:
@@ -367,5 +370,5 @@ def test_a_lost_link_does_not_hasten_the_end_of_a_stop() -> None:
     host.drain()
     lose_link(host, 0, 1)
     stop = host.machine.handle(v.StopRequested(reason="enough"), now_ns=host.now_ns)
-    timers = [action for action in stop if isinstance(action, v.SetTimer)]
-    assert timers == [v.SetTimer(at_ns=host.now_ns + host.machine.grace_ns)]
+    timers = [action for action in stop if isinstance(action, SetTimer)]
+    assert timers == [SetTimer(at_ns=host.now_ns + host.machine.grace_ns)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.rank.script_end import CALLBACKS_MAX, at_script_end, script_ended
+from zbmd.actors.process.exit import CALLBACKS_MAX, at_script_end, script_ended
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport.errors import LocalProtocolError
 
@@ -17,7 +17,7 @@ def test_the_latest_is_called_first_and_each_once() -> None:
     called: list[tuple[int, bool]] = []
     for k in range(CALLBACKS_MAX):
         at_script_end(lambda failed, k=k: called.append((k, failed)))  # type: ignore[misc]
-    with pytest.raises(LocalProtocolError, match="registered already"):
+    with pytest.raises(LocalProtocolError, match=f"at most {CALLBACKS_MAX} callbacks"):
         at_script_end(lambda _: None)
     script_ended(failed=True)
     script_ended(failed=False)
@@ -36,7 +36,7 @@ async def test_a_rank_calls_them_while_threads_may_still_be_started(
     script.write_text(f"""
 from concurrent.futures import ThreadPoolExecutor
 
-from zbmd.actors.rank.script_end import at_script_end
+from zbmd.actors.process.exit import at_script_end
 
 def ended(failed):
     with ThreadPoolExecutor(1) as executor:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zbmd.actors.rank.log import StderrLogger
+from zbmd.actors.process.log import StderrLogger
 
 SCRIPT = """
 import asyncio, sys

@@ -13,8 +13,8 @@ import uvloop
 from zbmd.actors.core.actor import Actor
 from zbmd.actors.host.events import RunResult
 from zbmd.actors.host.membership import MEMBERSHIP
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.replay.process_capture import CRASHES_KEPT_MAX, CaptureSettings, ProcessCapture
 from zbmd.actors.supervision.machine import SUPERVISION
 from zbmd.actors.supervision.supervisor import ChildSpec

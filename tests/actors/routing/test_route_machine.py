@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.route_table import WayFinder
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.route_table import ClusterRoutes
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.core.scopes import (
     abroad,
     at_home,
@@ -214,7 +214,7 @@ async def nowhere(_: NodeKey) -> str:
 
 def test_a_process_is_gone_once_it_was_in_a_view_and_not_before() -> None:
     """Who links with us may be in a view that this node does not act on yet."""
-    finder, told = WayFinder(nowhere), list[str]()
+    finder, told = ClusterRoutes(nowhere), list[str]()
     finder.acts_on(view(1, NodeKey(1, 1)), "test")
     undo = finder.notify_end("node2", 1, told.append)
     finder.notify_end("session-7@node1", 1, told.append)
@@ -223,7 +223,7 @@ def test_a_process_is_gone_once_it_was_in_a_view_and_not_before() -> None:
     finder.acts_on(ClusterView(epoch=0, nodes=()), "this node is out")
     assert not told, "who is out knows nothing"
     finder.acts_on(view(3, NodeKey(1, 1)), "test")
-    assert len(told) == 1 and "node2 is in the cluster no more in view 3" in told[0]
+    assert len(told) == 1 and "node2 has left the cluster in view 3" in told[0]
     undo()
     finder.acts_on(view(4, NodeKey(1, 1), NodeKey(2, 2)), "test")
     assert finder.gone("node2", 1) == "node2 is incarnation 2" and not finder.gone("node2", 2)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 
 TIMEOUT_S = 60.0
@@ -65,7 +65,7 @@ import os
 
 import numpy as np
 import zbmd
-from zbmd.actors.rank_env import HOST_VARIABLE, LISTEN_LOCAL, LISTEN_VARIABLE
+from zbmd.actors.rank.environment import HOST_VARIABLE, LISTEN_LOCAL, LISTEN_VARIABLE
 
 ROUNDS, KILLS, MODE, HOSTS = {rounds}, {kills!r}, {mode!r}, {hosts}
 COLUMNS = ((0, 2), (3, 1))

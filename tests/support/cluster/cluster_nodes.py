@@ -187,8 +187,8 @@ class Nodes:
         """A cluster of these nodes, the first being its founder; all act on the view of all."""
         first = await self.up(names[0], "--recovery-budget", BUDGET)
         await first.until(r"view 1: ")
-        door = self.address(names[0])
-        runs = [first, *[await self.up(name, "--join", door) for name in names[1:]]]
+        join_address = self.address(names[0])
+        runs = [first, *[await self.up(name, "--join", join_address) for name in names[1:]]]
         await self.agreed(*names)
         return runs
 

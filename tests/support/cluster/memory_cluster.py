@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import assert_never
 
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.jobs.table import Order
 from zbmd.actors.cluster.membership.machine import ClusterMachine
-from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.port import ClusterListener
-from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.cluster.state.job_table import Order
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
 from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.machine import SetTimer, TimerFired
 
 NO_VIEW = ClusterView(epoch=0, nodes=())
 
@@ -111,11 +112,11 @@ class MemoryNode:
                 if node is not None:
                     received = m.Received(sender=self.me, message=message)
                     self._loop.call_soon(node.arrived, to.key, received)
-            case m.SetTimer(at_ns=at_ns):
+            case SetTimer(at_ns=at_ns):
                 if self._timer is not None:
                     self._timer.cancel()
                 delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
-                self._timer = self._loop.call_later(delay_s, self.feed, m.TimerFired())
+                self._timer = self._loop.call_later(delay_s, self.feed, TimerFired())
             case m.Watch() | m.AskWitness():
                 pass
             case m.Installed(view=view, reason=reason):

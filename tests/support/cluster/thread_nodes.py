@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from zbmd.actors.cluster.clocks import wall_ns
-from zbmd.actors.cluster.node.lives import Acting, NodeConfig, NodeEvent
+from zbmd.actors.cluster.node.clocks import wall_ns
+from zbmd.actors.cluster.node.incarnations import NodeConfig, NodeEvent, ViewEntered
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
@@ -41,9 +41,9 @@ class Told:
                         return event
                 await self._news.wait()
 
-    async def acts_on(self, members: int) -> Acting:
-        event = await self.until(lambda e: isinstance(e, Acting) and len(e.view.nodes) == members)
-        assert isinstance(event, Acting)
+    async def acts_on(self, members: int) -> ViewEntered:
+        event = await self.until(lambda e: isinstance(e, ViewEntered) and len(e.view.nodes) == members)
+        assert isinstance(event, ViewEntered)
         return event
 
 

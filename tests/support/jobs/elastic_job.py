@@ -14,8 +14,8 @@ from programs import PROGRAMS
 
 from support.jobs.elastic_rank import PLAN_VARIABLE, Kill, Plan
 from zbmd.actors.host.events import HostEvent, RankReport, RunResult
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss
 
 TIMEOUT_S = 60.0

@@ -13,11 +13,11 @@ import pytest
 
 from support.cluster.memory_cluster import MemoryCluster, MemoryNode
 from zbmd.actors.cluster.jobs.node_driver import JobHost
-from zbmd.actors.cluster.jobs.table import Job, JobPhase, JobSpec, Submit
+from zbmd.actors.cluster.state.job_table import Job, JobPhase, JobSpec, Submit
 from zbmd.actors.host.events import HostEvent, RankStarted
 from zbmd.actors.host.links import host_identity
-from zbmd.actors.host.output import OutputLine
-from zbmd.actors.host.reaper import descendants
+from zbmd.actors.process.output import OutputLine
+from zbmd.actors.process.reaper import descendants
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.clock.hlc import HybridClock

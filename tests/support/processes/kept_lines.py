@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbmd.actors.host.output import OutputLine
+from zbmd.actors.process.output import OutputLine
 
 
 class Lines:

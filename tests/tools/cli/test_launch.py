@@ -155,7 +155,7 @@ def test_flags_are_settings_and_torchruns_variables_are_read() -> None:
     said = stated(settings)
     assert said.nodes is not None and (str(said.nodes.value), said.nodes.source) == ("2", "PET_NNODES")
     assert said.node is not None and (said.node.value, said.node.source) == (1, "--node-rank")
-    assert said.doors is not None and str(said.doors.value[0]) == "a:29500"
+    assert said.join_addresses is not None and str(said.join_addresses.value[0]) == "a:29500"
     assert said.processes is None, "the default is nobody's word"
     assert merge({}, {"PET_NPROC_PER_NODE": "2", "ZBMD_NPROC_PER_NODE": "3"}, None)["nproc_per_node"] == 3
 
@@ -167,7 +167,7 @@ def test_backends_of_torchrun() -> None:
     assert "--node-rank is not used with --rdzv-backend c10d" in said.notes[0]
     etcd = stated(merge({"rdzv_backend": "etcd-v2", "rdzv_endpoint": "a:2379", "rdzv_id": "j"}, {}, None))
     assert etcd.store is not None and etcd.store.value == "etcd://a:2379/j"
-    assert etcd.doors is None
+    assert etcd.join_addresses is None
     with pytest.raises(UserError, match="--rdzv-backend etcd needs"):
         stated(merge({"rdzv_backend": "etcd"}, {}, None))
     with pytest.raises(UserError, match=r"--rdzv-backend: 'mpi' is no rendezvous backend"):

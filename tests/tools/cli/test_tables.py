@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zbmd.actors.cluster.node.contracts import MemberInfo, MembersReply
-from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.tools.cli.console import screen_for_tables
 from zbmd.tools.node import members as node_members
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli

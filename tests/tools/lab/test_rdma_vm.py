@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from support.rdma.rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
-from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.tools.lab.rdma_vm import bytecode
 from zbmd.tools.lab.rdma_vm import preloaded_files as at_hand
 from zbmd.tools.lab.rdma_vm.initrd import Archive

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.rank_env import RankEnvironment, parse_size
+from zbmd.actors.rank.environment import RankEnvironment, parse_size
 from zbmd.tools.cli.console import Progress, Recovery, format_progress, format_recovery
 from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.transport.clock.deadlines import parse_duration

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import Outcome
 from zbmd.tools.chaos.small_job import SHAPE, write_text
 from zbmd.tools.entry import zbmd as cli

@@ -251,7 +251,7 @@ MUTATIONS = [
         "jobs",
         (
             Edit(
-                "zbmd.actors.cluster.jobs.rules:_started",
+                "zbmd.actors.cluster.state.job_rules:_started",
                 "incarnation=entry.incarnation + 1",
                 "incarnation=max(1, entry.incarnation)",
             ),

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from zbmd.actors.host.events import HostEvent
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training import __main__ as training

@@ -12,7 +12,7 @@ import pytest
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training import __main__ as training

@@ -21,11 +21,12 @@ import msgspec
 import pytest
 from support.machines.state_followers import follow_all
 
-from zbmd.actors import view
+from zbmd.actors.host import membership_events as host_events
 from zbmd.actors.host.membership import MembershipMachine
 from zbmd.actors.supervision import machine as supervision
 from zbmd.actors.supervision.events import ChildPolicy
 from zbmd.actors.supervision.machine import SupervisionMachine
+from zbmd.actors.view import Member, OnLoss
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.scenarios import commit as commit_scenario
@@ -57,9 +58,7 @@ class Built:
 
 
 def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
-    machine: MembershipMachine = Built.membership(
-        config["world_size"], on_loss=view.OnLoss(config["on_loss"])
-    )
+    machine: MembershipMachine = Built.membership(config["world_size"], on_loss=OnLoss(config["on_loss"]))
     return machine
 
 
@@ -87,12 +86,12 @@ def _build_hello(config: Mapping[str, Any]) -> hello.HelloMachine:
     return machine
 
 
-MEMBERSHIP: capture.MachineKind[view.Event, view.Action] = capture.register(
+MEMBERSHIP: capture.MachineKind[host_events.Event, host_events.Action] = capture.register(
     "test.membership",
     1,
     _build_membership,
-    events=view.Event,
-    actions=view.Action,
+    events=host_events.Event,
+    actions=host_events.Action,
     states=(MembershipMachine, SupervisionMachine),
 )
 SUPERVISION: capture.MachineKind[supervision.Event, supervision.Action] = capture.register(
@@ -128,34 +127,36 @@ def run_membership(log: capture.Recorder, seed: int) -> None:
     rng = random.Random(seed)
     config = {"world_size": 4, "on_loss": "replace"}
     tap = capture.Tap(log, MEMBERSHIP, "host", _build_membership(config), config)
-    waiting: list[view.Event] = [view.StartRequested()]
+    waiting: list[host_events.Event] = [host_events.StartRequested()]
     now_ns, kills = 0, 2
     while waiting:
-        event = waiting.pop(0 if isinstance(waiting[0], view.Forked) else rng.randrange(len(waiting)))
+        event = waiting.pop(0 if isinstance(waiting[0], host_events.Forked) else rng.randrange(len(waiting)))
         now_ns += rng.randrange(1_000_000)
         for action in tap.handle(event, now_ns=now_ns):
             match action:
-                case view.Fork(rank=rank, incarnation=incarnation):
-                    waiting.insert(0, view.Forked(rank=rank, incarnation=incarnation))
-                    waiting.append(view.Joined(rank=rank, incarnation=incarnation, address=f"a{rank}"))
-                case view.InstallView(view=installed):
+                case host_events.Fork(rank=rank, incarnation=incarnation):
+                    waiting.insert(0, host_events.Forked(rank=rank, incarnation=incarnation))
+                    waiting.append(host_events.Joined(rank=rank, incarnation=incarnation, address=f"a{rank}"))
+                case host_events.InstallView(view=installed):
                     tap.mark(installed.epoch)
                     for m in installed.members:
                         waiting.append(
-                            view.Linked(rank=m.rank, incarnation=m.incarnation, epoch=installed.epoch)
+                            host_events.Linked(rank=m.rank, incarnation=m.incarnation, epoch=installed.epoch)
                         )
-                case view.EnterView(to=to) if kills:
+                case host_events.EnterView(to=to) if kills:
                     kills -= 1
                     victim = rng.choice(to)
                     _, incarnation = next(
                         (m.rank, m.incarnation) for m in installed_members(tap) if m.rank == victim
                     )
-                    waiting.append(view.LossProven(rank=victim, incarnation=incarnation))
-                case view.EnterView():
-                    waiting.append(view.StopRequested(reason="enough"))
-                case view.Terminate(rank=rank, incarnation=incarnation):
+                    waiting.append(host_events.LossProven(rank=victim, incarnation=incarnation))
+                case host_events.EnterView():
+                    waiting.append(host_events.StopRequested(reason="enough"))
+                case host_events.Terminate(rank=rank, incarnation=incarnation):
                     waiting.append(
-                        view.Exited(rank=rank, incarnation=incarnation, code=0, reason="ended normally")
+                        host_events.Exited(
+                            rank=rank, incarnation=incarnation, code=0, reason="ended normally"
+                        )
                     )
                 case _:
                     pass
@@ -163,7 +164,7 @@ def run_membership(log: capture.Recorder, seed: int) -> None:
     tap.close("over")
 
 
-def installed_members(tap: capture.Tap[view.Event, view.Action]) -> tuple[view.Member, ...]:
+def installed_members(tap: capture.Tap[host_events.Event, host_events.Action]) -> tuple[Member, ...]:
     machine = tap.machine
     assert isinstance(machine, MembershipMachine)
     return machine.view.members
@@ -315,9 +316,11 @@ def test_a_replay_survives_rotation(tmp_path: Path, seed: int) -> None:
 
 def test_without_a_recorder_a_tap_is_its_machine() -> None:
     machine = MembershipMachine(2)
-    tap: capture.Tap[view.Event, view.Action] = capture.Tap(None, MEMBERSHIP, "host", machine, {})
-    actions = tap.handle(view.StartRequested(), now_ns=1)
-    assert actions == MembershipMachine(2).handle(view.StartRequested(), now_ns=1)
+    tap: capture.Tap[host_events.Event, host_events.Action] = capture.Tap(
+        None, MEMBERSHIP, "host", machine, {}
+    )
+    actions = tap.handle(host_events.StartRequested(), now_ns=1)
+    assert actions == MembershipMachine(2).handle(host_events.StartRequested(), now_ns=1)
     tap.check_invariants()
     tap.mark(1)
     tap.close("x")
@@ -476,9 +479,9 @@ def test_text_that_is_no_capture_is_refused_and_writes_nothing(tmp_path: Path, t
 
 
 class _NoViewAfterLoss(MembershipMachine):
-    def handle(self, event: view.Event, *, now_ns: int) -> list[view.Action]:
+    def handle(self, event: host_events.Event, *, now_ns: int) -> list[host_events.Action]:
         actions = super().handle(event, now_ns=now_ns)
-        return [a for a in actions if not isinstance(a, view.EnterView) or a.epoch == 1]
+        return [a for a in actions if not isinstance(a, host_events.EnterView) or a.epoch == 1]
 
 
 class _Forgetful(SupervisionMachine):

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from zbmd.actors.rank_env import RankEnvironment
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 

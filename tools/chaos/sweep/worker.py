@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from zbmd.actors.host.blas_threads import ONE_THREAD_DEFAULTS
-from zbmd.actors.host.early_template import fork_template
-from zbmd.actors.host.process import describe_exit
 from zbmd.actors.host.supervisor import PRELOAD
-from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
+from zbmd.actors.process.early_template import fork_template
+from zbmd.actors.process.exit import describe_exit
+from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import Outcome, run_small_job
 from zbmd.tools.cli.process import run as run_command

@@ -17,10 +17,10 @@ from zbmd.actors.core.long_fields import LONG_BYTES
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import ActorError, InvalidMessage, UnknownContract
-from zbmd.actors.host import contracts as host_contracts
-from zbmd.actors.host import template
-from zbmd.actors.host.output import LINE_BYTES_MAX, LineAssembler
-from zbmd.actors.rank.exit_reason import without_mark
+from zbmd.actors.process import template
+from zbmd.actors.process.exit import without_mark
+from zbmd.actors.process.output import LINE_BYTES_MAX, LineAssembler
+from zbmd.actors.rank import host_contracts as host_contracts
 from zbmd.actors.replay.constructor_args import pack_arguments, unpack_arguments
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View

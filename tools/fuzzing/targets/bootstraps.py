@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from zbmd.actors.bootstrap.etcd_client import EtcdError, Outcome, decode_reply
+from zbmd.actors.bootstrap.etcd_client import EtcdError, TransactionResult, decode_reply
 from zbmd.actors.bootstrap.etcd_url import (
     ClusterRecord,
-    DoorRecord,
+    MemberRecord,
     WitnessRecord,
     parse_etcd_url,
     read_record,
@@ -18,7 +18,7 @@ from zbmd.actors.bootstrap.etcd_url import (
 from zbmd.actors.bootstrap.hostlist import format_hostlist, parse_hostlist
 from zbmd.actors.bootstrap.kubernetes import Pod
 from zbmd.actors.bootstrap.merge import bootstrap_of
-from zbmd.actors.bootstrap.readings import NodeRange, Reading, Stated
+from zbmd.actors.bootstrap.readings import LauncherFacts, NodeRange, Stated
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
@@ -55,7 +55,7 @@ def _environment(text: str) -> None:
     host, service = environment.get("HOST", ""), environment.get("ZBMD_SERVICE")
     found = bootstrap_of(
         environment,
-        Reading(launcher="fuzz", nodes=Stated(value=NodeRange(least=1, most=8), source="--nnodes")),
+        LauncherFacts(launcher="fuzz", nodes=Stated(value=NodeRange(least=1, most=8), source="--nnodes")),
         pod=Pod(host=host, namespace=host),
         service=Stated(value=service, source="ZBMD_SERVICE") if service else None,
     )
@@ -70,7 +70,7 @@ def _url(text: str) -> None:
 
 
 def _reply(data: bytes) -> None:
-    outcome = decode_reply(200 if data[:1] != b"!" else 404, data.removeprefix(b"!"), Outcome)
+    outcome = decode_reply(200 if data[:1] != b"!" else 404, data.removeprefix(b"!"), TransactionResult)
     if len(outcome.found()) > len(data):
         raise Broken(f"{outcome}")
 
@@ -79,7 +79,7 @@ def _record(data: bytes) -> None:
     refused: RemoteProtocolError | None = None
     reads: tuple[Callable[[], object], ...] = (
         lambda: read_record(data, ClusterRecord),
-        lambda: read_record(data, DoorRecord),
+        lambda: read_record(data, MemberRecord),
         lambda: read_record(data, WitnessRecord),
     )
     for read in reads:
@@ -102,11 +102,11 @@ def _records() -> tuple[bytes, ...]:
         "id": 3,
         "incarnation": 4,
     }
-    cluster, door = (
+    cluster, join_address = (
         ClusterRecord(generation=1, founder="a"),
-        DoorRecord(name="a", address="b:1", generation=2),
+        MemberRecord(name="a", address="b:1", generation=2),
     )
-    return (msgspec.json.encode(both), msgspec.json.encode(cluster), msgspec.json.encode(door))
+    return (msgspec.json.encode(both), msgspec.json.encode(cluster), msgspec.json.encode(join_address))
 
 
 def _replies() -> tuple[bytes, ...]:

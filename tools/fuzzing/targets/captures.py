@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from zbmd.actors import view
 from zbmd.actors.cluster import messages as cluster
-from zbmd.actors.cluster.capture_kinds import cluster_config
-from zbmd.actors.cluster.jobs.table import JobSpec, Submit
-from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.membership.capture_kind import cluster_config
+from zbmd.actors.cluster.state.job_table import JobSpec, Submit
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.host import membership_events as host_events
 from zbmd.actors.replay.recording import captured_system
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit, commit_config
@@ -56,6 +56,7 @@ from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.handshake import hello
 from zbmd.transport.handshake.driver import hello_config
 from zbmd.transport.identity import Side
+from zbmd.transport.machine import TimerFired
 
 ENTRIES_MAX = 10_000
 COMMANDS: tuple[list[str], ...] = (
@@ -122,13 +123,13 @@ def _record_hello(log: capture.Recorder) -> None:
         said = dialer.handle(hello.BytesReceived(data=answer), now_ns=1)
 
 
-def _record_membership(log: capture.Recorder) -> capture.Tap[view.Event, view.Action]:
+def _record_membership(log: capture.Recorder) -> capture.Tap[host_events.Event, host_events.Action]:
     tap = capture.Tap(log, MEMBERSHIP, "host", MEMBERSHIP.build(MEMBERSHIP_CONFIG), MEMBERSHIP_CONFIG)
-    events: list[view.Event] = [view.StartRequested()]
-    events += [view.Forked(rank=rank, incarnation=1) for rank in range(2)]
-    events += [view.Joined(rank=rank, incarnation=1, address=f"a{rank}") for rank in range(2)]
-    events += [view.Linked(rank=rank, incarnation=1, epoch=1) for rank in range(2)]
-    events += [view.LossProven(rank=1, incarnation=1)]
+    events: list[host_events.Event] = [host_events.StartRequested()]
+    events += [host_events.Forked(rank=rank, incarnation=1) for rank in range(2)]
+    events += [host_events.Joined(rank=rank, incarnation=1, address=f"a{rank}") for rank in range(2)]
+    events += [host_events.Linked(rank=rank, incarnation=1, epoch=1) for rank in range(2)]
+    events += [host_events.LossProven(rank=1, incarnation=1)]
     for number, event in enumerate(events):
         tap.handle(event, now_ns=number)
         tap.mark(number)
@@ -199,7 +200,7 @@ def _record_cluster(log: capture.Recorder) -> None:
         cluster.Found(),
         cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train/command.py"))),
         cluster.Received(sender=other, message=cluster.Join(node=other)),
-        cluster.TimerFired(),
+        TimerFired(),
         cluster.Suspected(key=other.key, reason="silent"),
         cluster.LeaveRequested(),
     ]

@@ -12,15 +12,16 @@ from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_BYTES, BEAT_KEY_BYTES, BeatReader, BeatWriter
 from zbmd.actors.cluster.heartbeats.contracts import BeatsAnswer, BeatsAt, BeatsOffer, BeatsReady, BeatsSaid
 from zbmd.actors.cluster.membership.machine import ClusterMachine
-from zbmd.actors.cluster.node.persistent_state import Kept, NodeState, StateError
-from zbmd.actors.cluster.node_id import Node, NodeKey
-from zbmd.actors.cluster.view import Change, ClusterView
+from zbmd.actors.cluster.node.persistent_state import NodeRecord, NodeState, StateError
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.view import Change, ClusterView
 from zbmd.actors.errors import UnknownContract
 from zbmd.tools.fuzzing.script import blocks, read_blocks
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.node.join_token import Token, read_token, write_token
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
+from zbmd.transport.machine import TimerFired
 from zbmd.transport.rdma.setup import GID_BYTES, QueuePairAt
 from zbmd.transport.secure.session_keys import SESSION_ID_BYTES
 
@@ -94,7 +95,7 @@ def _machine(data: bytes) -> None:
             continue
         try:
             machine.handle(m.Received(sender=NODES[0], message=contract), now_ns=now_ns)
-            machine.handle(m.TimerFired(), now_ns=now_ns)
+            machine.handle(TimerFired(), now_ns=now_ns)
         except LocalProtocolError as error:  # the driver ends the link for it
             raise RemoteProtocolError(str(error)) from error
         machine.check_invariants()
@@ -123,8 +124,8 @@ def _state(data: bytes) -> None:
         (directory / "node.json").write_bytes(data)
         state = NodeState.open(directory)
         try:
-            before = state.new_life()
-            if before.incarnation < 1 or state.new_life() <= before:
+            before = state.new_incarnation()
+            if before.incarnation < 1 or state.new_incarnation() <= before:
                 raise Broken("a life that another one had")
         finally:
             state.close()
@@ -169,8 +170,8 @@ TARGETS = (
         what="a node's state directory",
         allowed=(StateError,),
         seeds=lambda: (
-            msgspec.json.encode(Kept(id=7, incarnation=3, doors=("10.0.0.1:29400",))),
-            msgspec.json.encode(Kept(id=1, incarnation=0)),
+            msgspec.json.encode(NodeRecord(id=7, incarnation=3, join_addresses=("10.0.0.1:29400",))),
+            msgspec.json.encode(NodeRecord(id=1, incarnation=0)),
         ),
         run=_state,
     ),

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
-from zbmd.actors.rank_env import RankEnvironment, host_memory_bytes, parse_arena, parse_size
+from zbmd.actors.rank.environment import RankEnvironment, host_memory_bytes, parse_arena, parse_size
 from zbmd.actors.replay.process_capture import parse_bulk
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.programs.program import (

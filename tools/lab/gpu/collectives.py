@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 
 RANKS: Final = 2

@@ -22,14 +22,20 @@ import structlog
 import uvloop
 
 from zbmd.actors.cluster.jobs.node_driver import JobHost
-from zbmd.actors.cluster.jobs.table import JobSpec, Submit
-from zbmd.actors.cluster.node.lives import Acting, LifeOver, NodeConfig, NodeEvent, Suspecting
+from zbmd.actors.cluster.node.incarnations import (
+    IncarnationEnded,
+    MemberSuspected,
+    NodeConfig,
+    NodeEvent,
+    ViewEntered,
+)
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
+from zbmd.actors.cluster.state.job_table import JobSpec, Submit
 from zbmd.actors.host.events import HostEvent, RankDown, RankReport, RankStarted
 from zbmd.actors.host.links import host_identity
-from zbmd.actors.host.output import OutputLine, emit_plainly
 from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.process.output import OutputLine, emit_plainly
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.clock.deadlines import parse_recovery_budget
@@ -75,13 +81,13 @@ class Place:
 
     def _hear(self, event: NodeEvent) -> None:
         match event:
-            case Acting(view=view):
+            case ViewEntered(view=view):
                 say("view", epoch=view.epoch, members=sorted(node.name for node in view.nodes))
                 for job in view.jobs.jobs:
                     say("job", phase=str(job.phase.value), reason=job.reason)
-            case Suspecting(reason=reason):
+            case MemberSuspected(reason=reason):
                 say("suspects", node=event.key.id, reason=reason)
-            case LifeOver(reason=reason):
+            case IncarnationEnded(reason=reason):
                 say("stopped", reason=reason)
             case _:
                 pass

@@ -2,7 +2,7 @@
 
     python -m zbmd.tools.lab.proofs.membership_scale [--sizes 1000,3000,10000]
 
-Simulated (`zbmd.actors.cluster.membership.scenario`), with heartbeats, observers and detectors. `s` is the
+Simulated (`zbmd.actors.simulated.membership_scenario`), with heartbeats, observers and detectors. `s` is the
 virtual time until all members act on one view; `views` those acted on; `messages` what one member has sent on
 average apart from heartbeats, `most` what the one that sent most has; `KB` what one member has sent on
 average, views in full counted as such; `cpu_s` what the simulation took.
@@ -22,7 +22,9 @@ from functools import partial
 import msgspec
 
 from zbmd.actors.cluster.jobs.contracts import HostLinked
-from zbmd.actors.cluster.membership.scenario import (
+from zbmd.actors.cluster.messages import Beat, Learn, Message
+from zbmd.actors.cluster.state.node_id import Node
+from zbmd.actors.simulated.membership_scenario import (
     SECOND_NS,
     Cluster,
     NodeProcess,
@@ -31,8 +33,6 @@ from zbmd.actors.cluster.membership.scenario import (
     node_at,
     populate,
 )
-from zbmd.actors.cluster.messages import Beat, Learn, Message
-from zbmd.actors.cluster.node_id import Node
 from zbmd.transport import sim
 
 SIZES_DEFAULT = "1000,3000,10000"

@@ -3,9 +3,9 @@
     python -m zbmd.tools.lab.proofs.membership_states kills [--sizes 2,3,4,5] [--variants N] [--pairs]
     python -m zbmd.tools.lab.proofs.membership_states schedules [--runs N] [--seconds S] [--first SEED]
 
-`kills`: see `zbmd.actors.cluster.membership.exploration`; one line a story, size and variant. With `--pairs`,
-two nodes are killed one after the other, at every pair of points; that takes a minute or two for 2 nodes, and
-an hour for 3. `schedules`: runs of the
+`kills`: see `zbmd.actors.simulated.membership_exploration`; one line a story, size and variant. With
+`--pairs`, two nodes are killed one after the other, at every pair of points; that takes a minute or two for 2
+nodes, and an hour for 3. `schedules`: runs of the
 scenario `membership` under the seeds FIRST, FIRST + 1, …, of 2 to 32 nodes, small ones more often, each with
 up to 8 faults. Either ends with 1 at the first failure, and tells how to see it again.
 """
@@ -21,8 +21,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from zbmd.actors.cluster.membership.exploration import STORIES, explore, explore_pairs
-from zbmd.actors.cluster.membership.scenario import MembershipScenario
+from zbmd.actors.simulated.membership_exploration import STORIES, explore, explore_pairs
+from zbmd.actors.simulated.membership_scenario import MembershipScenario
 from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scenario
 
 SIZES_DEFAULT = "2,3,4,5"

@@ -20,7 +20,7 @@ MODULES: Final = (
     "numpy.random",
     "zbmd.actors.cluster.node.node",
     "zbmd.actors.host.supervisor",
-    "zbmd.actors.host.template",
+    "zbmd.actors.process.template",
     "zbmd.collectives.group.group",
     "zbmd.tools.chaos.small_job",
     "zbmd.training.__main__",

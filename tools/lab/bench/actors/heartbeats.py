@@ -24,7 +24,7 @@ import structlog
 import uvloop
 
 from zbmd.actors.cluster.heartbeats.detector import beat_ns
-from zbmd.actors.cluster.node.lives import Acting, NodeConfig, NodeEvent
+from zbmd.actors.cluster.node.incarnations import NodeConfig, NodeEvent, ViewEntered
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState, read_running
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, derive
@@ -48,7 +48,7 @@ def run_node(directory: Path, number: int, door: str | None, size: int, told: in
 
     async def main() -> None:
         def tell(event: NodeEvent) -> None:
-            if isinstance(event, Acting) and len(event.view.nodes) == size:
+            if isinstance(event, ViewEntered) and len(event.view.nodes) == size:
                 os.write(told, b".")
 
         config = NodeConfig(

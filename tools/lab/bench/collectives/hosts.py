@@ -26,8 +26,8 @@ from typing import Final
 
 import uvloop
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import join
-from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.group.group import group
 from zbmd.tools.bench.collectives.ranks import SPARE_BYTES, Rank
 from zbmd.tools.bench.peer_catalogue import ONE_THREAD, _need_module

@@ -18,10 +18,10 @@ import numpy as np
 import uvloop
 
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.environment import LINKS_VARIABLE, RankEnvironment
 from zbmd.actors.rank.member import Worker, join
-from zbmd.actors.rank_env import LINKS_VARIABLE, RankEnvironment
 from zbmd.collectives.group import group as group_module
 from zbmd.collectives.group.group import Group, group
 

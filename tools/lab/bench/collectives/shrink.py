@@ -19,8 +19,8 @@ from typing import Final
 import structlog
 
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss
 
 VICTIM: Final = 1

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.actors.host.blas_threads import ONE_THREAD_DEFAULTS
+from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.lab.network.netns import Lab, LabHost

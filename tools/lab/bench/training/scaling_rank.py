@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import uvloop
 
-from zbmd.actors.rank_env import RankEnvironment
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.tools.bench.peers.control import COMMAND_BYTES_MAX, connect, encode_reply, parse_command, serve
 from zbmd.training import __main__ as training
 from zbmd.training.replicated.job import JobOptions, open_recipe, run

@@ -23,9 +23,9 @@ from typing import Any, Final
 
 import uvloop
 
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.process.log import log_to_stderr
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.bench.run import rows_of
 from zbmd.tools.bench.stats import OURS

@@ -28,9 +28,9 @@ import msgspec
 import uvloop
 
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.process.log import log_to_stderr
+from zbmd.actors.process.output import OutputLine
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.lab.bench.training import zero_rank as bench_zero_rank
 from zbmd.transport.errors import UserError

@@ -12,8 +12,8 @@ from typing import Final
 
 import uvloop
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join
-from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.group.group import Group, group
 from zbmd.training import __main__ as training
 from zbmd.training.redundancy.buddy import COPIES, BuddyReplica

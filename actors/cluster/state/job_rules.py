@@ -1,0 +1,365 @@
+"""How the job table follows from a change of view (sans-I/O): pure functions, the same on every node.
+
+    - A rank that runs stays where it runs. A slot whose node is gone goes to a node that has no slot of this
+    job: the one with the fewest slots of all jobs, then the lowest id; without one it stays vacant until a
+    node joins.
+    - With fewer nodes than `nodes_min` the job waits: none of its ranks runs. It starts again, with the next
+      incarnation of each rank, once there are enough nodes.
+    - A rank that fails follows `on_loss`, as on one host: REPLACE restarts it on the same node, SHRINK goes
+    on without it for good, STOP ends the job. Under SHRINK the ranks of a lost node are lost too. More than
+    `max_restarts` restarts within the window end the job. The loss of a node is not a failure of its ranks
+    and costs no restart.
+    - A job's view changes once no rank of it is starting, so that failures that come together cost one view.
+
+Commands are applied one after the other, and the table is put in order after each: how commands are batched
+into changes makes no difference except to the epochs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+from typing import assert_never
+
+from zbmd.actors.cluster.state.job_table import (
+    JOBS_MAX,
+    REFUSALS_KEPT,
+    TABLE_BYTES_MAX,
+    TABLE_RANKS_MAX,
+    Command,
+    Job,
+    JobPhase,
+    JobTable,
+    Origin,
+    RankDown,
+    RankEntry,
+    RankState,
+    RankUp,
+    Refusal,
+    Relink,
+    Stop,
+    Submit,
+    order_bytes,
+    problem_of,
+)
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.view import OnLoss, Outcome, rank_name
+from zbmd.transport.clock.deadlines import format_duration
+
+
+def after_change(
+    table: JobTable,
+    *,
+    epoch: int,
+    members: Sequence[NodeKey],
+    removed: Collection[NodeKey] = (),
+    commands: Iterable[Command] = (),
+    elapsed_ns: int = 0,
+) -> JobTable:
+    """The table of the view of `epoch`, whose members are `members`, by id.
+
+    removed: who was a member of the view before; commands: in the order that was agreed on; elapsed_ns: how
+    long the view before has lasted.
+    """
+    origins = table.origins
+    if removed:
+        origins = tuple(origin for origin in origins if origin.node not in removed)
+    table = JobTable(jobs=table.jobs, origins=origins, age_ns=table.age_ns + elapsed_ns)
+    if table.jobs:
+        table = _with_jobs(table, [_without_nodes(job, removed) for job in table.jobs])
+        table = _in_order(table, members)
+    present = frozenset(members) if commands else frozenset[NodeKey]()
+    for command in commands:
+        if command.origin in present and command.number == table.applied(command.origin) + 1:
+            table = _in_order(_apply(table, command), members)
+    return _with_jobs(table, [_settled(job, epoch) for job in table.jobs])
+
+
+def _with_jobs(table: JobTable, jobs: Iterable[Job]) -> JobTable:
+    return dataclasses.replace(table, jobs=tuple(jobs))
+
+
+def _with_job(table: JobTable, changed: Job) -> JobTable:
+    return _with_jobs(table, [changed if job.id == changed.id else job for job in table.jobs])
+
+
+# --- nodes that go --------------------------------------------------------------------------------------
+
+
+def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
+    """Return the job without these nodes and the ranks that they ran."""
+    if not any(entry.lives and entry.node in removed for entry in job.ranks):
+        return job
+    gone = RankState.VACANT
+    if job.phase is JobPhase.STOPPING or job.spec.on_loss is OnLoss.SHRINK:
+        gone = RankState.LOST
+    lost = [entry for entry in job.ranks if entry.lives and entry.node in removed]
+    job = _with_ranks(job, [_ended(entry, gone) if entry in lost else entry for entry in job.ranks])
+    if job.phase is not JobPhase.RUNNING or job.spec.on_loss is OnLoss.REPLACE:
+        return job
+    nodes = ", ".join(sorted({str(entry.node) for entry in lost}))
+    reason = f"{nodes} went, and with it {', '.join(rank_name(entry.rank) for entry in lost)}"
+    if job.spec.on_loss is OnLoss.STOP:
+        return _failed(job, f"{reason}; on-loss is stop")
+    return dataclasses.replace(job, reason=reason)
+
+
+def _ended(entry: RankEntry, state: RankState) -> RankEntry:
+    node = None if state is RankState.VACANT else entry.node
+    return dataclasses.replace(entry, state=state, node=node, address="", host="", tcp_address="")
+
+
+def _with_ranks(job: Job, ranks: Iterable[RankEntry], *, unsettled: bool = True) -> Job:
+    return dataclasses.replace(job, ranks=tuple(ranks), unsettled=unsettled)
+
+
+def _with_rank(job: Job, changed: RankEntry) -> Job:
+    return _with_ranks(job, [changed if entry.rank == changed.rank else entry for entry in job.ranks])
+
+
+# --- placement ------------------------------------------------------------------------------------------
+
+
+def _in_order(table: JobTable, members: Sequence[NodeKey]) -> JobTable:
+    """Assign vacant slots, make jobs wait or continue, and end jobs with nothing left to run."""
+    for job in table.jobs:
+        if job.phase in (JobPhase.WAITING, JobPhase.RUNNING):
+            placed = _judged(_placed(job, table, members))
+        elif job.phase is JobPhase.STOPPING and not any(entry.lives for entry in job.ranks):
+            placed = dataclasses.replace(job, phase=JobPhase.ENDED)
+        else:
+            continue
+        if placed is not job:
+            table = _with_job(table, placed)
+    return table
+
+
+def _placed(job: Job, table: JobTable, members: Sequence[NodeKey]) -> Job:
+    slots = range(job.spec.nodes_max)
+    finished = any(entry.state is RankState.FINISHED for entry in job.ranks)
+    wanted = [number for number in slots if _wants_node(job.slot(number), finished=finished)]
+    taken = [number for number in slots if _counts(job.slot(number))]
+    free = _free_nodes(job, table, members, len(wanted)) if wanted else []
+    here, needed = len(taken) + len(free), job.spec.nodes_min
+    shrinks = job.spec.on_loss is OnLoss.SHRINK
+    if here < needed and not (shrinks and finished):
+        if len(taken) + len(wanted) < needed:
+            return _failed(job, f"{needed} nodes are needed; all but {here} slots are lost for good")
+        return _waiting(job, f"{needed} nodes are needed, {here} are here")
+    for number, node in zip(wanted, free, strict=False):
+        job = _start_in_slot(job, number, node)
+    if job.phase is JobPhase.WAITING:
+        job = dataclasses.replace(job, phase=JobPhase.RUNNING, reason=f"{here} nodes are here")
+    return job
+
+
+def _wants_node(slot: tuple[RankEntry, ...], *, finished: bool) -> bool:
+    """Whether a slot needs a node. Once ranks have finished, ranks that never ran are not started."""
+    return any(e.state is RankState.VACANT and (e.incarnation or not finished) for e in slot)
+
+
+def _counts(slot: tuple[RankEntry, ...]) -> bool:
+    """Whether a slot counts as one of the job's nodes: it runs, or has finished."""
+    return any(e.lives for e in slot) or any(e.state is RankState.FINISHED for e in slot)
+
+
+def _free_nodes(job: Job, table: JobTable, members: Sequence[NodeKey], count: int) -> list[NodeKey]:
+    """Return up to `count` nodes for slots of this job, the best first."""
+    load: Counter[NodeKey] = Counter()
+    for other in table.jobs:
+        load.update(other.nodes())
+    idle = list(islice((node for node in members if node not in load), count))
+    if len(idle) == count:
+        return idle
+    own = job.nodes()
+    busy = sorted((load[node], node) for node in load if node not in own)
+    return (idle + [node for _, node in busy])[:count]
+
+
+def _start_in_slot(job: Job, number: int, node: NodeKey) -> Job:
+    """Start the vacant ranks of a slot on a node."""
+    slot = job.slot(number)
+    started = {e.rank: _started(e, node) for e in slot if e.state is RankState.VACANT}
+    return _with_ranks(job, [started.get(entry.rank, entry) for entry in job.ranks], unsettled=job.unsettled)
+
+
+def _started(entry: RankEntry, node: NodeKey) -> RankEntry:
+    return RankEntry(rank=entry.rank, node=node, incarnation=entry.incarnation + 1, state=RankState.STARTING)
+
+
+def _waiting(job: Job, reason: str) -> Job:
+    """Stop all ranks until there are enough nodes."""
+    if job.phase is JobPhase.WAITING and job.reason == reason:
+        return job
+    ranks = [_ended(entry, RankState.VACANT) if entry.lives else entry for entry in job.ranks]
+    changed = job.unsettled or any(entry.lives for entry in job.ranks)
+    return dataclasses.replace(
+        _with_ranks(job, ranks, unsettled=changed), phase=JobPhase.WAITING, reason=reason
+    )
+
+
+# --- ends -----------------------------------------------------------------------------------------------
+
+
+def _judged(job: Job) -> Job:
+    """Return the job as ended if nothing of it runs or will run."""
+    if job.phase is not JobPhase.RUNNING or any(entry.lives for entry in job.ranks):
+        return job
+    missing = [entry for entry in job.ranks if entry.state is not RankState.FINISHED and entry.incarnation]
+    names = ", ".join(rank_name(entry.rank) for entry in missing)
+    if not any(entry.state is RankState.FINISHED for entry in job.ranks):
+        return _over(job, Outcome.FAILED, f"every rank was lost; the last reason: {job.reason}")
+    return _over(job, Outcome.SUCCEEDED, f"finished without {names}" if names else "every rank finished")
+
+
+def _over(job: Job, outcome: Outcome, reason: str) -> Job:
+    return dataclasses.replace(job, phase=JobPhase.ENDED, outcome=outcome, reason=reason)
+
+
+def _failed(job: Job, reason: str) -> Job:
+    return _stopping(job, Outcome.FAILED, reason, kill=False)
+
+
+def _stopping(job: Job, outcome: Outcome, reason: str, *, kill: bool) -> Job:
+    """End the job's ranks; the job is over once they have ended. The first reason is kept."""
+    if job.phase is JobPhase.STOPPING:
+        return dataclasses.replace(job, kill=job.kill or kill)
+    return dataclasses.replace(job, phase=JobPhase.STOPPING, outcome=outcome, reason=reason, kill=kill)
+
+
+# --- commands -------------------------------------------------------------------------------------------
+
+
+def _apply(table: JobTable, command: Command) -> JobTable:
+    origin, order = command.origin, command.order
+    refused = problem_of(order)
+    if not refused:
+        match order:
+            case Submit():
+                table, refused = _submit(table, origin, order)
+            case Stop():
+                table, refused = _stop(table, order)
+            case RankUp() | RankDown():
+                # What comes late, about an incarnation that is over or has moved on, changes nothing.
+                job = table.job(order.job)
+                entry = _entry_of(job, order, origin)
+                if job is not None and entry is not None:
+                    if isinstance(order, RankUp):
+                        job = _up(job, entry, order)
+                    else:
+                        job = _down(job, entry, order, table.age_ns)
+                    table = _with_job(table, job)
+            case Relink(job=job_id, epoch=epoch):
+                job = table.job(job_id)
+                # A view that is due for another reason, or has come meanwhile, gives new links as well.
+                if job is not None and job.epoch == epoch and origin in job.nodes():
+                    table = _with_job(table, dataclasses.replace(job, unsettled=True))
+            case _:
+                assert_never(order)
+    return _noted(table, command, refused)
+
+
+def _noted(table: JobTable, command: Command, refused: str) -> JobTable:
+    """Return the table with the command recorded as processed."""
+    before = next((o for o in table.origins if o.node == command.origin), None)
+    kept = before.refused if before is not None else ()
+    if refused:
+        kept = (*kept, Refusal(number=command.number, reason=refused))[-REFUSALS_KEPT:]
+    others = [origin for origin in table.origins if origin.node != command.origin]
+    now = Origin(node=command.origin, number=command.number, refused=kept)
+    return dataclasses.replace(table, origins=tuple(sorted([*others, now], key=lambda o: o.node)))
+
+
+def _submit(table: JobTable, origin: NodeKey, order: Submit) -> tuple[JobTable, str]:
+    spec = order.spec
+    if table.job(spec.job) is not None:
+        return table, f"there is a job {spec.job:x} already"
+    kept = list(table.jobs)
+    over = [job for job in kept if job.phase is JobPhase.ENDED]
+    nbytes = order_bytes(order) + sum(order_bytes(Submit(spec=job.spec)) for job in kept)
+    ranks_total = spec.world_size + sum(job.spec.world_size for job in kept)
+    while len(kept) >= JOBS_MAX or nbytes > TABLE_BYTES_MAX or ranks_total > TABLE_RANKS_MAX:
+        if not over:
+            return table, (
+                f"the cluster has {len(kept)} jobs, and with this one their orders take {nbytes} bytes, and "
+                f"they have {ranks_total} ranks: {JOBS_MAX}, {TABLE_BYTES_MAX} and {TABLE_RANKS_MAX} are the "
+                "bounds. Stop one first"
+            )
+        forgotten = over.pop(0)
+        kept.remove(forgotten)
+        nbytes -= order_bytes(Submit(spec=forgotten.spec))
+        ranks_total -= forgotten.spec.world_size
+    ranks = tuple(RankEntry(rank=rank) for rank in range(spec.world_size))
+    return _with_jobs(table, [*kept, Job(spec=spec, submitter=origin, ranks=ranks)]), ""
+
+
+def _stop(table: JobTable, order: Stop) -> tuple[JobTable, str]:
+    job = table.job(order.job)
+    if job is None:
+        return table, f"there is no job {order.job:x}"
+    if job.phase is JobPhase.ENDED:
+        return table, f"job {order.job:x} has ended: {job.reason}"
+    return _with_job(table, _stopping(job, Outcome.STOPPED, order.reason, kill=order.kill)), ""
+
+
+def _entry_of(job: Job | None, order: RankUp | RankDown, origin: NodeKey) -> RankEntry | None:
+    """Return the rank that the order is about, if `origin` runs that incarnation now."""
+    if job is None or not 0 <= order.rank < len(job.ranks):
+        return None
+    entry = job.ranks[order.rank]
+    current = entry.lives and entry.node == origin and entry.incarnation == order.incarnation
+    return entry if current else None
+
+
+def _up(job: Job, entry: RankEntry, order: RankUp) -> Job:
+    if entry.state is not RankState.STARTING:
+        return job
+    up = dataclasses.replace(
+        entry,
+        state=RankState.UP,
+        address=order.address,
+        host=order.host,
+        tcp_address=order.tcp_address,
+    )
+    return _with_rank(job, up)
+
+
+def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
+    child, spec = rank_name(entry.rank), job.spec
+    if order.code == 0:
+        return _with_rank(job, _ended(entry, RankState.FINISHED))
+    lost = _with_rank(job, _ended(entry, RankState.LOST))
+    if job.phase is not JobPhase.RUNNING:
+        return lost
+    if order.code == USAGE_EXIT_CODE:
+        why = f"{child} failed with a usage error: {order.reason}"
+        return dataclasses.replace(_failed(lost, why), users_own=True)
+    if (order.code or 0) > 0 and entry.incarnation == 1 and entry.state is RankState.STARTING:
+        return _failed(lost, f"{child} failed before it joined: {order.reason}")
+    if spec.on_loss is OnLoss.STOP:
+        return _failed(lost, f"{child} failed: {order.reason}; on-loss is stop")
+    if spec.on_loss is OnLoss.SHRINK:
+        return dataclasses.replace(lost, reason=f"{child}: {order.reason}")
+    recent = [at_ns for at_ns in job.restarts_ns if at_ns > age_ns - spec.restart_window_ns]
+    if len(recent) >= spec.max_restarts:
+        window = format_duration(spec.restart_window_ns)
+        why = f"more than {spec.max_restarts} restarts within {window}; the last: {child} failed"
+        return _failed(lost, f"{why}: {order.reason}")
+    assert entry.node is not None
+    again = _with_rank(job, _started(entry, entry.node))
+    return dataclasses.replace(again, restarts_ns=(*recent, age_ns), restarts_total=job.restarts_total + 1)
+
+
+# --- views ----------------------------------------------------------------------------------------------
+
+
+def _settled(job: Job, epoch: int) -> Job:
+    """Return the job with a new view, if its members changed and none is starting."""
+    starting = any(entry.state is RankState.STARTING for entry in job.ranks)
+    up = any(entry.state is RankState.UP for entry in job.ranks)
+    if job.phase is not JobPhase.RUNNING or not job.unsettled or starting or not up:
+        return job
+    return dataclasses.replace(job, epoch=epoch, unsettled=False)

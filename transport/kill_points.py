@@ -1,4 +1,4 @@
-"""Kill points: places at which a process can be told to kill itself, to test what its peers make of it.
+"""Kill points: places at which a process can be made to kill itself, to test how its peers react.
 
 Code declares a point once, at import, and passes it with `hit`. `ZBMD_FAULT` names which process dies
 where: entries `process[#incarnation]:point[:count]`, separated by commas, such as

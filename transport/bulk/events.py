@@ -1,4 +1,4 @@
-"""What the bulk machine is told and what it asks for. Sans-I/O.
+"""Events and actions of the bulk machine. Sans-I/O.
 
 Payloads are named, never held: a put's source and a get's destination by the number of the transfer, what a
 peer reads from us by the number of its get, and our regions by their handles.
@@ -62,7 +62,7 @@ class GetAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickMoved:
-    """What went past the machine since it was at rest (`BulkMachine.rest`), by `_quick.QuickPuts`."""
+    """The fast path moved these while the machine was at rest (`BulkMachine.rest`)."""
 
     puts: int
     """Puts and notifications of ours, whose transfers are finished."""
@@ -71,7 +71,7 @@ class QuickMoved:
     published: int
     """The peer's that are, of all."""
     told: int
-    """Of those, what the peer has been told."""
+    """Of those, how many have been acknowledged to the peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ BulkEvent: TypeAlias = (
 
 
 class SourceKind(Enum):
-    """Whose bytes a payload is."""
+    """The owner of a payload's bytes."""
 
     TRANSFER = "the source of our put"
     SERVED = "what the peer's get reads from us"

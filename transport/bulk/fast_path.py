@@ -20,7 +20,7 @@ CALLS_MAX: Final = 4
 WAITED_FOR_MIN: Final = 1 << 16
 """With so much not sent it is waited for that it may be: it would have to be copied."""
 ROOM_WAIT_MS: Final = 2
-"""How long nothing may move meanwhile."""
+"""Longest time without progress."""
 ROOM_LOOKS_MAX: Final = 64
 """How often something may come meanwhile, and no room with it."""
 
@@ -119,7 +119,7 @@ class QuickStripe:
 
     @property
     def owes(self) -> bool:
-        """Whether the peer has not been told of all that is published."""
+        """Whether something published is not yet acknowledged to the peer."""
         return self._puts is not None and self._puts.told < self._puts.published
 
     def _send(self, *parts: memoryview) -> bool:
@@ -170,7 +170,7 @@ class QuickStripe:
 
 
 def _behind(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left of them without the first `sent` bytes."""
+    """Return the pieces without their first `sent` bytes."""
     left: list[memoryview] = []
     for part in parts:
         if sent < len(part):

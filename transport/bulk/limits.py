@@ -1,4 +1,4 @@
-"""What a bulk connection is made with: its bounds, its peer, and who is told of its end."""
+"""The parameters of a bulk connection: its bounds, its peer, and the callback for its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BulkLimits:
     fragment_bytes_min: int = 1 << 18
     """Not cut smaller than that to give every stripe a part."""
     close_ns: int = 1_000_000_000
-    """How long an orderly end may take."""
+    """Longest time for an orderly end."""
     silent_ms: int = 1_000
     """A host that acknowledges nothing for so long is lost. One whose process does not read is not."""
 

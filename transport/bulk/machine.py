@@ -90,7 +90,7 @@ STORY_EVENTS: Final = 8
 
 
 class BulkState(Enum):
-    """How far the connection is."""
+    """The state of the connection."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -137,7 +137,7 @@ class BulkMachine:
 
     @property
     def end_error(self) -> ZbmdError:
-        """What a transfer that is asked for after the end is finished with."""
+        """The error of a transfer that is asked for after the end."""
         return self._end_error
 
     def handle(self, event: BulkEvent, *, now_ns: int) -> list[BulkAction]:

@@ -77,7 +77,7 @@ from zbmd.transport.native import _native
 TURN_CALLS_MAX: Final = 16
 """Receives or sends on one stripe before others have their turn."""
 LINGER_NS: Final = 1_000_000_000
-"""How long we go on reading after telling a peer of its fault: to close earlier would take it back."""
+"""How long to go on reading after an error was sent: closing earlier would discard it."""
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 
@@ -120,11 +120,11 @@ class BulkPeer:
         self._next_transfer = 0
         self._under_way = 0
         self._error: ZbmdError | None = None
-        """What new transfers raise."""
+        """The error that new transfers raise."""
         # What follows belongs to the data-plane thread.
         self._machine = BulkMachine(peer=info.name, limits=limits)
         self._events: deque[BulkEvent] = deque()
-        """What the machine is to be told; the first is being handled."""
+        """Events for the machine; the first is being handled."""
         self._stripes: dict[int, StripeSocket] = {}
         self._buffers: dict[int, tuple[Transfer, memoryview]] = {}
         self._served: dict[int, memoryview] = {}
@@ -144,7 +144,7 @@ class BulkPeer:
 
     @property
     def plane(self) -> DataPlane:
-        """Who moves the bytes."""
+        """The data plane, which moves the bytes."""
         return self._plane
 
     @property
@@ -278,7 +278,7 @@ class BulkPeer:
             self._plane.flush_soon(self)
 
     def _leave_quick(self) -> None:
-        """What follows is the machine's."""
+        """Return from the fast path to the machine."""
         number = self._quick.stripe
         if number >= 0:
             self._handle(self._quick.end())

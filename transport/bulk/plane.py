@@ -30,9 +30,9 @@ EVENTS_PER_WAKE: Final = 64
 IDLE_MS: Final = 60_000
 """The thread looks around at least this often."""
 SILENCE_CHECK_NS: Final = 250_000_000
-"""How often it is looked whether hosts still acknowledge what is sent to them."""
+"""How often to check that hosts acknowledge what is sent to them."""
 PARK_MS: Final = 1
-"""How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
+"""Longest sleep of a driving thread: what it waits for may end without a wake-up."""
 STAND_BY_MS: Final = 2
 """The thread takes its turns again when nobody has driven for so long."""
 HELPER_CPUS_MIN: Final = 3
@@ -94,7 +94,7 @@ class DataPlane:
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
-        """What other threads ask for; as much as their peers' bounds on transfers let them."""
+        """Calls from other threads, bounded by their peers' limits on transfers."""
         self._peers: dict[PlanePeer, None] = {}
         self._watched: dict[int, tuple[PlanePeer, int, int]] = {}
         """File descriptor to peer, stripe, and the events it is registered for."""
@@ -143,7 +143,8 @@ class DataPlane:
             if self._closing:
                 return False
             self._calls.append(function)
-            # Whoever is about to sleep says so first and looks at `_calls` after. Who drives calls next.
+            # A thread that is about to sleep sets its flag first and checks `_calls` after; a driver calls
+            # next.
             if self._parked or (self._asleep and self._driver != threading.get_ident()):
                 os.eventfd_write(self._wake_fd, 1)
         return True

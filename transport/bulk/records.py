@@ -33,7 +33,7 @@ FRAGMENTS_MAX: Final = 1 << 20
 TEXT_BYTES_MAX: Final = 512
 """The longest reason in a REFUSAL or ERROR."""
 PUTS_AHEAD_MAX: Final = 1 << 10
-"""How many puts and notifications may be under way beyond the last that is acknowledged."""
+"""Most puts and notifications in flight beyond the last that is acknowledged."""
 GETS_MAX: Final = 256
 """Gets of one side that are asked and not answered."""
 
@@ -78,13 +78,13 @@ class Put:
     transfer: int
     handle: RegionHandle
     at: int
-    """Where in the region the whole put begins, bytes."""
+    """Offset of the whole put in the region, bytes."""
     total: int
     """Bytes of the whole put."""
     fragment_bytes: int
     """All fragments have this length, but the last, which may be shorter."""
     offset: int
-    """Where in the put this fragment begins; a multiple of `fragment_bytes`."""
+    """Offset of this fragment in the put; a multiple of `fragment_bytes`."""
     nbytes: int
     channel: int
     value: int
@@ -109,7 +109,7 @@ class Get:
     at: int
     total: int
     after: int
-    """How many puts of the asker come before it: their bytes are to be seen by it."""
+    """How many puts of the requester precede it: it must see their bytes."""
     nbytes: int = 0
 
 

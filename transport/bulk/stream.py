@@ -32,9 +32,9 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.secure.mac import TAG_BYTES, LyingTag, PassingTag, RecordMac, Seal, TagHelper
 
 CHUNK_BYTES: Final = 1 << 22
-"""What is moved at a time."""
+"""Bytes that are moved at a time."""
 SCRATCH_BYTES: Final = 1 << 14
-"""Where unwanted payloads go, a piece at a time."""
+"""Buffer for unwanted payloads, a piece at a time."""
 # The kind of a header's tag (`record_mac`); of payloads: `secure.payload_mac`. A stripe's keys are its own.
 _HEADER: Final = 1
 
@@ -66,7 +66,7 @@ class StripeReader:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._text = memoryview(bytearray(TEXT_BYTES_MAX))
         self._view = self._small
-        """What is being filled: a header, a payload, or a payload's tag."""
+        """The part that is being filled: a header, a payload, or a payload's tag."""
         self._at = 0
         self._record: Record | None = None
         """Set from its header's arrival until its payload is whole."""
@@ -75,17 +75,20 @@ class StripeReader:
         self._passing: PassingTag | None = None
         """The same if it is thrown away."""
         self._unwanted_bytes = 0
-        """What is still to come of a payload that goes nowhere."""
+        """Bytes still to come of a payload that is discarded."""
         self._ended = False
 
     @property
     def seal(self) -> Seal | None:
-        """What makes the tags; None if there are none."""
+        """Computes the tags; None if there are none."""
         return None if self._mac is None else self._mac.seal
 
     @property
     def wanted_bytes(self) -> int:
-        """How many bytes are missing until the next thing is whole. 0 while a destination is awaited."""
+        """Return how many bytes are missing until the next part is whole.
+
+        0 while a destination is awaited.
+        """
         return self._unwanted_bytes or len(self._view) - self._at
 
     @property
@@ -94,7 +97,10 @@ class StripeReader:
         return self._record is not None and self._view is not self._tag_view
 
     def want(self) -> memoryview:
-        """Where the next bytes of the stripe are to be put: never empty. Report how many came to `filled`."""
+        """Return the buffer for the next bytes of the stripe, never empty.
+
+        Report to `filled` how many came.
+        """
         if self._unwanted_bytes:
             return self._scratch[: self._unwanted_bytes]
         if self._at == len(self._view):
@@ -142,7 +148,7 @@ class StripeReader:
             self._lying = LyingTag(self._mac, self.records - 1, view, self._helper)
 
     def receive_nowhere(self) -> None:
-        """Throw the payload that is due away. It is checked all the same."""
+        """Discard the payload that is due, after checking its tag."""
         nbytes = 0 if self._record is None else self._record.nbytes
         self._view, self._at = self._scratch[:0], 0
         self._unwanted_bytes = nbytes
@@ -210,7 +216,7 @@ class StripeWriter:
         self._tag: LyingTag | None = None
         """Of that payload."""
         self._cut_bytes = 0
-        """What has been cut of it."""
+        """Bytes of it that have been cut."""
         self._ready: deque[memoryview] = deque()
         self._ready_bytes = 0
         self._given_bytes = 0

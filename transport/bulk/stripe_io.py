@@ -28,7 +28,7 @@ from zbmd.transport.secure.session_keys import Keys, Session
 class Stripe:
     """A connection for bulk data, from its setup on. What is said on it is the data plane's own affair.
 
-    Whoever takes it owns the socket and closes it. Nothing of the control connection ends with it, and it
+    The taker owns the socket and closes it. Nothing of the control connection ends with it, and it
     does not end with the control connection by itself.
     """
 
@@ -38,7 +38,7 @@ class Stripe:
     """Connected and non-blocking, with the options of `tcp_socket.set_options`; an `ssl.SSLSocket` if the
     protection is TLS. No event loop watches it."""
     surplus: bytes
-    """What the peer had said already behind its setup message; the socket goes on after it."""
+    """Bytes that the peer sent after its setup message; the socket continues after them."""
 
 
 OnStripe = Callable[[Stripe], None]
@@ -47,7 +47,7 @@ OnStripe = Callable[[Stripe], None]
 GATHER_PARTS_MAX: Final = 16
 """Views in one gathering send."""
 TLS_SEND_BYTES: Final = 1 << 18
-"""What is given to TLS at a time: it must take all of it before we may go on."""
+"""Bytes that are given to TLS at a time: it must take all of them before the next."""
 AHEAD_BYTES: Final = 4096
 """Read at a time where records begin: several small ones, or a large one's first bytes, in one call."""
 WAKE_BYTES: Final = 1 << 20

@@ -1,7 +1,7 @@
 """How many of its stripes a bulk connection uses, by what the kernel says keeps them back.
 
 A path is full when it carries its rate for a round trip, however many stripes that takes; a stripe more costs
-then, and gains nothing. Nobody tells how fast a path is, but the kernel tells what it waits for: for the
+then, and gains nothing. The rate of a path is unknown, but the kernel reports what it waits for: for the
 network, or for room in a buffer of either end (`tcpi_rwnd_limited`, `tcpi_sndbuf_limited` beside
 `tcpi_busy_time`, in linux/tcp.h since 4.10). While it waits for buffers, they hold less than the path does,
 and more stripes carry more.
@@ -29,9 +29,9 @@ from zbmd.transport.secure.session_keys import STRIPES_MAX
 # more than one.
 
 LINK_BYTES_PER_S: Final = 1_250_000_000
-"""What a path between hosts may carry: 10 Gbit/s."""
+"""The rate that a path between hosts may have: 10 Gbit/s."""
 SLOW_BYTES_PER_S: Final = 125_000_000
-"""What it is taken to carry as long as nothing is known of it."""
+"""The rate that is assumed while nothing is known of a path."""
 BUFFER_BYTES_DEFAULT: Final = 4 << 20
 """The largest send buffer of a stock kernel."""
 STRIPES_DEFAULT_MAX: Final = 8
@@ -71,7 +71,7 @@ def buffer_bytes_max(root: Path = Path("/proc/sys/net/ipv4")) -> int:
 
 
 BUSY_US_MIN: Final = 50_000
-"""What was sent in less time than that tells nothing."""
+"""A shorter measurement says nothing."""
 KEPT_BACK_PART: Final = 0.5
 """Of the time in which stripes had something to send: if they waited for buffers longer, those are small."""
 
@@ -89,7 +89,7 @@ class StripeReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StripeWork:
-    """What the kernel has counted of a connection since it stands."""
+    """The kernel's counters of a connection since it was made."""
 
     busy_us: int
     """There was something to send or to be acknowledged."""
@@ -114,7 +114,7 @@ class StripeUse:
         self._before: dict[int, StripeWork] = {}
 
     def look(self, stripes: Mapping[int, StripeWork]) -> tuple[int, StripeReason]:
-        """How many of `stripes`, by number, to use from now on, and why."""
+        """Return how many of `stripes`, by number, to use from now on, and why."""
         busy_us = kept_back_us = 0
         for number, work in stripes.items():
             before = self._before.get(number, StripeWork(busy_us=0, kept_back_us=0))

@@ -1,4 +1,4 @@
-"""What the bulk machine keeps of what is under way."""
+"""The bulk machine's record of what is in flight. Sans-I/O."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Arrivals:
         """Of all puts before this number, something has come."""
         self._published = 0
         self._told = 0
-        """Of `_published`, what the peer has been told."""
+        """Of `_published`, how many have been acknowledged to the peer."""
 
     @property
     def published(self) -> int:
-        """How many puts are published."""
+        """Return how many puts are published."""
         return self._published
 
     def notify(self, record: Notify) -> None:
@@ -128,7 +128,7 @@ class Arrivals:
 
     @property
     def told(self) -> int:
-        """Of what is published, how much the peer has been told of."""
+        """Return how many published puts have been acknowledged to the peer."""
         return self._told
 
     def go_on(self, published: int, told: int) -> None:
@@ -167,7 +167,7 @@ class Arrivals:
 
 
 def _extent(fragment: Put | Data) -> tuple[int, int]:
-    """Where a put writes in the owner's segment."""
+    """The range of the owner's segment that a put writes."""
     assert isinstance(fragment, Put)
     begin = fragment.handle.offset + fragment.at
     return begin, begin + fragment.total
@@ -201,7 +201,7 @@ class FastPathCounts:
     published: int
     """The peer's that are."""
     told: int
-    """Of those, what the peer has been told."""
+    """Of those, how many have been acknowledged to the peer."""
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ class OwnGet:
 
 @dataclass(slots=True)
 class StripeState:
-    """What is under way on a stripe."""
+    """What is in flight on a stripe."""
 
     handed: deque[tuple[Record, Outgoing | None]] = field(default_factory=deque)
     """Given to the stripe and not sent."""

@@ -41,7 +41,7 @@ def captured_name(cls: Any) -> str:
 
 
 def _to_plain(value: object) -> object:
-    """What msgspec does not know by itself."""
+    """Encode what msgspec does not know by itself."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, BaseException):
@@ -204,7 +204,7 @@ def _fingerprint(description: object) -> str:
 
 
 def _describe(wanted: Any, outer: tuple[object, ...]) -> object:
-    """What of a type decides how its values are recorded, the same in every release of Python."""
+    """Describe what of a type decides how its values are recorded, equally in every release of Python."""
     wanted = getattr(wanted, "__supertype__", wanted)  # a NewType
     origin = typing.get_origin(wanted)
     if origin is typing.Annotated:

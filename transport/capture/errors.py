@@ -1,4 +1,4 @@
-"""What can be wrong with a capture, each said so that its reader knows what to do."""
+"""Errors of captures; each message says what to do."""
 
 from __future__ import annotations
 

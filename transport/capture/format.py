@@ -50,7 +50,7 @@ COMPRESSION_LEVEL = 1
 FLAG_MARKS = 1
 """The block holds MARK records."""
 FLAG_ENDS = 2
-"""The log was closed in good order: the block's last record is the END of stream 0."""
+"""The log was closed orderly: the block's last record is the END of stream 0."""
 FLAG_STREAMS = 4
 """The block holds STREAM records."""
 FLAGS_MASK = FLAG_MARKS | FLAG_ENDS | FLAG_STREAMS
@@ -140,7 +140,7 @@ def directory_name(process: str, incarnation: int) -> str:
 
 
 def segment_path(directory: Path, segment: int) -> Path:
-    """Where a segment lies."""
+    """The location of a segment."""
     return directory / f"{segment:06}{LOG_SUFFIX}"
 
 

@@ -23,11 +23,11 @@ from zbmd.transport.capture.records import PROCESS_STREAM, RawRecord, RecordType
 from zbmd.transport.errors import LocalProtocolError
 
 FLUSH_S = 0.1
-"""How long a record waits before it is written: what a crash loses."""
+"""Longest time until a record is written: what a crash loses at most."""
 WAIT_S_MAX = 1.0
-"""How long a full buffer holds up the recording thread, before it drops."""
+"""How long a full buffer blocks the recording thread before records are dropped."""
 CLOSE_S_MAX = 5.0
-"""How long `close` and `flush` wait for the disk."""
+"""Longest wait of `close` and `flush` for the disk."""
 WAKES_PER_BUFFER = 8
 """The writer is woken early each time that this fraction of the buffer has filled."""
 

@@ -22,7 +22,7 @@ from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, unpack_header
 
 SKEW_RECORDS_MAX = 500_000
-"""How much of each process's log is looked at for frames that tell of its clock's skew."""
+"""Entries of each log that are searched for frames that reveal the clock's skew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ def _delays(logs: Sequence[ProcessLog]) -> dict[tuple[int, int], Delay]:
 
 
 def _sender(log: ProcessLog, entry: Entry, senders: dict[tuple[str, int], int]) -> int | None:
-    """Which log the sender of a received frame wrote; None if there is none."""
+    """Return the log that the sender of a received frame wrote, or None."""
     if not isinstance(entry.record, FrameIn):
         return None
     stream = log.streams.get(entry.record.stream)

@@ -34,9 +34,9 @@ PROCESSES_MAX = 1 << 16
 
 
 class Ending(Enum):
-    """How a process's log ends."""
+    """The end of a process's log."""
 
-    CLOSED = "closed in good order"
+    CLOSED = "closed orderly"
     CUT = "cut off: the process ended without closing it, or still runs"
     TORN = "cut off inside a block: the process ended while it wrote"
 
@@ -192,7 +192,7 @@ class Segment:
                 marks += mark_ranges(len(blocks), steps)
                 blocks.append(info)
         except (TornBlock, CaptureDamaged):
-            pass  # what is before it is what there is; whoever reads the records is told
+            pass  # what precedes it can be read; reading the records reports the damage
         return SegmentIndex(
             origin=self.header.origin,
             segment=self.number,
@@ -219,7 +219,10 @@ class ProcessLog:
 
     @property
     def records_before(self) -> int:
-        """How many records came before the first one here: deleted to save disk, or gone from the ring."""
+        """Return how many records preceded the first one here.
+
+        Deleted to save disk, or gone from the ring.
+        """
         return self.segments[0].header.records_before
 
     @cached_property
@@ -244,7 +247,7 @@ class ProcessLog:
                         if isinstance(record, StreamDeclared):
                             found.setdefault(record.stream, record)
             except (TornBlock, CaptureDamaged):
-                break  # whoever reads the records is told
+                break  # reading the records reports the damage
         return found
 
     def find_step(self, step: int, *, stream: int | None = None) -> StepPlace | None:

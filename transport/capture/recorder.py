@@ -53,7 +53,7 @@ NEVER = 1 << 62
 
 
 class Detail(Enum):
-    """How much of something is recorded."""
+    """The detail in which something is recorded."""
 
     DIGEST = "digest"
     WHOLE = "whole"
@@ -171,7 +171,7 @@ class Recorder(Taking, ABC):
     # ---- machines
 
     def state(self, stream: int, kind: MachineKind[Any, Any], machine: object, now_ns: int) -> None:
-        """What a machine is before its next event. Without one it is replayed from its beginning only."""
+        """Record a machine's state before its next event. A replay may begin there."""
         if kind.states is None or stream == PROCESS_STREAM:
             return
         try:
@@ -187,7 +187,7 @@ class Recorder(Taking, ABC):
         self._take(record, len(state))
 
     def event(self, stream: int, codec: UnionCodec[EventT], event: EventT, now_ns: int) -> None:
-        """A machine is given an event."""
+        """Record an event that is given to a machine."""
         try:
             tag, fields = codec.tag(event), codec.encode(event)
         except CaptureMismatch as error:
@@ -196,7 +196,7 @@ class Recorder(Taking, ABC):
         self._take((_EVENT, stream, now_ns, self._stamp(), tag, msgspec.Raw(fields)), len(fields))
 
     def acted(self, stream: int, codec: UnionCodec[ActionT], actions: Sequence[ActionT], now_ns: int) -> None:
-        """What it answered."""
+        """Record the actions that a machine returned."""
         try:
             encoded = codec.encode_all(actions)
         except CaptureMismatch as error:
@@ -211,35 +211,35 @@ class Recorder(Taking, ABC):
             self._take((_ACTIONS, stream, now_ns, hlc, len(actions), b"", whole), len(encoded))
 
     def raised(self, stream: int, where: str, error: BaseException, now_ns: int) -> None:
-        """It raised instead."""
+        """Record that a machine raised an error."""
         text = str(error)[:TEXT_CHARS_MAX]
         self._take((_RAISED, stream, now_ns, self._stamp(), where, type(error).__name__, text), len(text))
 
     # ---- other inputs
 
     def timer(self, name: str, due_ns: int, *, stream: int = PROCESS_STREAM) -> None:
-        """A driver's timer, set for monotonic `due_ns`, fired."""
+        """Record that a driver's timer, set for monotonic `due_ns`, fired."""
         self._take(
             (int(RecordType.TIMER), stream, self.now_ns(), self._stamp(), name[:TEXT_CHARS_MAX], due_ns)
         )
 
     def death(self, process: str, incarnation: int, *, clean: bool, reason: str) -> None:
-        """The end of another process was noticed."""
+        """Record that the end of another process was noticed."""
         what = (process, incarnation, clean, reason[:TEXT_CHARS_MAX])
         self._take((int(RecordType.DEATH), PROCESS_STREAM, self.now_ns(), self._stamp(), *what))
 
     def seed(self, name: str, value: bytes) -> None:
-        """Randomness was taken in."""
+        """Record a random value that was drawn."""
         self._take(
             (int(RecordType.SEED), PROCESS_STREAM, self.now_ns(), self._stamp(), name, value), len(value)
         )
 
     def clock(self, wall_ns: int) -> None:
-        """The wall clock was read, and something depends on it."""
+        """Record a reading of the wall clock on which something depends."""
         self._take((int(RecordType.CLOCK), PROCESS_STREAM, self.now_ns(), self._stamp(), wall_ns))
 
     def note(self, text: str, *, stream: int = PROCESS_STREAM) -> None:
-        """Something worth telling."""
+        """Record a remark."""
         text = text[:TEXT_CHARS_MAX]
         self._take((_NOTE, stream, self.now_ns(), self._stamp(), text), len(text))
 
@@ -254,7 +254,7 @@ class Recorder(Taking, ABC):
         )
 
     def mark(self, stream: int, step: int) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         self._take((_MARK, stream, self.now_ns(), self._stamp(), step))
 
     def lost(self, records: int, reason: str) -> None:

@@ -163,7 +163,7 @@ class Lost(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.L
 
 
 class End(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.END)):
-    """The stream ended; of stream 0: the log was closed in good order."""
+    """The stream ended; of stream 0: the log was closed orderly."""
 
     kind: ClassVar[RecordType] = RecordType.END
     reason: str

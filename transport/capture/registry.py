@@ -1,4 +1,4 @@
-"""Which machines can be recorded and built again. Each layer registers its own when it is imported."""
+"""The registry of machines that can be recorded and rebuilt. Each layer registers its own at import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EventT = TypeVar("EventT")
 ActionT = TypeVar("ActionT")
 
 LINK = "link"
-"""What a stream of frames says instead of a machine's name."""
+"""Stands for a machine's name in a stream of frames."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

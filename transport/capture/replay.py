@@ -143,7 +143,7 @@ NO_BEGINNING = (
     "its records can be shown, but no state to play it from was recorded since"
 )
 STORY_RECORDS = 12
-"""How many records before a divergence are told with it."""
+"""Records before a divergence that are reported with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ class RingRecorder(Recorder):
 
     @property
     def forgotten(self) -> int:
-        """How many records have left the ring; an actor's turn counts as one."""
+        """Return how many records have left the ring; an actor's turn counts as one."""
         return self._forgotten
 
     def dump(self, directory: Path, reason: str) -> Path:

@@ -1,1 +1,4 @@
-"""The package `clock` of `zbmd.transport`."""
+"""Clocks: the hybrid logical clock of frames, deadlines derived from one budget, offsets between hosts.
+
+Imports `errors` alone. Begin with `deadlines`.
+"""

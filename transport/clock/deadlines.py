@@ -62,7 +62,7 @@ RECOVERY_BUDGET_NS_DEFAULT: Final = SECOND_NS
 RECOVERY_BUDGET_NS_MIN: Final = 100 * MILLISECOND_NS
 """Below it heartbeats every 5 ms and a suspicion after 40 ms would name hosts that are only busy."""
 RECOVERY_BUDGET_NS_MAX: Final = 600 * SECOND_NS
-"""Who has longer than that may as well start the job anew."""
+"""With a longer budget the job may as well be restarted."""
 KEEPALIVE_PROBES_MIN: Final = 4
 """A network that loses 1 % of its packets leaves one probe in fifty without an answer, and there are dozens
 of idle connections between two hosts."""
@@ -72,7 +72,7 @@ _RULE: Final = "rule"
 
 
 class DeadlineKind(Enum):
-    """What a deadline is to the recovery."""
+    """The role of a deadline in recovery."""
 
     SHARE = "share"
     PROBE = "probe"

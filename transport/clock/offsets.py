@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
-    """How far a clock is ahead of another: `offset_ns`, give or take `error_ns`.
+    """The offset of a clock against another: `offset_ns`, give or take `error_ns`.
 
     seen: how many delays say so, 0 if the two are one clock.
     """

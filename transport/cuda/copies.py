@@ -108,7 +108,7 @@ class SetPeerCell:
 
 
 class CopyOutcome(Enum):
-    """How a copy ended."""
+    """The outcome of a copy."""
 
     DONE = "done"
     LOST = "lost"
@@ -145,7 +145,7 @@ class CudaCopies:
     def __init__(self) -> None:
         self.state = CopiesState.OPEN
         self.why = ""
-        """What a fault said."""
+        """The message of a fault."""
         self._closing = False
         self._let_go = False
         self._waiting: deque[CopyAsked | NotifyAsked] = deque()
@@ -160,7 +160,7 @@ class CudaCopies:
         return self._copies
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """What is to be done, in this order.
+        """Return the actions to perform, in this order.
 
         Raises `LinkFull` beyond `OPERATIONS_MAX`, and `LocalProtocolError` on a call of no use: something
         asked of a peer that is not open, a copy that drains out of order, or a channel that is used both for
@@ -273,7 +273,7 @@ class CudaCopies:
             raise LocalProtocolError(f"channel {channel} is used for signals: give notifications another one")
 
     def check_invariants(self) -> None:
-        """What always holds. Raises `AssertionError`."""
+        """Raise `AssertionError` if an invariant does not hold."""
         assert self._copies == sum(isinstance(each, CopyAsked) for each in self._waiting)
         assert not self._waiting or isinstance(self._waiting[0], CopyAsked), "it waits for nothing"
         assert len(self._waiting) <= OPERATIONS_MAX

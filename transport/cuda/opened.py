@@ -107,7 +107,7 @@ class OpenedMemory:
         self._gone = False
 
     def address(self, memory: bytes) -> int:
-        """Where it is open. Raises `LocalProtocolError` if it is not."""
+        """Return the address at which it is open. Raises `LocalProtocolError` if it is not."""
         entry = self._entries.get(memory)
         if entry is None or entry.stage is OpenedStage.OPENING:
             raise LocalProtocolError("an allocation is asked for that is not open")
@@ -117,7 +117,10 @@ class OpenedMemory:
         return len(self._entries)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """What is to be done. Raises `UserError` if too many are in use, `LocalProtocolError` on misuse."""
+        """Return the actions to perform.
+
+        Raises `UserError` if too many are in use, `LocalProtocolError` on misuse.
+        """
         actions = self._dispatch(event)
         self.check_invariants()
         return actions
@@ -198,11 +201,11 @@ class OpenedMemory:
     def _entry(self, memory: bytes, stage: OpenedStage) -> _Entry:
         entry = self._entries.get(memory)
         if entry is None or entry.stage is not stage:
-            raise LocalProtocolError(f"an allocation is told to be opened that is not {stage.value}")
+            raise LocalProtocolError(f"an allocation was opened that is not {stage.value}")
         return entry
 
     def check_invariants(self) -> None:
-        """What always holds. Raises `AssertionError`."""
+        """Raise `AssertionError` if an invariant does not hold."""
         assert len(self._entries) <= self._opened_max
         for entry in self._entries.values():
             assert entry.users >= 0

@@ -1,4 +1,4 @@
-"""How a message passes a few slots of memory in pieces: each is loaded, then stored. Sans-I/O.
+"""Move a message through a few slots of memory in pieces: each is loaded, then stored. Sans-I/O.
 
 Pieces are loaded in order, as soon as a slot is free, and stored in order, as soon as they are loaded. So
 loading and storing go on at once, and what is in a slot is never written over before it has been stored.
@@ -75,7 +75,7 @@ class Pieces:
         return self._stored == self._count
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """What is to be begun. Raises `LocalProtocolError` on what was not asked for, or out of order."""
+        """Return the actions to begin. Raises `LocalProtocolError` on an event out of order."""
         actions: list[Action] = []
         match event:
             case Begin():
@@ -104,7 +104,7 @@ class Pieces:
         pieces.popleft()
 
     def check_invariants(self) -> None:
-        """What always holds. Raises `AssertionError`."""
+        """Raise `AssertionError` if an invariant does not hold."""
         in_slots = [number % self._slots for number in (*self._storing, *self._loading)]
         assert len(set(in_slots)) == len(in_slots), "two pieces are in one slot"
         assert self._stored + len(in_slots) == self._next <= self._count

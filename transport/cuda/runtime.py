@@ -79,7 +79,7 @@ def _module(source: str, options: tuple[str, ...]) -> Any:
 
 
 def visible_devices() -> int:
-    """How many there are. Raises `UserError` without cupy, and if its driver is missing or too old."""
+    """Return the number of devices. Raises `UserError` without cupy, or with a missing or too old driver."""
     runtime = _runtime()
     try:
         return int(runtime.getDeviceCount())

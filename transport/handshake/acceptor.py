@@ -20,7 +20,7 @@ from zbmd.transport.handshake.hello import HungUp
 from zbmd.transport.host import process_limits as descriptors
 from zbmd.transport.native._native import now_ns
 
-# Who may wait at the door: connections that have not proved themselves yet, and which of them goes first.
+# Half-open connections: those that have not proved themselves yet, and which of them gives way first.
 #
 # There are a bounded number of places. When all are taken and another connection knocks, the oldest
 # connection of the source that holds the most places loses its own: so a stranger who opens many and says
@@ -114,7 +114,7 @@ ACCEPTS_PER_WAKE: Final = 16
 EXHAUSTED_PAUSE_NS: Final = 50_000_000
 """After descriptors have run out."""
 HALF_OPEN_FAIR_NS: Final = 50_000_000
-"""How long a connection keeps its place whoever else knocks; an honest hello takes a few ms."""
+"""How long a half-open connection keeps its place against newcomers; a hello takes a few ms."""
 REFUSALS_LOGGED_MAX: Final = 32
 """In each `REFUSALS_WINDOW_NS`; the others are counted, so that a flood does not fill a disk."""
 REFUSALS_WINDOW_NS: Final = 10_000_000_000
@@ -165,11 +165,11 @@ class Acceptor:
 
     @property
     def half_open(self) -> int:
-        """How many connections are in the middle of their hello."""
+        """Return how many connections are in the middle of their hello."""
         return len(self._half_open)
 
     def refused(self, error: Exception, **who: object) -> None:
-        """Log that a connection was turned away, unless there are too many of that to be told."""
+        """Log that a connection was refused, unless too many were in this window."""
         at_ns = now_ns()
         if at_ns - self._window_ns >= REFUSALS_WINDOW_NS:
             untold = max(0, self._window_refusals - REFUSALS_LOGGED_MAX)
@@ -178,7 +178,7 @@ class Acceptor:
                 log.warning("more connections were refused", listener=self._name, count=untold)
         self._window_refusals += 1
         if self._window_refusals <= REFUSALS_LOGGED_MAX:
-            # A process of ours that ends in its hello hangs up, too, and is told of by who started it.
+            # A process of ours that ends in its hello hangs up, too; its parent reports that.
             tell = log.info if isinstance(error, HungUp | PeerLost | ConnectionError) else log.warning
             kind = type(error).__name__
             tell("connection refused", listener=self._name, kind=kind, reason=str(error), **who)
@@ -234,7 +234,7 @@ class Acceptor:
         try:
             sock, _ = listening.accept()
         except OSError as error:
-            # accept(2): what went wrong on the connection itself is told here too, and is not ours.
+            # accept(2) also reports errors of the connection itself, which are not ours.
             if error.errno in _EXHAUSTED:
                 if not self._exhausted:
                     log.error("no connection can be accepted", listener=self._name, reason=_advice(error))

@@ -81,21 +81,21 @@ class Wire(Protocol):
     """A connection that carries the bytes of a hello."""
 
     async def send(self, data: bytes, deadline_ns: int) -> None:
-        """Send all of `data`. A peer that has gone is no error here: `receive` tells of it."""
+        """Send all of `data`. A peer that has gone is no error here: `receive` reports it."""
         ...
 
     async def receive(self, deadline_ns: int) -> bytes | None:
-        """What has come, at most a hello's message at once; empty at its end, None at the deadline."""
+        """Return what has come, at most one message; empty at the end of the stream, None at the deadline."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloResult:
-    """What an accepted hello yields."""
+    """The result of an accepted hello."""
 
     peer: PeerInfo
     surplus: bytes
-    """What the peer has sent behind its hello."""
+    """Bytes that the peer sent after its hello."""
     secret: bytes = field(repr=False)
     """See `HelloMachine.session_secret`."""
 

@@ -1,4 +1,4 @@
-"""The hello: two processes prove to each other that they hold the same cookie, and say who they are.
+"""The hello: two processes prove to each other that they hold the same cookie, and state their identity.
 
 Sans-I/O, for a byte stream that a stranger may have opened. Four messages, listener last:
 
@@ -10,7 +10,7 @@ Sans-I/O, for a byte stream that a stranger may have opened. Four messages, list
 where proof = HMAC-SHA256(cookie, role | SHA-256(every message before | identity)).
 
 Either side may send REFUSAL instead (the dialer until it has proved), and closes. Each message is a header
-(magic, version, type, length: the same in all versions, so that another version is told by name) and a body
+(magic, version, type, length: the same in all versions, so that another version is named) and a body
 of at most `MAX_BODY_BYTES`. The proofs cover the whole conversation, so nothing in it can be changed,
 replayed or reflected; the dialer proves first, so a stranger learns nothing that depends on the cookie.
 Once it is accepted, `HelloMachine.session_secret` is the root of the keys of the session (see `session`).
@@ -45,7 +45,7 @@ CONTRACTS_NAMED = 5
 
 _HEADER = struct.Struct("<4sHHI")
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-"""How an alert and a handshake of TLS begin."""
+"""First bytes of an alert and of a handshake of TLS."""
 
 
 # --- errors ---------------------------------------------------------------------------------------------
@@ -66,14 +66,14 @@ class RefusalReason(IntEnum):
 
 
 class HelloError(RemoteProtocolError):
-    """A hello failed: the connection is to be closed. `by_peer` tells that the peer refused us."""
+    """A hello failed: the connection must be closed. by_peer: the peer refused us."""
 
     refusal: ClassVar[RefusalReason]
     by_peer: bool = False
 
 
 class Garbage(HelloError):
-    """What the peer sent is no hello, or none that fits here."""
+    """The peer sent something that is no hello, or one out of turn."""
 
     refusal = RefusalReason.GARBAGE
 
@@ -203,7 +203,7 @@ HelloAction: TypeAlias = SendBytes | SetTimer | Accept | Reject
 
 
 class HelloState(Enum):
-    """What the machine waits for."""
+    """The message or event that the machine waits for."""
 
     NEW = "the connection"
     OPEN = "the dialer's OPEN"

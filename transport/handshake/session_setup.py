@@ -1,4 +1,4 @@
-"""What the two sides of a connection between hosts agree on after hello: one message each way.
+"""Session setup: what two hosts agree on after the hello, by one message each way.
 
 The dialer offers, the listener answers or declines with a reason. Both messages are records of type SETUP of
 the secure stream, protected by the session's setup keys in every mode. Sans-I/O; reads untrusted input.
@@ -34,7 +34,7 @@ _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_
 
 
 class StripeJoin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Which control session a stripe joins, and the proof that it may."""
+    """The control session that a stripe joins, and the proof that it may."""
 
     control_id: _SessionId
     stripe: _Stripe
@@ -69,11 +69,11 @@ class SessionDecline(msgspec.Struct, frozen=True, array_like=True, tag="decline"
 
     why: DeclineReason
     protection: Protection
-    """What the listener asks for."""
+    """The protection that the listener requires."""
 
 
 class SetupError(RemoteProtocolError):
-    """A connection was not set up, after a good hello. `by_peer` tells that the peer declined ours."""
+    """A connection was not set up after a successful hello. by_peer: the peer declined ours."""
 
     by_peer: bool = False
 

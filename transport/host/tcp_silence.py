@@ -24,7 +24,7 @@ _TCP_INFO: Final = struct.Struct("=8B13I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the peer's host has acknowledged, from TCP_INFO."""
+    """The acknowledgements of the peer's host, from TCP_INFO."""
 
     unacknowledged: int
     """Segments under way."""

@@ -6,7 +6,7 @@ the end. A transport adds how bytes leave and arrive. It overrides five methods:
 
     _push           hand over one frame, as far as there is room
     _next_frame     the next whole frame that has arrived
-    _park           ask to be told when there is one
+    _park           have `_drain` called when there is one
     _say_goodbye    tell the peer that this is an orderly end
     _tear_down      give back descriptors and memory
 
@@ -122,7 +122,7 @@ class LinkSide(LinkCore, ABC):
 
     @property
     def peer(self) -> PeerInfo:
-        """Who the peer proved to be at hello."""
+        """Return the identity that the peer proved at hello."""
         return self._peer
 
     @property

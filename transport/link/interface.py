@@ -1,4 +1,4 @@
-"""What a link is: a bounded, ordered, at-most-once channel of frames to one incarnation of one peer.
+"""The interface of a link: a bounded, ordered, at-most-once channel of frames to one incarnation of a peer.
 
 The layers above see only this; shm (and later TCP, RDMA and the simulator) provide it.
 """
@@ -43,9 +43,9 @@ class LinkLimits:
     """What may wait here for room in the ring, but for the last frame: with that much waiting, `send` raises
     `LinkFull`. So after `writable` the next send never does."""
     queue_frames_max: int = 1 << 14
-    """How many frames may wait."""
+    """Most frames that may wait."""
     frames_per_wake: int = 256
-    """How many frames are delivered before the loop gets its turn."""
+    """Frames that are delivered before the loop gets its turn."""
     spin_ns: int = 200_000
     """For how long at most a reader that has run dry right after a frame looks again, once a turn of the
     loop, before it parks, where the last frames came within that time; 0: not at all. Only where memory is

@@ -26,11 +26,11 @@ BLOCK_BYTES_MIN: Final = 64 << 10
 """A smaller payload goes through the ring: it fits, and a copy more costs less than a block
 (`python -m zbmd.tools.lab.bench.transport.frames`)."""
 LENT_BYTES_MAX: Final = 8 << 20
-"""What a process has lent to all its peers together."""
+"""Most bytes that a process lends to all its peers together."""
 LENT_PARTS: Final = 8
 """And at most this part of its arena."""
 LINK_PARTS: Final = 4
-"""One link gets at most this part of that: a peer that brings nothing back takes nothing from the others."""
+"""One link gets at most this part of it, so that a peer that returns nothing cannot starve the others."""
 
 BLOCK_RECORD: Final = struct.Struct("<QI")
 """The block's offset from the base of the sender's segment, and its number."""
@@ -47,7 +47,7 @@ class BorrowedFrame(NamedTuple):
 
 
 class FrameLender:
-    """What a process has lent to its peers: `segment.frame_lender`. For links of any thread."""
+    """The blocks that a process has lent to its peers: `segment.frame_lender`. For links of any thread."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -64,7 +64,7 @@ class FrameLender:
 
     @property
     def link_bytes_max(self) -> int:
-        """What one link may lend."""
+        """Return how many bytes one link may lend."""
         return self._lent_bytes_max // LINK_PARTS
 
     def place(self, payload: bytes | Scattered) -> int | None:
@@ -125,7 +125,7 @@ class LinkLoans:
 
     @property
     def lent(self) -> int:
-        """How many blocks are lent."""
+        """Return how many blocks are lent."""
         return len(self._blocks)
 
     def lend(self, payload: bytes | Scattered) -> bytes | None:
@@ -153,7 +153,7 @@ class LinkLoans:
         return any(self._writer.is_unread(block) for block in self._blocks)
 
     def take_back(self) -> list[tuple[int, int]]:
-        """Offsets and sizes of the blocks that are ours again; each is told once."""
+        """Return offsets and sizes of the blocks that are ours again; each is returned once."""
         gone = self._ended and process_ended(self._pid)
         back = [block for block in self._blocks if gone or self._writer.is_back(block)]
         freed = [self._blocks.pop(block) for block in back]
@@ -189,5 +189,5 @@ def process_ended(pid: int) -> bool:
 
 
 def block_bytes(payload: bytes | Scattered) -> int:
-    """What a payload takes of the arena."""
+    """Return how many bytes of the arena a payload takes."""
     return -(-len(payload) // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Where a segment's memory lies: huge pages, and the NUMA node of the process that owns it.
+"""The placement of a segment's memory: huge pages, and the NUMA node of the process that owns it.
 
 Huge pages are taken where the machine offers them: from the hugetlb pool if it has enough for an arena, else
 as transparent ones if shared memory may have them. Nothing of this is needed for correctness, so what cannot
@@ -40,7 +40,7 @@ SHMEM_MODES_ON_ADVICE: Final = ("advise", "within_size", "always", "force")
 
 
 class PageKind(enum.Enum):
-    """What a mapping is made of."""
+    """The kind of pages that a mapping is made of."""
 
     BASE = "base"
     TRANSPARENT = "transparent huge"
@@ -49,7 +49,7 @@ class PageKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HugePageSupport:
-    """What this machine offers."""
+    """What this machine supports."""
 
     hugetlb_free_bytes: int
     shmem_mode: str
@@ -59,7 +59,7 @@ class HugePageSupport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What a segment got."""
+    """The pages and the NUMA node that a segment got."""
 
     pages: PageKind
     huge_bytes: int

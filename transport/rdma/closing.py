@@ -1,7 +1,7 @@
-"""How a connection of memory over RDMA ends: in order, by goodbyes both ways, or at once.
+"""The end of a memory connection over RDMA: orderly, by goodbyes both ways, or at once.
 
 Sans-I/O. A side that closes says goodbye behind all that it has put, and the other answers with its own, once
-all that it had put has arrived. Whoever has heard and said it ends.
+all that it had put has arrived. A side that has sent and received one ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, Zbm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseAsked:
-    """End in good order."""
+    """End orderly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class MarkLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The queue pair ends, with all that is under way. error: None if in good order."""
+    """The queue pair ends, with all that is under way. error: None after an orderly end."""
 
     error: ZbmdError | None
 
@@ -102,7 +102,7 @@ class RdmaClosing:
                 self._arrived = True
                 return self._end_if_done()
             case Failed(error=error):
-                # Who has said goodbye may have ended before our last acknowledgement came.
+                # A peer that has said goodbye may have ended before our last acknowledgement came.
                 return self._end(None if self._heard else error)
             case TimerFired():
                 late = LinkClosed(f"{self.peer} did not answer our goodbye in time")

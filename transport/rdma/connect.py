@@ -122,18 +122,18 @@ class Listener:
 
     @property
     def listening(self) -> tcp.Listener:
-        """What is listened with."""
+        """Return the TCP listener that it is built on."""
         assert self._tcp is not None
         return self._tcp
 
     @property
     def address(self) -> TcpAddress:
-        """Where others can dial it."""
+        """Return the address at which others can dial it."""
         return self.listening.address
 
     @property
     def half_open(self) -> int:
-        """How many connections are in the middle of their set-up."""
+        """Return how many connections are in the middle of their setup."""
         return self.listening.half_open + len(self._under_way)
 
     def close(self) -> None:

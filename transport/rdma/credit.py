@@ -41,7 +41,7 @@ _RESERVED: Final = ~((1 << 19) - 1)
 
 
 class MessageKind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     FRAME = 0
     CREDITS = 1
@@ -69,7 +69,7 @@ def unpack_immediate(bits: int) -> Immediate:
         or credits > CREDITS
         or (bits & _MORE and kind != MessageKind.FRAME)
     ):
-        raise RemoteProtocolError(f"a message came with the word {bits:#x}: there is none like that")
+        raise RemoteProtocolError(f"a message came with invalid immediate data {bits:#x}")
     return Immediate(kind=MessageKind(kind), more=bool(bits & _MORE), credits=credits)
 
 

@@ -1,4 +1,4 @@
-"""How an RDMA link is set up over an authenticated TCP link: who says what, and what each side makes.
+"""The setup of an RDMA link over an authenticated TCP link.
 
 The dialer offers its queue pairs, the listener answers with its own, and the dialer, once the way has been
 tried, is ready. Either may refuse instead, with its reason, and then both are where they began, with a TCP

@@ -61,7 +61,7 @@ class RdmaLink(LinkSide):
 
     @property
     def tcp_link(self) -> TcpLink:
-        """What it was set up over."""
+        """The TCP link over which it was set up."""
         return self._tcp_link
 
     # -- regions -----------------------------------------------------------------------------------------

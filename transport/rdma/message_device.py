@@ -39,13 +39,13 @@ GIDS_MAX: Final = 256
 POLL_MAX: Final = 64
 """Completions that are taken at once."""
 DRAIN_S: Final = 5.0
-"""How long `aclose` waits for what the links have sent to be acknowledged."""
+"""Longest wait of `aclose` for acknowledgements of what the links have sent."""
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
 
 
 class Completes(Protocol):
-    """Who has a queue pair."""
+    """The owner of a queue pair."""
 
     def on_sent(self, number: int, status: int) -> None:
         """The send with this number is done, and all before it; or failed, unless status is 0."""
@@ -90,7 +90,7 @@ class RdmaDevice:
 
     @property
     def links(self) -> int:
-        """How many queue pairs stand, or are about to end."""
+        """Return how many queue pairs stand, or are about to end."""
         return len(self._owners)
 
     async def reach(self, peer: QueuePairAt, deadline_ns: int) -> None:
@@ -236,7 +236,7 @@ class _At(NamedTuple):
 def open_rdma_device(name: str, address: str | None = None) -> RdmaDevice:
     """Open the device on the running loop. address: of the interface to use, if the device has several.
 
-    Raises `UserError` if it is not there, is down or has no such address, or pyverbs is missing.
+    Raises `UserError` if it is missing, is down or has no such address, or pyverbs is missing.
     """
     v = verbs()
     try:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 TRIAL_BYTES: Final = 8
 LET_GO_NS: Final = 1_000_000_000
-"""How long who gives up waits for its transfers to drain; then the connection ends with them."""
+"""How long a caller that gives up waits for its transfers to drain; then the connection ends."""
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
 

@@ -25,7 +25,7 @@ from zbmd.transport.rdma.registrations import RdmaRegionKeys, Registrations
 from zbmd.transport.rdma.transfer import TransferCounts
 
 PARK_MS: Final = 1
-"""How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
+"""Longest sleep of a driving thread: what it waits for may end without a wake-up."""
 ENDS_MIN: Final = 62
 """Queue pairs that a small job's plane has room for; a larger job's has one a rank."""
 _CLOSED: Final = "the RDMA data plane of this process is closed"
@@ -88,7 +88,7 @@ class RdmaPlane:
         self._ended_counts = TransferCounts()
         self._timers: dict[PlanePeer, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
-        """What other threads ask for: connects, closes and aborts, a few of each peer."""
+        """Calls from other threads: connects, closes and aborts, a few of each peer."""
         self._lock = threading.Lock()
         self._turns = threading.Lock()
         """Held by the thread that finishes transfers and ends connections."""

@@ -39,7 +39,7 @@ class QueuePairState(Enum):
 
 
 class Receiver(Protocol):
-    """Who uses a queue pair."""
+    """The user of a queue pair."""
 
     def on_message(self, word: int, data: bytes) -> None:
         """A message has come."""

@@ -32,7 +32,7 @@ class Registrations:
 
     @property
     def kept(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._kept)
 
     def lend(self, owner: object, address: int, nbytes: int) -> tuple[Registration, bool]:

@@ -1,4 +1,4 @@
-"""What two ends of an RDMA link tell each other, over an authenticated TCP link, before it stands.
+"""The messages that set up an RDMA link, over an authenticated TCP link.
 
 The dialer offers its queue pair, the listener answers with its own once that is connected, and the dialer
 says that it is ready, once its own is. Sans-I/O; reads untrusted input.
@@ -29,7 +29,7 @@ _Gid = Annotated[bytes, msgspec.Meta(min_length=GID_BYTES, max_length=GID_BYTES)
 
 
 class QueuePairAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a queue pair is reached, and what it takes."""
+    """The address of a queue pair, and what it takes."""
 
     format: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = FORMAT
     gid: _Gid
@@ -45,7 +45,7 @@ class QueuePairAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class MemoryAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a segment is reached over RDMA, and by which queue pair."""
+    """The address of a segment over RDMA, and its queue pair."""
 
     at: QueuePairAt
     base: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -1,1 +1,4 @@
-"""The package `secure` of `zbmd.transport`."""
+"""Protection between hosts: session keys, MACs, the record stream and TLS.
+
+Imports `identity`, `frames` and `errors` alone. Begin with `session_keys` and `record_stream`.
+"""

@@ -44,7 +44,7 @@ assert MAX_FRAME_BYTES <= _LENGTH_MASK
 
 
 class RecordKind(IntEnum):
-    """What a record's body is."""
+    """The kind of a record's body."""
 
     SETUP = 1
     """A message of `session_setup`: the first record of each side, under the setup keys."""
@@ -127,7 +127,7 @@ class Opener:
         """Of the next record."""
 
     def body_bytes(self, header: Buffer) -> int:
-        """How long the body is that follows these 8 bytes. Raises `OversizedRecord`."""
+        """Return the length of the body that follows these 8 bytes. Raises `OversizedRecord`."""
         word, _ = _HEADER.unpack_from(header)
         nbytes: int = word & _LENGTH_MASK
         if nbytes > self._body_bytes_max:
@@ -215,7 +215,7 @@ class SecureStream:
         return self._sealer.seal(RecordKind.FRAME, (header, payload))
 
     def seal_goodbye(self) -> list[Buffer]:
-        """What to send last."""
+        """Return the bytes to send last."""
         return self._sealer.seal(RecordKind.GOODBYE)
 
     # -- receiving ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What two hosts have in common after a hello: keys for each direction, an id, and how more connections join.
+"""Session keys: the keys of each direction, an id, and the tokens by which more connections join.
 
 A connection between hosts begins with the hello (`hello`), whose secret is the root of all keys here, and one
 exchange of setup messages (`session_setup`). What then stands is a `Session`. The first connection to a peer
@@ -36,7 +36,7 @@ _LABEL: Final = b"zbmd session 1"
 
 
 class Protection(Enum):
-    """What holds an attacker on the wire off, once the hello is done."""
+    """The protection against an attacker on the wire, once the hello is done."""
 
     MAC = "mac"
     """A message authentication code on every record: nothing can be changed, all can be read."""
@@ -47,7 +47,7 @@ class Protection(Enum):
 
 
 class Purpose(Enum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     CONTROL = "control"
     """Carries the frames of a link."""
@@ -118,9 +118,9 @@ class Session:
     session_id: bytes
     """Of this connection; the same on both sides."""
     side: Side
-    """Which end of this connection we are."""
+    """Our end of this connection."""
     peer: PeerInfo
-    """Who the peer proved to be, with its incarnation."""
+    """The identity that the peer proved, with its incarnation."""
     purpose: Purpose
     protection: Protection
     keys: Keys | None

@@ -1,4 +1,4 @@
-"""What the two sides of a shm link hand each other after hello: one message each way, with descriptors.
+"""Attach messages: what the sides of a shm link exchange after the hello, with file descriptors.
 
 The dialer offers the link's memory and eventfds, and its own segment if it has one; the listener answers
 with its segment, if any. Everything here reads untrusted input.

@@ -29,7 +29,7 @@ from zbmd.transport.shm._shm_link import ShmCore
 
 GOODBYE = b"\x01"
 LOOK_NS = 2_000
-"""How long a reader that spins looks before the loop gets its next turn, which takes about as long."""
+"""How long a spinning reader looks before the loop gets its next turn, which takes about as long."""
 
 
 def link_memory_bytes(ring_bytes: int) -> int:
@@ -39,7 +39,7 @@ def link_memory_bytes(ring_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkParts:
-    """What both sides of a link share, seen from one of them. The link owns all of it."""
+    """The resources that both sides of a link share, seen from one of them. The link owns them."""
 
     sock: socket.socket
     mapping: Mapping

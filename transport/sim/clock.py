@@ -37,7 +37,7 @@ class LocalClock:
         self._wall_step_ns = 0
 
     def local_ns(self, true_ns: int) -> int:
-        """What the monotonic clock shows."""
+        """Return the monotonic clock, ns."""
         elapsed_ns = true_ns - self._anchor_ns
         return self._local_ns + elapsed_ns + elapsed_ns * self._drift_ppm // _PPM
 
@@ -47,7 +47,7 @@ class LocalClock:
         return self._anchor_ns - (-ahead_ns * _PPM // (_PPM + self._drift_ppm))
 
     def wall_ns(self, true_ns: int) -> int:
-        """What the wall clock shows, ns since 1970."""
+        """Return the wall clock, ns since 1970."""
         return WALL_START_NS + self.local_ns(true_ns) + self._wall_step_ns
 
     def set_drift(self, true_ns: int, drift_ppm: int) -> None:

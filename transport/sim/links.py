@@ -25,7 +25,7 @@ from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.sim.parts.segment import SimSegment
 
 OPERATION_BYTES: Final = 64
-"""What a put, a get or a notification takes on the wire beside its bytes."""
+"""Overhead of a put, a get or a notification on the wire."""
 TRANSFERS_MAX: Final = 1024
 """Transfers of one link under way at once."""
 
@@ -245,7 +245,7 @@ class SimLink(LinkSide):
             arrive(self._network.part_that_lands())
 
     def answer(self, nbytes: int, deliver: Callable[[], None]) -> None:
-        """Tell the far end of the outcome of an operation of its."""
+        """Report the outcome of an operation to the remote end."""
         self._network.carry(self, nbytes, deliver, b"")
 
     def _lost(self) -> PeerLost:

@@ -1,4 +1,4 @@
-"""What simulated processes are told, what they do, and the world they live in (see the package's text)."""
+"""Events and actions of simulated machines, conditions, history and failures. See the package's docstring."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ CALM = Conditions()
 
 
 class HistoryKind(Enum):
-    """What a record of the history tells."""
+    """The kind of a record of the history."""
 
     DELIVER = "<-"
     SEND = "->"
@@ -307,7 +307,7 @@ class RunEnd(Enum):
 
 
 class FailureKind(Enum):
-    """What sort of failure ended a run."""
+    """The kind of failure that ended a run."""
 
     CRASH = "crash"
     """An exception that nobody expects."""

@@ -25,7 +25,7 @@ LINKS_MAX = 4096
 """Ends of links that one process may have open."""
 DATAGRAM_HEADER_BYTES = 28
 SHAKE_BYTES = 256
-"""What either side of a dial sends."""
+"""Bytes that either side of a dial sends."""
 
 OnLink = Callable[[SimLink], None]
 Recorder = Callable[[Any, HistoryKind, object], None]
@@ -34,7 +34,7 @@ Recorder = Callable[[Any, HistoryKind, object], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datagram:
-    """What arrived, and from whom."""
+    """A datagram and its sender."""
 
     sender: str
     incarnation: int
@@ -202,7 +202,7 @@ class Network:
         self._reliably(link.owner.name, link.peer_process.name, nbytes, deliver)
 
     def credit(self, link: SimLink, deliver: Callable[[], None]) -> None:
-        """Tell the far end that a frame was taken."""
+        """Report to the remote end that a frame was taken."""
         path = self.weather.path(link.owner.name, link.peer_process.name)
         if path.stopped:
             path.hold(link.owner.incarnation, deliver)

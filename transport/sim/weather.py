@@ -1,4 +1,4 @@
-"""What the network does to a message between two processes: when it arrives, or what holds it up.
+"""The network's effect on a message between two processes: when it arrives, or what delays it.
 
 Both kinds of simulated world ask it. A path is one directed pair; it is stopped while a `Partition`, `Cut`
 or `Clog` applies to it, and keeps what waits for it to open again.

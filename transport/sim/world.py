@@ -67,7 +67,7 @@ PIDS_PER_PLACE = 10_000
 
 
 class SimProcess(LoopProcess):
-    """What the program of a simulated process is given: who it is, and what it can reach.
+    """The handle that the program of a simulated process gets: its identity, clock, disk and network.
 
     `asyncio`, `time` and `random` mean this process's while it runs. Its end is that of its program: what
     tasks it left are cancelled, its links break unless it closed them.
@@ -174,12 +174,12 @@ class SimProcess(LoopProcess):
 
 
 Program: TypeAlias = Callable[[SimProcess], Coroutine[Any, Any, None]]
-"""The main function of a process, run anew for each incarnation."""
+"""The main function of a process, run again for each incarnation."""
 
 
 @dataclass(slots=True, eq=False)
 class ProcessHome:
-    """What of a process outlives its incarnations."""
+    """The part of a process that outlives its incarnations."""
 
     name: str
     number: int

@@ -61,7 +61,7 @@ class Listener:
         links_max: int,
     ) -> None:
         self.addresses = tuple(_reachable(sockets, settings))
-        """Where others can dial it, best first."""
+        """Return the addresses at which others can dial it, best first."""
         self._on_link = on_link
         self._endpoint = endpoint
         self._settings = settings
@@ -81,12 +81,12 @@ class Listener:
 
     @property
     def half_open(self) -> int:
-        """How many connections are in the middle of their hello."""
+        """Return how many connections are in the middle of their hello."""
         return self._acceptor.half_open
 
     @property
     def links(self) -> int:
-        """How many links it has made that have not ended."""
+        """Return how many links it has made that have not ended."""
         return len(self._links)
 
     def close(self) -> None:

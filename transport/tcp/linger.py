@@ -1,4 +1,4 @@
-"""What is left of a TCP link after its close: the last records leave, and the peer reads them in peace.
+"""The end of a TCP link after its close: the last records leave, and the peer has time to read them.
 
 A socket that is closed with something unread resets its connection, and what is on its way to the peer is
 lost with it. So the closing side sends what it has, says that this is all, and then reads and forgets until

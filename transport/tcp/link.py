@@ -63,7 +63,7 @@ class TcpLink(LinkSide):
         )
         self.session = session
         self.dialed = dialed
-        """What was asked for, if we have dialed; else None."""
+        """The address that we dialed; None if the peer dialed."""
         self.settings = settings
         self._on_end = on_end
         self._socket = byte_socket
@@ -271,7 +271,7 @@ class TcpLink(LinkSide):
         self._writing = wanted
 
     def _broke(self, error: OSError | ZbmdError) -> None:
-        """Nothing more can be written. The peer's last words, a goodbye perhaps, may still be unread."""
+        """Nothing more can be written. A final record of the peer, such as a goodbye, may still be unread."""
         self._wait_for_room(False)
         self._backlog.clear()
         self._backlog_bytes = 0

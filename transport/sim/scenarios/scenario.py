@@ -160,7 +160,7 @@ class Scenario(Protocol):
 
 
 class RunOutcome(Enum):
-    """How a run ended."""
+    """The outcome of a run."""
 
     OK = "ok"
     CRASH = "crash"
@@ -182,7 +182,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioReport:
-    """What came of a run, and how to see it again."""
+    """The result of a run, and how to repeat it."""
 
     scenario: str
     seed: int | str

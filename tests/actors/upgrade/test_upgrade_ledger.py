@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.contracts import Contract
@@ -211,60 +212,6 @@ async def test_a_version_that_is_not_here_is_told_when_it_is_spawned(system: Act
         await system.spawn(Speaker)
 
 
-JOB = """
-import asyncio
-
-import zbmd
-from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.contracts import Contract
-
-
-class Version(Contract, id="joiner.version"):
-    pass
-
-
-class Runs(Contract, id="joiner.runs"):
-    version: int
-    handled: int
-
-
-class Speaker(Actor, remote=True):
-    handled = 0
-
-    @on(Version)
-    async def say(self, _: Version) -> Runs:
-        self.handled += 1
-        return Runs(self.version, self.handled)
-
-
-class Speaker2(Speaker, remote=True, version=2):
-    pass
-
-
-class Speaker3(Speaker2, remote=True, version=3):
-    pass
-
-
-async def main():
-    async with zbmd.join(enter=False) as worker:
-        early = await worker.system.spawn(Speaker, name="early")
-        await worker.view(after=0)
-        late = await worker.system.spawn(Speaker, name="late")
-        if worker.incarnation > 1:
-            first = [await ref.ask(Version(), reply=Runs, timeout=10) for ref in (early, late)]
-            worker.report({"versions": [found.version for found in first]})
-            return
-        if worker.rank == 0:
-            await worker.upgrade(Speaker, Speaker2, probation_s=0.01)
-            await worker.upgrade(Speaker2, Speaker3, probation_s=0.01)
-            worker.report({"changed": True})
-        await worker.view(after=worker.epoch)
-
-
-zbmd.run(main())
-"""
-
-
 async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +221,6 @@ async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
     """
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     monkeypatch.setenv("ZBMD_CAPTURE", str(tmp_path / "run.zlog"))
-    (tmp_path / "job.py").write_text(JOB)
     reports: list[dict[str, object]] = []
 
     async def observe(event: HostEvent) -> None:
@@ -285,7 +231,7 @@ async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
 
     output = Lines()
     config = HostConfig(
-        target=str(tmp_path / "job.py"),
+        target=str(PROGRAMS / "actors/upgrade.py"),
         world_size=3,
         on_loss=OnLoss.REPLACE,
         arena_bytes=1 << 20,

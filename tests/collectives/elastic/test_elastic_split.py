@@ -6,10 +6,13 @@ The mesh is on one host, on as many as it has ranks, or on two. Ranks of differe
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.host.supervisor import Host, HostConfig
@@ -23,11 +26,12 @@ LINES_MAX = 60
 class Job:
     """A host that runs a script, and what its ranks report and print."""
 
-    def __init__(self, folder: Path, script: str, *, ranks: int, on_loss: OnLoss = OnLoss.REPLACE) -> None:
-        target = folder / "job.py"
-        target.write_text(script)
+    def __init__(
+        self, script: Path, arguments: Sequence[Any], *, ranks: int, on_loss: OnLoss = OnLoss.REPLACE
+    ) -> None:
         self._config = HostConfig(
-            target=str(target),
+            target=str(script),
+            arguments=tuple(map(json.dumps, arguments)),
             arena_bytes=1 << 20,
             preload=("zbmd.collectives.elastic.group",),
             world_size=ranks,
@@ -60,50 +64,6 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
 
 
-MESH = """
-import os
-
-import numpy as np
-import zbmd
-from zbmd.actors.rank.environment import HOST_VARIABLE, LISTEN_LOCAL, LISTEN_VARIABLE
-
-ROUNDS, KILLS, MODE, HOSTS = {rounds}, {kills!r}, {mode!r}, {hosts}
-COLUMNS = ((0, 2), (3, 1))
-
-async def total(worker, name, group):
-    k = group.sequence
-    rank, point = KILLS.get((name, k), (None, 0))
-    if rank == worker.rank and worker.incarnation == 1:
-        c = group.group.communicator
-        c.kill_at(c.sequence + 1, point)
-    done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**worker.rank * k)), timeout=60, **MODE)
-    value = float(done.value.min()), float(done.value.max())
-    told = dict(k=k, rank=worker.rank, of=done.contributors, repairs=done.repairs, epoch=done.epoch)
-    hosts = group.group.communicator.hosts
-    worker.report(told | dict(group=name, value=value, life=worker.incarnation, hosts=hosts))
-
-async def main():
-    if len(set(HOSTS)) > 1:  # as the nodes of several hosts tell it to their ranks
-        os.environ |= {{HOST_VARIABLE: str(HOSTS[int(os.environ["RANK"])]), LISTEN_VARIABLE: LISTEN_LOCAL}}
-    async with zbmd.join() as worker:
-        me = worker.rank
-        group = await zbmd.elastic_group(worker, timeout=60)
-        row = await group.split(me // 2, timeout=60)
-        made = [await group.subgroup(ranks, timeout=60) for ranks in COLUMNS]
-        column = made[me % 2]
-        assert made[1 - me % 2] is None
-        assert row.ranks == (me // 2 * 2, me // 2 * 2 + 1) and column.ranks == COLUMNS[me % 2], (row, column)
-        while row.sequence <= ROUNDS or column.sequence <= ROUNDS:
-            if row.sequence <= min(column.sequence, ROUNDS):
-                await total(worker, "row%d" % (me // 2), row)
-            else:
-                await total(worker, "column%d" % (me % 2), column)
-        await total(worker, "all", group)
-        for each in (row, column, group):
-            await each.close()
-
-zbmd.run(main())
-"""
 RANKS = {"row0": (0, 1), "row1": (2, 3), "column0": (0, 2), "column1": (1, 3), "all": (0, 1, 2, 3)}
 ROUNDS = 6
 ONE_HOST, OWN_HOSTS, ROWS_SHARE, COLUMNS_SHARE = (0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 0, 1)
@@ -125,11 +85,12 @@ RING = {"algorithm": "ring"}  # which asks other hosts for what it reads
     ],
 )
 async def test_ranks_of_a_mesh_die_in_rows_and_columns(
-    tmp_path: Path, hosts: tuple[int, ...], mode: dict[str, Any], points: tuple[int, int]
+    hosts: tuple[int, ...], mode: dict[str, Any], points: tuple[int, int]
 ) -> None:
     in_row, in_column = points
-    kills = {("row0", 2): (1, in_row), ("column1", 4): (3, in_column)}
-    job = Job(tmp_path, MESH.format(rounds=ROUNDS, kills=kills, mode=mode, hosts=hosts), ranks=4)
+    kills = (("row0", 2, 1, in_row), ("column1", 4, 3, in_column))
+    arguments = (ROUNDS, kills, mode, hosts)
+    job = Job(PROGRAMS / "elastic/split.py", arguments, ranks=4)
     await job.run()
     ends: dict[tuple[str, int], set[tuple[Any, ...]]] = {}
     for told in job.told:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from programs import PROGRAMS
 from support.netns import netns
 from support.netns.netns import Process
 
@@ -18,25 +19,6 @@ from zbmd.training.__main__ import options_of, parser
 from zbmd.training.replicated.job import run_plain
 
 PORT = 29400
-HELD_UP = """
-import os, sys, threading
-from importlib import import_module
-from zbmd.training.redundancy.buddy import BuddyMirror
-
-votes, vote, module = 0, BuddyMirror.vote, sys.argv.pop(1)
-
-def held_up(self):
-    global votes
-    votes += 1
-    if os.environ["RANK"] == "3" and votes == 4 and os.environ["ZBMD_INCARNATION"] == "1":
-        print("rank 3 stands still in step 4", flush=True)
-        threading.Event().wait()
-    return vote(self)
-
-BuddyMirror.vote = held_up
-sys.exit(import_module(module).main())
-"""
-"""A job of which rank 3 waits for its end, before it has said in step 4 that its ward's copy is whole."""
 
 
 @pytest.mark.parametrize(
@@ -50,12 +32,18 @@ def test_what_a_lost_host_held_comes_from_the_other(
     tmp_path: Path, module: str, options: tuple[str, ...]
 ) -> None:
     netns.require_lab()
-    (tmp_path / "held_up.py").write_text(HELD_UP)
     layers = options[:2] if options[0] == "--layers" else ()
     arguments = [*SHAPE, *layers, "--steps", str(STEPS), "--data", str(write_text(tmp_path / "text"))]
     out = str(tmp_path / "plain")
     plain = run_plain(options_of(parser().parse_args([*arguments, "--out", out])))
-    job = ["held_up.py", module, *arguments, *options, "--out", str(tmp_path / "out")]
+    job = [
+        str(PROGRAMS / "training/held_up.py"),
+        module,
+        *arguments,
+        *options,
+        "--out",
+        str(tmp_path / "out"),
+    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(tmp_path))
         lab = stack.enter_context(Lab(2))

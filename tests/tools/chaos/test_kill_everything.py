@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import PROGRAMS
 
 if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher, Running
@@ -27,33 +28,22 @@ OPTIONS = (
     *("--sequences-per-shard", "1", "--checkpoint-every", "2"),
 )
 
-# The job, with two helpers beside rank 0 (one of them in a session of its own, as a daemon is), and a step
-# that one rank never begins and the others wait in: what is killed is surely in the middle of the run.
-JOB = f"""
-import os, signal, subprocess
-import uvloop
-from zbmd.training.__main__ import options_of, parser
-from zbmd.training.replicated.job import run
-
-def before_step(version):
-    if version == {HANG_AT} and os.environ["RANK"] == "{RANKS - 1}":
-        signal.pause()
-
-if os.environ["RANK"] == "0":
-    for apart in (False, True):
-        helper = subprocess.Popen(["sleep", "1000"], start_new_session=apart)
-    print("address", os.environ["ZBMD_NODE"])
-uvloop.run(run(options_of(parser().parse_args()), before_step=before_step))
-"""
-
 
 @pytest.fixture
 def job(launcher: Launcher) -> tuple[str, ...]:
     """Arguments of the run that hangs."""
     text = "".join(f"line {i} of some text that is to be learnt\n" for i in range(2000))
     (launcher.directory / "text").write_text(text)
-    (launcher.directory / "job.py").write_text(JOB)
-    return ("run", "-n", str(RANKS), "job.py", *OPTIONS, "--out", "killed")
+    return (
+        "run",
+        "-n",
+        str(RANKS),
+        str(PROGRAMS / "training/hangs.py"),
+        str(HANG_AT),
+        *OPTIONS,
+        "--out",
+        "killed",
+    )
 
 
 def until_in_the_middle(run: Running) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from programs import PROGRAMS
 from support.cluster.cluster_nodes import node_template
 
 from zbmd.tools.train.command import merged, options_of
@@ -328,20 +329,7 @@ def test_a_rank_that_raises_and_does_not_end_is_heard_all_the_same(launcher: Lau
 
 # A disk that is full.
 
-LIMITED = """
-import resource, sys
-import uvloop
-from zbmd.training.__main__ import options_of, parser
-from zbmd.training.replicated.job import run
-
-first_limited, most_bytes, *arguments = sys.argv[1:]
-
-def limit_files(version):
-    if version == int(first_limited):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(most_bytes), int(most_bytes)))
-
-result = uvloop.run(run(options_of(parser().parse_args(arguments)), before_step=limit_files))
-"""
+LIMITED = str(PROGRAMS / "training/limited_files.py")
 NO_ROOM = "cannot write run/checkpoint.safetensors: there is no room for it"
 
 
@@ -355,10 +343,9 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_keeps_the_last_one(
 ) -> None:
     """By the limit on the size of a file, which needs no privilege and holds for the rank alone."""
     write_text(launcher.directory / "text")
-    (launcher.directory / "script.py").write_text(LIMITED)
-    limits = (str(limited_from), str(CHECKPOINT_BYTES - 1))
+    limits = (LIMITED, str(limited_from), str(CHECKPOINT_BYTES - 1))
     ended = launcher.run(
-        "run", "-n", "2", "script.py", *limits, "--data", "text", "--out", "run", *SMALL
+        "run", "-n", "2", *limits, "--data", "text", "--out", "run", *SMALL
     )  # fmt: skip
     assert_one_paragraph(ended, f"{NO_ROOM} \\(File too large\\)", advice)
     kept = sorted(path.name for path in (launcher.directory / "run").iterdir())

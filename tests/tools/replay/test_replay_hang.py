@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from programs import PROGRAMS
 
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
@@ -26,49 +27,6 @@ LOOK_S = 0.02
 STEPS = 200
 SETTLED_NS = 300_000_000
 """What has not moved for so long, of several flushes of the log, hangs."""
-
-LOSES_A_VOTE = """
-import runpy
-from zbmd.collectives.commit import events as cm
-from zbmd.collectives.commit.driver import CommitDriver
-
-send = CommitDriver._send
-
-async def lossy(self, action):
-    if isinstance(action, cm.SendVote) and (self._worker.rank, action.to, action.version) == (2, 0, 3):
-        return
-    await send(self, action)
-
-CommitDriver._send = lossy
-runpy.run_module("zbmd.training", run_name="__main__", alter_sys=True)
-"""
-
-NEVER_ANSWERS = """
-import asyncio, contextlib
-from zbmd.actors.errors import DeadActor
-from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.contracts import Contract
-from zbmd.actors.rank.member import join
-
-class Question(Contract, id="test.question"):
-    number: int
-
-class Mute(Actor):
-    @on(Question)
-    async def question(self, message: Question) -> None:
-        await asyncio.Event().wait()
-
-async def main():
-    async with join() as worker:
-        if worker.rank == 0:
-            await worker.system.spawn(Mute, name="mute")
-            await asyncio.Event().wait()
-        while True:
-            with contextlib.suppress(DeadActor):  # not spawned yet
-                await worker.system.ref("rank0/mute").ask(Question(7), timeout=3000)
-
-asyncio.run(main())
-"""
 
 
 class Output:
@@ -188,8 +146,7 @@ def waits_for_peers(capture: Path, process: str) -> bool:
 
 
 def test_a_vote_that_was_never_sent_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capture, script = tmp_path / "run.zlog", tmp_path / "lossy.py"
-    script.write_text(LOSES_A_VOTE)
+    capture, script = tmp_path / "run.zlog", PROGRAMS / "training/loses_a_vote.py"
 
     def hangs() -> bool:
         return (
@@ -213,8 +170,7 @@ def test_a_vote_that_was_never_sent_is_found(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_actor_that_never_answers_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capture, script = tmp_path / "run.zlog", tmp_path / "mute.py"
-    script.write_text(NEVER_ANSWERS)
+    capture, script = tmp_path / "run.zlog", PROGRAMS / "actors/never_answers.py"
 
     def hangs() -> bool:
         """The last that rank 1 wrote is its question, some time ago: it has not been refused."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
@@ -61,26 +62,8 @@ def test_a_probe_keeps_what_it_finds_first_and_whether_it_was_received() -> None
     assert watching.first == seen(ProbePoint.BACKWARD, 3, received=True)
 
 
-POISONED_RANK = """
-import os, sys
-import numpy as np
-from zbmd.training import __main__ as training, ops
-
-def poisoned(tape, x):
-    y = original(tape, x)
-    y.data[0, 0] = np.nan
-    return y
-
-original = ops.squared_relu
-if os.environ["RANK"] == "1":
-    ops.squared_relu = poisoned
-sys.exit(training.main())
-"""
-
-
 async def test_the_job_names_layer_rank_and_step(tmp_path: Path) -> None:
-    script, output = tmp_path / "job.py", Lines()
-    script.write_text(POISONED_RANK)
+    script, output = PROGRAMS / "training/poisoned_rank.py", Lines()
     data = write_text(tmp_path / "text")
     config = HostConfig(
         target=str(script),

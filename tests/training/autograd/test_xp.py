@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from programs import PROGRAMS
 from support.devices.array_modules import Witness
 
 from zbmd.training.autograd.array_module import to_host, xp_for
@@ -76,30 +77,8 @@ def test_a_missing_cupy_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         xp_for("cuda")
 
 
-GRADIENTS_BY_CUPY = """
-import cupy
-import numpy as np
-
-from zbmd.training.config import GPTConfig
-from zbmd.training.model.gpt import GPT
-from zbmd.training.autograd.array_module import to_host, xp_for
-
-config = GPTConfig(context=16, width=32, heads=4, layers=2)
-host, device = GPT(config), GPT(config, xp=xp_for("cuda"))
-params = host.init(0).astype(np.float64)
-for view in host.layout.views(params):
-    view += np.random.default_rng(view.size).standard_normal(view.shape) * 0.1
-tokens = np.random.default_rng(0).integers(0, 256, (3, 17), dtype=np.uint8)
-grads, device_grads = np.zeros_like(params), cupy.zeros(params.shape)
-loss = host.loss_and_grads(params, grads, tokens, global_batch=3)
-device_loss = device.loss_and_grads(cupy.asarray(params), device_grads, tokens, global_batch=3)
-np.testing.assert_allclose(device_loss, loss, rtol=1e-9)
-np.testing.assert_allclose(to_host(device_grads), grads, rtol=1e-6, atol=1e-10)
-"""
-
-
 @pytest.mark.optional
 def test_cupy_computes_the_same_gradients() -> None:
     """In a process of its own: the threads and files that CUDA opens stay until their process ends."""
     pytest.importorskip("cupy")
-    subprocess.run([sys.executable, "-c", GRADIENTS_BY_CUPY], check=True)
+    subprocess.run([sys.executable, PROGRAMS / "training/cupy_gradients.py"], check=True)

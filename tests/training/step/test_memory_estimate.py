@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
@@ -57,36 +58,10 @@ def test_an_arena_that_is_full_at_a_step_is_told_by_rank_and_step() -> None:
         arena.allocate(2 << 20)
 
 
-SHORT_OF_MEMORY = """
-import os, resource, sys
-import numpy as np, uvloop
-from zbmd.training import __main__ as training, ops
-from zbmd.training.replicated import job
-
-def limited(version):
-    global short
-    short = (os.environ["RANK"], os.environ["ZBMD_INCARNATION"], version) == ("1", "1", 3)
-    if short:
-        with open("/proc/self/statm") as file:
-            now_bytes = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now_bytes + (64 << 20), resource.RLIM_INFINITY))
-
-def activation(tape, x):
-    if short:
-        np.empty(256 << 20, np.uint8)
-    return original(tape, x)
-
-short, original = False, ops.squared_relu
-ops.squared_relu = activation
-options = training.options_of(training.parser().parse_args(sys.argv[1:]))
-uvloop.run(job.run(options, before_step=limited))
-"""
-
-
 async def test_a_rank_that_is_short_of_memory_at_a_step_loses_nothing(tmp_path: Path) -> None:
     """It says so, and is replaced; the state that was committed is at its peer."""
-    script, output, data = tmp_path / "job.py", Lines(), write_text(tmp_path / "text")
-    script.write_text(SHORT_OF_MEMORY)
+    script, output = PROGRAMS / "training/short_of_memory.py", Lines()
+    data = write_text(tmp_path / "text")
     shared = (*SHAPE, "--steps", "4", "--data", str(data), "--evaluate-every", "0")
     plain = run_plain(training.options_of(training.parser().parse_args([*shared, "--out", str(tmp_path)])))
     out = tmp_path / "run"
@@ -105,32 +80,13 @@ async def test_a_rank_that_is_short_of_memory_at_a_step_loses_nothing(tmp_path: 
     assert hashlib.sha256(weights.data).hexdigest() == plain.weights_sha256
 
 
-SHORT_AT_EVERY_STEP = """
-import os, sys
-import numpy as np
-from zbmd.training import __main__ as training, ops
-from zbmd.training.sharded import __main__ as mesh
-
-def activation(tape, x):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "1" and (os.environ["ZBMD_INCARNATION"] != "1" or calls > 6):
-        np.empty(1 << 50, np.uint8)
-    return original(tape, x)
-
-calls, original = 0, ops.squared_relu
-ops.squared_relu = activation
-sys.exit((mesh if len(sys.argv) == 2 else training).main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize("kind", ["job", "zero", "mesh"])
 async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_second_failure(
     kind: str, tmp_path: Path
 ) -> None:
     """Once it is replaced, and not as often as it may be; what there is to go on from is named."""
-    script, output, out = tmp_path / "job.py", Lines(), tmp_path / "run"
-    script.write_text(SHORT_AT_EVERY_STEP)
+    output, out = Lines(), tmp_path / "run"
+    script = PROGRAMS / "training/always_short_of_memory.py"
     data = str(write_text(tmp_path / "text"))
     every = {"steps": "40", "data": data, "out": str(out), "evaluate_every": "0", "checkpoint_every": "1"}
     shape = dict(zip((flag.removeprefix("--") for flag in SHAPE[::2]), SHAPE[1::2], strict=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
@@ -29,106 +30,13 @@ from zbmd.transport import kill_points as faults
 STEPS = 50
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--sequences-per-shard", "1")
 
-EVERY_STAGE = """
-import asyncio, hashlib, os, sys
-from dataclasses import replace
-import zbmd
-from zbmd.training.__main__ import options_of, parser
-from zbmd.training.optim.clip import TrainingDiverged
-from zbmd.training.replicated.job import open_recipe
-from zbmd.training.optim import MuonConfig
-from zbmd.training.step.recipe import Recipe
-from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
-
-
-KINDS = [("float32", 50)] + [("bfloat16", 6), ("float16", 6)] * (os.environ["WORLD_SIZE"] != "2")
-OPTIONS = [
-    (ZeroOptions(stage=stage, storage=storage, prefetch=stage, loss_scale=2.0**24), steps)
-    for storage, steps in KINDS for stage in (1, 2, 3)
-]
-
-def train(worker, group, recipe):
-    for zero, steps in OPTIONS:
-        trainer = ZeroTrainer(worker, group, recipe, zero)
-        for _ in range(steps):
-            done = trainer.run_step()
-        digest = hashlib.sha256(trainer.weights().data).hexdigest()
-        if worker.rank == 0:
-            told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"
-            print(f"{zero.storage} stage {zero.stage}: {told}")
-    group.blocking.barrier()
-    # Of stage 1 each rank has weights of its own; of stage 3 all gather those of their owner.
-    stage = 1 if os.environ["WORLD_SIZE"] == "2" else 3
-    trainer = ZeroTrainer(worker, group, recipe, OPTIONS[stage - 1][0])
-    if worker.rank == 1:
-        trainer.own.part(1)[0] = float("nan")
-    try:
-        trainer.run_step()
-    except TrainingDiverged as error:
-        print(f"told {error}")
-
-async def main():
-    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
-    if os.environ["OPTIMIZER"] == "muon":
-        recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
-    ranks = int(os.environ["WORLD_SIZE"])
-    sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
-    async with zbmd.join(arena=sum(sizes) + sizes[0]) as worker:
-        group = await zbmd.group(worker)
-        await asyncio.to_thread(train, worker, group, recipe)
-        await group.close()
-
-zbmd.run(main())
-"""
-
-
-ERRS_ONCE = """
-import asyncio, sys
-import zbmd
-from zbmd.training.__main__ import options_of, parser
-from zbmd.training.optim.clip import TrainingDiverged
-from zbmd.training.replicated.job import open_recipe
-from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
-
-def train(worker, group, recipe, zero):
-    trainer = ZeroTrainer(worker, group, recipe, zero)
-    trainer.run_step()
-    attempt, part = trainer._attempt, trainer.own.part(1)
-
-    def errs(scale):
-        trainer._attempt, kept = attempt, part[0]
-        part[0] = float("nan")
-        try:
-            return attempt(scale)
-        finally:
-            part[0] = kept
-
-    if worker.rank == 1:
-        trainer._attempt = errs
-    try:
-        trainer.run_step()
-    except TrainingDiverged as error:
-        print(f"told {error}")
-
-async def main():
-    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
-    zero = ZeroOptions(stage=1)
-    async with zbmd.join(arena=arena_bytes_needed(recipe.model, recipe.config, zero, ranks=2)) as worker:
-        group = await zbmd.group(worker)
-        await asyncio.to_thread(train, worker, group, recipe, zero)
-        await group.close()
-
-zbmd.run(main())
-"""
-
 
 async def test_what_does_not_come_again_is_told_with_what_is_known_of_it(tmp_path: Path) -> None:
     """The weights that rank 1 computes with err in one attempt at one step."""
     data = write_text(tmp_path / "text")
     arguments = (*SHAPE, "--steps", "3", "--shards", "8", "--data", str(data), "--out", str(tmp_path))
     open_recipe(training.options_of(training.parser().parse_args(arguments)))
-    script, output = tmp_path / "job.py", Lines()
-    script.write_text(ERRS_ONCE)
+    script, output = PROGRAMS / "training/zero_errs_once.py", Lines()
     preload = ("zbmd.training.zero.job",)
     config = HostConfig(target=str(script), arguments=arguments, world_size=2, preload=preload)
     ended = await Host(config, output=output).run()
@@ -169,8 +77,7 @@ async def test_every_stage_has_the_bits_of_one_process(
     if ranks > 2:
         wanted |= {storage: alone(recipe, storage, 6) for storage in ("bfloat16", "float16")}
 
-    script, output = tmp_path / "job.py", Lines()
-    script.write_text(EVERY_STAGE)
+    script, output = PROGRAMS / "training/zero_stages.py", Lines()
     config = HostConfig(
         target=str(script),
         arguments=arguments,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import PROGRAMS
 
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -18,18 +19,6 @@ from zbmd.transport.kill_points import Fault, Point, arm, declare, declared, hit
 HERE = declare("test_faults.here", "in this file")
 THERE = declare("test_faults.there", "also in this file")
 
-# The real thing: passes both points in turn and prints what it survived.
-VICTIM = """
-import sys
-from zbmd.transport import kill_points as faults
-here, there = faults.declare("a.here", "one"), faults.declare("a.there", "two")
-faults.arm(sys.argv[1], int(sys.argv[2]))
-for turn in range(4):
-    faults.hit(here)
-    print("here", turn, flush=True)
-    faults.hit(there)
-    print("there", turn, flush=True)
-"""
 PASSES = [f"{point} {turn}" for turn in range(4) for point in ("here", "there")]
 
 
@@ -42,7 +31,7 @@ def disarmed() -> Iterator[None]:
 def survived(spec: str, *, process: str = "rank1", incarnation: int = 1) -> tuple[int, int]:
     """The exit status of a real process under this `ZBMD_FAULT`, and how many passes it outlived."""
     done = subprocess.run(
-        [sys.executable, "-c", VICTIM, process, str(incarnation)],
+        [sys.executable, PROGRAMS / "transport/fault_victim.py", process, str(incarnation)],
         env={"ZBMD_FAULT": spec, "PYTHONPATH": ":".join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,

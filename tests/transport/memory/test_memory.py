@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
 from zbmd.transport.memory import memfd as memory
@@ -119,28 +120,12 @@ def test_memory_from_a_peer_must_be_sealed_and_must_be_memory(tmp_path: Path) ->
             os.close(fd)
 
 
-TOO_MANY_MAPPINGS = """
-import ctypes, mmap, pathlib
-from zbmd.transport.errors import OutOfMemory
-from zbmd.transport.memory.memfd import create_memfd, map_own
-
-most = int(pathlib.Path("/proc/sys/vm/max_map_count").read_text())
-libc = ctypes.CDLL(None, use_errno=True)
-held = mmap.mmap(-1, (most + 2) * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-base = ctypes.addressof(ctypes.c_char.from_buffer(held))
-for page in range(0, most + 2, 2):  # each splits the mapping once more
-    if libc.mprotect(ctypes.c_void_p(base + page * mmap.PAGESIZE), mmap.PAGESIZE, mmap.PROT_READ):
-        break
-fd = create_memfd("test", 1 << 21)
-try:
-    kept = [map_own("test", fd, 1 << 21) for _ in range(16)]
-except OutOfMemory as error:
-    print(error)
-"""
-
-
 def test_a_process_with_too_many_mappings_is_told_so() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", TOO_MANY_MAPPINGS], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, PROGRAMS / "transport/too_many_mappings.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert "vm.max_map_count" in done.stdout, done.stderr

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 from support.netns import netns
 
 from zbmd.tools.lab.network.netns import Lab, LabError, LabHost, sweep
@@ -42,18 +43,10 @@ def test_each_host_has_a_name_an_address_and_a_home_of_its_own() -> None:
     assert interfaces() == before
 
 
-KILLED = """
-import os, signal, sys
-from zbmd.tools.lab.network.netns import Lab
-with Lab(2, shaped=sys.argv[1] == "shaped") as lab:
-    print("made", flush=True)
-    signal.pause()
-"""
-
-
 @pytest.mark.parametrize("kind", ["bridged", "shaped"])
 def test_nothing_is_left_of_one_that_is_killed(kind: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, kind], stdout=subprocess.PIPE) as made:
+    command = [sys.executable, PROGRAMS / "transport/killed_lab.py", kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as made:
         assert made.stdout is not None
         assert made.stdout.readline() == b"made\n"
         children = Path(f"/proc/{made.pid}/task/{made.pid}/children").read_text().split()

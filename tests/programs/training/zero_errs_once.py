@@ -1,0 +1,47 @@
+"""A rank of a ZeRO job: rank 1 computes with a NaN in one attempt at one step; argv: the job's."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import zbmd
+from zbmd.training.__main__ import options_of, parser
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.optim.mixed_precision import LossScale
+from zbmd.training.replicated.job import open_recipe
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+
+
+def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe, zero: ZeroOptions) -> None:
+    trainer = ZeroTrainer(worker, group, recipe, zero)
+    trainer.run_step()
+    attempt, part = trainer._attempt, trainer.own.part(1)
+
+    def errs(scale: LossScale) -> float:
+        trainer._attempt, kept = attempt, part[0]
+        part[0] = float("nan")
+        try:
+            return attempt(scale)
+        finally:
+            part[0] = kept
+
+    if worker.rank == 1:
+        trainer._attempt = errs
+    try:
+        trainer.run_step()
+    except TrainingDiverged as error:
+        print(f"told {error}")
+
+
+async def main() -> None:
+    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    zero = ZeroOptions(stage=1)
+    async with zbmd.join(arena=arena_bytes_needed(recipe.model, recipe.config, zero, ranks=2)) as worker:
+        group = await zbmd.group(worker)
+        await asyncio.to_thread(train, worker, group, recipe, zero)
+        await group.close()
+
+
+zbmd.run(main())

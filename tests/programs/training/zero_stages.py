@@ -1,0 +1,61 @@
+"""A rank that trains with each ZeRO stage and storage, then with a NaN on rank 1; argv: the job's."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sys
+from dataclasses import replace
+
+import zbmd
+from zbmd.training.__main__ import options_of, parser
+from zbmd.training.optim import MuonConfig
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.optim.mixed_precision import Storage
+from zbmd.training.replicated.job import open_recipe
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+
+FEW = os.environ["WORLD_SIZE"] == "2"
+KINDS: dict[Storage, int] = {"float32": 50} if FEW else {"float32": 50, "bfloat16": 6, "float16": 6}
+OPTIONS = [
+    (ZeroOptions(stage=stage, storage=storage, prefetch=stage, loss_scale=2.0**24), steps)
+    for storage, steps in KINDS.items()
+    for stage in (1, 2, 3)
+]
+
+
+def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
+    for zero, steps in OPTIONS:
+        trainer = ZeroTrainer(worker, group, recipe, zero)
+        done = [trainer.run_step() for _ in range(steps)][-1]
+        digest = hashlib.sha256(trainer.weights().data).hexdigest()
+        if worker.rank == 0:
+            told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"
+            print(f"{zero.storage} stage {zero.stage}: {told}")
+    group.blocking.barrier()
+    # Of stage 1 each rank has weights of its own; of stage 3 all gather those of their owner.
+    stage = 1 if FEW else 3
+    trainer = ZeroTrainer(worker, group, recipe, OPTIONS[stage - 1][0])
+    if worker.rank == 1:
+        trainer.own.part(1)[0] = float("nan")
+    try:
+        trainer.run_step()
+    except TrainingDiverged as error:
+        print(f"told {error}")
+
+
+async def main() -> None:
+    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    if os.environ["OPTIMIZER"] == "muon":
+        recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
+    ranks = int(os.environ["WORLD_SIZE"])
+    sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
+    async with zbmd.join(arena=sum(sizes) + sizes[0]) as worker:
+        group = await zbmd.group(worker)
+        await asyncio.to_thread(train, worker, group, recipe)
+        await group.close()
+
+
+zbmd.run(main())

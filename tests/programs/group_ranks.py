@@ -51,7 +51,7 @@ async def use(worker: zbmd.Worker, part: Any, value: Any, result: Any) -> None:
     if me == 1:
         assert inner is None
     else:
-        assert inner.rank == [2, 0].index(me)
+        assert inner is not None and inner.rank == [2, 0].index(me)
         assert result(await inner.broadcast(mine.copy(), 0))[0] == CHOSEN[2]
         await inner.close()
 

@@ -17,8 +17,7 @@ from zbmd.collectives.communicator.pieces import Job, PieceRunner, Single
 from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.execution.executor import a_core_each
-from zbmd.collectives.execution.make_executor import make_executor
-from zbmd.collectives.execution.remote_executor import RemoteExecutor
+from zbmd.collectives.execution.remote_executor import RemoteExecutor, make_executor
 from zbmd.collectives.flight._flight import COMPLETE, FAILED
 from zbmd.collectives.flight.recorder import FlightLog, FlightRecord
 from zbmd.collectives.native._fast_path import Lane, LaneCalls, Turnstile

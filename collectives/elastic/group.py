@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from functools import wraps
-from typing import Any, Final, ParamSpec, TypeVar, assert_never
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, assert_never
 
 import numpy as np
 import structlog
@@ -19,10 +19,9 @@ from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.communicator.blocking import OnLoop, timeout_ns
 from zbmd.collectives.communicator.communicator import Communicator
-from zbmd.collectives.communicator.peer_reading import NOT_TRIED
+from zbmd.collectives.communicator.peer_reading import NOT_TRIED, Reading
 from zbmd.collectives.device.arrays import called_here
 from zbmd.collectives.elastic.calls import ElasticCalls
-from zbmd.collectives.elastic.exchange import meet
 from zbmd.collectives.elastic.split_history_actor import open_asks
 from zbmd.collectives.elastic.subgroups import GroupChannels, Home
 from zbmd.collectives.elastic.views import views_of
@@ -40,11 +39,36 @@ from zbmd.collectives.repair.adoption import AdoptedInput, AdoptedInputs, Public
 from zbmd.collectives.repair.events import Inputs, Outcome
 from zbmd.collectives.repair.machine import REPAIR, RepairState, repair_config
 from zbmd.collectives.repair.splits import Split
-from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel
+from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report, pinned
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
+
+
+class Met(NamedTuple):
+    """What the members of a view agree on: their reports in order, the cost model, who reads whom."""
+
+    told: list[ExchangedReport]
+    measured: MeasuredModel | None
+    reading: Reading
+
+
+def meet(c: Communicator, mine: ExchangedReport, known: Reading, *, ranks: int, deadline_ns: int) -> Met:
+    """Exchange the reports of a view's members before its first operation; on the data-plane thread of all.
+
+    `known`: the trial of reading whose number is in `mine`. `ranks`: of the job. Raises as an all-gather, and
+    `RemoteProtocolError`.
+    """
+    rows = c.all_gather(encode_report(mine, ranks=ranks), deadline_ns=deadline_ns)
+    told = [decode_report(row, rank) for rank, row in zip(c.members, rows, strict=True)]
+    # Who has tried it together need not again, whoever of them is gone: a repair is not the time for it.
+    if known.number and all(one.reading == known.number for one in told):
+        c.read_peers(known)
+    else:
+        c.try_reading(deadline_ns=deadline_ns)
+    return Met(told, pinned(c, (one.measured for one in told), deadline_ns), c.reading)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

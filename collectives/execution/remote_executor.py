@@ -26,8 +26,10 @@ from zbmd.collectives.execution.executor import (
     SPINS_REMOTE,
     Call,
     Executor,
+    MappedExecutor,
     group_identity,
     no_executor,
+    require_members,
 )
 from zbmd.collectives.execution.plan import Plan
 from zbmd.collectives.execution.remote_drive import Driver
@@ -48,6 +50,33 @@ from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.rdma.remote_memory import RemoteMemory
+
+
+def make_executor(
+    *,
+    segment: Segment,
+    peers: Mapping[int, PeerMemory],
+    members: tuple[int, ...],
+    rank: int,
+    epoch: int,
+    channel: int,
+) -> Executor:
+    """Make the executor for `members` at `epoch` on `channel`: a mapped one if all of them share memory.
+
+    `peers` may hold more than the members. Raises `LocalProtocolError` if members and peers do not fit, or
+    the channel has been used in this epoch.
+    """
+    require_members(members, rank, peers)
+    group = {member: peers[member] for member in members if member != rank}
+    mapped = {member: memory for member, memory in group.items() if isinstance(memory, PeerSegment)}
+    if len(mapped) == len(group):
+        return MappedExecutor(
+            segment=segment, peers=mapped, members=members, rank=rank, epoch=epoch, channel=channel
+        )
+    return RemoteExecutor(
+        segment=segment, peers=group, members=members, rank=rank, epoch=epoch, channel=channel
+    )
+
 
 SentT = TypeVar("SentT")
 _WORD_BYTES = 8

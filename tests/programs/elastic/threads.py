@@ -29,9 +29,10 @@ def parted(group: zbmd.ElasticGroup, rank: int) -> zbmd.ElasticGroup:
     part = group.blocking.split(rank % 2, timeout=60)  # operation 1
     assert part is not None
     if rank != 1:
-        part.blocking.send(np.full(3, rank), 2 - rank, tag=5)
+        assert part.rank == rank // 2
+        part.blocking.send(np.full(3, rank), 1 - part.rank, tag=5)
         got = part.blocking.recv(tag=5, timeout=40)
-        assert (got.source, int(got.array.sum())) == (2 - rank, 3 * (2 - rank)), got
+        assert (got.source, int(got.array.sum())) == (1 - part.rank, 3 * (2 - rank)), got
     return part
 
 

@@ -91,19 +91,23 @@ class Blocking(BlockingCalls):
     """`group.blocking`: the operations of `Group` with the same arguments, results and errors."""
 
     def __init__(self, communicator: Communicator, submit: Submit) -> None:
-        super().__init__(communicator.lane, _TIMEOUT_NS_DEFAULT)
+        super().__init__(communicator.fast_path, _TIMEOUT_NS_DEFAULT)
         self._communicator = communicator
         self._submit = submit
 
-    def lane_failed(self) -> NoReturn:
-        """Raise what became of the lane's call."""
-        self._communicator.lane_failed()
+    def fast_path_failed(self) -> NoReturn:
+        """Raise what became of the fast path's call."""
+        self._communicator.fast_path_failed()
 
     def _all_reduce(
         self, x: Any, out: Any, op: str, algorithm: str, timeout: float | None, priority: int
     ) -> Any:
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
-        done = None if priority else self._lane.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
+        done = (
+            None
+            if priority
+            else self._fast_path.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
+        )
         if done is None:
             x, out = taken(x), taken(out)
             return self._run(
@@ -111,7 +115,7 @@ class Blocking(BlockingCalls):
                 lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns),
                 priority,
             )
-        return (x if out is None else out) if done else self._communicator.lane_failed()
+        return (x if out is None else out) if done else self._communicator.fast_path_failed()
 
     def all_reduce_many(
         self,
@@ -134,22 +138,26 @@ class Blocking(BlockingCalls):
     def broadcast(self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0) -> Any:
         """As `Group.broadcast`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
-        done = None if priority else self._lane.run_now(_BROADCAST, x, None, "sum", "auto", root, limit_ns)
+        done = (
+            None if priority else self._fast_path.run_now(_BROADCAST, x, None, "sum", "auto", root, limit_ns)
+        )
         if done is None:
             x = taken(x)
             return self._run(limit_ns, lambda c, end_ns: c.broadcast(x, root, deadline_ns=end_ns), priority)
-        return x if done else self._communicator.lane_failed()
+        return x if done else self._communicator.fast_path_failed()
 
     def barrier(self, *, timeout: float | None = None, priority: int = 0) -> None:
         """As `Group.barrier`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
         done = (
-            None if priority else self._lane.run_now(_BARRIER, None, None, "sum", "auto", NO_ROOT, limit_ns)
+            None
+            if priority
+            else self._fast_path.run_now(_BARRIER, None, None, "sum", "auto", NO_ROOT, limit_ns)
         )
         if done is None:
             self._run(limit_ns, lambda c, end_ns: c.barrier(deadline_ns=end_ns), priority)
         elif not done:
-            self._communicator.lane_failed()
+            self._communicator.fast_path_failed()
 
     def reduce(
         self,
@@ -231,7 +239,7 @@ class Blocking(BlockingCalls):
     def _run(self, limit_ns: int, operation: Callable[[Communicator, int], Any], priority: int) -> Any:
         """Run an operation here, or on the group's thread if others wait there."""
         end_ns = now_ns() + limit_ns
-        if self._lane.queued or priority:
+        if self._fast_path.queued or priority:
             queued: Future[Any] = self._submit(lambda c: operation(c, end_ns), priority, end_ns)
             return given_back(queued.result())
         return given_back(operation(self._communicator, end_ns))

@@ -76,7 +76,7 @@ class Calls(Runs):
     def _new(x: Any, like: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
         """A new array for the result of a plain `x`; None for any other.
 
-        It is made before the lane is asked, which takes calls whose arrays are all there.
+        It is made before the fast path is asked, which takes calls whose arrays are all there.
         """
         return np.empty(like(x.shape), x.dtype) if type(x) is np.ndarray else None
 

@@ -123,9 +123,9 @@ class Communicator(CoalescedOperations):
         Returns the result at the root and None elsewhere, where `x` stays intact and `out` is not used.
         `algorithm`: auto, eager, direct, shared or tree.
         """
-        done = self.lane.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
+        done = self.fast_path.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
         if done is not None:
-            return self._at_root(root, x if out is None else out) if done else self.lane_failed()
+            return self._at_root(root, x if out is None else out) if done else self.fast_path_failed()
         given, place = as_placed(x, "x"), self._root(root)
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         at_root, source = place == self.place, packed(given)
@@ -155,9 +155,9 @@ class Communicator(CoalescedOperations):
 
         `algorithm`: auto, eager, direct or tree.
         """
-        done = self.lane.run(_BROADCAST, x, None, "sum", algorithm, root, deadline_ns)
+        done = self.fast_path.run(_BROADCAST, x, None, "sum", algorithm, root, deadline_ns)
         if done is not None:
-            return x if done else self.lane_failed()
+            return x if done else self.fast_path_failed()
         place = self._root(root)
         given = as_placed(x, "x")
         # The root's array is only read, so it need not be writeable.
@@ -181,9 +181,9 @@ class Communicator(CoalescedOperations):
         """
         if out is None:
             out = self._new(x, lambda shape: (self.size, *shape))
-        done = self.lane.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
+        done = self.fast_path.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
         if done is not None:
-            return out if done else self.lane_failed()
+            return out if done else self.fast_path_failed()
         given = as_placed(x, "x")
         result, target = self._output(out, (self.size, *given.shape), given)
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
@@ -208,9 +208,9 @@ class Communicator(CoalescedOperations):
         """
         if out is None and root == self.place:
             out = self._new(x, lambda shape: (self.size, *shape))
-        done = self.lane.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
+        done = self.fast_path.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
         if done is not None:
-            return self._at_root(root, out) if done else self.lane_failed()
+            return self._at_root(root, out) if done else self.fast_path_failed()
         given, place = as_placed(x, "x"), self._root(root)
         source = as_bytes(packed(given), "x")
         layout = gather_layout((source.size,) * self.size, place)
@@ -238,9 +238,9 @@ class Communicator(CoalescedOperations):
         """
         if out is None and root == self.place:
             out = self._new(x, lambda shape: shape[1:])
-        done = self.lane.run(_SCATTER, x, out, "sum", algorithm, root, deadline_ns)
+        done = self.fast_path.run(_SCATTER, x, out, "sum", algorithm, root, deadline_ns)
         if done is not None:
-            return out if done else self.lane_failed()
+            return out if done else self.fast_path_failed()
         place = self._root(root)
         source: Placed | None = None
         if place == self.place:
@@ -272,9 +272,9 @@ class Communicator(CoalescedOperations):
         """
         if out is None:
             out = self._new(x, lambda shape: shape[1:])
-        done = self.lane.run(_REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT, deadline_ns)
+        done = self.fast_path.run(_REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT, deadline_ns)
         if done is not None:
-            return out if done else self.lane_failed()
+            return out if done else self.fast_path_failed()
         given = as_placed(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         self._blocks_of(given)
@@ -298,9 +298,9 @@ class Communicator(CoalescedOperations):
 
     def barrier(self, *, deadline_ns: int = 0) -> None:
         """Return once every member has called it."""
-        done = self.lane.run(_BARRIER, None, None, "sum", "auto", NO_ROOT, deadline_ns)
+        done = self.fast_path.run(_BARRIER, None, None, "sum", "auto", NO_ROOT, deadline_ns)
         if done is False:
-            self.lane_failed()
+            self.fast_path_failed()
         if done:
             return
         shape = shape_of(self._ask(Operation.BARRIER, "auto", 0, BYTES_CODE))

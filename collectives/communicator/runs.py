@@ -20,7 +20,7 @@ from zbmd.collectives.execution.executor import a_core_each
 from zbmd.collectives.execution.remote_executor import RemoteExecutor, make_executor
 from zbmd.collectives.flight._flight import COMPLETE, FAILED
 from zbmd.collectives.flight.recorder import FlightLog, FlightRecord
-from zbmd.collectives.native._fast_path import Lane, LaneCalls, Turnstile
+from zbmd.collectives.native._fast_path import FastPath, FastPathCalls, Turnstile
 from zbmd.collectives.programs.program import IN, OUT, PUB
 from zbmd.transport import kill_points as faults
 from zbmd.transport.cuda.api import CudaFault
@@ -31,7 +31,7 @@ from zbmd.transport.native._native import address_of, now_ns
 
 NO_ROOT: Final = -1
 """What is said as the root of a call that has none."""
-_LANE_BUFFERS = frozenset((OUT, PUB, IN))
+_FAST_PATH_BUFFERS = frozenset((OUT, PUB, IN))
 
 OnFlight: TypeAlias = Callable[[FlightRecord, Sequence[Array]], None]
 """Takes an operation as it begins, without results, and again as it ends, with them."""
@@ -47,7 +47,7 @@ class Said(NamedTuple):
     root: int
 
 
-class Runs(LaneCalls):
+class Runs(FastPathCalls):
     """One member's end of a group in one epoch; see `Communicator`, which adds the operations."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Runs(LaneCalls):
         self._turnstile = Turnstile()
         self._taught_inbox = self._executor.inbox
         self.reading = NOT_TRIED
-        self.lane = Lane(
+        self.fast_path = FastPath(
             self._executor.native,
             self._turnstile,
             self.flight.ring,
@@ -95,19 +95,19 @@ class Runs(LaneCalls):
             counts=clock_counts_ticks(),
         )
         if isinstance(self._executor, RemoteExecutor):
-            self.lane.far = self._executor.resume
-        self.lane.open = not faults.armed()
+            self.fast_path.far = self._executor.resume
+        self.fast_path.open = not faults.armed()
         self._ended = ""
         self._closed = False
 
     @property
     def on_flight(self) -> OnFlight | None:
-        """Who hears of each operation as it begins and ends. The lane, which tells nobody, is then closed."""
+        """The observer of operations as they begin and end. Setting one closes the fast path."""
         return self._on_flight
 
     @on_flight.setter
     def on_flight(self, hears: OnFlight) -> None:
-        self.lane.open = False
+        self.fast_path.open = False
         self._on_flight = hears
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class Runs(LaneCalls):
     def abort(self) -> None:
         """End the running operation with `OperationAborted`, and every later one; from any thread."""
         self._ended = self._ended or "it was aborted"
-        self.lane.open = False
+        self.fast_path.open = False
         self._executor.abort()
 
     def give_up(self) -> None:
@@ -153,7 +153,7 @@ class Runs(LaneCalls):
                 self._executor.give_up()
                 self._executor.release()
                 self._close_devices()
-                self.lane.forget()
+                self.fast_path.forget()
                 self._taught_inbox = self._executor.inbox
 
     def _close_devices(self) -> None:
@@ -179,7 +179,7 @@ class Runs(LaneCalls):
         Points are those of `Plan.kill_points`; `sequence + 1` is the next run.
         """
         self._executor.kill_at(sequence, point)
-        self.lane.kill_at(sequence, point)
+        self.fast_path.kill_at(sequence, point)
 
     def always_go(self, way: int) -> None:
         """For tests and benchmarks: as the first rank, have runs go this way (`_program.CACHED` and so on),
@@ -188,10 +188,10 @@ class Runs(LaneCalls):
         self._executor.native.always(way)
 
     def _perform(self, job: Job, deadline_ns: int, said: Said | None = None) -> None:
-        """Run a job in turn. `said`: the call behind it, if the lane may take others like it."""
+        """Run a job in turn. `said`: the call behind it, if the fast path may take others like it."""
         with self._turnstile:
             self._perform_in_turn(job, deadline_ns)
-            if said is not None and self.lane.open and self._runner.single is not None:
+            if said is not None and self.fast_path.open and self._runner.single is not None:
                 self._teach(said, job, self._runner.single)
 
     def _perform_in_turn(self, job: Job, deadline_ns: int) -> None:
@@ -222,7 +222,7 @@ class Runs(LaneCalls):
         said = str(error) or type(error).__name__
         self.flight.ring.end(FAILED, self._executor.native.met_ns, now_ns(), said)
         self._ended = self._ended or f"{name} failed: {error}"
-        self.lane.open = False
+        self.fast_path.open = False
         if isinstance(error, MembersLost):
             self._executor.abort()  # the peers have their own notice, and it names the lost
         else:
@@ -230,25 +230,25 @@ class Runs(LaneCalls):
         if self.on_fault is not None and not isinstance(error, MembersLost | OperationAborted):
             self.on_fault(f"{name}: {said}")
 
-    def lane_failed(self) -> NoReturn:
-        """Raise what became of the lane's call, which still has the turn."""
-        shape = self.lane.failed
+    def fast_path_failed(self) -> NoReturn:
+        """Raise what became of the fast path's call, which still has the turn."""
+        shape = self.fast_path.failed
         if shape is None:
-            raise LocalProtocolError("no call of the lane has failed")
+            raise LocalProtocolError("no call of the fast path has failed")
         try:
-            error = self._executor.error_of(self.lane.status, shape.plan)
+            error = self._executor.error_of(self.fast_path.status, shape.plan)
             self._give_up(shape.plan.request.operation.name.lower(), error)
             raise error
         finally:
             self._turnstile.__exit__(None, None, None)
 
     def _teach(self, said: Said, job: Job, single: Single) -> None:
-        """Have the lane take calls like this one from now on, if its arrays were used as they were given."""
+        """Have the fast path take calls like this one from now on, if its arrays were used where they lie."""
         plan, call = single.plan, single.call
         if self._executor.far and not plan.eager:
             return
         if self._executor.inbox is not self._taught_inbox:
-            self.lane.forget()  # what it learnt keeps the inbox that has been outgrown
+            self.fast_path.forget()  # what it learnt keeps the inbox that has been outgrown
             self._taught_inbox = self._executor.inbox
         given = [array for array in (said.x, said.out) if array is not None]
         if not all(_as_given(array) for array in given):
@@ -264,11 +264,11 @@ class Runs(LaneCalls):
                 places[buffer] = False
             else:
                 return
-        if not _LANE_BUFFERS.issuperset(places):
+        if not _FAST_PATH_BUFFERS.issuperset(places):
             return
         name, numbers = plan.request.operation.name.lower(), self.flight.ring.number
         in_arena = plan if plan.in_arena is None else plan.in_arena
-        self.lane.learn(
+        self.fast_path.learn(
             plan,
             plan.native,
             said.x,
@@ -287,5 +287,5 @@ class Runs(LaneCalls):
 
 
 def _as_given(array: Any) -> bool:
-    """Whether the lane can look at such an array: a plain one, its elements one after the other."""
+    """Whether the fast path can look at such an array: a plain one, its elements one after the other."""
     return type(array) is np.ndarray and array.flags.c_contiguous and array.size > 0

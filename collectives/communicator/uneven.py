@@ -42,9 +42,9 @@ class UnevenOperations(Calls):
         """
         if out is None:
             out = self._new(x, lambda shape: shape)
-        done = self.lane.run(_ALL_TO_ALL, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
+        done = self.fast_path.run(_ALL_TO_ALL, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
         if done is not None:
-            return out if done else self.lane_failed()
+            return out if done else self.fast_path_failed()
         given = self._blocks_of(as_placed(x, "x"))
         result, target = self._output(out, given.shape, given)
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")

@@ -124,7 +124,7 @@ class Executor(ABC):
         self._addresses = np.zeros(BUFFERS, np.uint64)
         self._kill_at: tuple[int, int] | None = None
         self.raised: Exception | None = None
-        """What has ended a run of the lane, if it was none of the native statuses."""
+        """What has ended a run of the fast path, if it was none of the native statuses."""
 
     @abstractmethod
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:

@@ -195,7 +195,7 @@ class RemoteExecutor(Executor):
         return self._run(plan, begin_and_lend, walk, deadline_ns, kill_point, fetcher.asked, lent)
 
     def resume(self, plan: Plan, deadline_ns: int, kill_point: int) -> int:
-        """Run an eager plan whose arguments the lane has filled in; returns a STATUS. Raises nothing."""
+        """Run an eager plan whose arguments the fast path has filled in; returns a STATUS. Raises nothing."""
         group = self._group
         try:
             return self._run(
@@ -205,7 +205,7 @@ class RemoteExecutor(Executor):
                 deadline_ns,
                 kill_point,
             )
-        except Exception as error:  # noqa: BLE001 -- the lane has the turn, and `Runs.lane_failed` raises it
+        except Exception as error:  # noqa: BLE001 -- the fast path has the turn, and `Runs.fast_path_failed` raises it
             self.raised = error
             return STATUS_ABORTED
 

@@ -76,7 +76,7 @@ class Group:
         self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
         self._turns = PriorityTurns() if priorities else None
         if priorities:
-            communicator.lane.queue(1)  # no call goes past the others
+            communicator.fast_path.queue(1)  # no call goes past the others
         self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
         self.tagged: Tagged | None = None
         self.home: Home | None = None
@@ -110,7 +110,7 @@ class Group:
             raise LocalProtocolError(
                 f"{OPERATIONS_IN_FLIGHT_MAX} operations are in flight on {self!r}: await some of them first"
             )
-        self.communicator.lane.queue(1)
+        self.communicator.fast_path.queue(1)
         try:
             if self._turns is None:
                 future = self._data_plane.submit(operation, self.communicator)
@@ -123,7 +123,7 @@ class Group:
         return future
 
     def _done(self) -> None:
-        self.communicator.lane.queue(-1)
+        self.communicator.fast_path.queue(-1)
         self._slots.release()
 
     async def run(
@@ -470,7 +470,7 @@ class Group:
             await self.tagged.close()
         # What is queued is not cancelled: it ends by itself, with `OperationAborted`. A future that its
         # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
-        if self.communicator.lane.queued:
+        if self.communicator.fast_path.queued:
             await asyncio.to_thread(self._data_plane.shutdown)
         else:  # its thread is idle: who goes on to the next view need not wait for its end
             self._data_plane.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""The turnstile and the lane of calls that have been made before. See _fast_path.pyi."""
+"""The turnstile and the fast path of calls that have been made before. See _fast_path.pyi."""
 
 
 cdef class Turnstile:

@@ -13,7 +13,7 @@ from zbmd.collectives.native._stepper import NativeGroup
 WAITING_MAX: Final[int]
 """Threads that may wait for their turn on one communicator."""
 SHAPES_MAX: Final[int]
-"""Calls that a lane knows; one more takes another's place."""
+"""Calls that a fast path knows; one more takes another's place."""
 LOOKS_WITH_GIL: Final[int]
 """Looks for the other members before a small operation lets go of the GIL: some microseconds."""
 QUICK_BYTES_MAX: Final[int]
@@ -39,7 +39,7 @@ class Shape:
     @property
     def plan(self) -> Plan: ...
 
-class Lane:
+class FastPath:
     """The way of calls that have been made before past all that decided how they run.
 
     A call that it takes is the very one that the executor would make: the same program, descriptor,
@@ -127,16 +127,16 @@ class Lane:
     def run(
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, deadline_ns: int
     ) -> bool | None:
-        """None: this call is not for the lane. True: done. False: failed, see `failed`."""
+        """None: this call is not for the fast path. True: done. False: failed, see `failed`."""
     def run_now(
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, timeout_ns: int
     ) -> bool | None:
         """As `run`, unless operations wait for another thread: they come first."""
 
-class LaneCalls:
-    """The call that is made most often, with no frame of Python's between it and its lane."""
+class FastPathCalls:
+    """The call that is made most often, with no frame of Python's between it and its fast path."""
 
-    lane: Lane
+    fast_path: FastPath
 
     def all_reduce(
         self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
@@ -148,16 +148,16 @@ class LaneCalls:
         ring, bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
         """
     def _all_reduce(self, x: Any, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any:
-        """A call that is not for the lane."""
-    def lane_failed(self) -> NoReturn:
-        """Raise what became of the lane's call."""
+        """A call that is not for the fast path."""
+    def fast_path_failed(self) -> NoReturn:
+        """Raise what became of the fast path's call."""
 
 class BlockingCalls:
-    """As `LaneCalls`, for `Group.blocking`. limit_ns: the time of a call that says nothing else."""
+    """As `FastPathCalls`, for `Group.blocking`. limit_ns: the time of a call that says nothing else."""
 
     @property
-    def _lane(self) -> Lane: ...
-    def __init__(self, lane: Lane, limit_ns: int) -> None: ...
+    def _fast_path(self) -> FastPath: ...
+    def __init__(self, fast_path: FastPath, limit_ns: int) -> None: ...
     def all_reduce(
         self,
         x: Any,
@@ -172,6 +172,6 @@ class BlockingCalls:
     def _all_reduce(
         self, x: Any, out: Any, op: str, algorithm: str, timeout: float | None, priority: int
     ) -> Any:
-        """A call that is not for the lane, or says more."""
-    def lane_failed(self) -> NoReturn:
-        """Raise what became of the lane's call."""
+        """A call that is not for the fast path, or says more."""
+    def fast_path_failed(self) -> NoReturn:
+        """Raise what became of the fast path's call."""

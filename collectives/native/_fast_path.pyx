@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""The turnstile and the lane of calls that have been made before. See _fast_path.pyi."""
+"""The turnstile and the fast path of calls that have been made before. See _fast_path.pyi."""
 
 import threading
 
@@ -120,7 +120,7 @@ cdef inline bint usable(object x, bint writes):
 
 
 @cython.final
-cdef class Lane:
+cdef class FastPath:
     """The way of calls that have been made before past everything that decided how they run."""
 
     cdef NativeGroup group
@@ -335,35 +335,35 @@ cdef class Lane:
         self.ring.leave(F_COMPLETE, met_ns, max(met_ns, zbmd_quick_ns(&self.clock.clock)))
 
 
-cdef class LaneCalls:
+cdef class FastPathCalls:
     """See _fast_path.pyi."""
 
-    cdef public Lane lane
+    cdef public FastPath fast_path
 
     def all_reduce(self, x, out=None, *, str op not None="sum", str algorithm not None="auto", uint64_t deadline_ns=0):
-        done = self.lane._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns, 0)
+        done = self.fast_path._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns, 0)
         if done is None:
             return self._all_reduce(x, out, op, algorithm, deadline_ns)
         if not done:
-            self.lane_failed()
+            self.fast_path_failed()
         return x if out is None else out
 
 
 cdef class BlockingCalls:
     """See _fast_path.pyi."""
 
-    cdef readonly Lane _lane
+    cdef readonly FastPath _fast_path
     cdef uint64_t _limit_ns
 
-    def __init__(self, Lane lane not None, uint64_t limit_ns):
-        self._lane, self._limit_ns = lane, limit_ns
+    def __init__(self, FastPath fast_path not None, uint64_t limit_ns):
+        self._fast_path, self._limit_ns = fast_path, limit_ns
 
     def all_reduce(self, x, *, out=None, str op not None="sum", str algorithm not None="auto", timeout=None, int priority=0):
         done = None
-        if timeout is None and priority == 0 and self._lane.queued == 0:
-            done = self._lane._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, 0, self._limit_ns)
+        if timeout is None and priority == 0 and self._fast_path.queued == 0:
+            done = self._fast_path._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, 0, self._limit_ns)
         if done is None:
             return self._all_reduce(x, out, op, algorithm, timeout, priority)
         if not done:
-            self.lane_failed()
+            self.fast_path_failed()
         return x if out is None else out

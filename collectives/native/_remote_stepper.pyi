@@ -50,7 +50,7 @@ class RemoteGroup(NativeGroup):
     ) -> None:
         """Publish the descriptor of the next operation in our segment. Arguments and errors: see `run`."""
     def resume(self, program: NativeProgram) -> None:
-        """As `begin`, of a run that a lane has filled in."""
+        """As `begin`, of a run that a fast path has filled in."""
     def own_extent(self, program: NativeProgram, buffer: int) -> tuple[int, int]:
         """Offset in our segment and bytes of one of our buffers, as our descriptor tells it."""
     def extent(self, program: NativeProgram, rank: int, buffer: int) -> tuple[int, int]:

@@ -136,7 +136,7 @@ def test_nor_does_it_in_a_call_by_the_lane(run_ranks: RunRanks, name: str, hosts
     [(name, (0, 0)) for name in ("direct", "swap", "eager", *OPERATIONS_OF_TWO)] + [("ring", (0, 1))],
 )
 def test_nobody_dies_behind_the_last_point(run_ranks: RunRanks, name: str, hosts: tuple[int, ...]) -> None:
-    """Neither in a first call nor in one by the lane: a sweep up to the last point has tried them all."""
+    """Neither in a first call nor in one by the fast path: a sweep up to the last point tries them all."""
     operation = (OPERATIONS | OPERATIONS_OF_TWO)[name]
     run_hosts = partial(run_ranks, hosts=hosts)
     points = points_of(run_hosts, lambda p: operation(p, p.communicator()), len(hosts))
@@ -146,7 +146,7 @@ def test_nobody_dies_behind_the_last_point(run_ranks: RunRanks, name: str, hosts
         for beyond in (0, 1):
             c.kill_at(c.sequence + 1, points[p.rank] + beyond)
             assert operation(p, c).any()
-        return c.lane.taken
+        return c.fast_path.taken
 
     assert run_hosts(len(hosts), body) == [int(hosts == (0, 0))] * len(hosts)
 

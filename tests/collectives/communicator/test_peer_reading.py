@@ -42,7 +42,7 @@ def every_operation(c: Communicator, x: Any, make: Callable[[Any], Any], end: in
     n, rank = c.size, c.rank
     rows = np.stack([np.roll(x, at) for at in range(n)])
     results = []
-    for _ in range(2):  # the second time by the lane
+    for _ in range(2):  # the second time by the fast path
         for root in (0, n - 1):
             results.append(checksum(c.broadcast(make(x), root, deadline_ns=end)))
             reduced = c.reduce(make(x), root, make(np.zeros_like(x)), deadline_ns=end)
@@ -77,7 +77,7 @@ def test_every_operation_has_the_bits_of_arrays_in_the_arena(run_ranks: RunRanks
             mixed = arena.from_array if p.rank == 1 else np.copy
             assert every_operation(c, x, mixed, p.soon()) == expected
             assert arena.used_bytes <= used
-        assert c.lane.taken > 0
+        assert c.fast_path.taken > 0
 
     run_ranks(n, body, arena_bytes=64 << 20)
 

@@ -66,7 +66,7 @@ def test_whichever_way_the_bytes_go(run_ranks: RunRanks, way: int) -> None:
         c.always_go(way)
         x = p.segment.arena.from_array(values(p.rank, count, np.float32))
         out = p.segment.arena.empty(count, np.float32)
-        for turn in range(4):  # most of them by the lane
+        for turn in range(4):  # most of them by the fast path
             got = c.reduce(x, 1, out if p.rank == 1 or turn % 2 else None, deadline_ns=p.soon())
             if got is not None:
                 expected = values(0, count, np.float32) + values(1, count, np.float32)

@@ -84,7 +84,7 @@ PLACES = ("arena", "ordinary", "mixed", "one in, one out", "out elsewhere")
 def test_ranks_read_each_other_only_if_the_arrays_of_all_lie_in_the_arena(
     run_ranks: RunRanks, way: int
 ) -> None:
-    """Calls of one shape one after the other, most of them by the lane, whose arrays are here or there."""
+    """Calls of one shape one after the other, most by the fast path, whose arrays are here or there."""
     count = 70_001
 
     def body(p: Any) -> list[list[Any]]:
@@ -109,7 +109,7 @@ def test_ranks_read_each_other_only_if_the_arrays_of_all_lie_in_the_arena(
                 got = c.all_reduce(given, None if target is given else target, deadline_ns=p.soon())
                 assert got is target
                 assert got.tobytes() == (values[0] + values[1]).tobytes(), (turn, place)
-        taken = c.lane.taken
+        taken = c.fast_path.taken
         assert taken >= 2 * len(PLACES)
         return [[flight.algorithm for flight in c.flight], [place for place in PLACES for _ in range(2)]]
 
@@ -165,7 +165,7 @@ def test_an_inbox_that_is_outgrown_or_closed_goes_back(run_ranks: RunRanks) -> N
                 c.all_reduce(x, algorithm="swap", deadline_ns=p.soon())
                 assert (x == 2.0 ** (turn + 1)).all()
         c.barrier(deadline_ns=p.soon())
-        taken = c.lane.taken
+        taken = c.fast_path.taken
         assert taken >= 2 * 4
         c.close()
         assert p.segment.inbox.used_bytes == 0

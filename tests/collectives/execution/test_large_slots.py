@@ -51,7 +51,7 @@ def every_operation(p: Any, c: Any, count: int, algorithm: str) -> list[bytes]:
         for array in given:
             array.fill(77)
 
-    for root in c.members:  # the second time by the lane
+    for root in c.members:  # the second time by the fast path
         x = values(p.rank, count)
         took(c.all_reduce(x, np.empty_like(x), **soon), x)
         x = values(p.rank, count)
@@ -91,7 +91,7 @@ def test_long_inputs_travel_in_parts(run_ranks: RunRanks, *, at_once: bool) -> N
             patch.setattr(BulkPeer, "put_now", sometimes)
             for count in (PART_BYTES // 4 + 2, PAIR_BYTES // 4):
                 assert every_operation(p, c, count, "eager") == every_operation(p, c, count, "direct")
-        assert sent[0] > 0 and c.lane.taken > 0
+        assert sent[0] > 0 and c.fast_path.taken > 0
 
     run_ranks(2, body, hosts=HOSTS, inbox_bytes=(ROOMY, ROOMY), arena_bytes=64 << 20)
 

@@ -159,6 +159,6 @@ def test_a_call_of_a_known_shape_verifies_nothing(
         for _ in range(3):
             c.all_reduce(x, algorithm="direct", deadline_ns=p.soon())
             counts.append(len(verified))
-        return [*counts, c.lane.taken]
+        return [*counts, c.fast_path.taken]
 
     assert run_ranks(3, body) == [[2, 2, 2, 2]] * 3, "the latter two calls took the fast path"

@@ -389,7 +389,7 @@ def wide_operations(p: Any, c: Any, count: int, dtype: type[Any], algorithm: str
     def fresh(size: int) -> Array:
         return values(p.rank, size, np.dtype(dtype))
 
-    for _ in range(3):  # the last two by the stripe
+    for _ in range(3):  # the last two by the fast path
         soon = {"algorithm": algorithm, "deadline_ns": p.soon()}
         for out in (np.empty(count, dtype), None):  # apart, and in place
             x = fresh(count)
@@ -433,7 +433,7 @@ def test_what_a_member_reads_of_an_input_is_what_it_is_sent(
             for count, dtype in ((190, np.float64), (9_001, np.float16), (limit // 4, np.float32)):
                 found = wide_operations(p, c, count, dtype, "eager")
                 assert found == wide_operations(p, c, count, dtype, "direct")
-        assert c.stripe.taken > 0
+        assert c.fast_path.taken > 0
 
     run_ranks(len(hosts), body, hosts=hosts)
 
@@ -535,7 +535,7 @@ def test_a_root_that_waits_for_nobody_overwrites_nothing(run_ranks: RunRanks) ->
         c = p.communicator()
         right = [broadcast_of(p, c, k, root=k // 20 % 3) for k in range(120)]
         total = c.all_reduce(np.full(20_000, p.rank, np.int64), deadline_ns=p.soon())
-        return all(right) and bool((total == 3).all()) and c.stripe.taken > 0
+        return all(right) and bool((total == 3).all()) and c.fast_path.taken > 0
 
     assert run_ranks(3, body, hosts=(0, 1, 2)) == [True] * 3
 

@@ -7,7 +7,7 @@
 
 A pool of processes runs an operation, and one of them is killed at a point of the program that it runs
 (before it enters, as it tells each peer, between any two instructions, at its end): every rank at every point
-of its own program, in a call that goes the general way and in one that takes the native lane. Those who live
+of its own program, in a call that goes the general way and in one that takes the native fast path. Survivors
 end with the right result or with an error that names the dead; then they run the same operation among
 themselves, which must be right; then a new process takes the dead one's place, and the next kill follows. A
 wrong result is a fault, as is a silent rank, an end that nobody asked for, a descriptor or a thread too many,

@@ -18,7 +18,7 @@ EAGER_COUNT: Final = 12
 FIRST: Final = 1
 """The run that dies is the first of its epoch: the call goes the general way."""
 AGAIN: Final = 2
-"""It is the second of two equal calls, which takes the native lane where there is one for it."""
+"""It is the second of two equal calls, which takes the native fast path where there is one for it."""
 RUNS: Final = (FIRST, AGAIN)
 
 

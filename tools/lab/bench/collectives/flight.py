@@ -3,9 +3,9 @@
     python -m zbmd.tools.lab.bench.collectives.flight [--rounds N]
 
 Natively a record is two readings of the clock and some forty bytes written. Here all of it is called from
-Python, which costs more: so each figure is a bound. `lane` is the whole of a 4-byte all-reduce that a group
-of one rank makes: arguments, record, announcement, fingerprints, and the end of it, with nobody to wait for.
-Without the recorder there is nothing to compare with, for it cannot be switched off.
+Python, which costs more: so each figure is a bound. `fast path` is the whole of a 4-byte all-reduce that a
+group of one rank makes: arguments, record, announcement, fingerprints, and the end of it, with nobody to
+wait for. Without the recorder there is nothing to compare with, for it cannot be switched off.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = this_machine()
     print(f"# {machine.cpu}, {machine.cores} cores, load {machine.load_average:.1f}, {now_utc()}")
     print(f"record  {record_ns:7.0f} ns at most   (goal {GOAL_NS:.0f} ns with the fingerprints)")
-    print(f"lane    {lane_ns:7.0f} ns, the record and the fingerprints in it")
+    print(f"fast path {lane_ns:7.0f} ns, the record and the fingerprints in it")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Calls that have been made before: the lane takes them, and nothing is different but the time."""
+"""Calls that have been made before: the fast path takes them, and nothing is different but the time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_operation_is_numpys_on_the_lane(
             assert (small == inputs[root]).all()
             assert c.all_reduce(small, deadline_ns=end) is small and (small == n * inputs[root]).all()
             c.barrier(deadline_ns=end)
-        return c.lane.taken
+        return c.fast_path.taken
 
     # Between hosts, those whose data travels with the descriptors.
     least = 0 if far and count > 300 else 3 * (8 if far else 9)
@@ -96,7 +96,7 @@ def test_calls_that_leave_their_result_to_the_group_take_the_lane(run_ranks: Run
             results += [gathered, scattered, exchanged]
         assert len({x.ctypes.data for x in results}) == len(results), "none is written again"
         assert c.all_gather(np.zeros((), np.int32), deadline_ns=p.soon()).shape == (n,)
-        return c.lane.taken
+        return c.fast_path.taken
 
     assert all(taken >= 3 * 5 for taken in run_ranks(n, body))
 
@@ -150,7 +150,7 @@ def test_what_the_lane_cannot_take_goes_the_long_way(run_ranks: RunRanks) -> Non
         plain, shared = np.ones(50_000), p.segment.arena.from_array(np.ones(50_000))
         c.all_reduce(shared, deadline_ns=end)
         c.all_reduce(shared, deadline_ns=end)
-        seen = [c.lane.taken]
+        seen = [c.fast_path.taken]
         c.all_reduce(plain, deadline_ns=end)  # outside of the arena, and used where it lies
         for given in (shared, plain):  # what peers read is staged
             c.all_reduce(given, algorithm="direct", deadline_ns=end)
@@ -160,7 +160,7 @@ def test_what_the_lane_cannot_take_goes_the_long_way(run_ranks: RunRanks) -> Non
         few = np.ones(100)
         for _ in range(2):
             c.all_reduce(few[:50], few[50:], deadline_ns=end)
-        seen.append(c.lane.taken)
+        seen.append(c.fast_path.taken)
         few.flags.writeable = False
         with pytest.raises(UserError, match="read-only"):
             c.all_reduce(few[:50], few[50:])
@@ -186,7 +186,7 @@ def test_a_kill_at_every_point_of_a_call_on_the_lane(run_ranks: RunRanks) -> Non
             except (MembersLost, OperationAborted):
                 assert p.rank != 1, "who is slow may hear in the third of a death in the fourth"
                 return "lost"
-            taken = c.lane.taken
+            taken = c.fast_path.taken
             x.fill(p.rank + 1)
             if p.rank == 1:
                 c.kill_at(c.sequence + 1, point)
@@ -201,7 +201,7 @@ def test_a_kill_at_every_point_of_a_call_on_the_lane(run_ranks: RunRanks) -> Non
             else:
                 assert (x == 6).all()
                 answer = "complete"
-            assert c.lane.taken == taken + 1
+            assert c.fast_path.taken == taken + 1
             return answer
 
         return body
@@ -222,7 +222,7 @@ def test_ranks_that_call_differently_are_told_so_on_the_lane(run_ranks: RunRanks
             c.all_reduce(two, deadline_ns=p.soon())
         with pytest.raises(Desynchronised) as caught:
             c.all_reduce(one if p.rank == 0 else two, deadline_ns=p.soon())
-        assert c.lane.taken == 3 and one[0] == 4.0
+        assert c.fast_path.taken == 3 and one[0] == 4.0
         return str(caught.value)
 
     for text in run_ranks(2, body):
@@ -240,7 +240,7 @@ def test_a_deadline_and_an_abort_end_a_call_on_the_lane(run_ranks: RunRanks) -> 
         if p.rank == 0:
             with pytest.raises(DeadlineExceeded):
                 first.all_reduce(x, deadline_ns=now_ns() + 1_000_000)
-            assert first.flight[-1].state is FlightState.FAILED and first.lane.taken == 2
+            assert first.flight[-1].state is FlightState.FAILED and first.fast_path.taken == 2
             aborter = threading.Thread(target=second.abort)
             started = threading.Event()
 
@@ -284,7 +284,7 @@ async def test_a_blocking_call_comes_after_what_was_submitted_before() -> None:
         for _ in range(2):
             assert group.blocking.all_reduce(x) is x
         group.blocking.barrier()
-        assert group.communicator.lane.taken >= 1
+        assert group.communicator.fast_path.taken >= 1
         order: list[str] = []
         gate = threading.Event()
         group.submit(lambda _: gate.wait(WAIT_S_MAX))

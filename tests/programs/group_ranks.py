@@ -47,7 +47,7 @@ async def use(worker: zbmd.Worker, part: Any, value: Any, result: Any) -> None:
         else:
             raise AssertionError("there is no such rank")
     # Ranks of a sub-group of a sub-group are those of the sub-group.
-    inner = await part.subgroup([2, 0]) if value == "elastic" or me != 1 else None
+    inner: Any = await part.subgroup([2, 0]) if value == "elastic" or me != 1 else None
     if me == 1:
         assert inner is None
     else:

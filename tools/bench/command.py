@@ -1,4 +1,4 @@
-"""`zbmd bench`: time the transport and actors through their public API, with peers in the same run."""
+"""`zbmd bench`: time transport, collectives and actors through their public API, beside peers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from zbmd.tools.bench.run import CASES, TRANSPORTS, Plan, check_plan, progress, 
 from zbmd.tools.bench.stats import ITERATIONS_MAX, ROUNDS_MAX, parse_sizes
 from zbmd.tools.bench.workers import ContenderFailed
 from zbmd.tools.cli.lazy_parser import LazyParser
-from zbmd.tools.cli.options import add_json
+from zbmd.tools.cli.options import add_json, add_plot, listed
 from zbmd.transport.errors import UserError
 
 EXIT_FAILED = 1
@@ -31,7 +30,7 @@ TRIALS_DEFAULT = 20
 
 EXAMPLES = """examples:
   zbmd bench p2p                                  8 bytes to 64 MiB, and frames over the loop
-  zbmd bench p2p --vs openmpi --vs openmpi-c      beside Open MPI, from Python and from C
+  zbmd bench p2p --vs openmpi,openmpi-c           beside Open MPI, from Python and from C
   zbmd bench put --sizes 1M:64M --vs memcpy --plot put.png
   zbmd bench put --transport tcp --sizes 16M --vs iperf3
   zbmd bench collectives --vs openmpi,mpich,gloo  every operation, beside the same of its peers
@@ -49,7 +48,7 @@ def add_parser(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     bench = commands.add_parser(
         "bench",
-        help="time the transport and actors, beside their peers",
+        help="time transport, collectives and actors beside their peers",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=raw,
@@ -63,17 +62,28 @@ def add_parser(commands: Any) -> None:
         _add_measuring(kind, name)
         kind.set_defaults(run_command=_transfers, benchmark=name)
     text = "collectives among ranks of this host"
-    kinds.add_parser("collectives", help=text, description=text, fill=_fill_collectives)
+    kinds.add_parser(
+        "collectives",
+        help=text,
+        description=text,
+        epilog=EXAMPLES,
+        formatter_class=raw,
+        fill=_fill_collectives,
+    )
     text = "time from kill -9 to the survivor's notice, with the floor"
     found = kinds.add_parser("detect", help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
     found.add_argument(
         "--sizes",
         default=VICTIMS_DEFAULT,
         metavar="SIZES",
-        help="memory of the victims (%(default)s), on top of what Python and numpy take",
+        help="memory of the victims (default: %(default)s), on top of what Python and numpy take",
     )
     found.add_argument(
-        "--trials", type=int, default=TRIALS_DEFAULT, metavar="N", help="kills of each size (%(default)s)"
+        "--trials",
+        type=int,
+        default=TRIALS_DEFAULT,
+        metavar="N",
+        help="kills of each size (default: %(default)s)",
     )
     _add_output(found)
     found.set_defaults(run_command=_detect)
@@ -110,26 +120,31 @@ def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
         "--sizes",
         default=SIZES_DEFAULT[name],
         metavar="SIZES",
-        help="FIRST:LAST[:FACTOR] or A,B,C, with K, M, G (%(default)s)",
+        help="FIRST:LAST[:FACTOR] or A,B,C, with K, M, G (default: %(default)s)",
     )
     kind.add_argument(
         "--cases",
         action="append",
-        choices=[case.name for case in CASES[name]],
-        help="only this case; repeatable (all)",
+        default=[],
+        metavar="CASES",
+        help=f"time only: {', '.join(case.name for case in CASES[name])}",
     )
-    kind.add_argument("--transport", choices=TRANSPORTS, default="shm", help="(%(default)s)")
+    kind.add_argument("--transport", choices=TRANSPORTS, default="shm", help="(default: %(default)s)")
     kind.add_argument(
-        "--vs", action="append", default=[], choices=PEERS, help="a peer to run in turn; repeatable"
+        "--vs", action="append", default=[], metavar="PEERS", help=f"run in turn with: {', '.join(PEERS)}"
     )
     kind.add_argument(
-        "--rounds", type=int, default=ROUNDS_DEFAULT, metavar="N", help="turns of everyone (%(default)s)"
+        "--rounds",
+        type=int,
+        default=ROUNDS_DEFAULT,
+        metavar="N",
+        help="rounds: each contender has a turn in each (default: %(default)s)",
     )
     kind.add_argument(
         "--iterations",
         type=int,
         metavar="N",
-        help="operations a turn, if they fit in 1 s (10000, or 256 MiB if that is less)",
+        help="operations per turn, if they fit in 1 s (default: 10000, or 256 MiB of them)",
     )
     _add_output(kind)
 
@@ -137,11 +152,11 @@ def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
 def _add_output(kind: argparse.ArgumentParser) -> None:
     add_json(kind)
     add_record(kind)
-    kind.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as .png or .svg")
+    add_plot(kind)
 
 
 def _transfers(arguments: argparse.Namespace) -> int:
-    wanted = arguments.cases
+    wanted = listed("--cases", arguments.cases, [case.name for case in CASES[arguments.benchmark]])
     plan = Plan(
         cases=tuple(case for case in CASES[arguments.benchmark] if not wanted or case.name in wanted),
         sizes=parse_sizes(arguments.sizes),
@@ -150,7 +165,7 @@ def _transfers(arguments: argparse.Namespace) -> int:
         if arguments.iterations is None
         else _in_range("--iterations", arguments.iterations, ITERATIONS_MAX),
         transport=arguments.transport,
-        peers=tuple(dict.fromkeys(arguments.vs)),
+        peers=listed("--vs", arguments.vs, PEERS),
     )
     check_plan(plan)
 
@@ -234,5 +249,5 @@ def _command() -> str:
 
 def _in_range(option: str, value: int, most: int) -> int:
     if not 1 <= value <= most:
-        raise UserError(f"{option} {value} is out of range: give 1 to {most:,}.")
+        raise UserError(f"{option}: expected 1 to {most:,}, got {value}")
     return value

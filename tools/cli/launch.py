@@ -17,8 +17,8 @@ from zbmd.transport.host.topology.cpus import usable_cpus
 
 NAMESPACE_BYTES_MAX = 256
 SWITCHES = {
-    "standalone": "run on this host alone, whatever the environment says",
-    "explain": "print how the nodes would find each other, and why, and end",
+    "standalone": "run on this host only, whatever the environment says",
+    "explain": "print how the nodes would find each other, and why, and exit",
     "run_path": argparse.SUPPRESS,
     "no_python": argparse.SUPPRESS,
 }

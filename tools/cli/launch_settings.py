@@ -49,16 +49,14 @@ def _number(what: str, *, least: int, most: int) -> Callable[[str], int]:
 def parse_backend(text: str) -> str:
     """A backend of torchrun's. Raises `UserError`."""
     if text not in BACKENDS:
-        raise UserError(f"{text[:64]!r} is no rendezvous backend. Choose one of: {', '.join(BACKENDS)}.")
+        raise UserError(f"expected one of {', '.join(BACKENDS)}, got {text[:64]!r}")
     return text
 
 
 def parse_name(text: str) -> str:
     """A name to show and to hand on. Raises `UserError`."""
     if not text or len(text) > TEXT_CHARACTERS_MAX or not text.isprintable():
-        raise UserError(
-            f"{text[:64]!r} is no name: it must be printable, of 1 to {TEXT_CHARACTERS_MAX} characters."
-        )
+        raise UserError(f"expected 1 to {TEXT_CHARACTERS_MAX} printable characters, got {text[:64]!r}")
     return text
 
 

@@ -1,10 +1,35 @@
-"""Options that several commands share: one option has one spelling and one meaning everywhere."""
+"""Commands and options in one form: one option has one spelling and one meaning everywhere."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zbmd.transport.errors import UserError
 
 Options = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
+def add_command(
+    commands: Any, name: str, summary: str, *, description: str | None = None, examples: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """Add a command: a one-line `summary`, the same or a longer `description`, and examples at its end."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description or f"{summary[0].upper()}{summary[1:]}.",
+        epilog=format_examples(examples) if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def format_examples(examples: Sequence[str]) -> str:
+    """Return the epilog of a command's help."""
+    return "\n".join(["examples:", *(f"  {example}" for example in examples)])
 
 
 def add_ranks(options: Options, default: int | None, help: str = "processes to start") -> None:
@@ -16,3 +41,27 @@ def add_ranks(options: Options, default: int | None, help: str = "processes to s
 def add_json(options: Options) -> None:
     """Add `--json`."""
     options.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+
+
+def add_plot(options: Options) -> None:
+    """Add `--plot`."""
+    options.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as .png or .svg")
+
+
+def add_at(options: Options) -> None:
+    """Add `--at`."""
+    options.add_argument(
+        "--at", metavar="HOST:PORT", help="node of the cluster to ask (default: the node of this host)"
+    )
+
+
+def listed(option: str, given: Sequence[str], choices: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of an option that takes `A,B,C` and may be repeated, each once.
+
+    Raises `UserError` for a value that is not one of `choices`.
+    """
+    names = tuple(dict.fromkeys(name for text in given for name in text.split(",") if name))
+    for name in names:
+        if name not in choices:
+            raise UserError(f"{option}: expected some of {', '.join(choices)}, got {name!r}")
+    return names

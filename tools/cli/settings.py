@@ -42,13 +42,13 @@ def parse_ranks(text: str) -> int:
         count = min(gpus(os.environ), RANKS_MAX)
         if count or text == "auto":
             return count or cores()
-        raise UserError("gpu: this machine has no GPU that can be used. Give a number, or cpu.")
+        raise UserError("gpu: found no usable GPU on this machine. Give a number, or cpu.")
     if text == "cpu":
         return cores()
     if not _is_number(text) or not 1 <= int(text) <= RANKS_MAX:
         raise UserError(
-            f"{text!r} is not a number of processes to start. Give 1 to {RANKS_MAX}, "
-            f"auto, gpu or cpu, or leave it out to start one a core ({cores()} here)."
+            f"expected 1 to {RANKS_MAX} processes, auto, gpu or cpu, got {text!r}. "
+            f"Leave it out to start one process a core ({cores()} here)."
         )
     return int(text)
 
@@ -56,7 +56,7 @@ def parse_ranks(text: str) -> int:
 def parse_restarts(text: str) -> int:
     """How many restarts to allow. Raises `UserError`."""
     if not _is_number(text) or int(text) > RESTARTS_MAX:
-        raise UserError(f"{text!r} is not a number of restarts. Give 0 to {RESTARTS_MAX}.")
+        raise UserError(f"expected 0 to {RESTARTS_MAX} restarts, got {text!r}")
     return int(text)
 
 
@@ -82,7 +82,7 @@ def _policy(kind: type[PolicyT], text: str, what: str) -> PolicyT:
         return kind(text)
     except ValueError:
         choices = ", ".join(str(policy.value) for policy in kind)
-        raise UserError(f"{text!r} is no policy for {what}. Choose one of: {choices}.") from None
+        raise UserError(f"expected a policy for {what}, one of {choices}, got {text!r}") from None
 
 
 def parse_progress(text: str) -> float:
@@ -101,7 +101,7 @@ SETTINGS = (
         parse=parse_ranks,
         default=cores(),
         metavar="N",
-        help="processes to start: a number, auto, gpu or cpu; default: what the launcher says, or one a core",
+        help="processes to start here: a number, auto, gpu or cpu; default: the launcher's number, or one per core",
         torchrun=True,
     ),
     Setting(
@@ -131,14 +131,14 @@ SETTINGS = (
         parse=parse_budget,
         default=RECOVERY_BUDGET_NS_DEFAULT / 1e9,
         metavar="TIME",
-        help="from a death to the repeated step; all deadlines follow from it; default: 1s",
+        help="time from a death to the repeated step; all deadlines follow from it; default: 1s",
     ),
     Setting(
         name="progress_deadline",
         parse=parse_progress,
         default=PROGRESS_DEADLINE_NS_DEFAULT / 1e9,
         metavar="TIME",
-        help="what makes no progress for so long is told of, and where it stands; or off; default: 60s",
+        help="report a rank that makes no progress for this long, and where it stands; or off; default: 60s",
     ),
     Setting(
         name="on_hang",
@@ -159,14 +159,14 @@ SETTINGS = (
         parse=str,
         default=None,
         metavar="PATH",
-        help="training data, a path or a glob; the script finds it in ZBMD_DATA",
+        help="training data, a path or a glob; the script reads it from ZBMD_DATA",
     ),
     Setting(
         name="log_dir",
         parse=Path,
         default=None,
         metavar="DIR",
-        help="write one file of JSON lines a rank there",
+        help="write one file of JSON lines per rank to DIR",
         torchrun=True,
     ),
     Setting(
@@ -174,14 +174,14 @@ SETTINGS = (
         parse=Path,
         default=None,
         metavar="DIR",
-        help="record every input of every process there, for zbmd replay",
+        help="record every input of every process in DIR, for zbmd replay",
     ),
     Setting(
         name="capture_bulk",
         parse=parse_bulk,
         default=Detail.DIGEST,
         metavar="HOW",
-        help="with --capture: keep the digest (default) of what collectives compute, or the whole",
+        help="with --capture: record the digest (default) of the data of collectives, or the whole",
     ),
     *LAUNCH_SETTINGS,
 )
@@ -233,7 +233,7 @@ def read_config(path: Path, known: Collection[str] = KNOWN, switches: Collection
             "or leave it out."
         ) from error
     if len(data) > CONFIG_BYTES_MAX:
-        raise UserError(f"{path}: more than {CONFIG_BYTES_MAX} bytes: that is no settings file of a run.")
+        raise UserError(f"{path}: more than {CONFIG_BYTES_MAX} bytes: expected the settings of a run.")
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers, and nesting, beyond Python's own bounds

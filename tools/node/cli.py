@@ -1,4 +1,4 @@
-"""`zbmd-node`: run a job on this machine, see what runs, check the machine."""
+"""`zbmd-node`: run jobs on one host or several, show what runs, check the machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from zbmd.transport.errors import UserError, ZbmdError
 
 EXAMPLES = """\
 examples:
-  zbmd-node run train/command.py                    one process a core
-  zbmd-node run -n 4 train/command.py --lr 3e-4     options after the script are the script's
+  zbmd-node run train.py                    one process a core
+  zbmd-node run -n 4 train.py --lr 3e-4     options after the script are the script's
   zbmd-node run -n 4 -m package.module      a module instead of a script
-  zbmd-node run --nnodes 2 --rdzv-endpoint node0:29400 train/command.py   the same on two hosts
-  srun --ntasks-per-node=1 zbmd-node run train/command.py   on all nodes of a Slurm step
-  srun --ntasks-per-node=1 zbmd-node run --explain train/command.py   what Slurm says of the nodes
-  zbmd-node run --on-loss shrink train/command.py   go on without a lost rank instead of replacing it
-  zbmd-node run --capture run.zlog train/command.py   record every input, for zbmd replay run.zlog
-  zbmd-node run --config job.toml --show-config train/command.py
+  zbmd-node run --nnodes 2 --rdzv-endpoint node0:29400 train.py   the same on two hosts
+  srun --ntasks-per-node=1 zbmd-node run train.py   on all nodes of a Slurm step
+  srun --ntasks-per-node=1 zbmd-node run --explain train.py   what Slurm says of the nodes
+  zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
+  zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
+  zbmd-node run --config job.toml --show-config train.py
   zbmd-node status                          nodes, ranks, actors, restarts
   zbmd-node dump --trace flights.json       what the ranks' groups have run lately
   zbmd-node top                             the busiest actors of all ranks, live
@@ -50,7 +50,7 @@ def parser(*only: str) -> argparse.ArgumentParser:
     """The command line: all of it, or that of these commands, whose modules alone are imported."""
     top = _Parser(
         prog="zbmd-node",
-        description="Run a supervised training job on this machine, and see how it stands.",
+        description="Run a supervised training job, and show what runs.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -69,6 +69,7 @@ def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="run a script or module in supervised processes",
+        description="Run a script or module in supervised processes, on one node or several.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -80,17 +81,24 @@ def _add_run(commands: Any) -> None:
         )
     add_flags(run)
     run.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
-    run.add_argument("--show-config", "--show_config", action="store_true", help="print the settings and end")
+    run.add_argument(
+        "--show-config", "--show_config", action="store_true", help="print the merged settings and exit"
+    )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("target", nargs="?", metavar="SCRIPT", help="a Python script, or with -m a module")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
 
 
 def _add_status(commands: Any) -> None:
-    shown = commands.add_parser(
-        "status", help="show the nodes of this user that run here", allow_abbrev=False
+    from zbmd.tools.cli.options import add_command, add_json
+
+    shown = add_command(
+        commands,
+        "status",
+        "show the nodes of this user on this host, with their ranks, actors and restarts",
+        examples=("zbmd-node status", "zbmd-node status --json"),
     )
-    shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    add_json(shown)
 
 
 def _add_dump(commands: Any) -> None:
@@ -112,6 +120,7 @@ def _add_cluster(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
+    from zbmd.tools.cli.options import add_json
     from zbmd.tools.doctor import command as doctor
 
     examined = commands.add_parser(
@@ -123,7 +132,7 @@ def _add_doctor(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    examined.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    add_json(examined)
     examined.add_argument(
         "--peer", action="append", metavar="HOST[:PORT]", help="another host to reach; may be repeated"
     )
@@ -174,7 +183,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         print(f"zbmd-node: nothing to do here: {bootstrap.facts[-1].source}", file=sys.stderr)
         return 0
     if arguments.target is None:
-        raise UserError("there is no script to run. Give a Python file, or -m and a module's name.")
+        raise UserError("SCRIPT: expected a Python file, or -m and the name of a module, got nothing")
     job = Job(target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments))
     check(job, settings)
     variables = launch.rank_variables(settings, os.environ)

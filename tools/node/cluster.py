@@ -11,6 +11,7 @@ import uvloop
 
 from zbmd.actors.process.early_template import fork_template
 from zbmd.tools.cli.console import screen_for_tables
+from zbmd.tools.cli.options import add_at, add_command, add_json
 from zbmd.tools.node import (
     jobs as node_jobs,
 )
@@ -27,17 +28,24 @@ from zbmd.tools.node import (
     up as node_up,
 )
 
-ASKING: Final = {
+REQUESTS: Final = {
     "token": "print the line to paste on the next host; it holds the cookie",
-    "members": "show who is in the cluster, as one node sees it",
-    "down": "have a node leave the cluster in order, and end",
-    "jobs": "show the cluster's jobs: what runs where",
+    "members": "show the members of the cluster, as one node sees them",
+    "down": "make a node leave the cluster in an orderly way",
+    "jobs": "show the jobs of the cluster and the hosts they run on",
     "stop": "end a job of the cluster",
+}
+REQUEST_EXAMPLES: Final = {
+    "token": ("zbmd-node token",),
+    "members": ("zbmd-node members", "zbmd-node members --at node0:29400 --json"),
+    "down": ("zbmd-node down",),
+    "jobs": ("zbmd-node jobs --json",),
+    "stop": ("zbmd-node stop job-1", "zbmd-node stop job-1 --kill"),
 }
 
 
 def add_commands(commands: Any) -> None:
-    """Their parsers."""
+    """Add `up`, `submit` and the requests to a running node."""
     shape: dict[str, Any] = {
         "formatter_class": argparse.RawDescriptionHelpFormatter,
         "allow_abbrev": False,
@@ -45,7 +53,7 @@ def add_commands(commands: Any) -> None:
     up = commands.add_parser(
         "up",
         help="run this host's node of a cluster",
-        description="Run this host's node: in the foreground, until it is told to leave.",
+        description="Run the node of this host in the foreground, until it is asked to leave.",
         epilog=node_up.EXAMPLES,
         **shape,
     )
@@ -58,14 +66,14 @@ def add_commands(commands: Any) -> None:
         **shape,
     )
     node_submit.add_arguments(submit)
-    for name, text in ASKING.items():
-        asked = commands.add_parser(name, help=text, allow_abbrev=False)
-        asked.add_argument("--at", metavar="HOST:PORT", help="ask this node; default: the one of this host")
+    for name, text in REQUESTS.items():
+        asked = add_command(commands, name, text, examples=REQUEST_EXAMPLES[name])
+        add_at(asked)
         if name in ("members", "jobs"):
-            asked.add_argument("--json", action="store_true", help="one JSON object on standard output")
+            add_json(asked)
         if name == "stop":
-            asked.add_argument("job", metavar="JOB", help="its name, or how that begins")
-            asked.add_argument("--kill", action="store_true", help="at once: SIGKILL instead of SIGTERM")
+            asked.add_argument("job", metavar="JOB", help="name of the job, or a prefix of it")
+            asked.add_argument("--kill", action="store_true", help="send SIGKILL instead of SIGTERM")
 
 
 def main(arguments: argparse.Namespace) -> int:

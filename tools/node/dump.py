@@ -15,6 +15,7 @@ from typing import Any, Final
 import uvloop
 
 from zbmd.collectives.group.flight_dump import SIGNAL, Dump, dump_path, flight_directory
+from zbmd.tools.cli.options import add_command
 from zbmd.tools.node import status
 from zbmd.tools.runs.flights import add_options, read_dumps, show
 from zbmd.transport.errors import UserError
@@ -65,11 +66,12 @@ async def _dump_host(directory: Path) -> tuple[list[Dump], list[int]]:
 
 def add_dump(commands: Any) -> None:
     """Add `zbmd-node dump`."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "dump",
-        help="show what the ranks' groups have run lately",
+        "show the latest operations of the ranks' groups",
         description=__doc__,
-        allow_abbrev=False,
+        examples=("zbmd-node dump", "zbmd-node dump --trace flights.json"),
     )
     add_options(command)
 

@@ -13,6 +13,8 @@ from zbmd.actors.bootstrap.readings import NodeRange
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.node.client import AdminConnection, connect_admin
 from zbmd.actors.cluster.state.job_table import JobSpec, Submit
+from zbmd.tools.cli.launch import spellings
+from zbmd.tools.cli.options import add_at
 from zbmd.tools.cli.setting import Settings
 from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.tools.node.follow import follow
@@ -33,7 +35,7 @@ NAMES: Final = (
 """The settings of a run that a job of a cluster has too."""
 EXAMPLES = """\
 examples:
-  zbmd-node submit --nnodes 2:4 -n 8 train/command.py --lr 3e-4   on two to four hosts, 8 ranks on each
+  zbmd-node submit --nnodes 2:4 -n 8 train.py --lr 3e-4   on two to four hosts, 8 ranks on each
   zbmd-node submit --no-follow -m package.module          a module; print the job's name and end
   zbmd-node jobs                                          what runs where
   zbmd-node stop JOB                                      end a job in order
@@ -45,24 +47,25 @@ def add_arguments(submit: argparse.ArgumentParser) -> None:
     for setting in SETTINGS:
         if setting.name not in NAMES:
             continue
-        spellings = sorted({setting.option, setting.option.replace("-", "_").replace("__", "--", 1)})
-        short = ["-n", "--nproc"] if setting.name == "nproc_per_node" else []
-        submit.add_argument(*short, *spellings, dest=setting.name, metavar=setting.metavar, help=setting.help)
+        short = ["-n"] if setting.name == "nproc_per_node" else []
+        submit.add_argument(
+            *short, *spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
+        )
     submit.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
     submit.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable for the ranks; repeatable",
+        help="set a variable for the ranks; repeatable",
     )
     submit.add_argument(
         "--follow",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="show what the ranks print, until the job ends; default: on a terminal",
+        help="show the output of the ranks until the job ends (default: on a terminal)",
     )
-    submit.add_argument("--at", metavar="HOST:PORT", help="give it to this node; default: that of this host")
+    add_at(submit)
     submit.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     submit.add_argument("target", metavar="SCRIPT", help="a Python script, or with -m a module")
     submit.add_argument(

@@ -23,6 +23,7 @@ from zbmd.actors.hangs.introspection import INSIDE_ACTOR, ActorRow, InsideReply,
 from zbmd.actors.rank.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import rank_name
+from zbmd.tools.cli.options import add_at, add_command, add_json
 from zbmd.tools.node.snapshots import ASK_S, Look, Source
 from zbmd.tools.node.status import find_nodes
 from zbmd.tools.node.top_cluster import open_cluster
@@ -288,22 +289,30 @@ def as_json(seen: Sequence[Look]) -> str:
 
 def add_commands(commands: Any) -> None:
     """`top` and `tree`."""
-    live = commands.add_parser(
-        "top", help="the busiest actors of the cluster, or of all ranks here, live", allow_abbrev=False
+    live = add_command(
+        commands,
+        "top",
+        "show the busiest actors of the cluster, or of all ranks here, live",
+        examples=("zbmd-node top", "zbmd-node top --times 1 --json"),
     )
     live.add_argument(
-        "--interval", type=float, default=INTERVAL_S, metavar="S", help="seconds between looks (%(default)s)"
+        "--interval",
+        type=float,
+        default=INTERVAL_S,
+        metavar="S",
+        help="seconds between tables (default: %(default)s)",
     )
-    live.add_argument("--times", type=int, metavar="N", help="end after so many tables")
-    tree = commands.add_parser(
-        "tree", help="who supervises whom, in the cluster or in all ranks here", allow_abbrev=False
+    live.add_argument("--times", type=int, metavar="N", help="end after this many tables")
+    tree = add_command(
+        commands,
+        "tree",
+        "show the supervision tree of the cluster, or of all ranks here",
+        examples=("zbmd-node tree", "zbmd-node tree --here --json"),
     )
     for command in (live, tree):
-        command.add_argument("--here", action="store_true", help="only ranks of this host")
-        command.add_argument(
-            "--at", metavar="HOST:PORT", help="a node of the cluster; default: that of this host, if it runs"
-        )
-        command.add_argument("--json", action="store_true", help="one look, as one JSON object")
+        command.add_argument("--here", action="store_true", help="show only ranks of this host")
+        add_at(command)
+        add_json(command)
 
 
 def main(arguments: argparse.Namespace) -> int:

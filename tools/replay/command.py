@@ -44,7 +44,7 @@ from zbmd.transport.capture.records import EventTaken
 from zbmd.transport.errors import UserError
 
 EXAMPLES = """examples:
-  zbmd-node run --capture run.zlog train/command.py       record a run
+  zbmd-node run --capture run.zlog train.py       record a run
   zbmd replay run.zlog                            is it the same when played again?
   zbmd replay run.zlog --until hang               who waits for whom at its end, and for what
   zbmd replay run.zlog --around 103 --show        what happened around step 103, on all ranks

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from zbmd.tools.cli.options import add_command
 from zbmd.tools.runs.plot_draw import FORMATS, PICTURE_NAME, plot_run
 from zbmd.training.checkpoint.plan import read_plan
 from zbmd.training.config import VOCABULARY
@@ -88,34 +89,54 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 def add_generate(commands: Any) -> None:
     """Add `generate` to the commands of `zbmd`."""
-    sample = commands.add_parser("generate", help="print text sampled from trained weights")
-    sample.add_argument("weights", type=Path, help="weights, a checkpoint, or the directory of a run")
-    sample.add_argument("--prompt", default="import ", help="text to continue (%(default)r)")
-    sample.add_argument("--length", type=int, default=400, help="tokens to add (%(default)s)")
-    sample.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)"
+    sample = add_command(
+        commands,
+        "generate",
+        "print text sampled from trained weights",
+        examples=(
+            "zbmd generate zbmd-runs/demo --prompt 'def main(' --length 400",
+            "zbmd generate weights.safetensors --temperature 0",
+        ),
     )
-    sample.add_argument("--top-k", type=int, default=40, help="draw from so many tokens (%(default)s)")
-    sample.add_argument("--seed", type=int, default=0, help="another seed, another text (%(default)s)")
+    sample.add_argument("weights", type=Path, help="weights, a checkpoint, or the directory of a run")
+    sample.add_argument("--prompt", default="import ", help="text to continue (default: %(default)r)")
+    sample.add_argument("--length", type=int, default=400, help="tokens to add (default: %(default)s)")
+    sample.add_argument(
+        "--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)"
+    )
+    sample.add_argument("--top-k", type=int, default=40, help="tokens to draw from (default: %(default)s)")
+    sample.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
     sample.set_defaults(run_command=_generate)
 
 
 def add_ledger(commands: Any) -> None:
     """Add `ledger` to the commands of `zbmd`."""
-    ledger = commands.add_parser("ledger", help="prove from the commit log that no sample was lost")
+    ledger = add_command(
+        commands,
+        "ledger",
+        "prove from the commit log that no sample was lost",
+        description="Compare the commit log with the samples that the run asked for. Exit code 1: a step or "
+        "a sample was lost, skipped or repeated.",
+        examples=("zbmd ledger zbmd-runs/demo",),
+    )
     ledger.add_argument("run", type=Path, help="the directory of a run")
     ledger.set_defaults(run_command=_ledger)
 
 
 def add_plot(commands: Any) -> None:
     """Add `plot` to the commands of `zbmd`."""
-    plot = commands.add_parser("plot", help="draw the run: losses, deaths and recoveries, time of each step")
+    plot = add_command(
+        commands,
+        "plot",
+        "draw a run: losses, deaths and recoveries, time of each step",
+        examples=("zbmd plot zbmd-runs/demo -o demo.svg",),
+    )
     plot.add_argument("run", type=Path, help="the directory of a run")
     plot.add_argument(
         "-o",
         "--out",
         type=Path,
         metavar="FILE",
-        help=f"{' or '.join(FORMATS)} file to write ({PICTURE_NAME} in the directory of the run)",
+        help=f"{' or '.join(FORMATS)} file to write (default: {PICTURE_NAME} in the directory of the run)",
     )
     plot.set_defaults(run_command=_plot)

@@ -18,6 +18,7 @@ from zbmd.collectives.group.flight_dump import (
     flight_directory,
     read_dump,
 )
+from zbmd.tools.cli.options import add_command
 from zbmd.tools.cli.trace_events import TraceEvents, write_trace_file
 from zbmd.transport.errors import UserError
 
@@ -170,18 +171,32 @@ def show(dumps: Sequence[Dump], *, last: int, trace_to: Path | None) -> None:
 def add_options(command: argparse.ArgumentParser) -> None:
     """How dumps are shown."""
     command.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto, print no text"
+        "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead of text"
     )
     command.add_argument(
-        "--last", type=int, default=LAST_DEFAULT, metavar="N", help="of a group (%(default)s)"
+        "--last",
+        type=int,
+        default=LAST_DEFAULT,
+        metavar="N",
+        help="operations to show of each group (default: %(default)s)",
     )
 
 
 def add_flights(commands: Any) -> None:
     """Add `zbmd flights`."""
-    command = commands.add_parser("flights", help="show dumps of flight recorders", description=__doc__)
+    command = add_command(
+        commands,
+        "flights",
+        "show dumps of flight recorders",
+        description=__doc__,
+        examples=("zbmd flights", "zbmd flights DIR --last 20 --trace flights.json"),
+    )
     command.add_argument(
-        "paths", type=Path, nargs="*", metavar="PATH", help="files or directories (where dumps are written)"
+        "paths",
+        type=Path,
+        nargs="*",
+        metavar="PATH",
+        help="files or directories (default: where ranks write dumps)",
     )
     add_options(command)
     command.set_defaults(run_command=_run)
@@ -189,6 +204,6 @@ def add_flights(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.last < 1:
-        raise UserError(f"--last {arguments.last}: show one operation at least")
+        raise UserError(f"--last: expected at least 1, got {arguments.last}")
     show(read_dumps(arguments.paths or [flight_directory()]), last=arguments.last, trace_to=arguments.trace)
     return 0

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from zbmd.tools.cli.options import add_command, add_json
 from zbmd.tools.cli.trace_events import write_trace_file
 from zbmd.tools.runs.trace import read_rings, trace_of
 from zbmd.training.profiler.lines import RankProfile, read_profiles
@@ -25,25 +26,33 @@ MIB: Final = 1 << 20
 
 def add_profile(commands: Any) -> None:
     """Add `zbmd profile` and `zbmd trace`."""
-    table = commands.add_parser(
+    table = add_command(
+        commands,
         "profile",
-        help="what the steps of a run spent their time on, FLOPs and MFU",
-        description="A table of what the steps of a run spent their time on. The first step of each life "
-        "of a rank is left out.",
+        "show where the steps of a run spent their time, with FLOPs and MFU",
+        description="Show where the steps of a run spent their time. The first step of each incarnation of a "
+        "rank is left out.",
+        examples=("zbmd profile zbmd-runs/demo",),
     )
     table.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the run's directory, of each host")
-    table.add_argument("--json", action="store_true", help="print it as JSON")
+    add_json(table)
     table.set_defaults(run_command=_profile)
-    trace = commands.add_parser(
+    trace = add_command(
+        commands,
         "trace",
-        help="all ranks of a run on one clock, as a trace for Perfetto or Chrome",
+        "write all ranks of a run on one clock as a trace for Perfetto or Chrome",
         description="Write the latest steps of all ranks as a trace, to open at https://ui.perfetto.dev.",
+        examples=("zbmd trace zbmd-runs/demo --steps 20:24",),
     )
     trace.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the run's directory, of each host")
     trace.add_argument(
-        "-o", "--out", type=Path, metavar="FILE", help=f"({TRACE_NAME} in the first directory)"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"file to write (default: {TRACE_NAME} in the first directory)",
     )
-    trace.add_argument("--steps", metavar="FIRST:LAST", help="these alone (all that are kept)")
+    trace.add_argument("--steps", metavar="FIRST:LAST", help="steps to write (default: all that are kept)")
     trace.set_defaults(run_command=_trace)
 
 

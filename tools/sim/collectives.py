@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +34,7 @@ from zbmd.collectives.scale.scaling import (
 )
 from zbmd.tools.bench.plot import check_plot
 from zbmd.tools.bench.stats import parse_sizes, size_in_words
+from zbmd.tools.cli.options import add_json, add_plot, add_ranks
 from zbmd.tools.sim.collectives_plot import draw
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
@@ -120,7 +120,7 @@ def _simulate(asked: Asked, fabric: Fabric, arguments: argparse.Namespace) -> Ca
 def _run(arguments: argparse.Namespace) -> int:
     sizes, wanted = parse_sizes(arguments.sizes), _wanted(arguments.operation, arguments.algorithms)
     if not 2 <= arguments.ranks <= RANKS_MAX:
-        raise UserError(f"--ranks {arguments.ranks}: give 2 to {RANKS_MAX:,}")
+        raise UserError(f"--ranks: expected 2 to {RANKS_MAX:,}, got {arguments.ranks}")
     if not 0 <= arguments.deaths < arguments.ranks:
         raise UserError(f"--deaths {arguments.deaths}: fewer than the ranks, so that somebody is left")
     if arguments.plot is not None:
@@ -241,28 +241,35 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=RANKS_DEFAULT, help="the largest group (%(default)s)")
+    add_ranks(parser, RANKS_DEFAULT, "size of the largest group")
     parser.add_argument(
-        "--sizes", default=SIZES_DEFAULT, help="bytes a rank: A,B,C or FIRST:LAST (%(default)s)"
+        "--sizes", default=SIZES_DEFAULT, help="bytes a rank: A,B,C or FIRST:LAST (default: %(default)s)"
     )
     parser.add_argument(
-        "--operation", default="all_reduce", help="all_reduce, all_gather, ..., or all (%(default)s)"
+        "--operation", default="all_reduce", help="all_reduce, all_gather, ..., or all (default: %(default)s)"
     )
     parser.add_argument("--algorithms", default="", help="A,B,C (all that are simulated)")
-    parser.add_argument("--ranks-per-host", type=int, default=Fabric().ranks_per_host, help="(%(default)s)")
-    parser.add_argument("--ports", type=int, default=1, help="ports of 400 Gb/s a host (%(default)s)")
     parser.add_argument(
-        "--deaths", type=int, default=0, help="ranks that die in each operation (%(default)s)"
+        "--ranks-per-host", type=int, default=Fabric().ranks_per_host, help="(default: %(default)s)"
     )
     parser.add_argument(
-        "--notice", type=parse_duration, default="1ms", help="from a death to its notice (%(default)s)"
+        "--ports", type=int, default=1, help="ports of 400 Gb/s a host (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--deaths", type=int, default=0, help="ranks that die in each operation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--notice",
+        type=parse_duration,
+        default="1ms",
+        help="from a death to its notice (default: %(default)s)",
     )
     parser.add_argument(
         "--skew", type=parse_duration, default=0.0, help="how far apart ranks begin (not at all)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="who dies, when, and who comes late (%(default)s)"
+        "--seed", type=int, default=0, help="who dies, when, and who comes late (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .png or .svg")
+    add_json(parser)
+    add_plot(parser)
     parser.set_defaults(run_command=_run)

@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 import rich.console
 import rich.progress
 
+from zbmd.tools.cli.options import add_command, add_ranks
 from zbmd.tools.sim import collectives as sim_collectives
 from zbmd.tools.sim.hunt import JOBS_MAX, RUN_S_MAX, RUNS_MAX, Hunt, HuntBroken, Quarry
 from zbmd.tools.sim.scenarios import ENTRIES, plan_of, quietly, scenario_named
@@ -263,40 +264,59 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `sim` and its commands."""
     sim = commands.add_parser(
         "sim",
-        help="run the system in a simulated world, by a seed; hunt for seeds that fail",
+        help="run the system in a simulated world from a seed; hunt for seeds that fail",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = sim.add_subparsers(required=True, metavar="ACTION")
-    names = actions.add_parser("list", help="the scenarios")
+    names = add_command(actions, "list", "list the scenarios", examples=("zbmd sim list",))
     names.set_defaults(run_command=_list)
     defaults = Options()
-    run = actions.add_parser("run", help="run one seed and tell what came of it")
+    run = add_command(
+        actions,
+        "run",
+        "run one seed and print its outcome",
+        examples=(
+            "zbmd sim run commit --seed 7 --ranks 3 --length 2 --faults 1 --trace",
+            "zbmd sim run links --seed 7 --faults 'crash:process=rank1,at=5ms,for=2ms'",
+        ),
+    )
     run.add_argument("scenario", metavar="SCENARIO", help=", ".join(ENTRIES))
-    run.add_argument("--seed", required=True, help="names the history")
-    run.add_argument("--ranks", type=int, default=defaults.ranks, help="processes (%(default)s)")
-    run.add_argument("--length", type=int, default=defaults.length, help="steps, rounds, … (%(default)s)")
+    run.add_argument("--seed", required=True, help="seed: one seed is one history")
+    add_ranks(run, defaults.ranks, "processes to simulate")
+    run.add_argument(
+        "--length", type=int, default=defaults.length, help="steps or rounds (default: %(default)s)"
+    )
     run.add_argument(
         "--faults",
         default=str(defaults.faults),
         metavar="COUNT|PLAN",
-        help="how many to draw, or which: 'crash:process=rank1,at=5ms,for=2ms;…' (%(default)s)",
+        help="faults to draw, or a plan: 'crash:process=rank1,at=5ms,for=2ms;…' (default: %(default)s)",
     )
-    run.add_argument("--trace", action="store_true", help="print all that happened")
+    run.add_argument("--trace", action="store_true", help="print every event")
     run.set_defaults(run_command=_run)
-    hunt = actions.add_parser("hunt", help="try fresh seeds until one fails, and shrink that run")
+    hunt = add_command(
+        actions,
+        "hunt",
+        "try fresh seeds until one fails, and shrink that run",
+        examples=("zbmd sim hunt --minutes 10", "zbmd sim hunt --scenario commit --seconds 30"),
+    )
     for_how_long = hunt.add_mutually_exclusive_group()
-    for_how_long.add_argument("--minutes", type=float, default=2.0, help="how long (%(default)s)")
+    for_how_long.add_argument(
+        "--minutes", type=float, default=2.0, help="how long to hunt (default: %(default)s)"
+    )
     for_how_long.add_argument("--seconds", type=float, help="the same in seconds")
     hunt.add_argument(
-        "--scenario", action="extend", nargs="+", metavar="NAME", help=f"{', '.join(ENTRIES)} (all)"
+        "--scenario", action="extend", nargs="+", metavar="NAME", help=f"{', '.join(ENTRIES)} (default: all)"
     )
-    hunt.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
-    hunt.add_argument("--seed", type=int, help="the first seed (fresh)")
-    hunt.add_argument("--ranks", type=int, help="processes of each run (drawn, small ones most)")
-    hunt.add_argument("--length", type=int, help="length of each run (drawn, short ones most)")
-    hunt.add_argument("--faults", type=int, help="faults of each run (drawn, few most)")
-    hunt.add_argument("--runs", type=int, default=RUNS_MAX, help="end after so many runs")
+    hunt.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes that hunt (default: %(default)s)"
+    )
+    hunt.add_argument("--seed", type=int, help="the first seed (default: fresh)")
+    add_ranks(hunt, None, "processes of each run (default: drawn, small numbers most often)")
+    hunt.add_argument("--length", type=int, help="length of each run (default: drawn, short ones most often)")
+    hunt.add_argument("--faults", type=int, help="faults of each run (default: drawn, few most often)")
+    hunt.add_argument("--runs", type=int, default=RUNS_MAX, help="end after this many runs")
     hunt.set_defaults(run_command=_hunt)
     sim_collectives.add_parser(actions)

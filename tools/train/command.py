@@ -52,21 +52,21 @@ def _number(kind: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
         try:
             return kind(text)
         except ValueError:
-            raise UserError(f'"{text}" is no number.') from None
+            raise UserError(f"expected a number, got {text!r}") from None
 
     return parse
 
 
 def _switch(text: str) -> bool:
     if text not in ("on", "off"):
-        raise UserError(f'"{text}" is neither on nor off.')
+        raise UserError(f"expected on or off, got {text!r}")
     return text == "on"
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            raise UserError(f'"{text}" is none of {", ".join(choices)}.')
+            raise UserError(f"expected one of {', '.join(choices)}, got {text!r}")
         return text
 
     return parse
@@ -77,8 +77,8 @@ def _precision(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One setting of a recipe: TOML key and `--name`, group in the help, parser, default and meaning."""
+class RecipeSetting:
+    """A setting of a recipe: TOML key and `--name`, group in the help, parser, default and meaning."""
 
     name: str
     group: str
@@ -102,46 +102,56 @@ _WHOLE, _REAL = _number(int), _number(float)
 _OPTIONS = TrainOptions(out=Path("zbmd-runs/train"), data="", mesh="dp=-1", model=_MODEL, training=_TRAINING)
 
 SETTINGS: Final = (
-    Entry("data", "data", str, None, "file, directory or glob to train on"),
-    Entry("tokens", "data", _one_of(*TOKENS), _OPTIONS.tokens, "bytes or bpe"),
-    Entry("vocabulary", "data", _WHOLE, _OPTIONS.vocabulary, "tokens that bpe learns"),
-    Entry("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
-    Entry("ranks", "mesh", _WHOLE, 1, "processes to start"),
-    Entry("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, pp and tp, such as dp=2,pp=2,tp=2"),
-    Entry("schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"),
-    Entry("chunks", "mesh", _WHOLE, _OPTIONS.chunks, "parts of the model a stage"),
-    Entry("overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"),
-    Entry("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
-    Entry("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
-    Entry("context", "model", _WHOLE, _MODEL.context, "tokens of a sequence"),
-    Entry("width", "model", _WHOLE, _MODEL.width, "features of a token"),
-    Entry("heads", "model", _WHOLE, _MODEL.heads, "heads of attention"),
-    Entry("layers", "model", _WHOLE, _MODEL.layers, "blocks"),
-    Entry("dropout", "model", _REAL, _MODEL.dropout, "rate"),
-    Entry("weights", "model", Path, None, "a GPT-2 in Hugging Face's layout to begin with"),
-    Entry("precision", "model", _precision, _OPTIONS.precision, "float32, float64, bf16 or f16: of weights"),
-    Entry("loss_scale", "model", _REAL, _OPTIONS.loss_scale, "that f16 begins with"),
-    Entry("recompute", "model", _switch, False, "blocks keep their input alone: on or off"),
-    Entry("steps", "batch and schedule", _WHOLE, _TRAINING.steps, "steps"),
-    Entry("shards", "batch and schedule", _WHOLE, _TRAINING.shards, "logical shards of a batch"),
-    Entry(
+    RecipeSetting("data", "data", str, None, "file, directory or glob to train on"),
+    RecipeSetting("tokens", "data", _one_of(*TOKENS), _OPTIONS.tokens, "bytes or bpe"),
+    RecipeSetting("vocabulary", "data", _WHOLE, _OPTIONS.vocabulary, "tokens that bpe learns"),
+    RecipeSetting("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
+    RecipeSetting("ranks", "mesh", _WHOLE, 1, "processes to start"),
+    RecipeSetting("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, pp and tp, such as dp=2,pp=2,tp=2"),
+    RecipeSetting(
+        "schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"
+    ),
+    RecipeSetting("chunks", "mesh", _WHOLE, _OPTIONS.chunks, "parts of the model a stage"),
+    RecipeSetting(
+        "overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"
+    ),
+    RecipeSetting("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
+    RecipeSetting("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
+    RecipeSetting("context", "model", _WHOLE, _MODEL.context, "tokens of a sequence"),
+    RecipeSetting("width", "model", _WHOLE, _MODEL.width, "features of a token"),
+    RecipeSetting("heads", "model", _WHOLE, _MODEL.heads, "heads of attention"),
+    RecipeSetting("layers", "model", _WHOLE, _MODEL.layers, "blocks"),
+    RecipeSetting("dropout", "model", _REAL, _MODEL.dropout, "rate"),
+    RecipeSetting("weights", "model", Path, None, "a GPT-2 in Hugging Face's layout to begin with"),
+    RecipeSetting(
+        "precision", "model", _precision, _OPTIONS.precision, "float32, float64, bf16 or f16: of weights"
+    ),
+    RecipeSetting("loss_scale", "model", _REAL, _OPTIONS.loss_scale, "that f16 begins with"),
+    RecipeSetting("recompute", "model", _switch, False, "blocks keep their input alone: on or off"),
+    RecipeSetting("steps", "batch and schedule", _WHOLE, _TRAINING.steps, "steps"),
+    RecipeSetting("shards", "batch and schedule", _WHOLE, _TRAINING.shards, "logical shards of a batch"),
+    RecipeSetting(
         "sequences_per_shard", "batch and schedule", _WHOLE, _TRAINING.sequences_per_shard, "in each shard"
     ),
-    Entry("lr", "batch and schedule", _REAL, _TRAINING.learning_rate, "peak learning rate"),
-    Entry("warmup", "batch and schedule", _WHOLE, _TRAINING.warmup_steps, "steps up to the peak"),
-    Entry("lr_floor", "batch and schedule", _REAL, _TRAINING.learning_rate_floor, "last rate, of the peak"),
-    Entry("curve", "batch and schedule", _one_of(*CURVES), _TRAINING.curve, f"{', '.join(CURVES)}"),
-    Entry("horizon", "batch and schedule", _WHOLE, 0, "steps over which the rate goes down; 0: all"),
-    Entry("clip_norm", "batch and schedule", _REAL, _TRAINING.clip_norm, "bound on the gradient's norm"),
-    Entry("optimizer", "batch and schedule", _one_of(*OPTIMIZERS), "adamw", ", ".join(OPTIMIZERS)),
-    Entry("seed", "batch and schedule", _WHOLE, _TRAINING.seed, "seed"),
-    Entry("out", "run", Path, _OPTIONS.out, "directory of the run"),
-    Entry("resume", "run", Path, None, "checkpoint, or the run it is of, to go on from"),
-    Entry("offload", "run", Path, None, "folder of files with the ranks' states, not in memory"),
-    Entry("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
-    Entry("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
-    Entry("checkpoint_every", "run", _WHOLE, _OPTIONS.checkpoint_every, "steps; 0: at the end"),
-    Entry("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
+    RecipeSetting("lr", "batch and schedule", _REAL, _TRAINING.learning_rate, "peak learning rate"),
+    RecipeSetting("warmup", "batch and schedule", _WHOLE, _TRAINING.warmup_steps, "steps up to the peak"),
+    RecipeSetting(
+        "lr_floor", "batch and schedule", _REAL, _TRAINING.learning_rate_floor, "last rate, of the peak"
+    ),
+    RecipeSetting("curve", "batch and schedule", _one_of(*CURVES), _TRAINING.curve, f"{', '.join(CURVES)}"),
+    RecipeSetting("horizon", "batch and schedule", _WHOLE, 0, "steps over which the rate goes down; 0: all"),
+    RecipeSetting(
+        "clip_norm", "batch and schedule", _REAL, _TRAINING.clip_norm, "bound on the gradient's norm"
+    ),
+    RecipeSetting("optimizer", "batch and schedule", _one_of(*OPTIMIZERS), "adamw", ", ".join(OPTIMIZERS)),
+    RecipeSetting("seed", "batch and schedule", _WHOLE, _TRAINING.seed, "seed"),
+    RecipeSetting("out", "run", Path, _OPTIONS.out, "directory of the run"),
+    RecipeSetting("resume", "run", Path, None, "checkpoint, or the run it is of, to go on from"),
+    RecipeSetting("offload", "run", Path, None, "folder of files with the ranks' states, not in memory"),
+    RecipeSetting("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
+    RecipeSetting("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
+    RecipeSetting("checkpoint_every", "run", _WHOLE, _OPTIONS.checkpoint_every, "steps; 0: at the end"),
+    RecipeSetting("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
 )
 
 
@@ -149,18 +159,19 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add `train` to the commands of `zbmd`."""
     made = commands.add_parser(
         "train",
-        help="train a GPT on a mesh of ranks, by a recipe",
+        help="train a GPT on a mesh of ranks from a recipe",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--config", type=Path, metavar="FILE", help="a recipe in TOML")
-    made.add_argument("--print-recipe", action="store_true", help="print the merged recipe, and stop")
-    groups = {entry.group: made.add_argument_group(entry.group) for entry in SETTINGS}
-    for entry in SETTINGS:
-        default = "" if entry.default is None else f" ({_text(entry.default)})"
-        groups[entry.group].add_argument(
-            entry.option, dest=entry.name, metavar="X", help=f"{entry.help}{default}"
+    made.add_argument("--print-recipe", action="store_true", help="print the merged recipe and exit")
+    groups = {setting.group: made.add_argument_group(setting.group) for setting in SETTINGS}
+    for setting in SETTINGS:
+        default = "" if setting.default is None else f" (default: {_text(setting.default)})"
+        short = ["-n"] if setting.name == "ranks" else []
+        groups[setting.group].add_argument(
+            *short, setting.option, dest=setting.name, metavar="X", help=f"{setting.help}{default}"
         )
     made.set_defaults(run_command=_train)
 
@@ -169,31 +180,31 @@ def merged(
     command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
 ) -> dict[str, tuple[Any, str]]:
     """Each setting's value and where it comes from. Raises `UserError`, which names the source."""
-    names = [entry.name for entry in SETTINGS]
-    switches = [entry.name for entry in SETTINGS if entry.parse is _switch]
+    names = [setting.name for setting in SETTINGS]
+    switches = [setting.name for setting in SETTINGS if setting.parse is _switch]
     in_file = {} if config is None else read_config(config, names, switches)
     found: dict[str, tuple[Any, str]] = {}
-    for entry in SETTINGS:
+    for setting in SETTINGS:
         sources = (
-            (entry.option, command_line.get(entry.name)),
-            (entry.variable, environment.get(entry.variable)),
-            (str(config), in_file.get(entry.name)),
+            (setting.option, command_line.get(setting.name)),
+            (setting.variable, environment.get(setting.variable)),
+            (f"{config}: {setting.name}", in_file.get(setting.name)),
         )
         source, text = next(((s, t) for s, t in sources if t is not None), ("default", None))
         try:
-            found[entry.name] = (entry.default if text is None else entry.parse(text), source)
+            found[setting.name] = (setting.default if text is None else setting.parse(text), source)
         except UserError as error:
-            raise UserError(f"{source}: {entry.name}: {error}") from None
+            raise UserError(f"{source}: {error}") from None
     return found
 
 
 def options_of(values: Mapping[str, Any]) -> TrainOptions:
     """The recipe that the settings make. Raises `UserError`."""
     if values["data"] is None:
-        raise UserError("there is nothing to train on: give --data, a file, a directory or a glob.")
+        raise UserError("--data: expected a file, a directory or a glob to train on, got nothing")
     ranks: int = values["ranks"]
     if not 1 <= ranks <= RANKS_MAX:
-        raise UserError(f"--ranks is {ranks}: it must be 1 to {RANKS_MAX}.")
+        raise UserError(f"--ranks: expected 1 to {RANKS_MAX}, got {ranks}")
     require_axes(Mesh.parse(values["mesh"], ranks))
     return TrainOptions(
         model=GPTConfig(
@@ -211,15 +222,15 @@ def options_of(values: Mapping[str, Any]) -> TrainOptions:
             optimizer=OPTIMIZERS[values["optimizer"]],
         ),
         **{
-            entry.name: values[entry.name]
-            for entry in SETTINGS
-            if entry.name in TrainOptions.__struct_fields__
+            setting.name: values[setting.name]
+            for setting in SETTINGS
+            if setting.name in TrainOptions.__struct_fields__
         },
     )
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    on_line = {entry.name: getattr(arguments, entry.name) for entry in SETTINGS}
+    on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     found = merged(on_line, os.environ, arguments.config)
     stream = sys.stdout if arguments.print_recipe else sys.stderr
     for name, (value, source) in found.items():

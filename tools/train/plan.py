@@ -1,4 +1,4 @@
-"""`zbmd plan`: what a way to split the training costs, before anything runs."""
+"""`zbmd plan`: print what a pipeline schedule costs, before anything runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 import rich.console
 from rich.text import Text
 
+from zbmd.tools.cli.options import add_json
 from zbmd.training.files import write_atomically
 from zbmd.training.pipeline.part import layers_of_parts
 from zbmd.training.pipeline.program import (
@@ -195,7 +196,7 @@ COSTS: Final = ("F", "B", "W", "comm")
 EXAMPLES: Final = """examples:
   zbmd plan pipeline --stages 4 --microbatches 8 --schedule 1f1b
   zbmd plan pipeline --stages 4 --microbatches 8 --schedule 1f1b --chunks 2 --layers 16
-  zbmd plan pipeline --stages 4 --microbatches 8 --schedule zb-h1 --costs 1,1,1,0.1 --svg plan.svg
+  zbmd plan pipeline --stages 4 --microbatches 8 --schedule zb-h1 --costs 1,1,1,0.1 --plot plan.svg
   zbmd plan pipeline --stages 2 --microbatches 4 --programs > plan.txt
   zbmd plan pipeline --read plan.txt              draw programs that were written by hand, if they are right
 
@@ -250,7 +251,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add `plan` to the commands of `zbmd`."""
     plan = commands.add_parser(
         "plan",
-        help="what a pipeline costs before it runs: its grid, bubble and memory",
+        help="print what a pipeline costs before it runs: its grid, bubble and memory",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -263,25 +264,38 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--stages", type=int, default=4, metavar="N", help="processes (%(default)s)")
-    made.add_argument("--microbatches", type=int, default=8, metavar="N", help="a step (%(default)s)")
-    made.add_argument("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)} (%(default)s)")
-    made.add_argument("--chunks", type=int, default=1, metavar="N", help="parts a stage (%(default)s)")
-    made.add_argument("--layers", type=int, metavar="N", help="of the model: how many each part gets")
+    made.add_argument("--stages", type=int, default=4, metavar="N", help="processes (default: %(default)s)")
     made.add_argument(
-        "--costs", default="1,1,1,0", metavar="F,B,W,comm", help="costs of a micro-batch (%(default)s)"
+        "--microbatches",
+        type=int,
+        default=8,
+        metavar="N",
+        help="micro-batches of a step (default: %(default)s)",
+    )
+    made.add_argument("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)} (default: %(default)s)")
+    made.add_argument(
+        "--chunks", type=int, default=1, metavar="N", help="parts of a stage (default: %(default)s)"
+    )
+    made.add_argument(
+        "--layers", type=int, metavar="N", help="layers of the model: print how many each part gets"
+    )
+    made.add_argument(
+        "--costs",
+        default="1,1,1,0",
+        metavar="F,B,W,comm",
+        help="costs of a micro-batch (default: %(default)s)",
     )
     made.add_argument("--read", type=Path, metavar="FILE", help="take the programs from FILE")
     made.add_argument("--programs", action="store_true", help="print the programs, not the grid")
-    made.add_argument("--json", action="store_true", help="print everything as JSON")
-    made.add_argument("--svg", type=Path, metavar="FILE", help="draw it there, too")
+    add_json(made)
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the grid, as .svg")
     made.set_defaults(run_command=_pipeline)
 
 
 def _pipeline(arguments: argparse.Namespace) -> int:
     planned = _planned(arguments)
-    if arguments.svg is not None:
-        _write_svg(planned, arguments.svg)
+    if arguments.plot is not None:
+        _write_svg(planned, arguments.plot)
     if arguments.programs:
         sys.stdout.write("".join(map(format_program, planned.programs)))
     elif arguments.json:
@@ -329,9 +343,9 @@ def _costs(text: str) -> tuple[float, float, float, float]:
     except ValueError:
         numbers = []
     if len(numbers) != len(COSTS) or not all(math.isfinite(number) and number >= 0 for number in numbers):
-        raise UserError(f'--costs "{text}" is not {",".join(COSTS)}: four numbers of at least 0.')
+        raise UserError(f"--costs: expected {','.join(COSTS)}, four numbers of at least 0, got {text!r}")
     if not sum(numbers[:3]):
-        raise UserError("--costs gives nothing that takes time: let one of F, B, W be above 0.")
+        raise UserError("--costs: expected at least one of F, B and W above 0")
     return numbers[0], numbers[1], numbers[2], numbers[3]
 
 
@@ -369,7 +383,7 @@ def _bounds(schedule: str, shape: Shape) -> tuple[int, ...]:
 
 def _write_svg(planned: _Planned, path: Path) -> None:
     if path.suffix != ".svg":
-        raise UserError(f"{path} is no name for this picture: end it in .svg.")
+        raise UserError(f"--plot: expected a file name that ends in .svg, got {str(path)!r}")
     drawn = svg_of(planned.timeline, planned.shape, " — ".join(_headline(planned)))
     write_atomically(path, lambda file: file.write(drawn.encode()))
 

@@ -212,9 +212,9 @@ def test_a_pipeline_of_too_few_layers_is_told_before_any_rank_is_started(launche
 # Settings.
 
 BAD_SETTINGS = [
-    (["-n", "1023"], "'1023' is not a number of processes to start. Give 1 to 1022"),
-    (["-n", "0"], "'0' is not a number of processes to start. Give 1 to 1022"),
-    (["-n", "x"], "'x' is not a number of processes to start. Give 1 to 1022"),
+    (["-n", "1023"], "expected 1 to 1022 processes, auto, gpu or cpu, got '1023'"),
+    (["-n", "0"], "expected 1 to 1022 processes, auto, gpu or cpu, got '0'"),
+    (["-n", "x"], "expected 1 to 1022 processes, auto, gpu or cpu, got 'x'"),
     (["--config", "closed.toml"], "closed.toml: .* cannot be read: Permission denied. Give a readable"),
     (["--config", "type.toml"], "type.toml:2: max_restarts must be a text or a number, not True"),
     (["--config", "syntax.toml"], "syntax.toml: not valid TOML: .*line 1.* Correct that place"),

@@ -46,7 +46,7 @@ def test_json_has_what_the_grid_is_made_of(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_svg_has_a_box_for_each_computation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.svg"
-    run(capsys, "--stages", "3", "--microbatches", "4", "--chunks", "2", "--svg", str(picture))
+    run(capsys, "--stages", "3", "--microbatches", "4", "--chunks", "2", "--plot", str(picture))
     boxes = ElementTree.parse(picture).getroot().findall(f"{SVG}rect/{SVG}title")
     assert len(boxes) == 2 * 3 * 2 * 4
     assert boxes[0].text == "forward of part 0, micro-batch 0: 0 to 0.5"
@@ -77,7 +77,7 @@ def test_programs_are_printed_changed_and_read_back(
         (("--costs", "1,2"), "four numbers"),
         (("--costs", "1,2,nan,0"), "four numbers"),
         (("--costs", "0,0,0,1"), "let one of F, B, W be above 0"),
-        (("--svg", "plan.png"), "end it in .svg"),
+        (("--plot", "plan.png"), "expected a file name that ends in .svg"),
         (("--read", "/nowhere/plan.txt"), "cannot be read: No such file"),
     ],
 )

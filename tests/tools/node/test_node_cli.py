@@ -538,8 +538,8 @@ async def test_the_recovery_budget_reaches_the_ranks(start: Start, script: Calla
 
 
 BAD_INPUT = [
-    (["-n", "0", "plain.py"], "'0' is not a number of processes to start. Give 1 to 1022"),
-    (["-n", "many", "plain.py"], "'many' is not a number of processes"),
+    (["-n", "0", "plain.py"], "expected 1 to 1022 processes, auto, gpu or cpu, got '0'"),
+    (["-n", "many", "plain.py"], "expected 1 to 1022 processes, auto, gpu or cpu, got 'many'"),
     ([], "there is no script to run"),
     (["missing.py"], "there is no script missing.py"),
     (["-m", "no_such_module"], "there is no module no_such_module"),
@@ -553,7 +553,10 @@ BAD_INPUT = [
     (["--config", "wrong.toml", "plain.py"], "wrong.toml: '64 parsecs' is not a duration"),
     (["--arena", "9000GiB", "plain.py"], "9000GiB is out of range"),
     (["-n", "2", "--arena", "3TiB", "plain.py"], "2 ranks with an arena of"),
-    (["--on-loss", "panic", "plain.py"], "--on-loss: 'panic' is no policy"),
+    (
+        ["--on-loss", "panic", "plain.py"],
+        "--on-loss: expected a policy for a lost rank, one of replace, shrink, stop, got 'panic'",
+    ),
     (["--data", "none/*.txt", "plain.py"], "--data none/*.txt matches no file"),
     (["--restart-window", "soon", "plain.py"], "'soon' is not a duration. Write a number and a unit"),
     (["--recovery-budget", "soon", "plain.py"], "--recovery-budget: 'soon' is not a duration"),

@@ -35,6 +35,7 @@ from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, now_ut
 from zbmd.tools.bench.run import progress, rows_of
 from zbmd.tools.bench.stats import OURS, iterations_for, parse_sizes, size_in_words, turns
 from zbmd.tools.bench.workers import CONTROL, Workers
+from zbmd.tools.cli.options import add_ranks, listed
 from zbmd.transport.errors import UserError
 
 PEERS: Final = ("openmpi", "mpich", "gloo")
@@ -176,28 +177,43 @@ def _cores() -> int:
 
 def add_arguments(kind: argparse.ArgumentParser, *, rounds_default: int) -> None:
     """The options of the benchmark."""
-    kind.add_argument("--ranks", type=int, default=2, metavar="N", help="(%(default)s)")
-    kind.add_argument("--sizes", default=SIZES_DEFAULT, metavar="SIZES", help="(%(default)s)")
+    add_ranks(kind, 2)
+    kind.add_argument(
+        "--sizes",
+        default=SIZES_DEFAULT,
+        metavar="SIZES",
+        help="A,B,C or FIRST:LAST[:FACTOR] (default: %(default)s)",
+    )
     kind.add_argument(
         "--cases",
         action="append",
-        choices=[*CASES, *CASES_FOREIGN],
-        help="only this case; repeatable (all but those of ordinary arrays that are not all-reduces)",
+        default=[],
+        metavar="CASES",
+        help=f"time only: {', '.join((*CASES, *CASES_FOREIGN))} (default: all in the arena, and all-reduces)",
     )
-    kind.add_argument("--vs", default="", metavar="PEERS", help=f"peers to run in turn: {','.join(PEERS)}")
-    kind.add_argument("--rounds", type=int, default=rounds_default, metavar="N", help="(%(default)s)")
-    kind.add_argument("--explain", action="store_true", help="print which algorithm is chosen, and why")
-    kind.add_argument("--hosts", type=int, default=1, metavar="H", help="of --explain (%(default)s)")
+    kind.add_argument(
+        "--vs", action="append", default=[], metavar="PEERS", help=f"run in turn with: {', '.join(PEERS)}"
+    )
+    kind.add_argument(
+        "--rounds",
+        type=int,
+        default=rounds_default,
+        metavar="N",
+        help="rounds: each contender has a turn in each (default: %(default)s)",
+    )
+    kind.add_argument(
+        "--explain", action="store_true", help="print which algorithm is chosen at each size, and why"
+    )
+    kind.add_argument(
+        "--hosts", type=int, default=1, metavar="H", help="hosts to explain for (default: %(default)s)"
+    )
 
 
 def check(arguments: argparse.Namespace) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """(sizes, peers). Raises `UserError` for options that cannot be."""
     if not 1 <= arguments.ranks <= RANKS_MAX or not 1 <= arguments.rounds <= 100:
-        raise UserError(f"give 1 to {RANKS_MAX} ranks and 1 to 100 rounds")
-    peers = tuple(dict.fromkeys(filter(None, arguments.vs.split(","))))
-    if unknown := set(peers) - set(PEERS):
-        raise UserError(f"--vs {','.join(sorted(unknown))}: choose from {', '.join(PEERS)}")
-    return parse_sizes(arguments.sizes), peers
+        raise UserError(f"--ranks, --rounds: expected 1 to {RANKS_MAX} ranks and 1 to 100 rounds")
+    return parse_sizes(arguments.sizes), listed("--vs", arguments.vs, PEERS)
 
 
 def explanation(arguments: argparse.Namespace) -> str:
@@ -211,7 +227,13 @@ def results(arguments: argparse.Namespace, command: str) -> BenchResult:
     """Everyone timed. Raises `UserError`, `PeerMissing`, `ContenderFailed`."""
     sizes, peers = check(arguments)
     began, machine = now_utc(), this_machine()
-    rows, told = measure(sizes, arguments.cases or list(CASES), arguments.ranks, peers, arguments.rounds)
+    rows, told = measure(
+        sizes,
+        listed("--cases", arguments.cases, (*CASES, *CASES_FOREIGN)) or tuple(CASES),
+        arguments.ranks,
+        peers,
+        arguments.rounds,
+    )
     return BenchResult(
         benchmark="collectives",
         command=command,

@@ -173,7 +173,7 @@ def _messages() -> tuple[bytes, ...]:
         host_contracts.Report(0, 1, msgspec.msgpack.encode({"kind": "step"})),
         host_contracts.ActorsReply(("a", "b")),
         host_contracts.StatusRequest(),
-        host_contracts.NodeStatus("address", 1, 2, "train/command.py", "replace", 3, 0, 1.5, (status,)),
+        host_contracts.NodeStatus("address", 1, 2, "train.py", "replace", 3, 0, 1.5, (status,)),
     )
     return tuple(msgspec.msgpack.encode(message) for message in messages)
 
@@ -200,7 +200,7 @@ def _arguments(data: bytes) -> None:
 
 
 def _packets() -> tuple[bytes, ...]:
-    fork = template.ForkRequest(0, 1, "train/command.py", False, ("--steps", "3"), {"RANK": "0"})
+    fork = template.ForkRequest(0, 1, "train.py", False, ("--steps", "3"), {"RANK": "0"})
     replies = (
         template.Ready(10, 1),
         template.Forked(0, 1, 11),

@@ -198,7 +198,7 @@ def _record_cluster(log: capture.Recorder) -> None:
     tap = capture.Tap(log, CLUSTER, "cluster", CLUSTER.build(config), config)
     events: list[cluster.Event] = [
         cluster.Found(),
-        cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train/command.py"))),
+        cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train.py"))),
         cluster.Received(sender=other, message=cluster.Join(node=other)),
         TimerFired(),
         cluster.Suspected(key=other.key, reason="silent"),

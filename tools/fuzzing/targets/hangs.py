@@ -13,7 +13,7 @@ RANKS = 3
 
 
 def _seeds() -> tuple[bytes, ...]:
-    frames = (Frame("train/command.py", 8, "main"), Frame("threading.py", 1, "wait", 0))
+    frames = (Frame("train.py", 8, "main"), Frame("threading.py", 1, "wait", 0))
     places = tuple(
         Place(kind, "rank0/a", "handler A.b", DEADLINE_NS, True, frames, "rank1/a") for kind in PlaceKind
     )

@@ -101,7 +101,7 @@ SETTINGS = (
         parse=parse_ranks,
         default=cores(),
         metavar="N",
-        help="processes to start here: a number, auto, gpu or cpu; default: the launcher's number, or one per core",
+        help="processes to start here: a number, auto, gpu or cpu; default: the launcher's, or one per core",
         torchrun=True,
     ),
     Setting(

@@ -42,7 +42,7 @@ def parse_ranks(text: str) -> int:
         count = min(gpus(os.environ), RANKS_MAX)
         if count or text == "auto":
             return count or cores()
-        raise UserError("gpu: found no usable GPU on this machine. Give a number, or cpu.")
+        raise UserError("gpu: no GPU on this machine can be used. Give a number, or cpu.")
     if text == "cpu":
         return cores()
     if not _is_number(text) or not 1 <= int(text) <= RANKS_MAX:

@@ -188,13 +188,14 @@ def merged(
         sources = (
             (setting.option, command_line.get(setting.name)),
             (setting.variable, environment.get(setting.variable)),
-            (f"{config}: {setting.name}", in_file.get(setting.name)),
+            (str(config), in_file.get(setting.name)),
         )
         source, text = next(((s, t) for s, t in sources if t is not None), ("default", None))
         try:
             found[setting.name] = (setting.default if text is None else setting.parse(text), source)
         except UserError as error:
-            raise UserError(f"{source}: {error}") from None
+            where = f"{source}: {setting.name}" if source == str(config) else source
+            raise UserError(f"{where}: {error}") from None
     return found
 
 

@@ -192,14 +192,14 @@ def test_a_missing_peer_has_an_exit_code_of_its_own(
     ("arguments", "said"),
     [
         (["p2p", "--sizes", "8:"], "is not a size"),
-        (["p2p", "--rounds", "0"], "--rounds 0 is out of range"),
-        (["p2p", "--iterations", "-1"], "--iterations -1 is out of range"),
+        (["p2p", "--rounds", "0"], "--rounds: expected 1 to 1,000, got 0"),
+        (["p2p", "--iterations", "-1"], "--iterations: expected 1 to 1,000,000, got -1"),
         (["p2p", "--cases", "frame", "--sizes", "1M"], "frames have at most 64K"),
         (["p2p", "--transport", "tcp", "--cases", "p2p-foreign"], "p2p-foreign is one of shm"),
         (["put", "--vs", "zbmd-tls"], "compare it with --transport tcp"),
         (["p2p", "--vs", "iperf3"], "compare it with --transport tcp"),
         (["put", "--vs", "xoscar"], "it can be compared in p2p frame"),
-        (["detect", "--trials", "0"], "--trials 0 is out of range"),
+        (["detect", "--trials", "0"], "--trials: expected 1 to 10,000, got 0"),
         (["detect", "--plot", "x.pdf"], "end it in .png or .svg"),
     ],
 )

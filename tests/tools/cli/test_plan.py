@@ -76,7 +76,7 @@ def test_programs_are_printed_changed_and_read_back(
         (("--stages", "1000", "--microbatches", "60000"), "more than a plan can show"),
         (("--costs", "1,2"), "four numbers"),
         (("--costs", "1,2,nan,0"), "four numbers"),
-        (("--costs", "0,0,0,1"), "let one of F, B, W be above 0"),
+        (("--costs", "0,0,0,1"), "--costs: expected at least one of F, B and W above 0"),
         (("--plot", "plan.png"), "expected a file name that ends in .svg"),
         (("--read", "/nowhere/plan.txt"), "cannot be read: No such file"),
     ],

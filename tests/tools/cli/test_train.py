@@ -191,7 +191,7 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--steps", "many"), "--steps: expected a number, got 'many'"),
         (("--tokens", "words"), "--tokens: expected one of bytes, bpe, got 'words'"),
         (("--heads", "3"), "cannot be divided over 3 heads"),
-        (("--ranks", "0"), "--ranks is 0"),
+        (("--ranks", "0"), "--ranks: expected 1 to 1022, got 0"),
         (("--precision", "float64"), "checkpoints hold float32"),
         (("--config", "/nowhere"), "the settings file cannot be read"),
         (("--weights", "a", "--resume", "b"), "not both"),

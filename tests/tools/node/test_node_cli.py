@@ -540,7 +540,7 @@ async def test_the_recovery_budget_reaches_the_ranks(start: Start, script: Calla
 BAD_INPUT = [
     (["-n", "0", "plain.py"], "expected 1 to 1022 processes, auto, gpu or cpu, got '0'"),
     (["-n", "many", "plain.py"], "expected 1 to 1022 processes, auto, gpu or cpu, got 'many'"),
-    ([], "there is no script to run"),
+    ([], "SCRIPT: expected a Python file, or -m and the name of a module"),
     (["missing.py"], "there is no script missing.py"),
     (["-m", "no_such_module"], "there is no module no_such_module"),
     (

@@ -62,7 +62,7 @@ def test_json_and_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (["--ranks", "1"], "give 2 to 20,000"),
+        (["--ranks", "1"], "--ranks: expected 2 to 20,000, got 1"),
         (["--ranks", "8", "--deaths", "8"], "so that somebody is left"),
         (["--algorithms", "magic"], "'magic' is not simulated at scale"),
         (["--operation", "send"], "choose from all_reduce"),

@@ -25,7 +25,7 @@ def test_import_linter_reports_an_upward_import(tmp_path: Path, planted: str, br
         if path.split("/", 1)[0] in {*tidy.LAYERS, "src", "pyproject.toml"}:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / path, tmp_path / path, follow_symlinks=False)
-    (tmp_path / "transport" / "planted.py").write_text(f"{planted}\n")
+    (tmp_path / "transport" / "clock" / "planted.py").write_text(f"{planted}\n")
     run = subprocess.run(
         [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
         cwd=tmp_path,

@@ -6,3 +6,261 @@ end of a rank; `profiler` measures; `model_actors` supervises parts of a model.
 May import collectives, actors and transport. Begin with `config`, `step.recipe` and `replicated.plain`.
 The public names are re-exported here, lazily.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zbmd.training.autograd import spans as spans
+    from zbmd.training.checkpoint.sharded import SavedState as SavedState
+    from zbmd.training.checkpoint.sharded import checkpoint_in as checkpoint_in
+    from zbmd.training.checkpoint.sharded import open_state as open_state
+    from zbmd.training.config import GPTConfig as GPTConfig
+    from zbmd.training.config import TrainingConfig as TrainingConfig
+    from zbmd.training.data.corpus import Corpus as Corpus
+    from zbmd.training.data.corpus import prepare_corpus as prepare_corpus
+    from zbmd.training.data.token_corpus import TokenCorpus as TokenCorpus
+    from zbmd.training.data.token_corpus import prepare_tokens as prepare_tokens
+    from zbmd.training.data.tokenizers import BPETokenizer as BPETokenizer
+    from zbmd.training.data.tokenizers import ByteTokenizer as ByteTokenizer
+    from zbmd.training.data.tokenizers import Tokenizer as Tokenizer
+    from zbmd.training.model.generate import generate as generate
+    from zbmd.training.model.generate import generate_tokens as generate_tokens
+    from zbmd.training.model.gpt import GPT as GPT
+    from zbmd.training.model.hugging_face import load_gpt2 as load_gpt2
+    from zbmd.training.model.hugging_face import save_gpt2 as save_gpt2
+    from zbmd.training.model.weights import load_weights as load_weights
+    from zbmd.training.model.weights import save_weights as save_weights
+    from zbmd.training.model_actors.layer_actor import LayerActor as LayerActor
+    from zbmd.training.model_actors.model_actors import ModelActors as ModelActors
+    from zbmd.training.model_actors.model_actors import SupervisorActor as SupervisorActor
+    from zbmd.training.model_actors.operator_actor import OperatorActor as OperatorActor
+    from zbmd.training.model_actors.operator_devices import CudaDevice as CudaDevice
+    from zbmd.training.model_actors.operator_devices import DeviceFault as DeviceFault
+    from zbmd.training.model_actors.operator_devices import HostDevice as HostDevice
+    from zbmd.training.model_actors.operator_devices import ModuleDevice as ModuleDevice
+    from zbmd.training.model_actors.operator_devices import OperatorDevice as OperatorDevice
+    from zbmd.training.model_actors.operator_devices import cuda_device as cuda_device
+    from zbmd.training.model_actors.slot import ActorSlot as ActorSlot
+    from zbmd.training.model_actors.slot import DescribeSlot as DescribeSlot
+    from zbmd.training.model_actors.slot import RestartsExhausted as RestartsExhausted
+    from zbmd.training.model_actors.slot import SlotActor as SlotActor
+    from zbmd.training.model_actors.slot import SlotDescription as SlotDescription
+    from zbmd.training.model_actors.tensor_actor import OptimizerActor as OptimizerActor
+    from zbmd.training.model_actors.tensor_actor import TensorActor as TensorActor
+    from zbmd.training.model_actors.tensor_actor import read_tensor as read_tensor
+    from zbmd.training.optim import OPTIMIZERS as OPTIMIZERS
+    from zbmd.training.optim import AdamWConfig as AdamWConfig
+    from zbmd.training.optim import LionConfig as LionConfig
+    from zbmd.training.optim import MuonConfig as MuonConfig
+    from zbmd.training.optim import OptimizerConfig as OptimizerConfig
+    from zbmd.training.optim import SGDConfig as SGDConfig
+    from zbmd.training.optim import optimizer_for as optimizer_for
+    from zbmd.training.optim.clip import TrainingDiverged as TrainingDiverged
+    from zbmd.training.profiler.lines import RankProfile as RankProfile
+    from zbmd.training.profiler.lines import read_profiles as read_profiles
+    from zbmd.training.replicated.job import JobOptions as JobOptions
+    from zbmd.training.replicated.job import JobResult as JobResult
+    from zbmd.training.replicated.job import run_job as run_job
+    from zbmd.training.replicated.job import run_plain as run_plain
+    from zbmd.training.replicated.plain import PlainStep as PlainStep
+    from zbmd.training.replicated.plain import PlainTrainer as PlainTrainer
+    from zbmd.training.run.ledger import Audit as Audit
+    from zbmd.training.run.ledger import CommitRecord as CommitRecord
+    from zbmd.training.run.ledger import LogHeader as LogHeader
+    from zbmd.training.run.ledger import audit as audit
+    from zbmd.training.run.ledger import read_log as read_log
+    from zbmd.training.run.load_weights import load_trained as load_trained
+    from zbmd.training.sharded.options import TrainOptions as TrainOptions
+    from zbmd.training.step.memory_estimate import StepOutOfMemory as StepOutOfMemory
+    from zbmd.training.step.recipe import Recipe as Recipe
+    from zbmd.training.zero.job import run_zero as run_zero
+    from zbmd.training.zero.trainer import ZeroOptions as ZeroOptions
+
+__all__ = [
+    "ActorSlot",
+    "AdamWConfig",
+    "Audit",
+    "BPETokenizer",
+    "ByteTokenizer",
+    "CommitRecord",
+    "Corpus",
+    "CudaDevice",
+    "DescribeSlot",
+    "DeviceFault",
+    "GPT",
+    "GPTConfig",
+    "HostDevice",
+    "JobOptions",
+    "JobResult",
+    "LayerActor",
+    "LionConfig",
+    "LogHeader",
+    "ModelActors",
+    "ModuleDevice",
+    "MuonConfig",
+    "OPTIMIZERS",
+    "OperatorActor",
+    "OperatorDevice",
+    "OptimizerActor",
+    "OptimizerConfig",
+    "PlainStep",
+    "PlainTrainer",
+    "RankProfile",
+    "Recipe",
+    "RestartsExhausted",
+    "SGDConfig",
+    "SavedState",
+    "SlotActor",
+    "SlotDescription",
+    "StepOutOfMemory",
+    "SupervisorActor",
+    "TensorActor",
+    "TokenCorpus",
+    "Tokenizer",
+    "TrainOptions",
+    "TrainingConfig",
+    "TrainingDiverged",
+    "ZeroOptions",
+    "audit",
+    "checkpoint_in",
+    "cuda_device",
+    "generate",
+    "generate_tokens",
+    "load_gpt2",
+    "load_trained",
+    "load_weights",
+    "open_state",
+    "optimizer_for",
+    "prepare_corpus",
+    "prepare_tokens",
+    "read_log",
+    "read_profiles",
+    "read_tensor",
+    "run_job",
+    "run_plain",
+    "run_zero",
+    "save_gpt2",
+    "save_weights",
+    "spans",
+]
+
+# A name is imported when it is first used, so that a tool that needs a part does not load the others.
+_HOMES = {
+    "zbmd.training.checkpoint.sharded": (
+        "SavedState",
+        "checkpoint_in",
+        "open_state",
+    ),
+    "zbmd.training.config": (
+        "GPTConfig",
+        "TrainingConfig",
+    ),
+    "zbmd.training.data.corpus": (
+        "Corpus",
+        "prepare_corpus",
+    ),
+    "zbmd.training.data.token_corpus": (
+        "TokenCorpus",
+        "prepare_tokens",
+    ),
+    "zbmd.training.data.tokenizers": (
+        "BPETokenizer",
+        "ByteTokenizer",
+        "Tokenizer",
+    ),
+    "zbmd.training.model.generate": (
+        "generate",
+        "generate_tokens",
+    ),
+    "zbmd.training.model.gpt": ("GPT",),
+    "zbmd.training.model.hugging_face": (
+        "load_gpt2",
+        "save_gpt2",
+    ),
+    "zbmd.training.model.weights": (
+        "load_weights",
+        "save_weights",
+    ),
+    "zbmd.training.model_actors.layer_actor": ("LayerActor",),
+    "zbmd.training.model_actors.model_actors": (
+        "ModelActors",
+        "SupervisorActor",
+    ),
+    "zbmd.training.model_actors.operator_actor": ("OperatorActor",),
+    "zbmd.training.model_actors.operator_devices": (
+        "CudaDevice",
+        "DeviceFault",
+        "HostDevice",
+        "ModuleDevice",
+        "OperatorDevice",
+        "cuda_device",
+    ),
+    "zbmd.training.model_actors.slot": (
+        "ActorSlot",
+        "DescribeSlot",
+        "RestartsExhausted",
+        "SlotActor",
+        "SlotDescription",
+    ),
+    "zbmd.training.model_actors.tensor_actor": (
+        "OptimizerActor",
+        "TensorActor",
+        "read_tensor",
+    ),
+    "zbmd.training.optim": (
+        "OPTIMIZERS",
+        "AdamWConfig",
+        "LionConfig",
+        "MuonConfig",
+        "OptimizerConfig",
+        "SGDConfig",
+        "optimizer_for",
+    ),
+    "zbmd.training.optim.clip": ("TrainingDiverged",),
+    "zbmd.training.profiler.lines": (
+        "RankProfile",
+        "read_profiles",
+    ),
+    "zbmd.training.replicated.job": (
+        "JobOptions",
+        "JobResult",
+        "run_job",
+        "run_plain",
+    ),
+    "zbmd.training.replicated.plain": (
+        "PlainStep",
+        "PlainTrainer",
+    ),
+    "zbmd.training.run.ledger": (
+        "Audit",
+        "CommitRecord",
+        "LogHeader",
+        "audit",
+        "read_log",
+    ),
+    "zbmd.training.run.load_weights": ("load_trained",),
+    "zbmd.training.sharded.options": ("TrainOptions",),
+    "zbmd.training.step.memory_estimate": ("StepOutOfMemory",),
+    "zbmd.training.step.recipe": ("Recipe",),
+    "zbmd.training.zero.job": ("run_zero",),
+    "zbmd.training.zero.trainer": ("ZeroOptions",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "spans":
+        return importlib.import_module("zbmd.training.autograd.spans")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

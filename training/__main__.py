@@ -31,7 +31,7 @@ from zbmd.training.replicated.job import (
     check_data,
     check_memory,
     plan_of,
-    run,
+    run_job,
     run_plain,
 )
 from zbmd.training.zero.job import check_zero, run_zero
@@ -148,7 +148,7 @@ def _run(arguments: argparse.Namespace, options: JobOptions) -> JobResult | None
     if arguments.plain:
         return run_plain(options, storage=arguments.storage)
     if zero is None:
-        return uvloop.run(run(options))
+        return uvloop.run(run_job(options))
     uvloop.run(run_zero(options, zero))
     return None
 

@@ -151,7 +151,9 @@ def run_plain(options: JobOptions, *, storage: Storage = "float32") -> JobResult
     return result_of(options, recipe, trainer.state.weights, loss)
 
 
-async def run(options: JobOptions, *, before_step: Callable[[int], None] | None = None) -> JobResult | None:
+async def run_job(
+    options: JobOptions, *, before_step: Callable[[int], None] | None = None
+) -> JobResult | None:
     """Run the job on this rank; the lowest rank of the last epoch returns the result, the others None.
 
     `before_step(version)` is called on the event loop before each step. Raises `UserError` for what needs a

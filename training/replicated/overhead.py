@@ -26,7 +26,7 @@ import uvloop
 
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.training.config import TrainingConfig
-from zbmd.training.replicated.job import JobOptions, open_recipe, run
+from zbmd.training.replicated.job import JobOptions, open_recipe, run_job
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.transport.errors import UserError
 
@@ -126,7 +126,7 @@ def measure(options: JobOptions) -> Overhead:
     """Run the job on this one rank with its plain twins in between. Raises `UserError`."""
     recipe = open_recipe(options)
     rounds = _Rounds((PlainTrainer(recipe), PlainTrainer(recipe)))
-    uvloop.run(run(options, before_step=rounds.before_step))
+    uvloop.run(run_job(options, before_step=rounds.before_step))
     return rounds.summary()
 
 

@@ -46,23 +46,23 @@ def job(launcher: Launcher) -> tuple[str, ...]:
     )
 
 
-def until_in_the_middle(run: Running) -> str:
+def until_in_the_middle(run_job: Running) -> str:
     """Wait until all but the step that hangs is committed; returns the node's address."""
-    run.until(rf"^step {HANG_AT - 1} loss")
-    found = run.processes()
+    run_job.until(rf"^step {HANG_AT - 1} loss")
+    found = run_job.processes()
     ours = {name: len(pids) for name, pids in found.items() if name != "sleep"}
     ranks = {f"zbmd-rank{rank}": 1 for rank in range(RANKS)}
     assert ours.pop("zbmd-reaper") == ours.pop("zbmd-template") == 1
     assert {name: ours.pop(name) for name in ranks} == ranks
     assert list(ours.values()) == [1], "and the host"
     assert len(found["sleep"]) == 2
-    return run.until(r"address (\S+)")[0][1]
+    return run_job.until(r"address (\S+)")[0][1]
 
 
-def pids_of(run: Running, *names: str) -> list[int]:
+def pids_of(run_job: Running, *names: str) -> list[int]:
     """The pids of the run's processes of these names; "host" is the command itself, "rank" every rank."""
-    pids = [run.pid] if "host" in names else []
-    for name, found in run.processes().items():
+    pids = [run_job.pid] if "host" in names else []
+    for name, found in run_job.processes().items():
         if name in names or ("rank" in names and re.fullmatch(r"zbmd-rank\d+", name)):
             pids += found
     return pids
@@ -103,20 +103,20 @@ def test_whoever_is_killed_nothing_is_left(
     launcher: Launcher, job: tuple[str, ...], victims: tuple[str, ...]
 ) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    with launcher.start(*job) as run:
-        address = until_in_the_middle(run)
-        for pid in pids_of(run, *victims):
+    with launcher.start(*job) as run_job:
+        address = until_in_the_middle(run_job)
+        for pid in pids_of(run_job, *victims):
             with contextlib.suppress(ProcessLookupError):  # the first to be killed takes others with it
                 os.kill(pid, signal.SIGKILL)
-        code = run.end()
-        launcher.assert_nothing_left(run.marker, run.text)
+        code = run_job.end()
+        launcher.assert_nothing_left(run_job.marker, run_job.text)
     assert_no_socket(address)
     assert set(os.listdir("/dev/shm")) <= shared_memory
     if "host" in victims:
         assert code == -signal.SIGKILL
     else:
         assert code == 1
-        told = run.text.splitlines()[-1]
+        told = run_job.text.splitlines()[-1]
         assert told.startswith("[zbmd]: the run failed: ")
         # The ranks' deaths may be noticed first.
         assert "rank" in victims or "the template process was killed by signal 9" in told
@@ -125,27 +125,27 @@ def test_whoever_is_killed_nothing_is_left(
 
 
 def test_without_its_reaper_a_run_ends(launcher: Launcher, job: tuple[str, ...]) -> None:
-    with launcher.start(*job) as run:
-        address = until_in_the_middle(run)
-        (helper, apart) = pids_of(run, "sleep")
-        (reaper,) = pids_of(run, "zbmd-reaper")
+    with launcher.start(*job) as run_job:
+        address = until_in_the_middle(run_job)
+        (helper, apart) = pids_of(run_job, "sleep")
+        (reaper,) = pids_of(run_job, "zbmd-reaper")
         os.kill(reaper, signal.SIGKILL)
-        run.until(r"^\[zbmd\]: the run failed: the template process was killed by signal 9")
+        run_job.until(r"^\[zbmd\]: the run failed: the template process was killed by signal 9")
         # Nobody is left to know of what a rank had started.
         for pid in (helper, apart):
             os.kill(pid, signal.SIGKILL)
-        assert run.end() == 1
+        assert run_job.end() == 1
     assert_no_socket(address)
 
 
-def ctrl_c(run: Running) -> None:
+def ctrl_c(run_job: Running) -> None:
     """As a terminal does it: to the whole foreground process group."""
-    os.killpg(run.pid, signal.SIGINT)
+    os.killpg(run_job.pid, signal.SIGINT)
 
 
-def terminate(run: Running) -> None:
+def terminate(run_job: Running) -> None:
     """As `kill` does it."""
-    os.kill(run.pid, signal.SIGTERM)
+    os.kill(run_job.pid, signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("stop", "code", "name"), [
@@ -155,13 +155,13 @@ def terminate(run: Running) -> None:
 def test_a_run_that_is_stopped_says_so_and_takes_everything_with_it(
     launcher: Launcher, job: tuple[str, ...], stop: Callable[[Running], None], code: int, name: str
 ) -> None:
-    with launcher.start(*job) as run:
-        address = until_in_the_middle(run)
-        stop(run)
-        assert run.end() == code
-        launcher.assert_nothing_left(run.marker, run.text)
-    assert run.text.splitlines()[-1] == f"[zbmd]: stopped: {name} received"
-    assert "Traceback" not in run.text
+    with launcher.start(*job) as run_job:
+        address = until_in_the_middle(run_job)
+        stop(run_job)
+        assert run_job.end() == code
+        launcher.assert_nothing_left(run_job.marker, run_job.text)
+    assert run_job.text.splitlines()[-1] == f"[zbmd]: stopped: {name} received"
+    assert "Traceback" not in run_job.text
     assert_no_socket(address)
 
 
@@ -186,8 +186,8 @@ def test_a_run_is_stopped_while_the_template_still_imports(
     customised = launcher.directory / "customised"
     customised.mkdir()
     (customised / "sitecustomize.py").write_text(SLOW_IMPORTS)
-    with launcher.start(*job, PYTHONPATH=str(customised)) as run:
-        run.until("^importing$")
-        ctrl_c(run)
-        assert run.end() == 128 + signal.SIGINT
-    assert run.text.splitlines()[-1] == "[zbmd]: stopped: SIGINT received before any rank had started"
+    with launcher.start(*job, PYTHONPATH=str(customised)) as run_job:
+        run_job.until("^importing$")
+        ctrl_c(run_job)
+        assert run_job.end() == 128 + signal.SIGINT
+    assert run_job.text.splitlines()[-1] == "[zbmd]: stopped: SIGINT received before any rank had started"

@@ -42,7 +42,7 @@ async def test_samples_drawn_ahead_are_the_steps_own(
 
     monkeypatch.setattr(SampleOrder, "sample_ids", noted)
     monkeypatch.setattr(workload, "AHEAD_NS", least_ns)
-    found = await job.run(options_of(tmp_path / "run", data))
+    found = await job.run_job(options_of(tmp_path / "run", data))
     assert found is not None and found.weights_sha256 == wanted.weights_sha256
     ahead = [step for step, on_loop in drawn if on_loop]
     assert {step for step, _ in drawn} == set(range(12))

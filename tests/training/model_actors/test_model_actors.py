@@ -284,7 +284,7 @@ async def test_a_job_whose_operators_fail_has_the_bits_of_the_plain_run(
 
     monkeypatch.setattr(OperatorActor, "ready", counted)
     monkeypatch.setattr(job, "open_recipe", flaky_recipe)
-    found = await job.run(options_of(tmp_path, "through"))
+    found = await job.run_job(options_of(tmp_path, "through"))
     assert found is not None
     assert found.weights_sha256 == wanted.weights_sha256, flaky.failed
     assert bool(flaky.failed) == bool(failing)

@@ -19,7 +19,7 @@ import uvloop
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.tools.bench.peers.control import COMMAND_BYTES_MAX, connect, encode_reply, parse_command, serve
 from zbmd.training import __main__ as training
-from zbmd.training.replicated.job import JobOptions, open_recipe, run
+from zbmd.training.replicated.job import JobOptions, open_recipe, run_job
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
@@ -61,7 +61,7 @@ def train(options: JobOptions, control: str) -> None:
     launched = RankEnvironment.read(os.environ)
     rank = 0 if launched is None else launched.rank
     with connect(control, rank) as sock, sock.makefile("rb") as commands:
-        uvloop.run(run(options, before_step=_Turns(sock, commands).before_step))
+        uvloop.run(run_job(options, before_step=_Turns(sock, commands).before_step))
 
 
 def train_plainly(options: JobOptions, control: str, rank: int) -> None:

@@ -133,11 +133,11 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
 def _zero_of(arguments: argparse.Namespace) -> ZeroOptions | None:
     """How the state is shared out, if it is. Raises `UserError` for options that have no effect."""
     if arguments.plain and arguments.zero is not None:
-        raise UserError("--plain is one process, which shares nothing out: leave out --zero, or --plain.")
+        raise UserError("--plain runs in one process: omit --zero, or --plain.")
     if arguments.zero is not None:
         return ZeroOptions(stage=arguments.zero, storage=arguments.storage, offload=arguments.offload)
     if arguments.offload is not None:
-        raise UserError("--offload is for a state that is shared out: add --zero 1, 2 or 3.")
+        raise UserError("--offload needs sharded state: add --zero 1, 2 or 3.")
     if arguments.storage != "float32" and not arguments.plain:
         raise UserError(f"--storage {arguments.storage} is for --zero and --plain: add one of them.")
     return None

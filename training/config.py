@@ -53,9 +53,9 @@ class GPTConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"the model's dropout is {self.dropout}: it must be at least 0 and below 1.")
         if self.activation not in ("relu2", "gelu"):
-            raise UserError(f'there is no activation "{self.activation}": use "relu2" or "gelu".')
+            raise UserError(f'unknown activation "{self.activation}": use "relu2" or "gelu".')
         if self.family not in ("zbmd", "gpt2"):
-            raise UserError(f'there is no family of models "{self.family}": use "zbmd" or "gpt2".')
+            raise UserError(f'unknown model family "{self.family}": use "zbmd" or "gpt2".')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class TrainingConfig:
             if not getattr(self, name) > 0.0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be above 0.")
         if self.curve not in CURVES:
-            raise UserError(f'there is no learning rate curve "{self.curve}": use {", ".join(CURVES)}.')
+            raise UserError(f'unknown learning rate curve "{self.curve}": use {", ".join(CURVES)}.')
         if self.horizon < 0:
             raise UserError(f"the horizon is {self.horizon}: it must be 0 or more.")
         if not 0 <= self.seed < 2**63:

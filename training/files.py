@@ -124,7 +124,7 @@ def _unnamed(directory: Path) -> BinaryIO | None:
 def _explained(path: Path, error: OSError) -> UserError:
     if error.errno in DISK_FULL_ERRNOS:
         return DiskFull(
-            f"cannot write {path}: there is no room for it ({error.strerror}). Free some space there, or "
-            "choose another directory; what the file held before, if it existed, is unchanged."
+            f"cannot write {path}: the disk is full ({error.strerror}). Free some space, or "
+            "choose another directory; an existing file is unchanged."
         )
     return UserError(f"cannot write {path}: {error.strerror}. Choose a directory that you may write to.")

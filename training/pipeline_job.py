@@ -144,11 +144,9 @@ def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
 
 def _options_of(arguments: argparse.Namespace) -> JobOptions:
     if arguments.resume is not None or arguments.plain:
-        raise UserError("a pipeline starts from its seed, on ranks: leave out --resume and --plain.")
+        raise UserError("a pipeline starts from its seed, on ranks: omit --resume and --plain.")
     if arguments.zero is not None or arguments.offload is not None or arguments.storage != "float32":
-        raise UserError(
-            "a pipeline's stages hold their state whole: leave out --zero, --offload and --storage."
-        )
+        raise UserError("pipeline stages do not shard their state: omit --zero, --offload and --storage.")
     return training.options_of(arguments)
 
 

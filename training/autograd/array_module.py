@@ -27,7 +27,7 @@ def xp_for(device: str) -> ModuleType:
     if device == "cpu":
         return np
     if device != "cuda":
-        raise UserError(f'there is no device "{device}": use "cpu" or "cuda".')
+        raise UserError(f'unknown device "{device}": use "cpu" or "cuda".')
     try:  # cupy's CUDA errors share no importable base class, hence `Exception` below
         cupy = importlib.import_module("cupy")
         count = int(cupy.cuda.runtime.getDeviceCount())

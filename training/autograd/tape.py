@@ -106,12 +106,12 @@ class Parameter:
     def _room(self) -> Array:
         """Return an uninitialised array like `data`."""
         if self.grad is None:
-            raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
+            raise LocalProtocolError(f"parameter {self.index} got an unexpected gradient")
         return widened(self.grad) if is_narrow(self.grad) else self.grad.copy()
 
     def _take(self, write: Callable[[Array], object]) -> None:
         if self.grad is None or self.uses_left == 0:
-            raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
+            raise LocalProtocolError(f"parameter {self.index} got an unexpected gradient")
         if self._fresh and not is_narrow(self.grad):
             write(self.grad)
         else:
@@ -198,7 +198,7 @@ class Tape:
         Raises `LocalProtocolError` if a parameter that was used gets no gradient, or nothing was recorded.
         """
         if not self._nodes:
-            raise LocalProtocolError("nothing is recorded on this tape, or it was played before")
+            raise LocalProtocolError("the tape is empty, or was played before")
         self.play(loss, self.xp.ones_like(loss.data) * loss.data.dtype.type(scale))
         self.check_whole()
 
@@ -206,7 +206,9 @@ class Tape:
         """Raise `LocalProtocolError` if a parameter that was used has received no gradient."""
         for parameter in self._parameters:
             if parameter.uses_left:
-                raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")
+                raise LocalProtocolError(
+                    f"parameter {parameter.index} was used, but the loss does not depend on it"
+                )
 
     def checkpoint(
         self, block: Callable[[Tape, Tensor], Tensor], x: Tensor, parameters: Sequence[Parameter]

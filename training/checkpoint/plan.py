@@ -82,9 +82,9 @@ def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> No
     if alike and not differing:
         return
     raise UserError(
-        f"{path} belongs to another run, so it cannot go on bit for bit. What differs (there, here): "
+        f"{path} belongs to another run, so it cannot be resumed bit for bit. Differences (there, here): "
         f"{', '.join(differing) or 'the size of its state'}.{_advice(known, wanted)} Give the options and "
-        "data of that run, or leave out --resume."
+        "data of that run, or omit --resume."
     )
 
 

@@ -274,9 +274,12 @@ class _Shards(SavedState):
                 if found.dtype != np.float32 or found.shape != cut.shape:
                     raise ValueError(f"{array} of {slot.name} is {found.dtype} of shape {found.shape}")
                 if metadata.get(f"digest.{array}.{slot.name}") != _digest(found):
-                    raise ValueError(f"{array} of {slot.name} has other bits than were written")
+                    raise ValueError(
+                        f"checksum mismatch in {array} of {slot.name}: the shard was corrupted after it was "
+                        "written"
+                    )
                 if cut.of(there).any():
-                    raise ValueError(f"a part of {slot.name} is there twice")
+                    raise ValueError(f"a part of {slot.name} occurs twice")
                 cut.of(whole)[...] = found
                 cut.of(there)[...] = True
             if not there.all():
@@ -298,7 +301,7 @@ def read_names(path: Path) -> ShardNames:
             raise ValueError(f"its format is {names.format}, its version {names.version}")
         strange = [name for name in names.files if not _SHARD_NAME.fullmatch(name)]
         if strange:
-            raise ValueError(f"{strange[0]!r} is no name of a shard")
+            raise ValueError(f"{strange[0]!r} is not the name of a shard")
     except FileNotFoundError as error:
         raise no_checkpoint(path) from error
     except (OSError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
@@ -370,5 +373,5 @@ def _unreadable(path: Path, why: object) -> UserError:
     reason = why.strerror if isinstance(why, OSError) and why.strerror else why
     return UserError(
         f"{path} cannot be read as a checkpoint: {reason}. Give --resume a run's directory with a whole "
-        "checkpoint, or leave it out to start from the beginning."
+        "checkpoint, or omit it to start from the beginning."
     )

@@ -87,7 +87,7 @@ def _opened(path: Path, plan: str, elements: int) -> Generator[tuple[Any, int]]:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(
             f"{path} cannot be read as a checkpoint: {why}. Give --resume the {CHECKPOINT_NAME} of a run, "
-            "whole, or leave it out to start from the beginning."
+            "whole, or omit it to start from the beginning."
         ) from error
 
 
@@ -100,8 +100,8 @@ def require_steps_left(path: Path, version: int, steps: int) -> None:
     """Raise `UserError` if a run of `steps` has no step left after the checkpoint at `path`."""
     if version >= steps:
         raise UserError(
-            f"the checkpoint {path} is of step {version}, and --steps is {steps}: there is nothing left to "
-            "do. Give more --steps, which are counted from the beginning."
+            f"the checkpoint {path} is of step {version}, and --steps is {steps}: no step is left. "
+            "Give more --steps, which are counted from the beginning."
         )
 
 

@@ -140,8 +140,8 @@ def require_disk(directory: Path, nbytes: int, origin: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise UserError(
-            f"the dataset {origin} takes {nbytes:,} bytes in {directory}, and its disk has {free:,} left: "
-            "make room, or name a directory on another disk with --out."
+            f"the dataset {origin} takes {nbytes:,} bytes in {directory}, and its disk has {free:,} free: "
+            "free some space, or give a directory on another disk with --out."
         )
 
 
@@ -191,7 +191,7 @@ def find_sources(data: str) -> list[Source]:
     elif glob.has_magic(data):
         paths = [path for match in glob.iglob(data, recursive=True) if (path := Path(match)).is_file()]
     else:
-        raise UserError(f'there is no data file or directory "{data}": check the path given to --data.')
+        raise UserError(f'--data "{data}" does not exist: check the path.')
     if not paths:
         raise UserError(
             f'no file matches "{data}": check the path or pattern given to --data, and quote a pattern so '
@@ -338,7 +338,7 @@ def _source(path: Path) -> Source:
 
 def unreadable(path: object, why: str | None) -> UserError:
     """Return the error for a source that cannot be read."""
-    return UserError(f"cannot read {path}: {why}. Give --data files that are there and that you may read.")
+    return UserError(f"cannot read {path}: {why}. Give --data files that exist and that you may read.")
 
 
 def inputs_digest(sources: list[Source], *asked: int | str) -> str:

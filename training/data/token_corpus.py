@@ -69,7 +69,7 @@ class TokenCorpus(Corpus):
     def __init__(self, directory: Path, *, context: int) -> None:
         manifest = read_manifest(directory)
         if manifest is None:
-            raise UserError(f"{directory} holds no tokens of this version: prepare them again.")
+            raise UserError(f"no tokens of this version in {directory}: prepare them again.")
         count = sum(manifest.shards)
         self.manifest = manifest
         self.context = context

@@ -80,13 +80,13 @@ class BPETokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text.decode())
         except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{origin} is no tokenizer: {error}. Train one again.") from error
+            raise UserError(f"{origin} is not a tokenizer: {error}. Train it again.") from error
         separator = self._tokenizer.token_to_id(END_OF_TEXT)
         self.vocabulary: int = self._tokenizer.get_vocab_size()
         if separator is None or self.vocabulary > EXTENT_MAX:
             raise UserError(
-                f"{origin} is no tokenizer of this kind: it must have at most {EXTENT_MAX} tokens (it has "
-                f"{self.vocabulary}), and {END_OF_TEXT} among them."
+                f"{origin} is not a usable tokenizer: expected at most {EXTENT_MAX} tokens (it has "
+                f"{self.vocabulary}), with {END_OF_TEXT} among them."
             )
         self.separator: int = separator
         self.digest = hashlib.sha256(text).hexdigest()
@@ -121,7 +121,7 @@ class BPETokenizer:
         except OSError as error:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}.") from None
         if len(text) > TOKENIZER_BYTES_MAX:
-            raise UserError(f"{path} has more than {TOKENIZER_BYTES_MAX} bytes: it is no tokenizer.")
+            raise UserError(f"{path} has more than {TOKENIZER_BYTES_MAX} bytes: it is not a tokenizer.")
         return cls(text, str(path))
 
     def save(self, path: Path) -> None:

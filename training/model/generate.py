@@ -51,7 +51,7 @@ class CachedGPT(GPT):
         """
         if not 0 < len(tokens) <= self.config.context - self.read:
             raise LocalProtocolError(
-                f"{len(tokens)} tokens cannot be read behind {self.read} of {self.config.context}"
+                f"{len(tokens)} tokens do not fit after {self.read} of {self.config.context}"
             )
         batch = Batch(np.asarray(tokens)[None], offset=self.read)
         logits = self.run(Tape(np, recording=False), self._leaves, batch).data
@@ -78,7 +78,7 @@ class CachedGPT(GPT):
 
 
 def _no_way_back(_: Array) -> None:
-    raise LocalProtocolError("what is read with a cache is not differentiated")
+    raise LocalProtocolError("a pass with a KV cache cannot be differentiated")
 
 
 LENGTH_MAX = 1 << 20  # tokens

@@ -133,8 +133,9 @@ class GPT:
         """
         if self.is_tied:
             raise UserError(
-                "the head of a gpt2 model is its embedding, so it cannot be cut into parts that share no "
-                'parameters, as pipelines, ZeRO and actors do: use a model of the family "zbmd" there.'
+                "the head of a gpt2 model is its embedding, so it cannot be divided into parts without "
+                "shared parameters, as pipelines, ZeRO and actors need: use a model of the family "
+                '"zbmd".'
             )
         starts = [1 + PARAMETERS_PER_BLOCK * number for number in range(self.config.layers + 1)]
         blocks = [slice(start, start + PARAMETERS_PER_BLOCK) for start in starts[:-1]]

@@ -72,8 +72,8 @@ class HuggingFaceConfig(msgspec.Struct, kw_only=True):
         ):
             if found != known:
                 raise UserError(
-                    f"{path} describes a model that cannot be computed here: its {name} is {found!r}, and "
-                    f"only {known!r} is known."
+                    f"{path} describes an unsupported model: its {name} is {found!r}, and "
+                    f"only {known!r} is supported."
                 )
         return GPTConfig(
             family="gpt2",
@@ -165,14 +165,14 @@ def _read_config(path: Path) -> GPTConfig:
             data = file.read(CONFIG_BYTES_MAX + 1)
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error.strerror}. Weights of this layout lie beside a {CONFIG_NAME}."
+            f"cannot read {path}: {error.strerror}. A {CONFIG_NAME} must lie beside the weights."
         ) from error
     if len(data) > CONFIG_BYTES_MAX:
-        raise UserError(f"{path} has more than {CONFIG_BYTES_MAX} bytes: it describes no model.")
+        raise UserError(f"{path} has more than {CONFIG_BYTES_MAX} bytes: it is not a model configuration.")
     try:
         described = msgspec.json.decode(data, type=HuggingFaceConfig)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} describes no GPT-2: {error}.") from error
+        raise UserError(f"{path} does not describe a GPT-2: {error}.") from error
     return described.model(path)
 
 
@@ -201,6 +201,6 @@ def _check_tensor(path: Path, name: str, found: tuple[tuple[int, ...], str], sha
 def _check_head(path: Path, head: npt.NDArray[np.generic], table: Array) -> None:
     if head.shape != table.shape or not np.array_equal(head, table):
         raise UserError(
-            f"{path} has a head of its own ({_TIED_HEAD} differs from the embedding): such a GPT-2 cannot be "
-            "computed here."
+            f"{path} has a head of its own ({_TIED_HEAD} differs from the embedding): such a GPT-2 is not "
+            "supported."
         )

@@ -66,7 +66,7 @@ def load_weights(path: Path) -> tuple[npt.NDArray[np.float32], GPTConfig, int]:
 
 def _metadata(path: Path, metadata: dict[str, str]) -> tuple[GPTConfig, int]:
     if metadata.get("format") != WEIGHTS_FORMAT:
-        raise UserError(f"{path} does not hold weights of this program ({WEIGHTS_FORMAT}).")
+        raise UserError(f"{path} does not hold weights in the format {WEIGHTS_FORMAT}.")
     try:
         config = msgspec.json.decode(metadata["config"], type=GPTConfig)
         step = int(metadata["step"])

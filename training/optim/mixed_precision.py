@@ -79,7 +79,9 @@ class LossScale:
         Raises `UserError` if `first` is out of bounds.
         """
         if not SCALE_LEAST <= first <= SCALE_MOST:
-            raise UserError(f"a loss scale of {first:g} is none of {SCALE_LEAST:g} to {SCALE_MOST:g}.")
+            raise UserError(
+                f"the loss scale {first:g} is out of range: it must be {SCALE_LEAST:g} to {SCALE_MOST:g}."
+            )
         return cls(scale=first) if stored == np.float16 else cls(scale=1.0, dynamic=False)
 
     def after(self, *, finite: bool) -> LossScale:
@@ -116,13 +118,11 @@ class LossScale:
         if not len(room):
             return self
         if not self.dynamic or len(room) < 3:
-            raise UserError(f"{len(room)} numbers are no loss scale of this precision.")
+            raise UserError(f"{len(room)} numbers are not a loss scale of this precision.")
         scale, good, skipped = (float(number) for number in room[:3])
         whole = good.is_integer() and skipped.is_integer()
         if not (whole and SCALE_LEAST <= scale <= SCALE_MOST and 0 <= good < GROWTH_STEPS and skipped >= 0):
-            raise UserError(
-                f"{scale}, {good}, {skipped} is no loss scale: the state that holds it is damaged."
-            )
+            raise UserError(f"{scale}, {good}, {skipped} is not a loss scale: the saved state is damaged.")
         return replace(self, scale=scale, good_steps=int(good), skipped=int(skipped))
 
 

@@ -31,7 +31,7 @@ def layers_of_parts(layers: int, shape: Shape) -> tuple[int, ...]:
         chunks = f" of {shape.chunks} chunks" if shape.chunks > 1 else ""
         raise UserError(
             f"{layers} layers do not divide over {shape.stages} stages{chunks}: that makes {shape.parts} "
-            f"parts, which want a multiple of {shape.parts} layers, such as {near}."
+            f"parts, which need a multiple of {shape.parts} layers, such as {near}."
         )
     return (layers // shape.parts,) * shape.parts
 
@@ -56,7 +56,7 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[range, ...]:
     """
     count = len(costs)
     if not 1 <= parts <= count:
-        raise UserError(f"a model of {count} layers cannot be cut into {parts} parts: take fewer stages.")
+        raise UserError(f"cannot divide {count} layers into {parts} parts: use fewer stages or chunks.")
     prefix = [0.0, *accumulate(costs)]
     best, cuts = prefix[:], list[list[int]]()
     for part in range(1, parts):

@@ -297,5 +297,7 @@ def require_bounds(shape: Shape) -> None:
 def _parse_instruction(word: str, line: int) -> Instruction:
     found = _INSTRUCTION.fullmatch(word)
     if found is None or found["op"] not in _OPS:
-        raise ScheduleError(f"line {line}: {word!r} is no instruction; write part, operation, micro-batch")
+        raise ScheduleError(
+            f"line {line}: {word!r} is not an instruction: expected part, operation, micro-batch"
+        )
     return Instruction(_OPS[found["op"]], int(found["part"]), int(found["microbatch"]))

@@ -43,11 +43,11 @@ def program_of(name: str, shape: Shape, stage: int) -> StageProgram:
     try:
         require_bounds(shape)
     except ScheduleError as error:
-        raise UserError(f"there is no such pipeline: {error}.") from None
+        raise UserError(f"invalid pipeline: {error}.") from None
     if shape.chunks > 1 and not schedule.chunked:
         raise UserError(f"{name} has one chunk a stage, not {shape.chunks}: use 1f1b or gpipe with chunks.")
     if not 0 <= stage < shape.stages:
-        raise UserError(f"there is no stage {stage} in a pipeline of {shape.stages}.")
+        raise UserError(f"stage {stage} does not exist in a pipeline of {shape.stages} stages.")
     order = (one for one in schedule.order(shape, stage) if one.microbatch < shape.microbatches)
     instructions = tuple(_with_transfers(shape, order))
     return StageProgram(schedule=name, shape=shape, stage=stage, instructions=instructions)
@@ -62,7 +62,7 @@ def schedule_named(name: str) -> Schedule:
     """The schedule of that name. Raises `UserError`."""
     schedule = SCHEDULES.get(name)
     if schedule is None:
-        raise UserError(f'there is no schedule "{name}": use {", ".join(SCHEDULES)}.')
+        raise UserError(f'unknown pipeline schedule "{name}"; choose from {", ".join(SCHEDULES)}.')
     return schedule
 
 

@@ -426,7 +426,7 @@ def _build_stage(config: Mapping[str, Any]) -> StageMachine:
     programs, stage = [parse_program(text) for text in config["programs"]], config["stage"]
     verify(programs, activations_max=[activations_peak(program) for program in programs])
     if not 0 <= stage < len(programs):
-        raise LocalProtocolError(f"there is no stage {stage} among {len(programs)}")
+        raise LocalProtocolError(f"stage {stage} does not exist: there are {len(programs)}")
     return StageMachine(programs, stage)
 
 

@@ -69,7 +69,7 @@ class HoldingsRow:
         """
         numbers = [int(number) for number in row]
         if len(numbers) != ROW_NUMBERS:
-            raise RemoteProtocolError(f"slot {slot} says {len(numbers)} numbers of what it holds")
+            raise RemoteProtocolError(f"slot {slot} reports {len(numbers)} numbers, expected {ROW_NUMBERS}")
         own = [None if number == 0 else number - 1 for number in numbers[:SLOTS]]
         copies: list[Copy | None] = []
         for at in range(_HEAD, _HEAD + _PER_COPY * SLOTS, _PER_COPY):
@@ -79,9 +79,9 @@ class HoldingsRow:
         said += [(place, copy.version) for place, copy in enumerate(copies) if copy is not None]
         known, places = numbers[SLOTS], numbers[_HEAD + _PER_COPY * SLOTS :]
         if known > VERSION_MAX or any(v > VERSION_MAX or v % SLOTS != at for at, v in said):
-            raise RemoteProtocolError(f"slot {slot} says that it holds what there cannot be: {numbers}")
+            raise RemoteProtocolError(f"slot {slot} reports impossible versions: {numbers}")
         if max(places) > _ADDRESS_MAX:
-            raise RemoteProtocolError(f"slot {slot} says that its memory is where there is none: {places}")
+            raise RemoteProtocolError(f"slot {slot} reports memory at impossible addresses: {places}")
         handles = tuple(
             RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=False)
             for offset, nbytes in zip(places[::2], places[1::2], strict=True)
@@ -123,7 +123,7 @@ class BuddyReplica(RedundancyDriver):
         on_commit: Callable[[int, Digests], None],
     ) -> None:
         if len(copies) != zm.SLOTS:
-            raise LocalProtocolError(f"a buddy has {zm.SLOTS} slots of copies")
+            raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies")
         machine = zm.Mirror(place=place, ranks=ranks, known=known)
         super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
         self._worker = worker

@@ -107,15 +107,15 @@ class FileRedundancy(RedundancyDriver):
         self._perform(self._handle(zm.AllHold(version=version)))
 
     def _restore(self, version: int, source: zm.Source) -> zm.Restored:
-        raise LocalProtocolError("there are no copies of what lies in files")
+        raise LocalProtocolError("state in files has no copies")
 
     def _start_copy(self, work: zm.CopyWard) -> None:
-        raise LocalProtocolError("there are no copies of what lies in files")
+        raise LocalProtocolError("state in files has no copies")
 
 
 def _held(row: Sequence[int]) -> zm.Held:
     """What a member says. Raises `RemoteProtocolError`."""
     own = [None if version == NO_VERSION else int(version) for version in row[: zm.SLOTS]]
     if any(v is not None and (v < 0 or v % zm.SLOTS != slot) for slot, v in enumerate(own)) or row[2] < 0:
-        raise RemoteProtocolError(f"a rank says that it holds {row}: these are no versions by slot")
+        raise RemoteProtocolError(f"a rank reports that it holds {row}, which are not versions by slot")
     return zm.Held(own=(own[0], own[1]), known=int(row[2]), copies=(None, None))

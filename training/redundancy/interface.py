@@ -127,7 +127,7 @@ class RedundancyDriver(Redundancy):
         on_commit: Callable[[int, Digests], None],
     ) -> None:
         if len(own.slots) != zm.SLOTS:
-            raise LocalProtocolError(f"a rank whose state is kept has {zm.SLOTS} slots of it")
+            raise LocalProtocolError(f"expected {zm.SLOTS} slots of state")
         self._own, self._machine = own, machine
         self._tap = captured_machine(
             worker, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives)

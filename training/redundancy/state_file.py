@@ -137,7 +137,7 @@ class StateFile:
         if version % SLOTS != slot:
             raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
         if len(note) > self._note:
-            raise LocalProtocolError(f"a note has {len(note)} numbers, and there is room for {self._note}")
+            raise LocalProtocolError(f"a note has {len(note)} numbers, at most {self._note} fit")
         at = self._stamp_at(slot)
         struct.pack_into("<Q", self._map, at + 8, self._hash.intdigest())
         struct.pack_into(f"<Q{len(note)}d", self._map, self._note_at(slot), len(note), *note.tolist())
@@ -231,5 +231,5 @@ def _stride(elements: int) -> int:
 def _cannot(folder: Path, nbytes: int, why: str | None) -> UserError:
     return UserError(
         f"the optimizer's state cannot be offloaded to {folder}, {in_words(nbytes)} a rank: {why}. Free some "
-        "room, or give another folder to --offload."
+        "space, or give another folder to --offload."
     )

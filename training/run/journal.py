@@ -176,9 +176,7 @@ def read_parts(parts: tuple[bytes, ...]) -> list[VotePart]:
     try:
         return [msgspec.msgpack.decode(part, type=VotePart) for part in parts]
     except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(
-            f"a member voted with a share of the ledger that is none: {error}"
-        ) from error
+        raise RemoteProtocolError(f"a member voted with an invalid share of the ledger: {error}") from error
 
 
 def _record_of(commit: cm.Commit, members: tuple[int, ...], seed: int) -> tuple[CommitRecord, float]:

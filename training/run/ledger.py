@@ -124,11 +124,11 @@ def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
             for _, value in objects:
                 records.append(msgspec.convert(value, CommitRecord))
     except FileNotFoundError:
-        raise UserError(f"There is no commit log at {path}: name the directory of a run.") from None
+        raise UserError(f"no commit log at {path}: give the directory of a run.") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}. Name the directory of a run.") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}. Give the directory of a run.") from error
     except (StopIteration, msgspec.ValidationError, _Damaged) as error:
-        raise UserError(f"{path} is not a commit log ({error}): name the directory of a run.") from None
+        raise UserError(f"{path} is not a commit log ({error}): give the directory of a run.") from None
     if header.format != LOG_FORMAT:
         raise UserError(f"{path} has format {header.format}; this version reads format {LOG_FORMAT}.")
     return header, records
@@ -240,7 +240,7 @@ class CommitLog:
                 end = offset
         except (msgspec.ValidationError, _Damaged) as error:
             raise UserError(
-                f"{self.path} is not a commit log, or a damaged one ({error}): restore it, or give this run "
+                f"{self.path} is not a commit log, or is damaged ({error}): restore it, or give this run "
                 "a directory of its own."
             ) from None
         self._read = (status.st_ino, end)
@@ -260,7 +260,7 @@ def require_no_log(path: Path) -> None:
 def _of_another_run(path: Path, header: LogHeader) -> UserError:
     return UserError(
         f"{path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run a directory of "
-        "its own with --out; from there --resume can go on from that run's checkpoint."
+        "its own with --out; --resume can continue from that run's checkpoint."
     )
 
 

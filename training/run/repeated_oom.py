@@ -49,8 +49,8 @@ def raise_for(error: StepOutOfMemory, out: Path, launched: RankEnvironment | Non
     if is_again and before is not None:
         path.unlink(missing_ok=True)
         raise UserError(
-            f"{error} It was replaced for that before, at step {before.step}, and its replacement has no "
-            f"more memory for it, so the run ends. {_last_in(out)}"
+            f"{error} It was replaced for this before, at step {before.step}, and its replacement has no "
+            f"more memory, so the run ends. {_last_in(out)}"
         ) from error
     note = ShortNote(job=launched.job, rank=launched.rank, incarnation=launched.incarnation, step=error.step)
     data = msgspec.json.encode(note)

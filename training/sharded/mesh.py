@@ -56,7 +56,7 @@ class MeshGroups:
     def worker(self) -> Worker:
         """The membership that the groups are of."""
         if self.world.home is None:
-            raise LocalProtocolError("a mesh is made of a group from zbmd.group")
+            raise LocalProtocolError("MeshGroups needs a group from zbmd.group")
         return self.world.home.worker
 
     def size(self, axis: str) -> int:
@@ -101,8 +101,8 @@ def require_axes(mesh: Mesh) -> None:
     strange = [axis for axis in mesh.axes if axis not in AXES]
     if strange:
         raise UserError(
-            f"there is no training along {', '.join(strange)} on a mesh: use dp, pp and tp, for data, "
-            "pipeline stages and tensors."
+            f"unknown mesh axis {', '.join(strange)}; valid axes: dp, pp, tp (data, pipeline and "
+            "tensor parallelism)."
         )
 
 
@@ -129,12 +129,12 @@ class Mesh:
         if wrong:
             name, size = next(iter(wrong.items()))
             raise UserError(
-                f"the mesh's axis {name} has size {size}: it must be at least 1, or -1 for the rest."
+                f"the mesh's axis {name} has size {size}: it must be at least 1, or -1 to infer it."
             )
         open_axes = [name for name, size in sizes.items() if size == -1]
         if len(open_axes) > 1:
             raise UserError(
-                f"the mesh's axes {' and '.join(open_axes)} are both -1: only one can be what is left."
+                f"the mesh's axes {' and '.join(open_axes)} are both -1: only one size can be inferred."
             )
         given = math.prod(size for size in sizes.values() if size != -1)
         if open_axes:
@@ -147,7 +147,7 @@ class Mesh:
         elif given != world_size:
             raise UserError(
                 f"a mesh of {_spelled(sizes)} has {given} ranks, and there are {world_size}: start {given} "
-                "of them, or change a size (-1: what is left)."
+                "of them, or change a size (-1 infers it)."
             )
         return cls(tuple(sizes), tuple(sizes.values()))
 
@@ -158,7 +158,7 @@ class Mesh:
         for word in text.split(","):
             found = _AXIS.fullmatch(word.strip())
             if found is None or found[1] in sizes:
-                why = "comes twice" if found is not None else "is no axis"
+                why = "comes twice" if found is not None else "is not an axis"
                 raise UserError(f'the mesh "{text}": "{word.strip()}" {why}; write it as dp=2,pp=2,tp=2.')
             sizes[found[1]] = int(found[2])
         return cls.of(world_size, sizes)
@@ -178,7 +178,7 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` is on each axis. Raises `UserError` beyond the mesh."""
         if not 0 <= rank < self.world_size:
-            raise UserError(f"there is no rank {rank} in the mesh {self} of {self.world_size}.")
+            raise UserError(f"rank {rank} is not in the mesh {self} of {self.world_size} ranks.")
         found: dict[str, int] = {}
         for name, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
             rank, found[name] = divmod(rank, size)
@@ -187,11 +187,13 @@ class Mesh:
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates, one for each axis. Raises `UserError` if there is none."""
         if set(coordinates) != set(self.axes):
-            raise UserError(f"the mesh {self} has the axes {', '.join(self.axes)}: give a place on each.")
+            raise UserError(
+                f"the mesh {self} has the axes {', '.join(self.axes)}: give a coordinate on each."
+            )
         rank = 0
         for name, size in zip(self.axes, self.sizes, strict=True):
             if not 0 <= coordinates[name] < size:
-                raise UserError(f"there is no place {coordinates[name]} on axis {name} of the mesh {self}.")
+                raise UserError(f"coordinate {coordinates[name]} is not on axis {name} of the mesh {self}.")
             rank = rank * size + coordinates[name]
         return rank
 

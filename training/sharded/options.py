@@ -61,12 +61,12 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(text, type=cls, dec_hook=_path)
         except ValueError as error:
-            raise UserError(f"this is no recipe ({error}): start one with zbmd train.") from None
+            raise UserError(f"invalid recipe ({error}): start it with zbmd train.") from None
 
     def check(self) -> None:
         """Raise `UserError` for what cannot go together."""
         if self.weights is not None and self.resume is not None:
-            raise UserError("give --weights to begin with, or --resume to go on from: not both.")
+            raise UserError("--weights and --resume exclude each other: give one of them.")
         if self.precision == "float64" and (self.checkpoint_every or self.resume is not None):
             raise UserError("checkpoints hold float32: with --precision float64 give --checkpoint-every 0.")
         if self.offload is not None and self.precision == "float64":
@@ -81,5 +81,5 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def _path(kind: type, value: Any) -> Any:
     if kind is not Path or not isinstance(value, str):
-        raise ValueError(f"{value!r} is no {kind.__name__}")
+        raise ValueError(f"{value!r} is not a {kind.__name__}")
     return Path(value)

@@ -216,8 +216,8 @@ async def run(options: TrainOptions) -> TrainResult | None:
         raise UserError(f"{too_large(model)}: {error}") from error
     except StepFailed as error:
         path = checkpoint_in(options.out)
-        how = f"go on with --resume {path}" if path else "start again, with --checkpoint-every"
-        raise UserError(f"{error}. To lose no more than that: {how}.") from error
+        how = f"resume with --resume {path}" if path else "start again with --checkpoint-every"
+        raise UserError(f"{error}. To continue: {how}.") from error
 
 
 class _Run(MeshTask[TrainResult]):

@@ -51,7 +51,7 @@ class TensorShards:
                 )
         if self.config.vocabulary < self.parts:
             raise UserError(
-                f"a vocabulary of {self.config.vocabulary} has no token for each of {self.parts} ranks."
+                f"a vocabulary of {self.config.vocabulary} tokens cannot be divided over {self.parts} ranks."
             )
 
     @property

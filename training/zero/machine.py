@@ -155,7 +155,7 @@ class ZeroStep:
 
     def __init__(self, *, stage: int, units: int, prefetch: int = 1) -> None:
         if stage not in (1, 2, 3) or units < 1 or not 1 <= prefetch <= PREFETCH_MAX:
-            raise LocalProtocolError(f"no ZeRO of stage {stage}, {units} units, {prefetch} ahead")
+            raise LocalProtocolError(f"invalid ZeRO step: stage {stage}, {units} units, prefetch {prefetch}")
         self.stage = stage
         self.units = units
         self.prefetch = prefetch

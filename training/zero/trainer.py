@@ -79,7 +79,7 @@ class ZeroOptions:
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
-            raise UserError(f"there is no ZeRO stage {self.stage}: use 1, 2 or 3.")
+            raise UserError(f"unknown ZeRO stage {self.stage}: use 1, 2 or 3.")
         if not 1 <= self.prefetch <= zm.PREFETCH_MAX:
             raise UserError(f"prefetch is {self.prefetch}: it must be 1 to {zm.PREFETCH_MAX}.")
         LossScale.of(storage_dtype(self.storage), first=self.loss_scale)

@@ -69,7 +69,7 @@ def test_programs_are_printed_changed_and_read_back(
     [
         (("--layers", "10", "--chunks", "2"), "10 layers do not divide over 4 stages of 2 chunks"),
         (("--layers", "0"), "such as 4"),
-        (("--schedule", "x"), 'there is no schedule "x": use gpipe, 1f1b, zb-h1'),
+        (("--schedule", "x"), 'unknown pipeline schedule "x"; choose from gpipe, 1f1b, zb-h1'),
         (("--schedule", "zb-h1", "--chunks", "2"), "zb-h1 has one chunk a stage"),
         (("--stages", "0"), "stages is 0: it must be 1 to 1024"),
         (("--microbatches", "-1"), "microbatches is -1"),

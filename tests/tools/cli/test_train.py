@@ -186,7 +186,7 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (("--mesh", "tp=3", "--ranks", "2"), "a mesh of tp 3 has 3 ranks, and there are 2"),
         (("--mesh", "dp=-1,tp=2", "--ranks", "3"), "does not divide 3 ranks"),
-        (("--mesh", "ep=2", "--ranks", "2"), "no training along ep on a mesh: use dp, pp and tp"),
+        (("--mesh", "ep=2", "--ranks", "2"), "unknown mesh axis ep; valid axes: dp, pp, tp"),
         (("--schedule", "zb"), "--schedule: expected one of gpipe, 1f1b, zb-h1"),
         (("--steps", "many"), "--steps: expected a number, got 'many'"),
         (("--tokens", "words"), "--tokens: expected one of bytes, bpe, got 'words'"),

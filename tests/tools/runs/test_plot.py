@@ -325,7 +325,7 @@ def test_bad_input_is_refused_in_one_line(
     run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    assert "There is no commit log" in complaint(capsys, str(empty))
+    assert "no commit log at" in complaint(capsys, str(empty))
     write_log(empty, [record(1)])
     whole = (empty / LOG_NAME).read_bytes()
     (empty / LOG_NAME).write_bytes(whole[: len(whole) - 1])

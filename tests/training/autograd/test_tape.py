@@ -89,7 +89,7 @@ def test_an_op_that_gives_a_gradient_too_many_is_refused() -> None:
         for _ in range(2):
             weight.receive(lambda out: np.copyto(out, dy))
 
-    with pytest.raises(LocalProtocolError, match="did not expect"):
+    with pytest.raises(LocalProtocolError, match="unexpected gradient"):
         tape.backward(tape.record(weight.data, backward, weight))
 
 
@@ -97,5 +97,5 @@ def test_a_silent_tape_keeps_nothing() -> None:
     tape = Tape(np, recording=False)
     loss = total(tape, ops.linear(tape, Tensor(np.ones((1, 2))), parameter(np.eye(2))))
     assert loss.data == 2.0 * 1.0
-    with pytest.raises(LocalProtocolError, match="nothing is recorded"):
+    with pytest.raises(LocalProtocolError, match="the tape is empty"):
         tape.backward(loss)

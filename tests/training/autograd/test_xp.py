@@ -67,7 +67,7 @@ def test_the_cpu_is_numpy() -> None:
 
 
 def test_an_unknown_device_is_explained() -> None:
-    with pytest.raises(UserError, match=r'no device "tpu": use "cpu" or "cuda"'):
+    with pytest.raises(UserError, match=r'unknown device "tpu": use "cpu" or "cuda"'):
         xp_for("tpu")
 
 

@@ -79,7 +79,7 @@ def test_any_safetensors_reader_finds_them_by_name(saved: Path) -> None:
         ("unknown", "has an unknown tensor surplus"),
         ("shape", r"tensor head.weight is float32 of shape \(256, 8\), not float32 of shape \(8, 256\)"),
         ("dtype", "tensor head.weight is float16"),
-        ("format", "does not hold weights of this program"),
+        ("format", "does not hold weights in the format"),
         ("config", "description of the weights .* is damaged"),
         ("huge", "layers is 1000000000"),
         ("step", "description of the weights .* is damaged"),
@@ -128,7 +128,7 @@ def test_a_full_disk_is_explained(tmp_path: Path) -> None:
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"x")
 
-    with pytest.raises(UserError, match=r"no room for it .* Free some space"):
+    with pytest.raises(UserError, match=r"the disk is full .* Free some space"):
         write_atomically(tmp_path / "file", write_to_full_device)
     assert list(tmp_path.iterdir()) == []
 

@@ -122,7 +122,7 @@ def test_a_text_that_the_disk_has_no_room_for_is_told_first(
 
 
 def test_missing_unmatched_and_empty_data_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r'no data file or directory ".*absent"'):
+    with pytest.raises(UserError, match=r'--data ".*absent" does not exist'):
         prepare_corpus(str(tmp_path / "absent"), tmp_path)
     with pytest.raises(UserError, match="no file matches"):
         prepare_corpus(str(tmp_path / "*.absent"), tmp_path)

@@ -138,10 +138,10 @@ def test_trouble_is_explained(tmp_path: Path, tokenizer: BPETokenizer) -> None:
         prepare_tokens(data, directory, vocabulary=10, context=8)
     with pytest.raises(UserError, match=r"too short: it has \d+ tokens, and sequences of 5000 need"):
         prepare_tokens(data, directory, vocabulary=290, context=5000)
-    with pytest.raises(UserError, match="holds no tokens"):
+    with pytest.raises(UserError, match="no tokens of this version"):
         TokenCorpus(directory, context=8)
     (tmp_path / "bad.json").write_bytes(b"{}")
-    with pytest.raises(UserError, match="is no tokenizer"):
+    with pytest.raises(UserError, match="is not a tokenizer"):
         BPETokenizer.load(tmp_path / "bad.json")
     prepare_tokens(data, directory, vocabulary=290, context=8)
     (directory / shard_name(0)).write_bytes(b"xy")

@@ -31,7 +31,7 @@ def test_log_odds_are_those_of_the_whole_sequence(config: GPTConfig, seed: int) 
         found = cached.extend(tokens[at : at + count])
         at += count
         np.testing.assert_allclose(found, wanted[at - 1], rtol=1e-10, atol=1e-10)
-    with pytest.raises(LocalProtocolError, match="1 tokens cannot be read behind 9 of 9"):
+    with pytest.raises(LocalProtocolError, match="1 tokens do not fit after 9 of 9"):
         cached.extend(tokens[:1])
     cached.forget()
     np.testing.assert_allclose(cached.extend(tokens), wanted[-1], rtol=1e-10, atol=1e-10)

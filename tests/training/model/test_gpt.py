@@ -157,7 +157,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"layers": 0}, "layers is 0"),
         ({"width": 1 << 20}, "width is 1048576"),
         ({"width": 100, "heads": 3}, "multiple of the number of heads"),
-        ({"activation": "tanh"}, 'no activation "tanh"'),
+        ({"activation": "tanh"}, 'unknown activation "tanh"'),
     ],
 )
 def test_impossible_shapes_are_user_errors(change: dict[str, object], complaint: str) -> None:

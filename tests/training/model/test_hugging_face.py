@@ -172,7 +172,7 @@ def test_tensors_that_do_not_fit_are_explained(
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({"n_head": 5}, "width 24 cannot be divided over 5 heads"),
         ({"n_layer": 10**9}, "layers is 1000000000"),
-        ({"vocab_size": "many"}, "describes no GPT-2"),
+        ({"vocab_size": "many"}, "does not describe a GPT-2"),
     ],
 )
 def test_models_that_are_not_computed_here_are_explained(
@@ -193,13 +193,13 @@ def test_missing_and_damaged_files_are_explained(saved: Path) -> None:
     with pytest.raises(UserError, match="there are no weights at"):
         load_gpt2(saved)
     (saved / CONFIG_NAME).write_bytes(b"{" * 100_000)
-    with pytest.raises(UserError, match="describes no GPT-2"):
+    with pytest.raises(UserError, match="does not describe a GPT-2"):
         load_gpt2(saved)
     (saved / CONFIG_NAME).write_bytes(b" " * (1 << 20) + b"{}")
     with pytest.raises(UserError, match="more than 1048576 bytes"):
         load_gpt2(saved)
     (saved / CONFIG_NAME).unlink()
-    with pytest.raises(UserError, match=r"lie beside a config\.json"):
+    with pytest.raises(UserError, match=r"config\.json must lie beside"):
         load_gpt2(saved)
 
 
@@ -211,5 +211,5 @@ def test_only_a_gpt2_is_written_as_one(tmp_path: Path) -> None:
 
 
 def test_a_tied_model_is_not_cut_into_units() -> None:
-    with pytest.raises(UserError, match="cannot be cut into parts"):
+    with pytest.raises(UserError, match="cannot be divided into parts"):
         _ = GPT(CONFIG).units

@@ -121,7 +121,7 @@ def test_a_scale_is_read_as_it_was_written_and_damage_is_told() -> None:
     for place, value in ((0, 0.5), (0, np.nan), (1, 1.5), (1, 2_000), (2, -1), (2, np.inf)):
         damaged = room.copy()
         damaged[place] = value
-        with pytest.raises(UserError, match="is no loss scale"):
+        with pytest.raises(UserError, match="is not a loss scale"):
             LossScale().read(damaged)
 
 

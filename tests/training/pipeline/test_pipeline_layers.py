@@ -28,7 +28,7 @@ def test_cuts_are_the_best_there_are(costs: list[float], draw: st.DataObject) ->
 
 
 def test_a_model_too_small_to_cut_is_told() -> None:
-    with pytest.raises(UserError, match="3 layers cannot be cut into 4 parts"):
+    with pytest.raises(UserError, match="cannot divide 3 layers into 4 parts"):
         balanced_cuts([1, 1, 1], 4)
 
 

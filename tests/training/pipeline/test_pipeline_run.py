@@ -99,9 +99,9 @@ async def test_a_stage_that_is_killed_comes_back_with_its_layers(tmp_path: Path)
     [
         (("--schedule", "zb-h1", "--chunks", "2"), "has one chunk a stage, not 2"),
         (("--schedule", "x"), "use gpipe, 1f1b"),
-        (("--chunks", "9"), "5 layers cannot be cut into 9 parts"),
+        (("--chunks", "9"), "cannot divide 5 layers into 9 parts"),
         (("--chunks", "0"), "--chunks is 0"),
-        (("--plain",), "leave out --resume and --plain"),
+        (("--plain",), "omit --resume and --plain"),
     ],
 )
 def test_bad_input_is_told_in_words(

@@ -195,7 +195,7 @@ def test_a_simulated_step_loses_no_work(size: Shape, costs: list[float]) -> None
         ("zb-h1", shape(2, 2, 2), 0, "one chunk"),
         ("1f1b", shape(0, 2), 0, "stages is 0"),
         ("1f1b", shape(2, 0), 0, "microbatches is 0"),
-        ("1f1b", shape(2, 2), 2, "no stage 2"),
+        ("1f1b", shape(2, 2), 2, "stage 2 does not exist"),
     ],
 )
 def test_what_does_not_exist_is_told_in_words(name: str, size: Shape, stage: int, said: str) -> None:

@@ -111,7 +111,7 @@ async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_seco
     assert ended.exit_code != 0, told
     assert [down.rank for down in ended.failures if down.rank == 1] == [1, 1], told
     assert "rank 1 ran out of memory at step " in told and "Unable to allocate 1.00 PiB" in told, told
-    assert "It was replaced for that before, at step " in told, told
+    assert "It was replaced for this before, at step " in told, told
     named = checkpoint_in(out)
     assert named is not None and f"resume with --resume {named}" in told, told
     assert not list(out.glob("out-of-memory-*"))

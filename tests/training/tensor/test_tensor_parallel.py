@@ -295,7 +295,7 @@ def test_what_is_cut_is_joined_again(config: GPTConfig, parts: int) -> None:
     [
         (OURS, 3, "4 heads cannot be divided over 3"),
         (replace(OURS, context=9), 2, "9 positions cannot be divided over 2"),
-        (replace(OURS, vocabulary=1), 2, "has no token for each of 2 ranks"),
+        (replace(OURS, vocabulary=1), 2, "1 tokens cannot be divided over 2 ranks"),
     ],
 )
 def test_models_that_cannot_be_cut_are_explained(config: GPTConfig, parts: int, said: str) -> None:

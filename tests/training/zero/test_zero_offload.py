@@ -65,7 +65,7 @@ def test_a_note_that_is_too_long_is_refused_and_the_longest_is_kept(tmp_path: Pa
     found = StateFile(tmp_path, name, again=True)
     assert [found.noted(slot).tolist()[-1] for slot in (0, 1)] == [999.0, 1000.0]
     assert [set(slot.tolist()) for slot in found.slots] == [{1.0}, {2.0}]
-    with pytest.raises(LocalProtocolError, match="has 1001 numbers, and there is room for 1000"):
+    with pytest.raises(LocalProtocolError, match="has 1001 numbers, at most 1000 fit"):
         found.end(0, 6, np.arange(1001.0))
 
 

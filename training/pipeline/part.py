@@ -1,9 +1,4 @@
-"""A part of a GPT: some of its layers, from the activations that come in to those that go out.
-
-The layers that are put on parts are the model's units (`GPT.units`): the embedding, its blocks, and the head
-with the loss. A part computes its units as the whole model does, so its bits are the same; of a model that is
-cut for tensor parallelism it is a part of this rank's part.
-"""
+"""A part of a GPT: some of its layers, from incoming to outgoing activations, and which stage holds which."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from zbmd.transport.errors import UserError
 
 
 def layers_of_parts(layers: int, shape: Shape) -> tuple[int, ...]:
-    """Equally many layers for each part. Raises `UserError` if they do not divide."""
+    """Return equally many layers for each part. Raises `UserError` if they do not divide."""
     if layers < 1 or layers % shape.parts:
         below = layers // shape.parts * shape.parts
         near = f"{below} or {below + shape.parts}" if below > 0 else f"{shape.parts}"
@@ -37,7 +32,7 @@ def layers_of_parts(layers: int, shape: Shape) -> tuple[int, ...]:
 
 
 def even_cuts(blocks: int, shape: Shape) -> tuple[range, ...]:
-    """The layers of each part: equally many of a model's blocks, with the embedding first and the head last.
+    """Return the layers of each part: equally many blocks, with the embedding first and the head last.
 
     Raises `UserError` if the blocks do not divide over the parts.
     """
@@ -49,7 +44,7 @@ def even_cuts(blocks: int, shape: Shape) -> tuple[range, ...]:
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[range, ...]:
-    """Cut layers of these costs, in their order, into `parts` runs whose dearest is as cheap as can be.
+    """Divide layers of these costs, in order, into `parts` runs so that the most expensive is minimal.
 
     The linear partition problem, by dynamic programming over prefixes; every run has a layer. Raises
     `UserError` if there are fewer layers than parts.
@@ -73,10 +68,10 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[range, ...]:
 
 
 def _last_cut(best: Sequence[float], prefix: Sequence[float], first: int, end: int) -> tuple[int, float]:
-    """Where the last run of layers [0, end) begins, at `first` or later, and what its dearest run costs.
+    """Return where the last run of layers [0, end) begins, at `first` or later, and the cost of its maximum.
 
-    What stands before a cut gets dearer the later it is, what stands behind it cheaper: the best is where
-    they cross.
+    The later the cut, the more expensive is what precedes it and the cheaper what follows: the optimum is
+    where they cross.
     """
     cross = (
         bisect_left(range(first, end), True, key=lambda cut: best[cut] >= prefix[end] - prefix[cut]) + first
@@ -88,10 +83,10 @@ def _last_cut(best: Sequence[float], prefix: Sequence[float], first: int, end: i
 
 
 class OwnParts:
-    """The parts of stage `stage` of `model`, cut into the layers `cuts`, one range a part.
+    """The parts of stage `stage` of `model`, divided into the layers `cuts`, one range per part.
 
-    `layout` is that of the stage's flat arrays, `spans` where each part lies in them. A pipeline of one stage
-    and one part has those of the model.
+    `layout` is that of the stage's flat arrays, `spans` the position of each part in them. A pipeline of one
+    stage and one part has those of the model.
     """
 
     def __init__(self, model: GPT, cuts: Sequence[range], *, stages: int, stage: int) -> None:
@@ -109,16 +104,16 @@ class OwnParts:
             at += part.layout.size
 
     def shape(self, microbatches: int) -> Shape:
-        """The pipeline of so many micro-batches."""
+        """Return the shape of the pipeline with so many micro-batches."""
         return Shape(stages=self.stages, chunks=len(self.every) // self.stages, microbatches=microbatches)
 
     def cut(self, flat: Array) -> Array:
-        """What this stage holds of the model's flat array: (layout.size,), a copy."""
+        """Return what this stage holds of the model's flat array: (layout.size,), a copy."""
         made: Array = np.concatenate([flat[part.span] for part in self.parts.values()])
         return made
 
     def joined(self, every: Array) -> Array:
-        """The model's flat array, of what all stages hold, one behind the other in their order."""
+        """Return the model's flat array, given what all stages hold, concatenated in stage order."""
         whole: Array = np.zeros(self.every[-1].span.stop, dtype=every.dtype)
         at = 0
         for number in self.order:
@@ -129,12 +124,13 @@ class OwnParts:
 
     @property
     def order(self) -> list[int]:
-        """All parts in the order in which stages hold them: those of the first stage, then the next's."""
+        """Return all parts in the order in which stages hold them: those of the first stage, then the
+        next's."""
         return [part for stage in range(self.stages) for part in range(stage, len(self.every), self.stages)]
 
     @property
     def size_most(self) -> int:
-        """Elements of the flat array of the stage that holds most."""
+        """Return the elements of the flat array of the stage that holds most."""
         return max(
             sum(self.every[part].layout.size for part in range(stage, len(self.every), self.stages))
             for stage in range(self.stages)
@@ -143,7 +139,7 @@ class OwnParts:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass that waits for its backward pass: all that it holds is needed until then."""
+    """A forward pass that waits for its backward pass, with everything that this needs."""
 
     tape: Tape
     input: Tensor | None
@@ -153,7 +149,7 @@ class Pass:
 
 
 def layers_in(config: GPTConfig) -> int:
-    """How many layers can be put on parts: the embedding, the blocks, the head."""
+    """Return how many layers can be assigned to parts: the embedding, the blocks, the head."""
     return config.layers + 2
 
 
@@ -204,7 +200,7 @@ class GPTPart:
         return Pass(tape, source, self.model.run_units(tape, self.layers, x, parameters, batch), later)
 
     def evaluate(self, params: Array, batch: Batch, activations: Array | None) -> Array:
-        """The output of a forward pass alone."""
+        """Return the output of a forward pass only."""
         tape = Tape(self.model.xp, recording=False)
         x = Tensor(self.model.xp.zeros(0) if activations is None else activations)
         parameters = self.model.parameters_in(self.layout, params, None, None)
@@ -236,7 +232,9 @@ class GPTPart:
         return found
 
     def weight_gradient(self, forward: Pass) -> None:
-        """Do what `backward` has left: the gradients of the parameters, in the order of a whole pass."""
+        """Compute what `backward` has deferred: the gradients of the parameters, in the order of a whole
+        pass.
+        """
         for write in forward.weight_gradients:
             write()
         forward.weight_gradients.clear()

@@ -54,10 +54,11 @@ OBJECTS_MAX = 100_000
 
 
 def held_bytes(done: Pass, apart: Iterable[Array]) -> int:
-    """Bytes of the arrays that `done` keeps alive, but for the memory of `apart` (weights, gradients).
+    """Return the bytes of the arrays that `done` keeps alive, except the memory of `apart` (weights,
+    gradients).
 
-    Views count as the array that they are of, each once; what lies in memory that numpy does not own, such
-    as a slot of a ring or an arena, is not counted.
+    Views count as their base array, each once; memory that numpy does not own, such as a slot of a ring or an
+    arena, is not counted.
     """
     others = {id(_owner(array)) for array in apart}
     owners = {id(owner): owner for owner in map(_owner, _arrays(done))}
@@ -71,7 +72,7 @@ def _owner(array: Array) -> Array:
 
 
 def _arrays(done: Pass) -> Iterator[Array]:
-    """All arrays that the way back of a pass can reach."""
+    """Yield all arrays that the backward pass can reach."""
     left: list[object] = [done.input, done.output, *done.tape.kept(), *done.weight_gradients]
     seen: set[int] = set()
     while left and len(seen) < OBJECTS_MAX:
@@ -104,7 +105,7 @@ TIMES_KEPT = 512
 """Of each operation on each part, the last ones."""
 
 OnFinal = Callable[[slice], None]
-"""Told of the elements of the flat gradient that are this rank's sum, and change no more."""
+"""Called with the elements of the flat gradient that are this rank's final sum."""
 
 
 class StagePasses:
@@ -154,7 +155,7 @@ class StagePasses:
 
     @property
     def spans(self) -> list[slice]:
-        """The runs of the flat gradient that become final together."""
+        """Return the runs of the flat gradient that become final together."""
         return [
             _moved(span, self._own.spans[number].start)
             for number, buckets in self._buckets.items()
@@ -163,7 +164,7 @@ class StagePasses:
 
     @property
     def held_most(self) -> ActivationPeak:
-        """What this stage held in the last step."""
+        """Return what this stage held in the last step."""
         return ActivationPeak(
             microbatches=self._held_most,
             nbytes=self._bytes_most,
@@ -216,7 +217,7 @@ class StagePasses:
         return self._rings_or_none
 
     def _perform(self, action: StageAction) -> list[StageAction]:
-        """Do it; the actions that follow."""
+        """Perform an action; return the actions that follow."""
         match action:
             case Compute() as compute:
                 self._compute(compute)
@@ -247,7 +248,7 @@ class StagePasses:
         return actions
 
     def _listen(self) -> list[StageAction]:
-        """Tell the machine what the neighbours have told."""
+        """Pass the neighbours' counts to the machine."""
         actions: list[StageAction] = []
         for stage, what in self._machine.neighbours():
             count = self._rings.count(stage, what)
@@ -302,7 +303,7 @@ class StagePasses:
             self._made[Message(False, number + 1, microbatch)] = done.output.data
 
     def _hold(self, number: int, microbatch: int, done: Pass) -> None:
-        """Keep a pass until it is played back, and count what it keeps."""
+        """Keep a pass until its backward pass, and count its memory."""
         if number not in self._bytes_of:
             assert self._weights is not None
             self._bytes_of[number] = held_bytes(done, (self._weights, *self._buffers))
@@ -343,11 +344,11 @@ class StagePasses:
             self._plan.perform(leaf.additions, self._buffers, self._own.spans[number])
 
     def _hands_over(self, microbatch: int) -> bool:
-        """Whether gradients are final as this micro-batch goes back, and somebody is told."""
+        """Return whether gradients become final during this backward pass, with a hook to call."""
         return self._final is not None and microbatch == len(self._plan.leaves) - 1
 
     def _ready(self, number: int, microbatch: int) -> GradReady | None:
-        """What is done when a parameter's gradient is there: each bucket is summed up as it is whole."""
+        """Return the hook that sums up each bucket as soon as its parameters' gradients are final."""
         final = self._final
         if final is None or not self._hands_over(microbatch):
             return None
@@ -372,7 +373,7 @@ class StagePasses:
             watching.look(came, received=True)
 
     def _came(self, message: Message, slot: int | None) -> Array:
-        """What a part needs: in its slot, or as another part of this stage made it."""
+        """Return the input of a part: from its slot, or from another part of this stage."""
         if slot is None:
             return self._made.pop(message)
         return self._rings.slot(Boundary(message.gradient, message.part), slot)

@@ -35,33 +35,33 @@ from zbmd.transport.errors import ZbmdError
 # slots: that of micro-batch i has slot i mod the number of slots.
 
 SLOTS_AHEAD: Final = 1
-"""Slots of a ring beyond what the stage holds by its program: the next message comes while it computes."""
+"""Slots of a ring beyond what the program holds: the next message arrives during a computation."""
 
 
 class Boundary(NamedTuple):
-    """One side of a part, by what comes in there: its inputs, or the gradients of its outputs."""
+    """One side of a part: where its inputs, or the gradients of its outputs, arrive."""
 
     gradient: bool
     part: int
 
 
 def boundary_of(message: Message) -> Boundary:
-    """Where a message comes in."""
+    """Return the boundary where a message arrives."""
     return Boundary(message.gradient, message.part)
 
 
 def releases(instruction: Instruction) -> bool:
-    """Whether nothing of its part and micro-batch is needed any more once this has been computed."""
+    """Return whether nothing of its part and micro-batch is needed after this instruction."""
     return instruction.op in (Op.BACKWARD, Op.WEIGHT_GRADIENT)
 
 
 def activations_peak(program: StageProgram) -> int:
-    """The most pairs of part and micro-batch whose activations the program holds at once."""
+    """Return the most pairs of part and micro-batch whose activations the program holds at once."""
     return max(held_along(program), default=0)
 
 
 def held_along(program: StageProgram) -> Iterator[int]:
-    """How many such pairs are held while each instruction runs."""
+    """Yield how many such pairs are held while each instruction runs."""
     held = 0
     for instruction in program.instructions:
         held += instruction.op is Op.FORWARD
@@ -70,7 +70,7 @@ def held_along(program: StageProgram) -> Iterator[int]:
 
 
 def slots_of(program: StageProgram) -> dict[Boundary, int]:
-    """The ring of each boundary where this stage receives: how many slots it has."""
+    """Return the number of slots of the ring of each boundary where this stage receives."""
     held, most = Counter[Boundary](), Counter[Boundary]()
     for instruction in program.instructions:
         if instruction.op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
@@ -126,7 +126,7 @@ TEXT_COLUMNS: Final = 100
 
 
 class Op(Enum):
-    """What an instruction does; the value is how it is written."""
+    """The operation of an instruction; the value is its text."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -168,7 +168,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The size of a pipeline: stages (processes), chunks a stage, micro-batches a step."""
+    """The size of a pipeline: stages (processes), chunks per stage, micro-batches per step."""
 
     stages: int
     chunks: int
@@ -176,23 +176,23 @@ class Shape:
 
     @property
     def parts(self) -> int:
-        """Parts of the model, over all stages."""
+        """Return the number of parts of the model, over all stages."""
         return self.stages * self.chunks
 
     def stage_of(self, part: int) -> int:
-        """The stage that holds `part`."""
+        """Return the stage that holds `part`."""
         return part % self.stages
 
     def parts_of(self, stage: int) -> range:
-        """The parts of `stage`, by chunk."""
+        """Return the parts of `stage`, by chunk."""
         return range(stage, self.parts, self.stages)
 
     def receives_input(self, part: int) -> bool:
-        """Whether the input of `part` comes from another stage."""
+        """Return whether the input of `part` comes from another stage."""
         return part > 0 and self.stages > 1
 
     def receives_gradient(self, part: int) -> bool:
-        """Whether the gradient of the output of `part` comes from another stage."""
+        """Return whether the gradient of the output of `part` comes from another stage."""
         return part < self.parts - 1 and self.stages > 1
 
 
@@ -209,12 +209,12 @@ class StageProgram:
         return format_program(self)
 
     def digest(self) -> int:
-        """64 bits of BLAKE2b over the program's text: the same in every process."""
+        """Return 64 bits of BLAKE2b over the program's text: the same in every process."""
         return int.from_bytes(blake2b(format_program(self).encode(), digest_size=8).digest(), "little")
 
 
 def message_of(instruction: Instruction) -> Message:
-    """What a send or a receive passes on. Raises `ValueError` for what computes."""
+    """Return the message of a send or receive. Raises `ValueError` for a computation."""
     op, part, microbatch = instruction
     if op is Op.SEND_ACTIVATION:
         return Message(False, part + 1, microbatch)
@@ -235,7 +235,7 @@ _OPS = {op.value: op for op in Op}
 
 
 def format_program(program: StageProgram) -> str:
-    """The program as text: a header line, then its instructions."""
+    """Return the program as text: a header line, then its instructions."""
     shape = program.shape
     header = (
         f"pipeline {program.schedule} stages={shape.stages} stage={program.stage} "
@@ -246,7 +246,7 @@ def format_program(program: StageProgram) -> str:
 
 
 def parse_program(text: str) -> StageProgram:
-    """The inverse of `format_program`; raises `ScheduleError` naming the line and the word."""
+    """Parse the result of `format_program`; raises `ScheduleError` naming the line and the word."""
     lines = text.splitlines()
     header = _HEADER.fullmatch(lines[0]) if lines else None
     if header is None:
@@ -267,7 +267,7 @@ def parse_program(text: str) -> StageProgram:
 
 
 def parse_programs(text: str) -> tuple[StageProgram, ...]:
-    """The programs of all stages, one behind the other. Raises `ScheduleError`."""
+    """Parse the concatenated programs of all stages. Raises `ScheduleError`."""
     starts = [found.start() for found in re.finditer(r"^pipeline ", text, re.MULTILINE)]
     if not starts or text[: starts[0]].strip():
         raise ScheduleError("line 1: the program of a stage begins with its header line, 'pipeline …'")
@@ -278,7 +278,7 @@ def parse_programs(text: str) -> tuple[StageProgram, ...]:
 
 
 def require_bounds(shape: Shape) -> None:
-    """Raise `ScheduleError` for a pipeline with nothing in it, or beyond the limits."""
+    """Raise `ScheduleError` for an empty pipeline, or one beyond the limits."""
     for name, value, most in (
         ("stages", shape.stages, STAGES_MAX),
         ("chunks", shape.chunks, CHUNKS_MAX),

@@ -40,7 +40,7 @@ from zbmd.transport.native._native import now_ns
 
 
 def runnable_programs(schedule: str, shape: Shape) -> tuple[StageProgram, ...]:
-    """Verified programs of a schedule that can be run. Raises `UserError`."""
+    """Return the verified programs of a schedule. Raises `UserError`."""
     programs = programs_of(schedule, shape)
     verify(programs, activations_max=activations_max(schedule, shape))
     return programs
@@ -49,7 +49,9 @@ def runnable_programs(schedule: str, shape: Shape) -> tuple[StageProgram, ...]:
 def traffic_of(
     model: GPTConfig, config: TrainingConfig, *, dtype: np.dtype[np.floating], tensor_ranks: int = 1
 ) -> Traffic:
-    """What passes between stages for one micro-batch, which is a logical shard: this rank's rows of it."""
+    """Return what passes between stages for one micro-batch, which is a logical shard: this rank's rows of
+    it.
+    """
     rows = config.sequences_per_shard * model.context // tensor_ranks
     return Traffic(shape=(rows, model.width), dtype=dtype)
 
@@ -72,12 +74,12 @@ class Traffic:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a message."""
+        """Return the bytes of a message."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class RingOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where a ring of this stage lies."""
+    """The location of a ring of this stage."""
 
     gradient: bool
     part: int
@@ -85,12 +87,12 @@ class RingOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def inbox_bytes_needed(programs: Sequence[StageProgram], traffic: Traffic) -> int:
-    """Bytes that the rings of the stage with most of them take."""
+    """Return the bytes of the rings of the stage with the most rings."""
     return max(sum(slots_of(program).values()) for program in programs) * traffic.nbytes
 
 
 def decode_offers(data: bytes, stage: int) -> dict[Boundary, RegionHandle]:
-    """The rings that a stage offers. Raises `RemoteProtocolError` if that cannot be read."""
+    """Return the rings that a stage offers. Raises `RemoteProtocolError` if they cannot be decoded."""
     try:
         offers = msgspec.msgpack.decode(data, type=list[RingOffer])
     except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
@@ -99,12 +101,12 @@ def decode_offers(data: bytes, stage: int) -> dict[Boundary, RegionHandle]:
 
 
 def encode_offers(offers: Sequence[RingOffer]) -> bytes:
-    """The inverse of `decode_offers`."""
+    """Encode the offers for `decode_offers`."""
     return msgspec.msgpack.encode(offers)
 
 
 class RingMemory:
-    """The rings that lie at one stage, for as long as it lives: in every epoch neighbours put into them."""
+    """The rings in the memory of one stage, for its lifetime: neighbours write into them in every epoch."""
 
     def __init__(self, segment: Segment, program: StageProgram, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -116,7 +118,7 @@ class RingMemory:
         }
 
     def offered(self, writers: Sequence[int]) -> bytes:
-        """What `writers` are told of them."""
+        """Return the encoded offer of the rings to `writers`."""
         self._handles = [self._regions.register(ring, writers=writers) for ring in self.arrays.values()]
         return encode_offers(
             [
@@ -126,7 +128,7 @@ class RingMemory:
         )
 
     def close(self) -> None:
-        """Let go of them. Idempotent. What a neighbour may still write lives until it is gone."""
+        """Release them. Idempotent. Memory that a neighbour may still write lives until it has ended."""
         for handle in self._handles:
             self._regions.release(handle)
         self._handles.clear()
@@ -166,7 +168,9 @@ class StageRings:
                 self._open(worker, programs, stage, other, data)
 
     def _require_fresh(self) -> None:
-        """Counts begin at 0 in an epoch. Raises `LocalProtocolError` if others have counted in this one."""
+        """Raise `LocalProtocolError` if another pipeline has used the counters in this epoch: they begin at
+        0.
+        """
         for rank in self._members:
             for what in Told:
                 cell = _native.load_cell(self._segment.base, rank, self._channel + what.value)
@@ -193,12 +197,12 @@ class StageRings:
             self._regions[boundary] = self._towards[other] = region
 
     def slot(self, boundary: Boundary, slot: int) -> Array:
-        """What a neighbour put there: ours, to read and to overwrite, until it is released."""
+        """Return the message that a neighbour put there, to read and to overwrite until it is released."""
         found: Array = self._own[boundary][slot]
         return found
 
     def put(self, put: Put, array: Array) -> None:
-        """Begin to put `array`; it must not change until `drain`."""
+        """Start to put `array`, which must not change until `drain`."""
         self._transfers = [transfer for transfer in self._transfers if not transfer.done]
         transfer = self._regions[boundary_of(put.message)].put(
             np.ascontiguousarray(array, self._traffic.dtype),
@@ -209,12 +213,12 @@ class StageRings:
         self._transfers.append(transfer)
 
     def release(self, release: Release) -> None:
-        """Tell the sender."""
+        """Report the release to the sender."""
         region = self._towards[release.stage]
         region.notify(self._channel + release.what.value, self._value(release.count))
 
     def drain(self, deadline_ns: int) -> None:
-        """Wait until all that was put is on its way, and its memory free."""
+        """Wait until everything that was put is sent, and its memory reusable."""
         transfers, self._transfers = self._transfers, []
         failed: PeerLost | LinkClosed | DeadlineExceeded | None = None
         for transfer in transfers:
@@ -226,7 +230,7 @@ class StageRings:
             raise failed
 
     def count(self, stage: int, what: Told) -> int:
-        """How much a neighbour has told by now."""
+        """Return the current count of a neighbour."""
         rank, channel = self._members[stage], self._channel + what.value
         cell = _native.load_cell(self._segment.base, rank, channel)
         if cell >> _EPOCH_SHIFT > self._epoch or cell == self._value(COUNT_MAX):
@@ -258,14 +262,14 @@ class StageRings:
         return None
 
     def give_up(self) -> None:
-        """Tell the neighbours that this step will not be finished: their waits end."""
+        """Report to the neighbours that this step will not be finished: their waits end."""
         for region in self._towards.values():
             for what in Told:
                 with contextlib.suppress(PeerLost, LinkClosed):
                     region.notify(self._channel + what.value, self._value(COUNT_MAX))
 
     def close(self) -> None:
-        """Return once nothing that was put is under way, and leave the neighbours' rings. Idempotent."""
+        """Drain, and leave the neighbours' rings. Idempotent."""
         with contextlib.suppress(PeerLost, LinkClosed, DeadlineExceeded):
             self.drain(now_ns() + CLOSE_NS)
         for region in self._regions.values():
@@ -278,7 +282,7 @@ class StageRings:
 
 
 def _exchange(group: Group, data: bytes) -> list[bytes]:
-    """What every member says, in their order."""
+    """Return every member's data, in member order."""
     sizes = group.blocking.all_gather(np.array([len(data)], np.int64)).reshape(-1)
     every = gather_rows(group, np.frombuffer(data, np.uint8))
     ends = np.cumsum(sizes)

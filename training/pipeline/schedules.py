@@ -38,7 +38,7 @@ class Schedule:
 
 
 def program_of(name: str, shape: Shape, stage: int) -> StageProgram:
-    """The program of one stage. Raises `UserError` for a schedule or shape that does not exist."""
+    """Return the program of one stage. Raises `UserError` for an unknown schedule or impossible shape."""
     schedule = schedule_named(name)
     try:
         require_bounds(shape)
@@ -54,12 +54,12 @@ def program_of(name: str, shape: Shape, stage: int) -> StageProgram:
 
 
 def programs_of(name: str, shape: Shape) -> tuple[StageProgram, ...]:
-    """The programs of all stages. Raises as `program_of`."""
+    """Return the programs of all stages. Raises as `program_of`."""
     return tuple(program_of(name, shape, stage) for stage in range(shape.stages))
 
 
 def schedule_named(name: str) -> Schedule:
-    """The schedule of that name. Raises `UserError`."""
+    """Return the schedule of that name. Raises `UserError`."""
     schedule = SCHEDULES.get(name)
     if schedule is None:
         raise UserError(f'unknown pipeline schedule "{name}"; choose from {", ".join(SCHEDULES)}.')
@@ -67,13 +67,13 @@ def schedule_named(name: str) -> Schedule:
 
 
 def activations_max(name: str, shape: Shape) -> tuple[int, ...]:
-    """By stage: the most pairs of part and micro-batch whose activations it may hold at once."""
+    """Return, by stage, the most pairs of part and micro-batch whose activations it may hold at once."""
     schedule = schedule_named(name)
     return tuple(schedule.activations_max(shape, stage) for stage in range(shape.stages))
 
 
 def warmup_of(shape: Shape, stage: int) -> int:
-    """Forward passes of 1F1B before the first pair of a forward and a backward pass."""
+    """Return the forward passes of 1F1B before the first pair of a forward and a backward pass."""
     after = shape.stages - stage - 1
     if shape.chunks == 1:
         return min(after, shape.microbatches)
@@ -91,7 +91,7 @@ def _whole_rounds(shape: Shape) -> Shape:
 
 
 def _in_rounds(shape: Shape, parts: range, op: Op) -> list[Instruction]:
-    """`op` of `parts`, one after the other, in rounds of as many micro-batches as stages."""
+    """Return `op` of `parts`, one after the other, in rounds of as many micro-batches as stages."""
     starts = range(0, shape.microbatches, shape.stages)
     return [
         Instruction(op, part, i)
@@ -124,7 +124,7 @@ def _one_forward_one_backward(shape: Shape, stage: int) -> _Order:
 
 
 def _zero_bubble_h1(shape: Shape, stage: int) -> _Order:
-    """As 1F1B; stage r puts its weight gradients off by r micro-batches, so that each holds `stages`."""
+    """Like 1F1B, but stage r defers its weight gradients by r micro-batches, so that each holds `stages`."""
     forwards = _forwards(shape, stage)
     weights = _backwards(shape, stage, Op.WEIGHT_GRADIENT)
     warmup = warmup_of(shape, stage)
@@ -137,7 +137,7 @@ def _zero_bubble_h1(shape: Shape, stage: int) -> _Order:
 
 
 def _with_transfers(shape: Shape, order: _Order) -> Iterator[Instruction]:
-    """Each receive just before what needs it, each send just behind what made it."""
+    """Yield each receive just before its use, each send just after its computation."""
     for instruction in order:
         op, part, microbatch = instruction
         forward, backward = op is Op.FORWARD, op in (Op.BACKWARD, Op.INPUT_GRADIENT)

@@ -1,9 +1,4 @@
-"""When a pipeline's instructions run, by a model of what they cost: makespan, bubble, activations.
-
-Each stage computes one thing at a time, in the order of its program. A transfer begins when it is posted and
-the one before it between the same stages in the same direction is over; stages compute meanwhile. What comes
-of it is an upper bound on what a schedule can do on processes that take exactly these times.
-"""
+"""Simulate when a pipeline's instructions run, under a cost model: makespan, bubble, activations."""
 
 from __future__ import annotations
 
@@ -49,7 +44,7 @@ class Costs:
         )
 
     def of(self, instruction: Instruction) -> float:
-        """How long the stage is busy with it: sends and receives take it no time."""
+        """Return how long the stage is busy with an instruction: sends and receives take no time."""
         part = instruction.part
         match instruction.op:
             case Op.FORWARD:
@@ -76,7 +71,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A step as it was simulated, by stage; times in the unit of the costs, from 0."""
+    """A simulated step, by stage; times in the unit of the costs, from 0."""
 
     spans: tuple[tuple[Span, ...], ...]
     makespan: float
@@ -95,7 +90,7 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """The fraction of all stages' time in which they compute nothing."""
+        """Return the fraction of all stages' time without computation."""
         whole = self.makespan * len(self.busy)
         return 1.0 - sum(self.busy) / whole if whole else 0.0
 
@@ -142,7 +137,7 @@ class _Simulation:
             self._at[stage] += 1
 
     def _perform(self, stage: int, instruction: Instruction) -> bool:
-        """Do it; False if what it waits for has not been sent."""
+        """Perform an instruction; return False if what it waits for has not been sent."""
         if instruction.op in SENDS:
             self._send(stage, message_of(instruction))
         elif instruction.op in SENDS.values():

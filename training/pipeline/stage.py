@@ -34,10 +34,7 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 
 class Told(Enum):
-    """What a stage tells a neighbour, by a count that only grows; the value is its number.
-
-    Both sides know the neighbour's program, so the count alone says which messages it is about.
-    """
+    """The kinds of counts that a stage reports to a neighbour; they only grow. The value is the number."""
 
     ACTIVATIONS = 0
     GRADIENTS = 1
@@ -47,12 +44,12 @@ class Told(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBegun:
-    """The stage is to run its program once."""
+    """The stage must run its program once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """Stage `stage` has told us `count` of `what` in all, since the first step."""
+    """Stage `stage` has reported `count` of `what` in all, since the first step."""
 
     stage: int
     what: Told
@@ -61,12 +58,12 @@ class Heard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """The computation that was asked for is done."""
+    """The requested computation is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLost:
-    """A stage has ended: this step can not be finished."""
+    """A stage has ended: this step cannot be finished."""
 
     stage: int
     reason: str
@@ -77,7 +74,7 @@ StageEvent: TypeAlias = StepBegun | Heard | Computed | StageLost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Run `instruction`. `input_slot`, `gradient_slot`: where what it needs has come, if it has come."""
+    """Run `instruction`. `input_slot`, `gradient_slot`: the slots of its inputs, if received."""
 
     instruction: Instruction
     input_slot: int | None
@@ -86,7 +83,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """Put `message` into `slot` of its ring at `stage`, and tell it `count` of `what` behind that."""
+    """Put `message` into `slot` of its ring at `stage`, then report `count` of `what` to it."""
 
     message: Message
     stage: int
@@ -97,7 +94,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Tell `stage` that `count` of its messages are needed no more."""
+    """Report to `stage` that `count` of its messages are no longer needed."""
 
     stage: int
     what: Told
@@ -106,7 +103,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """Nothing of this part and micro-batch is needed any more."""
+    """Free this part and micro-batch."""
 
     part: int
     microbatch: int
@@ -114,7 +111,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Await:
-    """Nothing can be done until `stage` has told `count` of `what`."""
+    """Wait until `stage` has reported `count` of `what`."""
 
     stage: int
     what: Told
@@ -123,12 +120,12 @@ class Await:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """The program is at its end, and all that it sends has been put."""
+    """The program has ended, and everything that it sends has been put."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """The step ends here; what was computed in it is worth nothing."""
+    """Abandon the step; discard its results."""
 
     stage: int
     reason: str
@@ -138,7 +135,7 @@ StageAction: TypeAlias = Compute | Put | Release | Free | Await | StepDone | Giv
 
 
 class StageState(Enum):
-    """What a stage does."""
+    """The state of the machine."""
 
     READY = "ready"
     COMPUTING = "computing"
@@ -151,13 +148,13 @@ Counts: TypeAlias = dict[tuple[int, Told], int]
 
 
 class MessageOrder:
-    """The messages of one count, in the order in which a step tells of them."""
+    """The messages of one count, in the order in which a step reports them."""
 
     def __init__(self, messages: Iterable[Message]) -> None:
         self._place = {message: place for place, message in enumerate(messages)}
 
     def count_with(self, message: Message, step: int) -> int:
-        """The count that tells of this message in `step`, and of all before it."""
+        """Return the count that reports this message in `step`, and all before it."""
         return step * len(self._place) + self._place[message] + 1
 
 
@@ -192,7 +189,7 @@ class StageMachine:
                 self._know(program)
 
     def handle(self, event: StageEvent, *, now_ns: int) -> list[StageAction]:
-        """Take an event; what is to be done about it, in this order."""
+        """Take an event; return the actions to perform, in order."""
         del now_ns
         match event:
             case StageLost(stage=stage, reason=reason):
@@ -212,7 +209,7 @@ class StageMachine:
                 assert_never(event)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the machine is in a state that cannot be."""
+        """Raise `AssertionError` for a state that no sequence of events may reach."""
         assert 0 <= self._held <= self._held_max, f"activations of {self._held} micro-batches are held"
         assert len(self._posted) <= len(self._sends), "more is posted than a step sends"
         if self.state is StageState.READY:
@@ -220,11 +217,11 @@ class StageMachine:
             assert self._held == 0, "a step ended with activations"
 
     def heard(self, stage: int, what: Told) -> int:
-        """How much a neighbour has told so far."""
+        """Return the count that a neighbour has reported so far."""
         return self._heard.get((stage, what), 0)
 
     def neighbours(self) -> tuple[tuple[int, Told], ...]:
-        """The counts that this stage listens to."""
+        """Return the counts that this stage listens to."""
         return tuple(
             sorted(self._arrivals.keys() | self._releases.keys(), key=lambda one: (one[0], one[1].value))
         )
@@ -418,7 +415,7 @@ def _orders_of_sends(program: StageProgram) -> list[Message]:
 
 
 def stage_config(programs: Sequence[StageProgram], stage: int) -> dict[str, Any]:
-    """The arguments that make the like of a `StageMachine` that has taken no event yet."""
+    """Return the configuration from which a new `StageMachine` like this one is built."""
     return {"programs": [format_program(program) for program in programs], "stage": stage}
 
 

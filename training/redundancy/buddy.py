@@ -1,10 +1,10 @@
-"""Drives a rank's mirror of shards: copies its ward's shard beside the passes, pulls its own after a loss.
+"""Replicas at a buddy rank: copy the ward's shard during the passes, pull the own shard after a loss.
 
 A shard is what a rank alone holds (`ProtectedState`), under ZeRO and on a mesh alike.
 
 Nothing is sent: the buddy reads its ward's shard where it lies, in the ward's arena (`RemoteRegion.get`), on
-a thread of its own. That every rank holds a version, and that every copy is whole, is learnt from operations
-that a step does anyway. `Safekeeping` is what a job asks of it.
+a thread of its own. The collectives that a step runs anyway tell it that every rank holds a version, and that
+every copy is complete. The job uses the interface `Redundancy`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Numbers = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldingsRow:
-    """What one rank says. handles: where peers read its slots."""
+    """What one rank reports. `handles`: where peers read its slots."""
 
     held: Held
     handles: tuple[RegionHandle, ...]
 
     def encoded(self) -> Numbers:
-        """(ROW_NUMBERS,): a version or a ward is one more than itself, 0 stands for none."""
+        """Return (ROW_NUMBERS,): versions and wards are incremented by one, 0 means none."""
         held = self.held
         numbers = [0 if version is None else version + 1 for version in held.own]
         numbers.append(held.known)
@@ -63,9 +63,9 @@ class HoldingsRow:
 
     @classmethod
     def decoded(cls, row: Numbers, slot: int, incarnation: int) -> HoldingsRow:
-        """What the member in `slot` said. Raises `RemoteProtocolError`: the numbers are a peer's.
+        """Return the report of the member in `slot`. Raises `RemoteProtocolError`: the numbers are a peer's.
 
-        That handles lie in its memory is checked where they are opened.
+        Handles are checked when they are opened.
         """
         numbers = [int(number) for number in row]
         if len(numbers) != ROW_NUMBERS:
@@ -91,7 +91,7 @@ class HoldingsRow:
 
 
 COPIES: Final = 1 + zm.SLOTS
-"""Copies of shards that a rank has room for: its own last version, and two of its ward's."""
+"""Shards for which a rank needs memory: its own last version, and two of its ward's."""
 
 
 COPY_POINT = faults.declare("mirror.copy", "before a copy of the ward's shard")
@@ -103,11 +103,11 @@ RESTORED_POINT = faults.declare("mirror.restored", "when the own shard is back")
 
 
 class BuddyReplica(RedundancyDriver):
-    """`Safekeeping` by a copy at a buddy, of what `own` holds at `place` of `ranks`.
+    """`Redundancy` by a replica at a buddy, of what `own` holds at `place` of `ranks`.
 
-    copies: `SLOTS` arrays that peers can read, each with room for the slot of any rank. known: the highest
-    version that the run is known to have committed. on_update: told of each step whose update is done here;
-    on_commit: of each version that is safe, with its digests.
+    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank. `known`: the
+    highest version known to be committed. `on_update`: called with each step whose update is done here;
+    `on_commit`: with each version that is safe, and its digests.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class BuddyReplica(RedundancyDriver):
         self._under_way: Future[tuple[int, int | None]] | None = None
         self._rows: list[HoldingsRow] = []
         self.busy_ns = 0
-        """How long copies took so far, beside the passes."""
+        """Total duration of copies, in parallel to the passes."""
         self.waited_ns = 0
-        """How long steps waited for them."""
+        """Total time that steps waited for copies."""
 
     # ---- epochs
 
     def meet(self, group: Group) -> int:
-        """See `Safekeeping`."""
+        """See `Redundancy`."""
         self._group, self._cancellation = group, Cancellation()
         mine = HoldingsRow(held=self._machine.held, handles=self._handles).encoded()
         every = group.blocking.all_gather(mine).reshape(group.size, ROW_NUMBERS)
@@ -164,7 +164,7 @@ class BuddyReplica(RedundancyDriver):
         return memory.slot, memory.incarnation
 
     def epoch_over(self) -> None:
-        """See `Safekeeping`."""
+        """See `Redundancy`."""
         self._cancellation.cancel()
         if self._under_way is not None:
             self._end_copy(self._ended())
@@ -172,7 +172,7 @@ class BuddyReplica(RedundancyDriver):
             self._handle(zm.EpochOver())
 
     def close(self) -> None:
-        """See `Safekeeping`."""
+        """See `Redundancy`."""
         self._cancellation.cancel()
         self._pool.shutdown()
         super().close()
@@ -180,13 +180,13 @@ class BuddyReplica(RedundancyDriver):
     # ---- steps
 
     def _keep(self, version: int) -> None:
-        """Begin to copy the ward's shard, unless its copy is here."""
+        """Start to copy the ward's shard, unless its copy exists."""
         self._perform(self._handle(zm.AllHold(version=version)))
         if self._under_way is None:  # the copy is there from an epoch before
             self._under_way = self._pool.submit(self._copy, None)
 
     def vote(self) -> Vote:
-        """See `StepWatch`."""
+        """See `StepHook`."""
         began_ns = now_ns()
         found = self._ended()
         self.waited_ns += now_ns() - began_ns
@@ -214,7 +214,7 @@ class BuddyReplica(RedundancyDriver):
         return zm.Restored(digest=_digest(into))
 
     def _copy(self, work: zm.CopyWard | None) -> tuple[int, int | None]:
-        """On the mirror's thread: the digest of the own shard, and that of the copy of the ward's."""
+        """Return the digests of the own shard and of the copy of the ward's, on the thread of the replica."""
         began_ns, copied = now_ns(), None
         if work is not None:
             faults.hit(COPY_POINT)
@@ -227,7 +227,7 @@ class BuddyReplica(RedundancyDriver):
         return own, copied
 
     def _room(self, work: zm.CopyWard, handle: RegionHandle) -> Array:
-        """Where the copy goes: as long as what it is a copy of."""
+        """Return the destination of the copy, of the length of the original."""
         whole = self._copies[work.slot]
         if handle.nbytes > whole.nbytes or handle.nbytes % whole.itemsize:
             raise RemoteProtocolError(
@@ -236,7 +236,7 @@ class BuddyReplica(RedundancyDriver):
         return whole[: handle.nbytes // whole.itemsize]
 
     def _ended(self) -> tuple[int, int | None] | None:
-        """Wait for the copy under way; None if it was cut short."""
+        """Wait for the running copy; None if it was interrupted."""
         assert self._under_way is not None, "no copy is under way"
         under_way, self._under_way = self._under_way, None
         try:

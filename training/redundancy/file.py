@@ -1,7 +1,7 @@
-"""Drives the machine of what a rank alone holds where that lies in a file, which outlives the rank.
+"""State in a file that outlives its rank: the driver of the redundancy machine without replicas.
 
-There is no buddy: the replacement of a killed rank, on the same host, opens its predecessor's file. So all
-ranks may be killed at once, and one copy of the state is enough; a host that is lost takes its files along.
+There is no buddy: the replacement of a killed rank, on the same host, opens its predecessor's file. All ranks
+may therefore be killed at once, and one copy of the state is enough; but the files of a lost host are lost.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ STAMPED_POINT = faults.declare("file.stamped", "when it is")
 
 
 class SegmentedState(ProtectedState, Protocol):
-    """A state that is looked at part by part, always in one order."""
+    """A state that is visited in parts, always in one order."""
 
     def parts_in(self, slot: int) -> Iterable[Sequence[Array]]:
-        """Views that together are all of a slot."""
+        """Yield views that together are all of a slot."""
         ...
 
 
 class FileRedundancy(RedundancyDriver):
-    """`Safekeeping` of what `own` holds, at `place` of `ranks`, by `file`, where its slots lie.
+    """`Redundancy` of what `own` holds, at `place` of `ranks`, by `file`, where its slots lie.
 
-    known: the highest version that the run is known to have committed; note: what the file is to say of a
-    step that is done, for whoever goes on if all ranks are killed at once.
+    `known`: the highest version known to be committed. `note`: returns what the file records of a completed
+    step, for the case that all ranks are killed at once.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FileRedundancy(RedundancyDriver):
         super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
 
     def meet(self, group: Group) -> int:
-        """See `Safekeeping`."""
+        """See `Redundancy`."""
         self._group = group
         held = self._machine.held
         mine = [NO_VERSION if version is None else version for version in held.own]
@@ -73,23 +73,23 @@ class FileRedundancy(RedundancyDriver):
         return self._machine.version
 
     def epoch_over(self) -> None:
-        """See `Safekeeping`."""
+        """See `Redundancy`."""
         if self._machine.state is not zm.State.FAILED:
             self._handle(zm.EpochOver())
 
     def vote(self) -> Vote:
-        """See `StepWatch`."""
+        """See `StepHook`."""
         said = np.zeros(VOTE_NUMBERS, np.uint64)
         said[:2] = self._file.digest_in(self._own.slot)
         return said
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """See `StepWatch`. An update follows: what it writes over is whole no more."""
+        """See `StepHook`. An update follows, so the slot that it overwrites is no longer complete."""
         super().voted(votes)
         self._file.begin((self._machine.version + 1) % zm.SLOTS)
 
     def updated(self, done: Any) -> None:
-        """See `StepWatch`."""
+        """See `StepHook`."""
         version = self._machine.version + 1
         faults.hit(STAMP_POINT)
         self._file.end(version % zm.SLOTS, version, self._note(done))
@@ -114,7 +114,7 @@ class FileRedundancy(RedundancyDriver):
 
 
 def _held(row: Sequence[int]) -> zm.Held:
-    """What a member says. Raises `RemoteProtocolError`."""
+    """Return what a member reports. Raises `RemoteProtocolError`."""
     own = [None if version == NO_VERSION else int(version) for version in row[: zm.SLOTS]]
     if any(v is not None and (v < 0 or v % zm.SLOTS != slot) for slot, v in enumerate(own)) or row[2] < 0:
         raise RemoteProtocolError(f"a rank reports that it holds {row}, which are not versions by slot")

@@ -1,7 +1,7 @@
-"""What a job asks of whoever keeps what one rank alone holds, so that it outlives that rank.
+"""The interface between a job and its redundancy, and what both drivers share.
 
-Two do: a copy at a buddy (`keeper`), and a file of the rank's own (`file`). Both drive the same
-machine (`mirror`); an erasure code could take their place.
+There are two: a replica at a buddy rank (`buddy`), and a file of the rank's own (`file`). Both drive the same
+machine (`machine`); an erasure code could take their place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class JobEnd(Generic[ResultT]):
-    """The job has come to its end on this rank."""
+    """The job has ended on this rank."""
 
     result: ResultT | None
 
@@ -38,10 +38,10 @@ class JobEnd(Generic[ResultT]):
 async def through_epochs(
     worker: Worker, epoch: Callable[[View | None], Awaitable[JobEnd[ResultT] | None]]
 ) -> ResultT | None:
-    """Call `epoch` with each view of all ranks until it says that the job has ended; what that resulted in.
+    """Call `epoch` with each view of all ranks until it returns the end of the job; return the job's result.
 
-    It is called with None where a view is no view of all, and there is nothing to do but leave the groups of
-    the one before. Raises `StepFailed` if ranks are lost and will not be replaced.
+    It is called with None for a view without all ranks, in which the groups of the previous one must be left.
+    Raises `StepFailed` if ranks are lost and will not be replaced.
     """
     seen = 0
     while True:
@@ -56,7 +56,7 @@ async def through_epochs(
 
 
 def is_whole(worker: Worker, view: View) -> bool:
-    """Whether all ranks are there. Raises `StepFailed` if some will not come back."""
+    """Return whether all ranks are present. Raises `StepFailed` if some will not come back."""
     if view.lost:
         lost = ", ".join(map(str, view.lost))
         raise StepFailed(
@@ -70,7 +70,7 @@ def is_whole(worker: Worker, view: View) -> bool:
 COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")
 
 Digests = tuple[int, ...]
-"""Of all ranks' shards of one version, by their places."""
+"""Digests of all ranks' shards of one version, in rank order."""
 
 
 class ProtectedState(Protocol):
@@ -87,33 +87,35 @@ class ProtectedState(Protocol):
 
 
 class Redundancy(StepHook, Protocol):
-    """Keeps what one rank alone holds, so that it outlives that rank. For the thread that trains."""
+    """Keeps what one rank alone holds, so that it survives the end of that rank. For the training thread."""
 
     def meet(self, group: Group) -> int:
-        """Agree with all members of a new epoch on the version to go on from, and hold it.
+        """Agree with all members of a new epoch on the version to continue from, and hold it.
 
         Raises `StepFailed` if the state is lost, `PeerLost` and `OperationAborted` as the group does.
         """
         ...
 
     def epoch_over(self) -> None:
-        """Return once nothing of this epoch is under way."""
+        """Return once nothing of this epoch is running."""
         ...
 
     def settle(self) -> None:
-        """Keep the last version, which no further step will; all ranks together. Raises as a step does."""
+        """Protect the last version, after which no step follows; called by all ranks together. Raises as a
+        step does.
+        """
         ...
 
     def close(self) -> None:
-        """Give back threads."""
+        """Stop the threads."""
         ...
 
 
 class RedundancyDriver(Redundancy):
-    """What every driver of the machine does: its votes, its commits, and how it fails.
+    """The common part of the machine's drivers: its votes, its commits, and its failures.
 
-    on_update: told of each step whose update is done here; on_commit: of each version that is safe, with its
-    digests. outlives: as of `Mirror`.
+    `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
+    and its digests. `outlives`: as of `Mirror`.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class RedundancyDriver(Redundancy):
         self._keep(version)
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """See `StepHook`. Raises `StepFailed` if a copy has other bits than its original."""
+        """See `StepHook`. Raises `StepFailed` if a replica differs from its original."""
         self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
 
     def updated(self, done: Any) -> None:
@@ -190,12 +192,12 @@ class RedundancyDriver(Redundancy):
 
     @abstractmethod
     def _keep(self, version: int) -> None:
-        """All ranks hold `version`: see that it is kept."""
+        """Protect `version`, which all ranks hold."""
 
     @abstractmethod
     def _restore(self, version: int, source: zm.Source) -> zm.Restored:
-        """Pull the own shard."""
+        """Pull this rank's shard from its replica."""
 
     @abstractmethod
     def _start_copy(self, work: zm.CopyWard) -> None:
-        """Begin to copy the ward's shard."""
+        """Start to copy the ward's shard."""

@@ -1,28 +1,28 @@
-"""Sans-I/O: copies of what one rank alone holds, and what a group goes on from when ranks are lost.
+"""Sans-I/O: replicas of what one rank alone holds, and the version that a group continues from after a loss.
 
-Under ZeRO a rank alone holds its shard of masters and moments; on a mesh its stage's layers, or its part of
-them, with their moments: here all of that is called its shard. It has two slots of it: version v lies in slot
-v % 2, and the update writes the other. A *buddy* keeps copies in two slots of the same kind. All ranks do the
+Under ZeRO a rank alone holds its shard of masters and moments; on a mesh its stage's layers, or its slice of
+them, with their moments: all of that is called its shard here. It has two slots: version v is in slot v % 2,
+and the update writes the other slot. A *buddy* keeps copies in two slots of the same kind. All ranks do the
 same things in one order:
 
-    hold v ──first operation of the next step──▶ everybody holds v: copy the ward's v   (beside the passes)
-           ──the norm is shared, with votes────▶ every copy of v is whole: v is committed
-           ──update──────────────────────────▶ hold v + 1, and v
+ hold v ──first operation of the next step──▶ all ranks hold v: copy the ward's v   (during the passes)
+        ──the norm is shared, with votes────▶ every copy of v is complete: v is committed
+        ──update──────────────────────────▶ hold v + 1, and v
 
-So v + 1 is written only when every rank's v has a copy, and whatever holds v - 1 is written over only then.
-After a loss all who are there say what they hold (`Held`), and go on from the highest version of which every
-rank's shard is somewhere (`choose`): with one rank lost that is the last committed version or one later. Who
-is ahead goes back to its other slot: its copy may have gone with the rank that was lost. A replacement pulls
-its shard from the buddy. If a rank and its buddy are lost at once, the committed state is lost, and that is
-told.
+So v + 1 is written only when every rank's v has a copy, and the slot of v - 1 is overwritten only then. After
+a loss all present ranks report what they hold (`Held`), and continue from the highest version of which every
+rank's shard exists (`choose`): with one rank lost that is the last committed version or one later. A rank
+that is ahead goes back to its other slot, since its copy may have been lost with the other rank. A
+replacement pulls its shard from the buddy. If a rank and its buddy are lost at once, the committed state is
+lost, and the run fails with that reason.
 
-A version may be kept at once, without a step behind it: what a step would do is done twice then.
+A version may also be protected at once, without a step after it: the actions of a step are done twice then.
 
-Where what a rank holds outlives it (`outlives`: in a file), there are no copies and no buddies: a replacement
-begins with what its predecessor held, and all else is the same.
+If the state outlives its rank (`outlives`: in a file), there are no copies and no buddies: a replacement
+begins with its predecessor's state, and everything else is the same.
 
-A vote carries the digests of the own shard and of the copy of the ward's: a copy with other bits than what
-it is a copy of ends the run.
+A vote carries the digests of the own shard and of the copy of the ward's: a copy that differs from its
+original ends the run.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ NO_DIGEST = 0
 
 
 def buddies(hosts: Sequence[int]) -> tuple[int, ...]:
-    """The place of each rank's buddy, from the ranks' hosts: another host's wherever there are enough others.
+    """Return the place of each rank's buddy, given the ranks' hosts: on another host wherever possible.
 
-    Every rank has one ward. Ranks in the order of their hosts, the fullest first, are shifted by its size.
+    Every rank has one ward. The ranks in the order of their hosts, the fullest first, are shifted by its
+    size.
     """
     n = len(hosts)
     if n < 2:
@@ -58,7 +59,7 @@ def buddies(hosts: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A whole copy of the shard of the rank at place `ward`."""
+    """A complete copy of the shard of the rank at place `ward`."""
 
     ward: int
     version: int
@@ -67,9 +68,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a rank holds at the start of an epoch. own: versions of its shard by slot; None: none is whole.
+    """What a rank holds at the start of an epoch. `own`: versions of its shard by slot; None: incomplete.
 
-    known: the highest version that it knows to be committed.
+    `known`: the highest version that it knows to be committed.
     """
 
     own: tuple[int | None, int | None]
@@ -79,7 +80,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a shard is: a slot of the rank at `place`."""
+    """The location of a shard: a slot of the rank at `place`."""
 
     place: int
     slot: int
@@ -88,7 +89,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The version to go on from, and why. sources: for each place where its shard is, None if it holds it."""
+    """The version to continue from, and why. `sources`: for each place the location of its shard, None: its
+    own.
+    """
 
     version: int
     sources: tuple[Source | None, ...]
@@ -108,10 +111,10 @@ LOST_WITH_FILE = "its file is gone, or of another run, or damaged"
 
 
 def choose(held: Sequence[Held], cause: str = LOST_WITH_BUDDY) -> Choice | Lost:
-    """What a group goes on from, by what its ranks hold, in their order: the same on all of them.
+    """Return what a group continues from, given what its ranks hold, in order: the same on all of them.
 
-    cause: how a shard can have come to be nowhere. Version 0 is what a seed gives: every rank can begin with
-    it, if no later one was committed.
+    `cause`: how a shard can have been lost. Version 0 is computed from a seed: every rank can begin with it,
+    if no later one was committed.
     """
     known = max(one.known for one in held)
     versions = {0} | {version for one in held for version in one.own if version is not None}
@@ -144,7 +147,7 @@ class _Here(Enum):
 
 
 def _sources(held: Sequence[Held], version: int) -> list[Source | _Here | None]:
-    """For each place, where its shard of `version` is."""
+    """Return, for each place, the location of its shard of `version`."""
     found: list[Source | _Here | None] = [
         _Here.HERE if version == 0 or version in one.own else None for one in held
     ]
@@ -160,7 +163,7 @@ def _sources(held: Sequence[Held], version: int) -> list[Source | _Here | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """A new epoch: what all hold, in the order of their places, and each one's host."""
+    """A new epoch: what all ranks hold, in the order of their places, and each one's host."""
 
     held: tuple[Held, ...]
     hosts: tuple[int, ...]
@@ -168,7 +171,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """The shard has been pulled; `digest` of what came."""
+    """The shard has been pulled; `digest` of what was received."""
 
     digest: int
 
@@ -182,7 +185,7 @@ class AllHold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """The copy under way has ended: `digest` of what was written, None if it was cut short."""
+    """The running copy has ended: `digest` of what was written, None if it was interrupted."""
 
     digest: int | None
 
@@ -196,12 +199,12 @@ class Voted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """This rank's shard is that of the next version."""
+    """This rank's shard is at the next version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOver:
-    """A rank is lost, or has given up. What was under way has been drained."""
+    """A rank is lost, or has given up. Running work has been drained."""
 
 
 Event = Entered | Restored | AllHold | Copied | Voted | Updated | EpochOver
@@ -220,12 +223,12 @@ class Restore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAnew:
-    """Make the own shard that of the seed again, in slot 0."""
+    """Reset the own shard to that of the seed, in slot 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Go on from `version`, which this rank holds."""
+    """Continue from `version`, which this rank holds."""
 
     version: int
 
@@ -249,7 +252,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """The run cannot go on. lost: the committed state is lost; else a copy has other bits."""
+    """The run cannot continue. `lost`: the committed state is lost; otherwise a copy differs."""
 
     lost: bool
     reason: str
@@ -259,7 +262,7 @@ Action = Restore | StartAnew | Resume | CopyWard | Commit | Fail
 
 
 class State(Enum):
-    """Where the machine stands."""
+    """The state of the machine."""
 
     WAITING = "waiting"
     RESTORING = "restoring"
@@ -271,9 +274,10 @@ class State(Enum):
 
 
 class Mirror:
-    """One rank's side. `place` of `ranks`; `known`: what is known to have been committed, from a log.
+    """The machine of one rank. `place` of `ranks`; `known`: the version known to be committed, from a log.
 
-    own: the versions that it begins with, by slot. outlives: what a rank holds is there for its replacement.
+    `own`: the versions that it begins with, by slot. `outlives`: whether a replacement finds the rank's
+    state.
     """
 
     def __init__(
@@ -291,7 +295,7 @@ class Mirror:
         self.ranks = ranks
         self.state = State.WAITING
         self.version = 0
-        """What the next step begins with."""
+        """The version that the next step begins with."""
         self.own: list[int | None] = list(own)
         self.copied = ranks > 1 and not outlives
         self.known = known
@@ -304,12 +308,12 @@ class Mirror:
 
     @property
     def held(self) -> Held:
-        """What this rank says at the start of an epoch."""
+        """Return this rank's report at the start of an epoch."""
         copies = (self.copies[0], self.copies[1])
         return Held(own=(self.own[0], self.own[1]), known=self.known, copies=copies)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """Take `event` and say what follows. Raises `LocalProtocolError` for one out of place."""
+        """Take `event` and return the actions. Raises `LocalProtocolError` for one out of place."""
         if self.state is State.FAILED:
             return []
         match event:
@@ -337,7 +341,7 @@ class Mirror:
         return actions
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if what must always hold does not."""
+        """Raise `AssertionError` for a state that no sequence of events may reach."""
         for slot, (own, copy) in enumerate(zip(self.own, self.copies, strict=True)):
             assert own is None or own % SLOTS == slot, f"version {own} lies in slot {slot}"
             assert copy is None or copy.version % SLOTS == slot, f"version {copy} lies in slot {slot}"
@@ -434,7 +438,7 @@ class Mirror:
 
 
 def mirror_config(machine: Mirror, *, outlives: bool = False) -> dict[str, Any]:
-    """The arguments that make the like of a `Mirror` that has taken no event yet."""
+    """Return the configuration from which a new `Mirror` like this one is built."""
     return {
         "place": machine.place,
         "ranks": machine.ranks,

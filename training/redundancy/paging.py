@@ -1,4 +1,4 @@
-"""A state that may lie in a file: what an update needs is brought in, run by run, and goes behind it."""
+"""Update a state that may lie in a file, run by run: load what is needed, and page it out afterwards."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from zbmd.training.optim.elementwise import AdamWState, Shard, StateArray, slot_
 from zbmd.training.redundancy.state_file import StateFile
 
 RUN_ELEMENTS: Final = 1 << 20
-"""Parameters that are updated at once where the state is in a file."""
+"""Parameters that are updated at once if the state is in a file."""
 
 
 def state_in(state: AdamWState, span: slice) -> AdamWState:
-    """Views of these parameters."""
+    """Return views of these parameters."""
     return AdamWState(state.weights[span], state.mean[span], state.square[span])
 
 
 class Paging:
-    """Tells `file` what of a state, made of `names`, is at work. Without one, nothing is told."""
+    """Tells `file` which parts of a state, made of `names`, are in use; does nothing without a file."""
 
     def __init__(self, file: StateFile | None, names: Sequence[StateArray]) -> None:
         self._file, self._names = file, names
 
     def arrays(self, state: AdamWState) -> list[Array]:
-        """All that there is of a state, in the order in which it is written."""
+        """Return all arrays of a state, in the order in which it is written."""
         return [getattr(state, name) for name in self._names]
 
     def bring_in(self, state: AdamWState) -> None:
-        """It is needed soon."""
+        """Announce that the state is needed soon."""
         if self._file is not None:
             self._file.will_need(self.arrays(state))
 
     def let_go(self, old: AdamWState, new: AdamWState) -> None:
-        """`new` has been written: it goes into the digest, and both versions to disk."""
+        """Note that `new` has been written: add it to the digest, and page both versions out."""
         if self._file is not None:
             self._file.wrote(self.arrays(new))
             self._file.rest([*self.arrays(old), *self.arrays(new)])
 
     def wrote(self, rest: Array) -> None:
-        """The end of a slot is written, behind all runs."""
+        """Note that the end of a slot has been written, after all runs."""
         if self._file is not None:
             self._file.wrote([rest])
 
 
 class PagedUpdate:
-    """The optimizer of flat arrays of `layout`, run by run where they lie in `file`, else at once.
+    """The optimizer of flat arrays of `layout`: run by run if they lie in `file`, otherwise at once.
 
     The bits are the same. `held` as in `Muon`.
     """
@@ -79,7 +79,7 @@ class PagedUpdate:
         ]
 
     def parts_of(self, state: AdamWState) -> Iterator[list[Array]]:
-        """Views of all of a state, in the order in which `update` writes them."""
+        """Yield views of all of a state, in the order in which `update` writes them."""
         for span in self._runs:
             yield self.paging.arrays(state_in(state, span))
 
@@ -93,7 +93,7 @@ class PagedUpdate:
         learning_rate: float,
         grad_scale: float,
     ) -> None:
-        """As of an optimizer."""
+        """Update the state; see `Optimizer`."""
         for number, (span, optimizer) in enumerate(zip(self._runs, self._optimizers, strict=True)):
             for ahead in self._runs[number + 1 : number + 2]:
                 self.paging.bring_in(state_in(old, ahead))
@@ -110,9 +110,9 @@ class PagedUpdate:
 
 
 def _runs_of(layout: ParameterLayout, whole: Sequence[ParameterSlot]) -> Iterator[tuple[slice, Shard]]:
-    """Runs of at least `RUN_ELEMENTS` parameters, but for the last, and what is to be done with each.
+    """Yield runs of at least `RUN_ELEMENTS` parameters, except for the last, and what to update in each.
 
-    No run ends within one of `whole`, nor are these among what is to be done: they are worked on as a whole.
+    No run ends within one of `whole`, which are not in the result: they are updated as a whole.
     """
     begin, held = 0, list[tuple[slice, bool]]()
     for slot in layout.slots:

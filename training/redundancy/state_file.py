@@ -1,10 +1,10 @@
-"""A rank's optimizer state in a file: masters and moments, in two slots that are mapped, not held in memory.
+"""A rank's optimizer state in a file: masters and moments, in two memory-mapped slots.
 
-What is not at work is on disk: each unit's part is brought in ahead of its update, and paged out behind it.
-The file outlives the process, so who replaces a killed rank on its host finds there what that held: a slot
-is stamped with its version, and with a digest that was made while its parts were written.
+Data that is not in use is on disk: each unit's part is loaded ahead of its update, and paged out after it.
+The file outlives the process, so the replacement of a killed rank on the same host finds its state there: a
+slot is stamped with its version, and with a digest that was computed while its parts were written.
 
-A page of the kernel's cache outlives a process, not a host: nothing is synced.
+The kernel's page cache outlives a process, but not a host: nothing is synced.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _STAMP: Final = struct.Struct("<qQ")  # version, digest
 Note = NDArray[np.float64]
 NO_NOTE: Final[Note] = np.zeros(0)
 NOTE_NUMBERS: Final = 220
-"""Two notes of so many fit the page before the slots: for longer ones there are more pages."""
+"""Two notes of this length fit the page before the slots; longer ones take more pages."""
 _NOTES_AT: Final = 256
 _WILL_NEED, _PAGE_OUT = 3, 21  # of madvise(2); Python has no name for the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateName:
-    """Whose state a file holds. run: tells this run from others; elements: float32 numbers of a slot.
+    """The identity of a state file. `run`: distinguishes runs; `elements`: float32 numbers of a slot.
 
-    note: the most numbers that are noted of a version.
+    `note`: the most numbers that are noted of a version.
     """
 
     run: int
@@ -56,15 +56,15 @@ class StateName:
     note: int = NOTE_NUMBERS
 
     def encoded(self) -> bytes:
-        """As in the file."""
+        """Return the header of the file."""
         return _NAME.pack(MAGIC, self.run, self.place, self.ranks, self.elements, self.note)
 
 
 class StateFile:
     """The state of one rank in `folder`. For one thread.
 
-    again: this is a replacement, which takes over a file of the same name that is there. Raises `UserError`
-    if the folder cannot be written, or has no room.
+    `again`: this is a replacement, which takes over an existing file of the same name. Raises `UserError` if
+    the folder cannot be written, or its disk is full.
     """
 
     def __init__(self, folder: Path, name: StateName, *, again: bool) -> None:
@@ -89,7 +89,7 @@ class StateFile:
         self._hash = xxhash.xxh3_64()
 
     def _opened(self, name: StateName, nbytes: int) -> int | None:
-        """The file that is there, if it is this rank's of this run and whole."""
+        """Return the existing file, if it is this rank's of this run and complete."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -100,7 +100,7 @@ class StateFile:
         return None
 
     def _made(self, folder: Path, name: StateName, nbytes: int) -> int:
-        """A new file in place of any that is there, which another run may still have mapped."""
+        """Return a new file that replaces any existing one, which another run may still have mapped."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
@@ -116,23 +116,24 @@ class StateFile:
     # ---- what is whole
 
     def version_in(self, slot: int) -> int | None:
-        """Of what is whole there."""
+        """Return the version of the slot if it is complete."""
         version = _STAMP.unpack_from(self._map, self._stamp_at(slot))[0]
         return version if version >= 0 and version % SLOTS == slot else None
 
     def digest_in(self, slot: int) -> int:
-        """Of what is whole there, as it was written."""
+        """Return the digest of the slot, computed while it was written."""
         return int(_STAMP.unpack_from(self._map, self._stamp_at(slot))[1])
 
     def begin(self, slot: int) -> None:
-        """What is in the slot is not whole from here on."""
+        """Mark the slot as incomplete."""
         _STAMP.pack_into(self._map, self._stamp_at(slot), NO_VERSION, 0)
         self._hash.reset()
 
     def end(self, slot: int, version: int, note: Note = NO_NOTE) -> None:
-        """All of it is written. The version last: a process may be killed before it.
+        """Mark the slot as complete, the version last, since the process may be killed before it.
 
-        note: what is to be known of the version by whoever finds it, of no more numbers than the name says.
+        `note`: what a later reader needs to know of the version, with at most as many numbers as the name
+        says.
         """
         if version % SLOTS != slot:
             raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
@@ -144,14 +145,14 @@ class StateFile:
         struct.pack_into("<q", self._map, at, version)
 
     def noted(self, slot: int) -> Note:
-        """What `end` was told of the version that is whole there; empty if nothing was, or none is."""
+        """Return the note of the complete version in the slot; empty if there is none."""
         (count,) = struct.unpack_from("<Q", self._map, self._note_at(slot))
         if self.version_in(slot) is None or count > self._note:
             return NO_NOTE
         return np.frombuffer(self._map, np.float64, count, self._note_at(slot) + 8).copy()
 
     def drop_damaged(self, slot: int, parts: Iterable[Sequence[Array]]) -> None:
-        """Look at what a predecessor has left: with other bits than were written it is not whole."""
+        """Verify what a predecessor has left: mark the slot as incomplete if its digest does not match."""
         if self.version_in(slot) is None:
             return
         told = self.digest_in(slot)
@@ -170,16 +171,16 @@ class StateFile:
     # ---- what is in memory
 
     def wrote(self, arrays: Iterable[Array]) -> None:
-        """Take parts of a slot into its digest, always in one order, while they are in the cache."""
+        """Add parts of a slot to its digest, always in one order, while they are in the cache."""
         for array in arrays:
             self._hash.update(array.data)
 
     def will_need(self, arrays: Iterable[Array]) -> None:
-        """Have them brought in."""
+        """Have them loaded."""
         self._advise(arrays, _WILL_NEED)
 
     def rest(self, arrays: Iterable[Array]) -> None:
-        """They are not needed for some time: let them go to disk."""
+        """Let them be paged out: they are not needed for some time."""
         self._advise(arrays, _PAGE_OUT)
 
     def _advise(self, arrays: Iterable[Array], advice: int) -> None:
@@ -190,26 +191,26 @@ class StateFile:
                 self._map.madvise(advice, first, start + array.nbytes - first)
 
     def resident_bytes(self) -> int:
-        """Of the file, in this process's memory now, as the kernel counts."""
+        """Return the bytes of the file that are in this process's memory now, according to the kernel."""
         return counted(self._begin, len(self._map), "Rss")
 
     def remove(self) -> None:
-        """The run is over, and nobody will ask for it. Idempotent."""
+        """Delete the file when the run is over. Idempotent."""
         self.path.unlink(missing_ok=True)
 
 
 def _head(note: int) -> int:
-    """Bytes before the slots: whole pages."""
+    """Return the bytes before the slots: whole pages."""
     return -(-(_NOTES_AT + SLOTS * 8 * (1 + note)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def file_bytes(elements: int, *, note: int = NOTE_NUMBERS) -> int:
-    """Bytes of a file with slots of so many float32 numbers, and notes of at most `note`."""
+    """Return the bytes of a file with slots of `elements` float32 numbers, and notes of at most `note`."""
     return _head(note) + SLOTS * _stride(elements)
 
 
 def require_folder(folder: Path, *, elements: int, ranks: int, note: int = NOTE_NUMBERS) -> None:
-    """Make `folder`, if need be. Raise `UserError` if it has no room for the files of so many ranks."""
+    """Create `folder` if needed. Raise `UserError` if its disk cannot hold the files of so many ranks."""
     nbytes = file_bytes(elements, note=note)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A GPT of which each rank of a group holds a part: see `zbmd.training.tensor.shards`."""
+"""A GPT that is divided over the ranks of a group: see `zbmd.training.tensor.shards`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zbmd.transport.errors import UserError
 class PartOfGPT(GPT):
     """Part `part` of `parts` of the model of `config`: its layout and its weights, without a group.
 
-    Flat arrays are of `layout`. Raises `UserError` where the model cannot be cut into so many.
+    Flat arrays are of `layout`. Raises `UserError` if the model cannot be divided into so many parts.
     """
 
     def __init__(self, config: GPTConfig, part: int, parts: int, *, recompute: bool = False) -> None:
@@ -37,15 +37,16 @@ class PartOfGPT(GPT):
         self.layout = self.shards.layout(part)
 
     def init(self, seed: int) -> npt.NDArray[np.float32]:
-        """This rank's part of what `GPT.init` returns."""
+        """Return this rank's slice of the result of `GPT.init`."""
         return self.shards.cut(GPT(self.config).init(seed), self.part)
 
 
 class ParallelGPT(PartOfGPT):
-    """This rank's part of the model of `config`, cut over `group`.
+    """This rank's part of the model of `config`, divided over `group`.
 
-    All ranks call the same methods with the same tokens, on a thread that may wait, and get the same loss.
-    Sequences have a length that divides over the ranks. `group` may be set to that of another view.
+    All ranks call the same methods with the same tokens, on a thread that may block, and get the same loss.
+    The length of sequences must be a multiple of the number of ranks. `group` may be set to that of another
+    view.
     """
 
     def __init__(self, config: GPTConfig, group: Group, *, recompute: bool = False) -> None:
@@ -57,7 +58,7 @@ class ParallelGPT(PartOfGPT):
         return parameter if cut_of(name)[1] else SharedParameter(parameter, self.group)
 
     def logits(self, params: Array, tokens: Tokens) -> Array:
-        """See `GPT`: those of all tokens of the vocabulary, on all ranks."""
+        """See `GPT`: the logits of all tokens of the vocabulary, on all ranks."""
         own = super().evaluate(params, Batch(self._checked(np.asarray(tokens)))).data
         end_ns = self.group.deadline_ns()
         columns = np.ascontiguousarray(own.T)
@@ -101,7 +102,7 @@ class ParallelGPT(PartOfGPT):
         return ops.add(tape, x, self._dropout(tape, y, batch, site))
 
     def _dropout(self, tape: Tape, x: Tensor, batch: Batch, site: int) -> Tensor:
-        """Thin this rank's rows, by the numbers that they have in the whole batch."""
+        """Apply dropout to this rank's rows, with the numbers of their positions in the whole batch."""
         if batch.noise is None or self.config.dropout == 0.0:
             return x
         rows = batch.inputs.size

@@ -1,8 +1,8 @@
-"""Operators whose rows, or tokens, are shared out over the ranks of a group.
+"""Operators whose rows, or tokens, are divided over the ranks of a group.
 
 Between the layers each rank holds a run of rows (sequence parallelism: V. Korthikanti and others, "Reducing
 activation recomputation in large transformer models", 2022, arXiv:2205.05198). All ranks record the same ops
-in the same order, so their operations meet, forwards and backwards.
+in the same order, so their collectives match, forwards and backwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 
 
 class SharedParameter(Parameter):
-    """A parameter that is whole on all ranks, each of which computes its gradient from a part of the rows."""
+    """A parameter that all ranks hold, each of which computes its gradient from some of the rows."""
 
     __slots__ = ("_group",)
 
@@ -29,7 +29,7 @@ class SharedParameter(Parameter):
         self._group = group
 
     def receive(self, write: Callable[[Array], object], *, lasting: bool = False) -> None:
-        """See `Parameter`; the gradient is summed over the group, to the same bits on all ranks."""
+        """See `Parameter`; the gradient is summed over the group, with the same bits on all ranks."""
 
         def reduced(out: Array) -> None:
             write(out)
@@ -42,7 +42,7 @@ class SharedParameter(Parameter):
 
 
 def gather_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
-    """All ranks' rows, in the order of the ranks. x: (rows / ranks, features); result: (rows, features)."""
+    """Return all ranks' rows, in rank order. x: (rows / ranks, features); result: (rows, features)."""
 
     def backward(dy: Array) -> None:
         x.accumulate(_reduced(dy, group))
@@ -51,7 +51,9 @@ def gather_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
 
 
 def scatter_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of the sum over all ranks. x: (rows, features); result: (rows / ranks, features)."""
+    """Return this rank's rows of the sum over all ranks. x: (rows, features); result: (rows / ranks,
+    features).
+    """
 
     def backward(dy: Array) -> None:
         x.accumulate(_gathered(dy, group))
@@ -80,10 +82,10 @@ def _reduced(rows: Array, group: Group) -> Array:
 def vocabulary_embedding(
     tape: Tape, tokens: Array, table: Parameter, own: tuple[int, int], group: Group
 ) -> Tensor:
-    """This rank's rows of what `ops.embedding` returns, of a table that is cut by the vocabulary.
+    """Return this rank's rows of the result of `ops.embedding`, with a table divided by the vocabulary.
 
-    tokens: (rows,), all of them, on all ranks; table: (own tokens, features), those in [own[0], own[1]).
-    A row has one owner, so the sum over ranks adds zeros to it and has its bits.
+    tokens: (rows,), all of them, on all ranks; table: (own tokens, features), those in [own[0], own[1]). A
+    row has one owner, so the sum over ranks adds zeros to it and has its bits.
     """
     first, stop = own
     mine = (tokens >= first) & (tokens < stop)
@@ -93,17 +95,17 @@ def vocabulary_embedding(
 
 
 def _kept(tape: Tape, x: Tensor, mask: Array) -> Tensor:
-    """`x` where the mask is set, zero elsewhere."""
+    """Return `x` where the mask is set, zero elsewhere."""
     return tape.record(x.data * mask, lambda dy: x.accumulate(dy * mask))
 
 
 def vocabulary_cross_entropy(
     tape: Tape, logits: Tensor, targets: Array, own: tuple[int, int], group: Group, *, weight: float
 ) -> Tensor:
-    """`ops.cross_entropy` of log odds that are cut by the vocabulary; the same bits on all ranks.
+    """Return `ops.cross_entropy` of logits that are divided by the vocabulary; the same bits on all ranks.
 
     logits: (rows, own tokens), those in [own[0], own[1]); targets: (rows,) of the whole vocabulary. Ranks
-    exchange three numbers a row, not the odds.
+    exchange three numbers a row, not the logits.
     """
     first, stop = own
     rows = np.flatnonzero((targets >= first) & (targets < stop))

@@ -1,7 +1,7 @@
-"""How the parameters of a GPT are cut for tensor parallelism.
+"""Divide the parameters of a GPT for tensor parallelism.
 
-Layers that read the residual stream are cut by columns (by heads for attention), those that write to it by
-rows, tables of tokens by the vocabulary. Norms, positions, and biases that are added to the residual stream
+Layers that read the residual stream are divided by columns (by heads for attention), those that write to it
+by rows, token tables by the vocabulary. Norms, positions, and biases that are added to the residual stream
 are whole on all ranks. M. Shoeybi and others, "Megatron-LM", 2019, arXiv:1909.08053.
 """
 
@@ -34,9 +34,9 @@ _CUTS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorShards:
-    """The parts of a model's parameters that `parts` ranks hold.
+    """The slices of a model's parameters that `parts` ranks hold.
 
-    Raises `UserError` where heads, positions or tokens cannot be shared out among so many.
+    Raises `UserError` if heads, positions or tokens cannot be divided over so many ranks.
     """
 
     config: GPTConfig
@@ -56,11 +56,11 @@ class TensorShards:
 
     @property
     def whole(self) -> ParameterLayout:
-        """The layout of the whole model."""
+        """Return the layout of the whole model."""
         return ParameterLayout.of(parameter_shapes(self.config))
 
     def layout(self, part: int) -> ParameterLayout:
-        """The layout of what rank `part` holds."""
+        """Return the layout of what rank `part` holds."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in parameter_shapes(self.config).items():
             axis, beside = cut_of(name)
@@ -72,11 +72,11 @@ class TensorShards:
         return ParameterLayout.of(shapes)
 
     def tokens(self, part: int) -> tuple[int, int]:
-        """The tokens, from and to, whose rows of the tables rank `part` holds."""
+        """Return the range of tokens whose rows of the tables rank `part` holds."""
         return span_of(self.config.vocabulary, part, self.parts)
 
     def piece(self, slot: ParameterSlot, part: int) -> ParameterSlice:
-        """Where what rank `part` holds of the whole parameter `slot` lies."""
+        """Return the slice of the whole parameter `slot` that rank `part` holds."""
         axis, beside = cut_of(slot.name)
         if not beside:
             return flat_slice(slot.size, 0, slot.size)
@@ -85,7 +85,8 @@ class TensorShards:
         return ParameterSlice(outer, each, inner, *span_of(each, part, self.parts))
 
     def cut(self, flat: Array, part: int) -> Array:
-        """What rank `part` holds of a whole flat array, (whole.size,): (layout(part).size,), a copy."""
+        """Return what rank `part` holds of a whole flat array, (whole.size,): (layout(part).size,), a
+        copy."""
         layout = self.layout(part)
         made: Array = np.zeros(layout.size, dtype=flat.dtype)
         for slot, view, whole in zip(layout.slots, layout.views(made), self.whole.views(flat), strict=True):
@@ -93,7 +94,9 @@ class TensorShards:
         return made
 
     def joined(self, flats: Sequence[Array]) -> Array:
-        """The whole flat array of what all ranks hold, in their order; what all hold is the first one's."""
+        """Return the whole flat array, given what all ranks hold, in order; shared parameters are the first
+        one's.
+        """
         whole = self.whole
         made: Array = np.zeros(whole.size, dtype=flats[0].dtype)
         views = whole.views(made)
@@ -104,7 +107,9 @@ class TensorShards:
         return made
 
     def _part_of(self, name: str, whole: Array, part: int) -> Array:
-        """The view of a whole parameter that rank `part` holds; what lies side by side has an own axis."""
+        """Return the view of a whole parameter that rank `part` holds, with an extra axis for adjacent
+        matrices.
+        """
         axis, beside = cut_of(name)
         if not beside:
             return whole
@@ -115,11 +120,13 @@ class TensorShards:
 
 
 def cut_of(name: str) -> tuple[int, int]:
-    """The axis along which parameter `name` is cut, and the matrices side by side there; 0: it is whole."""
+    """Return the axis along which parameter `name` is divided, and the adjacent matrices there; 0: it is
+    whole.
+    """
     found = (cut for ending, cut in _CUTS.items() if name == ending or name.endswith(f".{ending}"))
     return next(found, (0, 0))
 
 
 def span_of(count: int, part: int, parts: int) -> tuple[int, int]:
-    """The share of `count` things that part `part` has: from and to. Shares differ by one at most."""
+    """Return the range of `count` items that part `part` has. Ranges differ by one at most."""
     return part * count // parts, (part + 1) * count // parts

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zbmd.training.autograd import spans as spans
     from zbmd.training.checkpoint.sharded import SavedState as SavedState
     from zbmd.training.checkpoint.sharded import checkpoint_in as checkpoint_in
+    from zbmd.training.checkpoint.sharded import load_trained as load_trained
     from zbmd.training.checkpoint.sharded import open_state as open_state
     from zbmd.training.config import GPTConfig as GPTConfig
     from zbmd.training.config import TrainingConfig as TrainingConfig
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
     from zbmd.training.run.ledger import LogHeader as LogHeader
     from zbmd.training.run.ledger import audit as audit
     from zbmd.training.run.ledger import read_log as read_log
-    from zbmd.training.run.load_weights import load_trained as load_trained
     from zbmd.training.sharded.options import TrainOptions as TrainOptions
     from zbmd.training.step.memory_estimate import StepOutOfMemory as StepOutOfMemory
     from zbmd.training.step.recipe import Recipe as Recipe
@@ -149,11 +149,6 @@ __all__ = [
 
 # A name is imported when it is first used, so that a tool that needs a part does not load the others.
 _HOMES = {
-    "zbmd.training.checkpoint.sharded": (
-        "SavedState",
-        "checkpoint_in",
-        "open_state",
-    ),
     "zbmd.training.config": (
         "GPTConfig",
         "TrainingConfig",
@@ -241,7 +236,7 @@ _HOMES = {
         "audit",
         "read_log",
     ),
-    "zbmd.training.run.load_weights": ("load_trained",),
+    "zbmd.training.checkpoint.sharded": ("SavedState", "checkpoint_in", "load_trained", "open_state"),
     "zbmd.training.sharded.options": ("TrainOptions",),
     "zbmd.training.step.memory_estimate": ("StepOutOfMemory",),
     "zbmd.training.step.recipe": ("Recipe",),

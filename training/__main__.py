@@ -23,8 +23,7 @@ import uvloop
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.optim import OPTIMIZERS
-from zbmd.training.optim.lr_schedule import CURVES
+from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.replicated.job import (
     JobOptions,
     JobResult,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zbmd.training.optim import AdamWConfig, OptimizerConfig
-from zbmd.training.optim.lr_schedule import CURVES, Curve
+from zbmd.training.optim import CURVES, AdamWConfig, Curve, OptimizerConfig
 from zbmd.transport.errors import UserError
 
 VOCABULARY = 256  # bytes: the default
@@ -65,7 +64,7 @@ class TrainingConfig:
     A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number belongs to the
     job, not to its ranks. The learning rate rises for `warmup_steps`, then follows `curve` down to
     `learning_rate_floor` times its peak at the last of `horizon` steps (see
-    `zbmd.training.optim.lr_schedule`); 0 means `steps`. Set the horizon of a run that is to be continued
+    `zbmd.training.optim`); 0 means `steps`. Set the horizon of a run that is to be continued
     later from its beginning.
     """
 

@@ -32,7 +32,7 @@ from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.redundancy.interface import Redundancy
 from zbmd.training.replicated.job import JobOptions, check_data, open_recipe, plan_of, weights_sha256
-from zbmd.training.run.reporting import report_result
+from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.job import MeshJob, MeshTask
 from zbmd.training.sharded.mesh import PIPELINE_AXIS, Mesh, MeshGroups
 from zbmd.training.sharded.stages import SLOTS, RankBytes, Stages, bytes_needed

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from zbmd.tools.cli.options import add_command
 from zbmd.tools.runs.plot_draw import FORMATS, PICTURE_NAME, plot_run
 from zbmd.training.checkpoint.plan import read_plan
+from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.config import VOCABULARY
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
 from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log
-from zbmd.training.run.load_weights import load_trained
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 

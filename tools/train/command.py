@@ -19,8 +19,7 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.optim import OPTIMIZERS
-from zbmd.training.optim.lr_schedule import CURVES
+from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.sharded.mesh import Mesh, require_axes
 from zbmd.training.sharded.options import PRECISIONS, TOKENS, TrainOptions

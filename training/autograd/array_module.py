@@ -13,7 +13,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from zbmd.training.native import _kernels
 from zbmd.transport.errors import UserError
+
+
+def has_kernels(xp: ModuleType, *arrays: Array) -> bool:
+    """Return whether `zbmd.training.native._kernels` computes on `arrays`, of the array module `xp`."""
+    return xp is np and _kernels.fits(*arrays)
+
+
+def as_indices(indices: Array) -> npt.NDArray[np.int64]:
+    """Return integers of any dtype in the form that the kernels take."""
+    return np.ascontiguousarray(indices, dtype=np.int64)
+
 
 # A float array of the module in use. cupy ships no types; its arrays have the same interface.
 Array: TypeAlias = npt.NDArray[Any]

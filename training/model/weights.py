@@ -20,6 +20,7 @@ from zbmd.training.model.gpt import parameter_shapes
 from zbmd.transport.errors import UserError
 
 WEIGHTS_FORMAT = "zbmd-gpt-1"
+WEIGHTS_NAME = "weights.safetensors"
 
 
 def save_weights(path: Path, params: Array, config: GPTConfig, *, step: int) -> None:

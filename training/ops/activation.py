@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, has_kernels
 from zbmd.training.autograd.rng import Noise, random_run
 from zbmd.training.autograd.tape import Backward, Tape, Tensor
 from zbmd.training.native import _kernels
-from zbmd.training.ops.native import has_kernels
 
 
 def dropout(

@@ -8,10 +8,9 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, has_kernels
 from zbmd.training.autograd.tape import Backward, Tape, Tensor
 from zbmd.training.native import _kernels
-from zbmd.training.ops.native import has_kernels
 
 NEAR_HEADS_MAX = 4
 NEAR_SLOPE = 2.0

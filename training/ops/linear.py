@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, as_indices, has_kernels
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.native import _kernels
-from zbmd.training.ops.native import as_indices, has_kernels
 
 
 def cross_entropy(tape: Tape, logits: Tensor, targets: Array, *, weight: float) -> Tensor:

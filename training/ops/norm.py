@@ -6,10 +6,9 @@ from types import ModuleType
 
 import numpy as np
 
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, has_kernels
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.native import _kernels
-from zbmd.training.ops.native import has_kernels
 
 EPSILON = 1e-5
 

@@ -14,10 +14,9 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from zbmd.training.autograd.array_module import Array, widened
+from zbmd.training.autograd.array_module import Array, has_kernels, widened
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot, padded
 from zbmd.training.native import _kernels
-from zbmd.training.ops.native import has_kernels
 
 # ---- SGD
 

@@ -43,7 +43,7 @@ from zbmd.training.pipeline.stage import (
     stage_config,
 )
 from zbmd.training.profiler.lines import ActivationPeak
-from zbmd.training.run.reporting import captured_machine
+from zbmd.training.run.journal import captured_machine
 from zbmd.training.step.accumulate import AccumulationPlan, Buckets, Leaf
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, PeerLost

@@ -19,7 +19,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.machine import MIRROR, mirror_config
-from zbmd.training.run.reporting import captured_machine
+from zbmd.training.run.journal import captured_machine
 from zbmd.training.step.step_hook import StepHook, Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError

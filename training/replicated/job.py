@@ -33,7 +33,7 @@ from zbmd.training.data.corpus import (
 )
 from zbmd.training.files import DiskFull
 from zbmd.training.model.gpt import GPT, parameter_shapes
-from zbmd.training.model.weights import save_weights
+from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
@@ -41,7 +41,7 @@ from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.workload import TrainingWorkload, arena_bytes_needed
-from zbmd.training.run.journal import WEIGHTS_NAME, Journal
+from zbmd.training.run.journal import Journal
 from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, LogHeader, loss_of, read_log, require_no_log
 from zbmd.training.run.repeated_oom import raise_for
 from zbmd.training.step.memory_estimate import (

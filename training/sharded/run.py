@@ -25,7 +25,7 @@ from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.model.gpt import GPT, parameter_shapes
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
-from zbmd.training.model.weights import save_weights
+from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import storage_dtype
@@ -35,9 +35,8 @@ from zbmd.training.profiler.lines import StepLine
 from zbmd.training.redundancy.interface import Redundancy
 from zbmd.training.redundancy.state_file import StateFile, StateName, require_folder
 from zbmd.training.replicated.job import weights_sha256
-from zbmd.training.run.journal import WEIGHTS_NAME
+from zbmd.training.run.journal import report_result
 from zbmd.training.run.repeated_oom import raise_for
-from zbmd.training.run.reporting import report_result
 from zbmd.training.sharded.job import MeshJob, MeshTask
 from zbmd.training.sharded.mesh import Mesh, MeshGroups, require_axes
 from zbmd.training.sharded.options import TrainOptions

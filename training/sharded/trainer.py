@@ -36,8 +36,7 @@ from zbmd.training.pipeline.program import Op
 from zbmd.training.pipeline.rings import RingMemory, StageRings, traffic_of
 from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.profiler.lines import ActivationPeak
-from zbmd.training.redundancy.paging import PagedUpdate
-from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
 from zbmd.training.sharded.norm import mesh_norm, relayed_loss
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements

@@ -18,10 +18,9 @@ from zbmd.training.autograd.tape import GradReady
 from zbmd.training.config import TrainingConfig
 from zbmd.training.data.corpus import Corpus, SampleOrder
 from zbmd.training.model.gpt import GPT
-from zbmd.training.optim import optimizer_for
+from zbmd.training.optim import learning_rate, optimizer_for
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, global_norm, non_finite
 from zbmd.training.optim.elementwise import AdamWState
-from zbmd.training.optim.lr_schedule import learning_rate
 
 # From malloc.h of glibc.
 M_TRIM_THRESHOLD = -1

@@ -25,7 +25,7 @@ from zbmd.collectives.group.group import Group, group_of
 from zbmd.training.autograd import spans
 from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.weights import save_weights
+from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import storage_dtype
@@ -46,10 +46,9 @@ from zbmd.training.replicated.job import (
     require_beginning,
     result_of,
 )
-from zbmd.training.run.journal import WEIGHTS_NAME, adopted_report, step_report
+from zbmd.training.run.journal import adopted_report, report_result, step_report
 from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
 from zbmd.training.run.repeated_oom import raise_for
-from zbmd.training.run.reporting import report_result
 from zbmd.training.step.memory_estimate import RankMemory, StepOutOfMemory, activation_bytes, require_memory
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.rank import ZeroRank, slot_elements

@@ -36,8 +36,7 @@ from zbmd.training.optim import (
 from zbmd.training.optim.clip import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.optim.elementwise import AdamWState, Shard, update_blocks
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
-from zbmd.training.redundancy.paging import Paging, state_in
-from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.redundancy.state_file import Paging, StateFile, state_in
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout, Unit
 

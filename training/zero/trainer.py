@@ -33,7 +33,7 @@ from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.redundancy.state_file import StateFile
-from zbmd.training.run.reporting import captured_machine
+from zbmd.training.run.journal import captured_machine
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe

@@ -21,8 +21,7 @@ from zbmd.tools.train.command import SETTINGS, merged, options_of
 from zbmd.training.checkpoint.sharded import checkpoint_in, read_names
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
-from zbmd.training.model.weights import load_weights
-from zbmd.training.run.journal import WEIGHTS_NAME
+from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.sharded.run import HUGGING_FACE_DIRECTORY, TrainResult

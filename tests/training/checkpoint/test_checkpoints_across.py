@@ -15,10 +15,8 @@ from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.train.command import merged
 from zbmd.tools.train.command import options_of as recipe_of
 from zbmd.training import __main__ as training
-from zbmd.training.checkpoint.sharded import checkpoint_in
-from zbmd.training.model.weights import load_weights
-from zbmd.training.run.journal import WEIGHTS_NAME
-from zbmd.training.run.load_weights import load_trained
+from zbmd.training.checkpoint.sharded import checkpoint_in, load_trained
+from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
 
 SHAPE = {
     **{"width": "16", "heads": "2", "layers": "2", "context": "8", "shards": "4"},

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.devices.array_modules import Witness
 
 from zbmd.training import ops
+from zbmd.training.autograd.array_module import has_kernels
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.native import _kernels
-from zbmd.training.ops.native import has_kernels
 
 Array = npt.NDArray[Any]
 Op = Callable[[Tape, Tensor, list[Parameter]], Tensor]

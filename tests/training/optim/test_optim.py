@@ -13,10 +13,18 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.model.gpt import GPT
-from zbmd.training.optim import LionConfig, MuonConfig, OptimizerConfig, SGDConfig, optimizer_for
+from zbmd.training.optim import (
+    WSD_DECAY,
+    Curve,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+    learning_rate,
+    optimizer_for,
+)
 from zbmd.training.optim.clip import TrainingDiverged, non_finite
 from zbmd.training.optim.elementwise import AdamWConfig, AdamWState
-from zbmd.training.optim.lr_schedule import WSD_DECAY, Curve, learning_rate
 from zbmd.training.optim.muon import orthogonalized
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe

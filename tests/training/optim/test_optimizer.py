@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout
+from zbmd.training.optim import learning_rate
 from zbmd.training.optim.clip import NORM_BLOCK, TrainingDiverged, clip_scale, global_norm
 from zbmd.training.optim.elementwise import UPDATE_BLOCK, AdamW, AdamWConfig, AdamWState
-from zbmd.training.optim.lr_schedule import learning_rate
 
 LAYOUT = ParameterLayout.of({"matrix": (130, 257), "gain": (37,), "small": (3, 5), "bias": (1,)})
 

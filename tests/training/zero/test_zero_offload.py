@@ -14,7 +14,7 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision
-from zbmd.training.redundancy import paging
+from zbmd.training.redundancy import state_file as paging
 from zbmd.training.redundancy.state_file import StateFile, StateName
 from zbmd.training.replicated.job import run_plain
 from zbmd.transport import kill_points as faults

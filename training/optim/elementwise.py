@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Final, Literal
+from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,27 @@ import numpy as np
 from zbmd.training.autograd.array_module import Array, has_kernels, widened
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot, padded
 from zbmd.training.native import _kernels
+
+ConfigT = TypeVar("ConfigT")
+
+
+class _OneMoment(Generic[ConfigT]):
+    """An optimizer for one layout that keeps one moment, `mean`."""
+
+    def __init__(
+        self,
+        config: ConfigT,
+        layout: ParameterLayout,
+        *,
+        xp: ModuleType = np,
+        shard: Shard | None = None,
+    ) -> None:
+        """If `shard` is given, `update` takes arrays of that shard instead of the whole flat arrays."""
+        self.config = config
+        self.layout = layout
+        self.xp = xp
+        self._shard = Shard(layout.size, update_blocks(layout)) if shard is None else shard
+
 
 # ---- SGD
 
@@ -34,23 +55,8 @@ class SGDConfig(msgspec.Struct, frozen=True, kw_only=True, tag="sgd"):
     weight_decay: float = 0.0
 
 
-class SGD:
+class SGD(_OneMoment[SGDConfig]):
     """SGD for one layout. It has one moment, `mean`: the velocity."""
-
-    def __init__(
-        self,
-        config: SGDConfig,
-        layout: ParameterLayout,
-        *,
-        xp: ModuleType = np,
-        shard: Shard | None = None,
-    ) -> None:
-        """If `shard` is given, the arrays given to `update` are that shard instead of the whole flat
-        arrays."""
-        self.config = config
-        self.layout = layout
-        self.xp = xp
-        self._shard = Shard(layout.size, update_blocks(layout)) if shard is None else shard
 
     def update(
         self,
@@ -97,23 +103,8 @@ class LionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="lion"):
     weight_decay: float = 0.1
 
 
-class Lion:
+class Lion(_OneMoment[LionConfig]):
     """Lion for one layout. It has one moment, `mean`."""
-
-    def __init__(
-        self,
-        config: LionConfig,
-        layout: ParameterLayout,
-        *,
-        xp: ModuleType = np,
-        shard: Shard | None = None,
-    ) -> None:
-        """If `shard` is given, the arrays given to `update` are that shard instead of the whole flat
-        arrays."""
-        self.config = config
-        self.layout = layout
-        self.xp = xp
-        self._shard = Shard(layout.size, update_blocks(layout)) if shard is None else shard
 
     def update(
         self,

@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.lab.bench.training.overhead import median_interval
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.replicated.job import JobOptions, open_recipe
-from zbmd.training.replicated.overhead import median_interval
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.errors import UserError

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import msgspec
 
+from zbmd.tools.lab.bench.training.overhead import Medians, medians
 from zbmd.training.autograd import spans
 from zbmd.training.autograd._spans import RECORD_BYTES, SpanRecorder
 from zbmd.training.config import TrainingConfig
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.profiler.ring import read_ring, ring_path
 from zbmd.training.replicated.job import JobOptions, open_recipe
-from zbmd.training.replicated.overhead import Medians, medians
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.transport.errors import UserError
 

@@ -150,7 +150,7 @@ def measure_overhead(options: DemoOptions, rounds: int) -> dict[str, Any]:
     """Time the stack on one rank against a plain loop."""
     with tempfile.TemporaryDirectory(prefix="zbmd-overhead-") as scratch:
         data = () if options.data is None else ("--data", options.data)
-        found = _json_of(f"{JOB}.replicated.overhead", "--rounds", str(rounds), "--out", scratch, *data)
+        found = _json_of("zbmd.tools.demo.overhead", "--rounds", str(rounds), "--out", scratch, *data)
     return {
         "overhead_percent": found["overhead_percent"],
         "overhead_interval_percent": found["overhead_interval_percent"],

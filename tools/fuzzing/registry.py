@@ -157,7 +157,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "tools/node/run_many.py": "makes a number of a digest of a name",
     "training/sharded/options.py": "reads the recipe that the command that started it has made",
     "training/sharded/norm.py": "takes arrays that tagged.py has decoded",
-    "tools/lab/bench/training/overhead.py": "reads what runs that it has started have printed",
+    "tools/demo/overhead.py": "reads what runs that it has started have printed",
     "tools/chaos/small_job.py": "reads what a run that it has started itself has written",
     "tools/chaos/[ps]*/*.py": "read what runs that they have started, or sweeps before them, have written",
     "transport/memory/staging.py": "reads one number, and compares it with the one that is expected",

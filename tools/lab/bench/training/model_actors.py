@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.system import ActorSystem
-from zbmd.tools.lab.bench.training.overhead import median_interval
+from zbmd.tools.demo.overhead import median_interval
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.replicated.job import JobOptions, open_recipe
 from zbmd.training.step.recipe import Recipe

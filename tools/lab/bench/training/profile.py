@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from zbmd.tools.lab.bench.training.overhead import Medians, medians
+from zbmd.tools.demo.overhead import Medians, medians
 from zbmd.training.autograd import spans
 from zbmd.training.autograd._spans import RECORD_BYTES, SpanRecorder
 from zbmd.training.config import TrainingConfig

@@ -134,7 +134,7 @@ def measure_runs(runs: int, options: JobOptions, rounds: int) -> OverheadOfRuns:
     """Have so many processes measure, one after the other. Raises `UserError`."""
     found: list[Overhead] = []
     for number in range(runs):
-        command = [sys.executable, "-m", "zbmd.tools.lab.bench.training.overhead", "--rounds", str(rounds)]
+        command = [sys.executable, "-m", "zbmd.tools.demo.overhead", "--rounds", str(rounds)]
         command += ["--out", str(options.out / f"run{number}")]
         command += ["--data", options.data] if options.data else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -153,9 +153,7 @@ def measure_runs(runs: int, options: JobOptions, rounds: int) -> OverheadOfRuns:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the result as one JSON line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.training.overhead", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m zbmd.tools.demo.overhead", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="rounds that count, of each run (%(default)s)")
     parser.add_argument("--runs", type=int, default=1, help="processes, one after the other (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")

@@ -116,7 +116,7 @@ def test_a_text_that_the_disk_has_no_room_for_is_told_first(
     (tmp_path / "text").write_bytes(b"text" * 1000)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"takes 4,000 bytes in .*, and its disk has 100 left"):
+    with pytest.raises(UserError, match=r"takes 4,000 bytes in .*, and its disk has 100 free"):
         prepare_corpus(str(tmp_path / "text"), tmp_path / "run")
     assert not list((tmp_path / "run").glob("corpus*"))
 

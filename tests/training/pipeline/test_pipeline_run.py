@@ -98,7 +98,7 @@ async def test_a_stage_that_is_killed_comes_back_with_its_layers(tmp_path: Path)
     ("options", "said"),
     [
         (("--schedule", "zb-h1", "--chunks", "2"), "has one chunk a stage, not 2"),
-        (("--schedule", "x"), "use gpipe, 1f1b"),
+        (("--schedule", "x"), "choose from gpipe, 1f1b"),
         (("--chunks", "9"), "cannot divide 5 layers into 9 parts"),
         (("--chunks", "0"), "--chunks is 0"),
         (("--plain",), "omit --resume and --plain"),

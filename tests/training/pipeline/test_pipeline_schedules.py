@@ -191,7 +191,7 @@ def test_a_simulated_step_loses_no_work(size: Shape, costs: list[float]) -> None
 @pytest.mark.parametrize(
     ("name", "size", "stage", "said"),
     [
-        ("2f2b", shape(2, 2), 0, "use gpipe, 1f1b, zb-h1"),
+        ("2f2b", shape(2, 2), 0, "choose from gpipe, 1f1b, zb-h1"),
         ("zb-h1", shape(2, 2, 2), 0, "one chunk"),
         ("1f1b", shape(0, 2), 0, "stages is 0"),
         ("1f1b", shape(2, 0), 0, "microbatches is 0"),

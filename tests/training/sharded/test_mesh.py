@@ -68,7 +68,7 @@ def test_three_axes_lie_as_usual() -> None:
         (lambda: Mesh.parse("dp=2;tp=3", 6), "is not an axis"),
         (lambda: Mesh.parse("dp=2,dp=3", 6), "comes twice"),
         (lambda: Mesh.parse("", 1), "write it as dp=2,pp=2,tp=2"),
-        (lambda: mesh_of([2, 2]).coordinates(4), "no rank 4"),
+        (lambda: mesh_of([2, 2]).coordinates(4), "rank 4 is not in the mesh"),
         (lambda: mesh_of([2, 2]).rank({"dp": 0}), "give a coordinate on each"),
         (lambda: mesh_of([2, 2]).rank({"dp": 0, "pp": 2}), "coordinate 2 is not on axis pp"),
         (lambda: mesh_of([2, 2]).groups("tp"), "no axis tp"),

@@ -1,7 +1,7 @@
 """A mesh of ranks: named axes such as `dp × pp × tp`, coordinates, and the groups along them.
 
-Ranks are numbered with the last axis running fastest, so ranks that differ in it alone are neighbours: put
-the axis that talks most last (`tp`), the one that talks least first (`dp`).
+Ranks are numbered with the last axis running fastest, so ranks that differ only in it are neighbours: put the
+axis with most traffic last (`tp`), the one with least first (`dp`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MeshGroups:
 
     @classmethod
     async def of(cls, world: Group, mesh: Mesh) -> MeshGroups:
-        """Make the groups; all members of `world` together.
+        """Make the groups; called by all members of `world` together.
 
-        Raises `UserError` for a mesh of other axes than dp, pp and tp, or one that does not fit the group,
+        Raises `UserError` for a mesh with other axes than dp, pp and tp, or one that does not fit the group,
         and as `Group.subgroup`.
         """
         require_axes(mesh)
@@ -54,24 +54,25 @@ class MeshGroups:
 
     @property
     def worker(self) -> Worker:
-        """The membership that the groups are of."""
+        """Return the worker of the groups."""
         if self.world.home is None:
             raise LocalProtocolError("MeshGroups needs a group from zbmd.group")
         return self.world.home.worker
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return self.mesh.size(axis)
 
     def place(self, axis: str) -> int:
-        """Where this rank is on an axis."""
+        """Return the coordinate of this rank on an axis."""
         here = self.mesh.coordinates(self.world.rank)
         return here.get(axis, 0)
 
     def give_up(self) -> None:
-        """End what is in flight in any of them, and let their members know: a lost rank is in some alone.
+        """End running operations in all groups, and notify their members: a lost rank is only in some of
+        them.
 
-        Returns once it has drained. Whoever waits for this rank, now or later, ends as aborted.
+        Returns once they are drained. Ranks that wait for this rank, now or later, get an abort.
         """
         groups = [group for group in (self.world, self.data, self.pipeline, self.tensor) if group is not None]
         for group in groups:
@@ -80,13 +81,13 @@ class MeshGroups:
             group.give_up()
 
     async def close(self) -> None:
-        """Close them, not the world's."""
+        """Close the groups, except the world's."""
         for group in (self.data, self.pipeline, self.tensor):
             if group is not None:
                 await group.close()
 
     def model(self, config: GPTConfig, *, recompute: bool = False) -> GPT:
-        """This rank's part of the model, of all stages."""
+        """Return this rank's part of the model, of all stages."""
         if self.tensor is None:
             return GPT(config, recompute=recompute)
         return ParallelGPT(config, self.tensor, recompute=recompute)
@@ -97,7 +98,7 @@ AXES = (DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS)
 
 
 def require_axes(mesh: Mesh) -> None:
-    """Raise `UserError` for an axis along which nothing is trained."""
+    """Raise `UserError` for an unknown axis."""
     strange = [axis for axis in mesh.axes if axis not in AXES]
     if strange:
         raise UserError(
@@ -119,9 +120,9 @@ class Mesh:
 
     @classmethod
     def of(cls, world_size: int, sizes: Mapping[str, int]) -> Mesh:
-        """The mesh of `world_size` ranks with these axes, in their order; one size may be -1: what is left.
+        """Return the mesh of `world_size` ranks with these axes, in order; one size may be -1, to infer it.
 
-        Raises `UserError` if it does not take up all ranks.
+        Raises `UserError` if it does not have all ranks.
         """
         if not 1 <= len(sizes) <= AXES_MAX:
             raise UserError(f"a mesh has 1 to {AXES_MAX} axes, not {len(sizes)}.")
@@ -153,7 +154,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str, world_size: int) -> Mesh:
-        """The mesh that `text` spells: `dp=2,pp=2,tp=2`. Raises `UserError`."""
+        """Parse a mesh such as `dp=2,pp=2,tp=2`. Raises `UserError`."""
         sizes: dict[str, int] = {}
         for word in text.split(","):
             found = _AXIS.fullmatch(word.strip())
@@ -168,15 +169,15 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the mesh."""
+        """Return the number of ranks in the mesh."""
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`; 1 for an axis that the mesh does not have."""
+        """Return the number of ranks along `axis`; 1 for an axis that the mesh does not have."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` is on each axis. Raises `UserError` beyond the mesh."""
+        """Return the coordinate of `rank` on each axis. Raises `UserError` beyond the mesh."""
         if not 0 <= rank < self.world_size:
             raise UserError(f"rank {rank} is not in the mesh {self} of {self.world_size} ranks.")
         found: dict[str, int] = {}
@@ -185,7 +186,7 @@ class Mesh:
         return {name: found[name] for name in self.axes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates, one for each axis. Raises `UserError` if there is none."""
+        """Return the rank at these coordinates, one for each axis. Raises `UserError` if there is none."""
         if set(coordinates) != set(self.axes):
             raise UserError(
                 f"the mesh {self} has the axes {', '.join(self.axes)}: give a coordinate on each."
@@ -198,7 +199,7 @@ class Mesh:
         return rank
 
     def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ in the axes `along` alone, group by group, each in rank order.
+        """Return the ranks that differ only in the axes `along`, group by group, each in rank order.
 
         Every rank is in exactly one. Raises `UserError` for an axis that the mesh does not have.
         """
@@ -213,7 +214,7 @@ class Mesh:
         )
 
     def group_of(self, rank: int, *along: str) -> tuple[int, ...]:
-        """The group of `groups(*along)` that `rank` is in."""
+        """Return the group of `groups(*along)` that `rank` is in."""
         self.coordinates(rank)
         return next(group for group in self.groups(*along) if rank in group)
 

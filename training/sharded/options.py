@@ -1,4 +1,4 @@
-"""Everything that a recipe of `zbmd train` says: what each rank is told."""
+"""The recipe of `zbmd train`: all options that each rank receives."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "float64", "bfloat16", "float16"
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A recipe. The vocabulary of `model` is that of the tokens; `*_every` are in steps, 0: only at the end.
 
-    loss_scale: what float16 begins with; weights: a GPT-2 in Hugging Face's layout to begin with; resume: a
-    checkpoint to go on from; offload: a folder, on a disk of each host, for files with the ranks' states.
+    `loss_scale`: the initial scale of float16. `weights`: a GPT-2 in Hugging Face's layout to start from.
+    `resume`: a checkpoint to continue from. `offload`: a folder, on a disk of each host, for files with the
+    ranks' states.
     """
 
     out: Path
@@ -48,16 +49,16 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stages(self) -> Stages:
-        """How the model passes through the stages along `pp`."""
+        """Return how the model passes through the stages along `pp`."""
         return Stages(schedule=self.schedule, chunks=self.chunks)
 
     def encode(self) -> str:
-        """As JSON."""
+        """Return the recipe as JSON."""
         return msgspec.json.encode(self, enc_hook=str).decode()
 
     @classmethod
     def decode(cls, text: str) -> TrainOptions:
-        """What `encode` has made. Raises `UserError` for anything else."""
+        """Decode the result of `encode`. Raises `UserError` for anything else."""
         try:
             return msgspec.json.decode(text, type=cls, dec_hook=_path)
         except ValueError as error:

@@ -28,7 +28,7 @@ from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, VotePart, loss_of
 from zbmd.training.step.two_slot_store import Slot
 from zbmd.transport.capture.registry import ActionT, EventT, MachineKind
-from zbmd.transport.capture.thread_tap import ThreadTap
+from zbmd.transport.capture.tap import ThreadTap
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.machine import Machine
 

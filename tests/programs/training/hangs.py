@@ -14,7 +14,7 @@ import sys
 import uvloop
 
 from zbmd.training.__main__ import options_of, parser
-from zbmd.training.replicated.job import run
+from zbmd.training.replicated.job import run_job
 
 HANG_AT, *ARGUMENTS = sys.argv[1:]
 
@@ -28,4 +28,4 @@ if os.environ["RANK"] == "0":
     for apart in (False, True):
         helper = subprocess.Popen(["sleep", "1000"], start_new_session=apart)
     print("address", os.environ["ZBMD_NODE"])
-uvloop.run(run(options_of(parser().parse_args(ARGUMENTS)), before_step=before_step))
+uvloop.run(run_job(options_of(parser().parse_args(ARGUMENTS)), before_step=before_step))

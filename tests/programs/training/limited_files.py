@@ -8,7 +8,7 @@ import sys
 import uvloop
 
 from zbmd.training.__main__ import options_of, parser
-from zbmd.training.replicated.job import run
+from zbmd.training.replicated.job import run_job
 
 first_limited, most_bytes, *arguments = sys.argv[1:]
 
@@ -18,4 +18,4 @@ def limit_files(version: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(most_bytes), int(most_bytes)))
 
 
-result = uvloop.run(run(options_of(parser().parse_args(arguments)), before_step=limit_files))
+result = uvloop.run(run_job(options_of(parser().parse_args(arguments)), before_step=limit_files))

@@ -34,4 +34,4 @@ def activation(tape: Tape, x: Tensor) -> Tensor:
 
 ops.squared_relu = activation
 options = training.options_of(training.parser().parse_args(sys.argv[1:]))
-uvloop.run(job.run(options, before_step=limited))
+uvloop.run(job.run_job(options, before_step=limited))

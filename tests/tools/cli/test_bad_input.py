@@ -88,7 +88,7 @@ def assert_one_paragraph(ended: Ended, *patterns: str) -> None:
 # Data, output, checkpoint, model.
 
 BAD_JOBS = [
-    (["--data", "absent"], r'no data file or directory "absent"', "check the path given to --data"),
+    (["--data", "absent"], r'--data "absent" does not exist', "check the path"),
     (["--data", "absent/*.txt"], r'no file matches "absent/\*\.txt"', "quote a pattern"),
     (["--data", "empty"], "the corpus empty is empty", "Give --data files with text"),
     (["--data", "short"], "short is too short: it has 5 bytes", "Give more text, or a shorter context"),
@@ -109,9 +109,9 @@ BAD_JOBS = [
         "cannot be offloaded to closed/state",
         "Permission denied",
     ),
-    (["--offload", "state"], "--offload is for a state that is shared out", "add --zero"),
+    (["--offload", "state"], "--offload needs sharded state", "add --zero"),
     (["--storage", "float16"], "--storage float16 is for --zero and --plain", "add one of them"),
-    (["--plain", "--zero", "3"], "--plain is one process", "leave out --zero"),
+    (["--plain", "--zero", "3"], "--plain runs in one process", "omit --zero"),
     (["--plain", "--resume", "absent"], "no checkpoint at absent", "check the path given to --resume"),
 ]
 
@@ -144,8 +144,8 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
     for resume, arguments, what in (
         (torn, [], "torn cannot be read as a checkpoint: .*incomplete.* Give --resume the checkpoint"),
         (checkpoint.with_name("weights.safetensors"), [], "its format is zbmd-gpt-1, not zbmd-checkpoint-1"),
-        (checkpoint, ["--seed", "9"], r"What differs \(there, here\): training.seed \(0, 9\)\. Give the opt"),
-        (checkpoint, [], "of step 6, and --steps is 6: there is nothing left to do. Give more --steps"),
+        (checkpoint, ["--seed", "9"], r"Differences \(there, here\): training.seed \(0, 9\)\. Give the opt"),
+        (checkpoint, [], "of step 6, and --steps is 6: no step is left. Give more --steps"),
         (checkpoint, ["--steps", "9"], r"training.horizon \(6, 9\)\. .* with --horizon 6 it does so here"),
         (checkpoint, ["--out", "run"], "run/commits.zlog belongs to another run .* a directory of its own"),
     ):
@@ -164,8 +164,8 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
 BAD_RECIPES = [
     (2, {"mesh": "tp=3"}, "a mesh of tp 3 has 3 ranks, and there are 2"),
     (3, {"mesh": "dp=-1,tp=2"}, "does not divide 3 ranks: start a multiple of 2"),
-    (2, {"mesh": "ep=2"}, "no training along ep on a mesh: use dp, pp and tp"),
-    (2, {"mesh": "pp=2"}, "1 layers do not divide over 2 stages.*want a multiple of 2 layers"),
+    (2, {"mesh": "ep=2"}, "unknown mesh axis ep; valid axes: dp, pp, tp"),
+    (2, {"mesh": "pp=2"}, "1 layers do not divide over 2 stages.*need a multiple of 2 layers"),
     (2, {"mesh": "pp=2", "layers": 2, "chunks": 0}, "chunks is 0"),
     (2, {"mesh": "pp=2", "layers": 2, "family": "gpt2"}, "the head of a gpt2 model is its embedding"),
     (4, {"mesh": "tp=4"}, "2 heads cannot be divided over 4"),
@@ -175,7 +175,7 @@ BAD_RECIPES = [
     (1, {"data": "short"}, "short is too short"),
     (1, {"data": "short", "tokens": "bpe", "vocabulary": 300}, "the dataset short is too short"),
     (1, {"data": "short", "tokens": "bpe", "vocabulary": 3}, "a vocabulary of 3 cannot be trained"),
-    (1, {"weights": "."}, "lie beside a config"),
+    (1, {"weights": "."}, "config.json must lie beside"),
     (1, {"resume": "absent"}, "no checkpoint at absent"),
     (2, {"offload": "closed/s"}, "cannot be offloaded to closed/s, .* a rank: Permission denied"),
     (2, {"offload": "s", "precision": "float64", "checkpoint_every": 0}, "--offload keeps states in float32"),
@@ -205,7 +205,7 @@ def test_a_pipeline_of_too_few_layers_is_told_before_any_rank_is_started(launche
     write_text(launcher.directory / "text")
     job = ("-m", "zbmd.training.pipeline_job", "--data", "text", "--out", "run", *SMALL)
     ended = launcher.run("run", "-n", "4", *RECORDED, *job)
-    assert_one_paragraph(ended, "a model of 3 layers cannot be cut into 4 parts: take fewer stages")
+    assert_one_paragraph(ended, "cannot divide 3 layers into 4 parts: use fewer stages")
     assert not started(launcher), "it was told by a rank"
 
 
@@ -330,7 +330,7 @@ def test_a_rank_that_raises_and_does_not_end_is_heard_all_the_same(launcher: Lau
 # A disk that is full.
 
 LIMITED = str(PROGRAMS / "training/limited_files.py")
-NO_ROOM = "cannot write run/checkpoint.safetensors: there is no room for it"
+NO_ROOM = "cannot write run/checkpoint.safetensors: the disk is full"
 
 
 @pytest.mark.parametrize(("limited_from", "advice"), [
@@ -385,8 +385,10 @@ if may_mount():
         commands = f'{mount} && "$@"; code=$?; ls -A disk/run >{listing}; exit $code'
         inside = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", commands, "sh")
         ended = train(launcher, out="disk/run", before=inside)
-        before = r"the dataset text takes [\d,]+ bytes in disk/run, and its disk has [\d,]+ left: make room"
-        later = r"cannot write disk/run/\S+: there is no room for it \(No space left on device\)"
+        before = (
+            r"the dataset text takes [\d,]+ bytes in disk/run, and its disk has [\d,]+ free: free some space"
+        )
+        later = r"cannot write disk/run/\S+: the disk is full \(No space left on device\)"
         assert_one_paragraph(ended, before if disk_kib == 60 else later)
         kept = {60: [], 200: ["commits.zlog", "corpus.bin", "profile"]}
         kept[240] = ["checkpoint.safetensors", *kept[200]]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from zbmd.actors.core.signals import Undelivered as Undelivered
     from zbmd.actors.core.system import ActorInfo as ActorInfo
     from zbmd.actors.core.timers import Timer as Timer
-    from zbmd.actors.directory.contracts import GroupNews as GroupNews
     from zbmd.actors.directory.driver import GroupChange as GroupChange
+    from zbmd.actors.directory.events import GroupNews as GroupNews
     from zbmd.actors.directory.names import ActorGroup as ActorGroup
     from zbmd.actors.errors import ActorError as ActorError
     from zbmd.actors.errors import ActorFailed as ActorFailed
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from zbmd.actors.process_pool.devices import DeviceWorker as DeviceWorker
     from zbmd.actors.process_pool.devices import ProcessPool as ProcessPool
     from zbmd.actors.process_pool.devices import cpu_cores as cpu_cores
-    from zbmd.actors.process_pool.remote_hosts import NodeProcess as NodeProcess
-    from zbmd.actors.process_pool.remote_hosts import node_child as node_child
+    from zbmd.actors.process_pool.process_actor import NodeProcess as NodeProcess
+    from zbmd.actors.process_pool.process_actor import node_child as node_child
     from zbmd.actors.rank.member import Worker as Worker
     from zbmd.actors.rank.member import join as join
     from zbmd.actors.session import Session as Session
@@ -196,7 +196,7 @@ _HOMES = {
     ),
     "zbmd.actors.core.system": ("ActorInfo",),
     "zbmd.actors.core.timers": ("Timer",),
-    "zbmd.actors.directory.contracts": ("GroupNews",),
+    "zbmd.actors.directory.events": ("GroupNews",),
     "zbmd.actors.directory.driver": ("GroupChange",),
     "zbmd.actors.directory.names": ("ActorGroup",),
     "zbmd.actors.errors": (
@@ -244,7 +244,7 @@ _HOMES = {
         "Restart",
         "Strategy",
     ),
-    "zbmd.actors.process_pool.remote_hosts": (
+    "zbmd.actors.process_pool.process_actor": (
         "NodeProcess",
         "node_child",
     ),

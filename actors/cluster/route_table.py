@@ -12,6 +12,7 @@ from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.core.scopes import abroad, owner_of, scope_of_job
 from zbmd.actors.errors import TooManyPending
+from zbmd.actors.routing.clients import EndNotices
 from zbmd.actors.routing.contracts import (
     PROCESSES_TOLD_MAX,
     REASON_CHARACTERS_MAX,
@@ -20,7 +21,6 @@ from zbmd.actors.routing.contracts import (
     Route,
     external_address,
 )
-from zbmd.actors.routing.end_notice import EndNotices
 from zbmd.actors.view import rank_name
 
 HEEDED_MAX: Final = 16_384

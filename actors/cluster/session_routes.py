@@ -11,8 +11,7 @@ from zbmd.actors.cluster.node.client import ASK_S, connect_admin
 from zbmd.actors.cluster.node.contracts import ActorsAddressReply, ActorsAddressRequest
 from zbmd.actors.core.scopes import owned_name, owner_of
 from zbmd.actors.routing.contracts import Enrol, Route, external_address
-from zbmd.actors.routing.dialer import ExternalDialer
-from zbmd.actors.routing.lease import Lease
+from zbmd.actors.routing.dialer import ExternalDialer, Lease
 from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive

@@ -27,21 +27,24 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.services import Service
 from zbmd.actors.core.signals import Down, Reason, ReasonKind, Undelivered
 from zbmd.actors.directory import events as ev
-from zbmd.actors.directory.contracts import (
+from zbmd.actors.directory.events import (
     DIRECTORY,
     Found,
     GroupNews,
     InGroup,
     JoinGroup,
+    Key,
     LeaveGroup,
     ListGroup,
+    Outcome,
+    Process,
     RegisterName,
     UnregisterName,
     UnwatchGroup,
     WatchGroup,
+    What,
     WhereIs,
 )
-from zbmd.actors.directory.events import Key, Outcome, Process, What
 from zbmd.actors.directory.machine import DIRECTORY as KIND
 from zbmd.actors.directory.machine import DirectoryMachine
 from zbmd.actors.errors import ActorError, DeadActor, NameInUse, NoReply, TooManyPending

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.wire import ACTOR_NAME_CHARS_MAX
-from zbmd.actors.directory.contracts import (
+from zbmd.actors.directory.driver import Directory, GroupChange
+from zbmd.actors.directory.events import (
     DIRECTORY,
     Found,
     InGroup,
@@ -20,7 +21,6 @@ from zbmd.actors.directory.contracts import (
     WatchGroup,
     WhereIs,
 )
-from zbmd.actors.directory.driver import Directory, GroupChange
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 if TYPE_CHECKING:

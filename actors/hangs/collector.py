@@ -16,7 +16,7 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
-from zbmd.actors.hangs.kernel_view import look_outside
+from zbmd.actors.hangs.stacks import look_outside
 from zbmd.actors.hangs.verdict import (
     AskStanding,
     HangAction,

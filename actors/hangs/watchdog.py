@@ -20,7 +20,7 @@ import structlog
 
 from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.hangs.progress import Looked, MovedOn, ProgressMachine, Stuck, look_ns
-from zbmd.actors.hangs.report_text import describe_place
+from zbmd.actors.hangs.root_cause import describe_place
 from zbmd.actors.hangs.watched import (
     Activity,
     ActivitySource,

@@ -1,15 +1,46 @@
-"""External clients: the processes that joined the cluster by way of this one. Driver of `client_registry`."""
+"""External clients: the processes that joined the cluster by way of this one. Driver of `client_registry`.
+
+End notices report, by a callback or a wait, the end of one incarnation of a process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import assert_never
 
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.routing import client_registry as b
 from zbmd.actors.routing.contracts import REASON_CHARACTERS_MAX, NoRoute, Route
-from zbmd.actors.routing.end_notice import EndNotices
+
+
+class EndNotices(ABC):
+    """Reports the ends of processes."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+        """Call `tell`, once, when that incarnation has ended; return a function that undoes it.
+
+        Raises `TooManyPending`.
+        """
+
+    async def until_gone(self, process: str, life: int) -> str:
+        """Wait for the end and return the reason. Raises `TooManyPending`."""
+        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def tell(reason: str) -> None:
+            if not gone.done():
+                gone.set_result(reason)
+
+        undo = self.notify_end(process, life, tell)
+        try:
+            return await gone
+        finally:
+            undo()
 
 
 class ExternalClients(EndNotices):

@@ -7,7 +7,7 @@ import asyncio
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import owner_of
 from zbmd.actors.routing.contracts import Enrol, Route
-from zbmd.actors.routing.lease import Lease
+from zbmd.actors.routing.dialer import Lease
 from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.simulated.clients import CALM_ROUND_S, RETRY_S, ROUND_S, Client, Talker, Tormentor
 from zbmd.actors.simulated.node import accept_guests, dial_guest

@@ -9,7 +9,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.directory.contracts import GroupNews
+from zbmd.actors.directory.events import GroupNews
 from zbmd.actors.simulated.stand import Stand, here
 
 LINGER_S: Final = 0.02

@@ -15,8 +15,8 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.directory import events as ev
-from zbmd.actors.directory.contracts import DIRECTORY, GroupNews
 from zbmd.actors.directory.driver import NEWS_WAITING_MAX, GroupChange
+from zbmd.actors.directory.events import DIRECTORY, GroupNews
 from zbmd.actors.errors import DeadActor, InvalidMessage, NameInUse
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError

@@ -16,8 +16,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.signals import Down, Exited, ReasonKind
 from zbmd.actors.errors import UnknownActorClass
 from zbmd.actors.routing.contracts import Enrol, Route
-from zbmd.actors.routing.dialer import ExternalDialer
-from zbmd.actors.routing.lease import Lease
+from zbmd.actors.routing.dialer import ExternalDialer, Lease
 from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive

@@ -21,8 +21,7 @@ from zbmd.actors.process_pool.devices import (
     ProcessPool,
 )
 from zbmd.actors.process_pool.placement import Placement, PlacementMachine, PlacementState
-from zbmd.actors.process_pool.process_actor import Placements
-from zbmd.actors.process_pool.remote_hosts import NodeProcess, node_child
+from zbmd.actors.process_pool.process_actor import NodeProcess, Placements, node_child
 from zbmd.actors.supervision.events import BackOff
 from zbmd.actors.supervision.supervisor import AddChild, Children, ChildrenFailed, WhichChildren
 from zbmd.actors.system import ActorSystem

@@ -13,8 +13,7 @@ import pytest
 from support.cluster.cluster_nodes import TIMEOUT_S, Nodes
 
 from zbmd.actors.process_pool.placement import Placement, PlacementMachine
-from zbmd.actors.process_pool.process_actor import Placements
-from zbmd.actors.process_pool.remote_hosts import NodeProcess, node_child
+from zbmd.actors.process_pool.process_actor import NodeProcess, Placements, node_child
 from zbmd.actors.session import Session
 from zbmd.actors.supervision.events import BackOff
 

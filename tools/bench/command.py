@@ -12,13 +12,20 @@ import msgspec
 
 from zbmd.tools.bench.figures import add_record, append_figures
 from zbmd.tools.bench.peer_catalogue import PEERS, PeerMissing
-from zbmd.tools.bench.plot import check_plot, save_plot
-from zbmd.tools.bench.result import BenchResult, Contestant, figures, now_utc, table, this_machine
+from zbmd.tools.bench.result import (
+    BenchResult,
+    Contestant,
+    check_plot,
+    figures,
+    now_utc,
+    save_plot,
+    table,
+    this_machine,
+)
 from zbmd.tools.bench.run import CASES, TRANSPORTS, Plan, check_plan, progress, run
 from zbmd.tools.bench.stats import ITERATIONS_MAX, ROUNDS_MAX, parse_sizes
 from zbmd.tools.bench.workers import ContenderFailed
-from zbmd.tools.cli.lazy_parser import LazyParser
-from zbmd.tools.cli.options import add_json, add_plot, listed
+from zbmd.tools.cli.options import LazyParser, add_json, add_plot, listed
 from zbmd.transport.errors import UserError
 
 EXIT_FAILED = 1

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import msgspec
 
 from zbmd.tools.bench.peer_catalogue import OF_RDMA, ONE_THREAD, OURS_OTHERWISE, Peer, iperf3_client
-from zbmd.tools.bench.peers.patterns import window_of, windows
+from zbmd.tools.bench.peers.control import window_of, windows
 from zbmd.tools.bench.stats import OURS
 from zbmd.tools.bench.transport.perftest import BANDWIDTH, LATENCY, MESSAGES, MIB_S, TYPICAL_US, perftest
 from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers

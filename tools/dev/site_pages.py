@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mkdocs_gen_files
 
-from zbmd.tools.cli.lazy_parser import LazyParser
+from zbmd.tools.cli.options import LazyParser
 from zbmd.tools.dev import prose
 
 ROOT = Path(__file__).resolve().parents[2]

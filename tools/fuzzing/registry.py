@@ -11,31 +11,21 @@ from typing import Final
 from zbmd.tools.fuzzing.target import Target
 from zbmd.tools.fuzzing.targets import (
     actors,
-    arrays,
-    bootstraps,
     bulks,
     captures,
     cluster,
     collectives,
-    devices,
     files,
-    hangs,
     links,
     memories,
-    pipelines,
     profiles,
-    rdma,
-    streams,
     wires,
 )
 from zbmd.transport.errors import UserError
 
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
-    for module in (
-        *(wires, streams, bulks, memories, links, actors, hangs, cluster, rdma, devices),
-        *(collectives, captures, files, bootstraps, pipelines, profiles, arrays),
-    )
+    for module in (wires, bulks, memories, links, actors, cluster, collectives, captures, files, profiles)
     for target in module.TARGETS
 }
 

@@ -43,8 +43,8 @@ from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.setting import Settings
 from zbmd.tools.cli.settings import DEFAULT
+from zbmd.tools.node.narration import RunTeller
 from zbmd.tools.node.run import MORE_PRELOADS, STOP_SIGNALS, Job, host_variables, own_modules
-from zbmd.tools.node.run_report import RunTeller
 from zbmd.tools.node.store import with_store
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import SECOND_NS

@@ -17,8 +17,7 @@ from zbmd.tools.cli.launch import spellings
 from zbmd.tools.cli.options import add_at
 from zbmd.tools.cli.setting import Settings
 from zbmd.tools.cli.settings import SETTINGS, merge
-from zbmd.tools.node.follow import follow
-from zbmd.tools.node.jobs import give_order, job_name
+from zbmd.tools.node.jobs import follow, give_order, job_name
 from zbmd.transport.clock.deadlines import SECOND_NS
 from zbmd.transport.errors import UserError
 

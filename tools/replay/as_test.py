@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zbmd.tools.replay import kinds as replay_kinds
+from zbmd.tools.replay import players as replay_kinds
 from zbmd.transport.capture import Identical, replay_log
 
 CAPTURE = Path(__file__).with_name("{fixture}")

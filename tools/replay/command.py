@@ -19,7 +19,7 @@ import rich.progress
 from zbmd.actors.replay.machine import allow_modules
 from zbmd.tools.replay.as_test import write_test
 from zbmd.tools.replay.hang import Hang, find_hang
-from zbmd.tools.replay.kinds import HELLO, secrets_for
+from zbmd.tools.replay.players import HELLO, secrets_for
 from zbmd.tools.replay.run import (
     ProcessReplay,
     Replay,

@@ -14,7 +14,7 @@ import msgspec
 
 from zbmd.actors.core import wire
 from zbmd.tools.cli.trace_events import TraceEvents
-from zbmd.tools.replay.kinds import OPERATIONS
+from zbmd.tools.replay.players import OPERATIONS
 from zbmd.tools.replay.story import body_text, envelope_of, stream_names
 from zbmd.transport.capture import ClockSkew, Entry, ProcessLog, describe
 from zbmd.transport.capture.records import (

@@ -11,10 +11,43 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from zbmd.tools.runs.plot_data import Change, Curve, RunPicture, Spent, Stay, binned_max, binned_mean
-from zbmd.tools.runs.result import Death, RunResult
+from zbmd.tools.runs.plot_data import (
+    Change,
+    Curve,
+    RunPicture,
+    Spent,
+    Stay,
+    binned_max,
+    binned_mean,
+    picture_of,
+    spent_by,
+)
+from zbmd.tools.runs.result import Death, RunResult, load_result
 from zbmd.training.files import read_json_lines
-from zbmd.training.profiler.lines import RankProfile
+from zbmd.training.profiler.lines import PROFILE_DIRECTORY, RankProfile, read_profiles
+from zbmd.training.run.ledger import LOG_NAME, read_log
+from zbmd.training.sharded.records import METRICS_NAME
+from zbmd.transport.errors import UserError
+
+
+def read_picture(directory: Path) -> RunPicture:
+    """The picture of the run in `directory`.
+
+    Raises `UserError` if there is nothing of a run, if it holds no step yet, or if a file is damaged.
+    """
+    lives = read_profiles(directory) if (directory / PROFILE_DIRECTORY).is_dir() else []
+    spent = spent_by(lives)
+    metrics = directory / METRICS_NAME
+    if metrics.exists() and not (directory / LOG_NAME).exists():
+        picture = picture_of_metrics(read_metrics(metrics), lives, spent)
+        if picture is None:
+            raise UserError(f"{metrics} holds no step yet: there is nothing to draw.")
+        return picture
+    _, records = read_log(directory / LOG_NAME)
+    if not records:
+        raise UserError(f"{directory / LOG_NAME} holds no committed step yet: there is nothing to draw.")
+    return picture_of(records, load_result(directory), spent)
+
 
 METRICS_BYTES_MAX = 256 << 20
 """Of millions of steps."""

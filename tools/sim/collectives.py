@@ -8,11 +8,13 @@ long after that the survivors have the result. What does not fit has a line that
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,13 +34,54 @@ from zbmd.collectives.scale.scaling import (
     repeat_after_deaths,
     simulate,
 )
-from zbmd.tools.bench.plot import check_plot
+from zbmd.tools.bench.result import HEIGHT_IN, PNG_DPI, WIDTH_IN, check_plot
 from zbmd.tools.bench.stats import parse_sizes, size_in_words
 from zbmd.tools.cli.options import add_json, add_plot, add_ranks
-from zbmd.tools.sim.collectives_plot import draw
+from zbmd.training.files import write_atomically
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import usable_cpus
+
+# Draw how operations scale: bus bandwidth over ranks, a line an algorithm, a picture an operation and size.
+#
+# Of a barrier, which moves nothing: barriers a millisecond.
+
+
+def draw(found: Sequence[ScaleMeasurement], out: Path) -> None:
+    """Write the picture; dashed: the bound. Raises `UserError` as `check_plot` does, or if that fails."""
+    check_plot(out)
+    from matplotlib.figure import Figure
+
+    pictures = list(dict.fromkeys((one.operation, one.nbytes) for one in found))
+    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN * len(pictures)), layout="constrained")
+    for number, (operation, nbytes) in enumerate(pictures, 1):
+        axes = figure.add_subplot(len(pictures), 1, number)
+        shown = [one for one in found if (one.operation, one.nbytes) == (operation, nbytes)]
+        for algorithm in dict.fromkeys(one.algorithm for one in shown):
+            line = [one for one in shown if one.algorithm == algorithm]
+            ranks = [one.n for one in line]
+            (drawn,) = axes.plot(ranks, [_height(one) for one in line], marker="o", label=algorithm)
+            reachable = [_height(one) * one.time_ns / one.bound_ns for one in line]
+            axes.plot(ranks, reachable, linestyle="--", linewidth=0.8, color=drawn.get_color())
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks(
+            sorted({one.n for one in shown}), [f"{n:,}" for n in sorted({one.n for one in shown})]
+        )
+        axes.minorticks_off()
+        axes.set_ylabel("bus bandwidth, GB/s" if nbytes else "a millisecond")
+        what = f"{operation.name.lower()} of {size_in_words(nbytes)} a rank"
+        axes.set_title(f"{what}; dashed: the bound", fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, format=out.suffix[1:], dpi=PNG_DPI)
+    write_atomically(out, lambda file: file.write(picture.getvalue()))
+
+
+def _height(one: ScaleMeasurement) -> float:
+    return one.bus_bytes_per_ns if one.nbytes else 1e6 / one.time_ns
+
 
 RANKS_MAX = 20_000
 RANKS_DEFAULT = 10_000

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from zbmd.tools.cli.options import add_json
 from zbmd.training.files import write_atomically
-from zbmd.training.pipeline.part import layers_of_parts
 from zbmd.training.pipeline.program import (
     Instruction,
     Op,
@@ -314,7 +313,11 @@ def _planned(arguments: argparse.Namespace) -> _Planned:
         shape = Shape(stages=arguments.stages, chunks=arguments.chunks, microbatches=arguments.microbatches)
         _require_size(shape)
         programs = programs_of(arguments.schedule, shape)
-    layers = None if arguments.layers is None else layers_of_parts(arguments.layers, shape)
+    layers = None
+    if arguments.layers is not None:
+        from zbmd.training.pipeline.part import layers_of_parts  # it imports the model
+
+        layers = layers_of_parts(arguments.layers, shape)
     bounds = _bounds(programs[0].schedule, shape)
     try:
         verify(programs, activations_max=bounds)

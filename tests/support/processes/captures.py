@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
-from zbmd.tools.replay.kinds import secrets_for
+from zbmd.tools.replay.players import secrets_for
 from zbmd.tools.replay.run import open_logs, replay_capture
 from zbmd.transport.capture import Filter, Identical
 

@@ -11,8 +11,7 @@ import pytest
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors import command as bench_actors
 from zbmd.tools.bench.actors.lifecycle import fairness, restarting, restarting_process, spawning
-from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING
-from zbmd.tools.bench.row import ActorMeasurement, percentile, table
+from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING, ActorMeasurement, percentile, table
 from zbmd.transport.errors import UserError
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.cluster.thread_nodes import COOKIE, node
 
 from zbmd.actors.cluster.node.clocks import wall_ns
-from zbmd.tools.doctor.clocks import compare_clocks
+from zbmd.tools.doctor.peers import compare_clocks
 from zbmd.tools.doctor.report import Section, State
 from zbmd.transport.handshake.cookie import store_cookie
 from zbmd.transport.tcp.address import TcpAddress, parse_address

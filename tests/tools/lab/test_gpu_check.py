@@ -13,16 +13,13 @@ from zbmd.tools.lab.gpu.__main__ import (
     EXIT_FAILED,
     EXIT_NONE_RAN,
     EXIT_OK,
-    Check,
-    CheckFailed,
     Here,
-    Needs,
     by_itself,
     exit_code,
     main,
     run_checks,
 )
-from zbmd.tools.lab.gpu.checks import CHECKS
+from zbmd.tools.lab.gpu.checks import CHECKS, Check, CheckFailed, Needs
 from zbmd.tools.lab.gpu.ranks import compare
 from zbmd.transport.cuda.runtime import visible_devices
 from zbmd.transport.errors import UserError

@@ -20,10 +20,9 @@ import pytest
 from support.rdma.rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
 from zbmd.actors.rank.environment import LINKS_VARIABLE
-from zbmd.tools.lab.rdma_vm import bytecode
-from zbmd.tools.lab.rdma_vm import preloaded_files as at_hand
-from zbmd.tools.lab.rdma_vm.initrd import Archive
-from zbmd.tools.lab.rdma_vm.modules import load_order, module_name
+from zbmd.tools.lab.rdma_vm import machine as at_hand
+from zbmd.tools.lab.rdma_vm import machine as bytecode
+from zbmd.tools.lab.rdma_vm.image import Archive, load_order, module_name
 from zbmd.tools.lab.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ from programs import PROGRAMS
 from support.cluster.cluster_nodes import BUDGET, Nodes
 from support.cluster.etcd_server import free_ports
 
-from zbmd.tools.replay.kinds import secrets_for
+from zbmd.tools.replay.players import secrets_for
 from zbmd.transport import capture
 
 

@@ -15,8 +15,7 @@ import rich.console
 from programs import PROGRAMS
 
 from zbmd.actors.hangs.introspection import ActorRow, InsideReply, SupervisorRow
-from zbmd.tools.node.snapshots import Look
-from zbmd.tools.node.top import Rates, main, top_table, tree_of
+from zbmd.tools.node.top import Look, Rates, main, top_table, tree_of
 from zbmd.transport.errors import UserError
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from zbmd.actors.directory import events as de
 from zbmd.actors.directory.machine import DIRECTORY, DirectoryMachine
-from zbmd.tools.replay import kinds as replay_kinds
+from zbmd.tools.replay import players as replay_kinds
 from zbmd.transport import capture
 from zbmd.transport.capture import tap as tap_module
 from zbmd.transport.capture.records import EventTaken, StateTaken

@@ -39,8 +39,16 @@ from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors.lifecycle import life
 from zbmd.tools.bench.figures import Figure, add_record, append_figures, new_figure
 from zbmd.tools.bench.peer_catalogue import ASK_FLOOR, PeerMissing, compile_floor
-from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING, INSTALL, LIBRARIES, SIZES, tells_per_second
-from zbmd.tools.bench.row import ActorMeasurement, percentile, table
+from zbmd.tools.bench.peers.actor_asks import (
+    EXIT_MISSING,
+    INSTALL,
+    LIBRARIES,
+    SIZES,
+    ActorMeasurement,
+    percentile,
+    table,
+    tells_per_second,
+)
 from zbmd.tools.bench.workers import ContenderFailed
 from zbmd.tools.cli.options import add_json
 from zbmd.transport.capture.recorder import Clocks, origin_of

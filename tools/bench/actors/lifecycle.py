@@ -23,7 +23,7 @@ from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_core
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
-from zbmd.tools.bench.row import ActorMeasurement, percentile
+from zbmd.tools.bench.peers.actor_asks import ActorMeasurement, percentile
 
 TIMEOUT_S = 30.0
 ACTORS = 20_000

@@ -30,7 +30,7 @@ from zbmd.tools.bench.peer_catalogue import (
     _need_command,
     _need_module,
 )
-from zbmd.tools.bench.peers.collective_cases import CASES, CASES_FOREIGN, MODEL, bus_factor
+from zbmd.tools.bench.peers.control import CASES, CASES_FOREIGN, MODEL, bus_factor
 from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, now_utc, this_machine
 from zbmd.tools.bench.run import progress, rows_of
 from zbmd.tools.bench.stats import OURS, iterations_for, parse_sizes, size_in_words, turns

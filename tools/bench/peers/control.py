@@ -11,9 +11,127 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Final
+
+# Collectives: float32, sums, and a barrier before each measurement, for every contender. The size of a case
+# is the bytes of a rank's largest array.
+
+ITEM_BYTES: Final = 4
+CASES: Final = {
+    "all-reduce": "all-reduce in place",
+    "all-reduce-keep": "all-reduce that keeps its inputs",
+    "all-reduce-foreign": "all-reduce in place, of ordinary arrays",
+    "reduce-scatter": "reduce-scatter",
+    "all-gather": "all-gather",
+    "broadcast": "broadcast in place",
+    "reduce": "reduce to rank 0",
+    "gather": "gather to rank 0",
+    "scatter": "scatter from rank 0",
+    "all-to-all": "all-to-all",
+}
+"""The cases and what they are; only ours tells arrays in shared memory from ordinary ones."""
+FOREIGN: Final = "-foreign"
+"""Behind a case: of ordinary arrays."""
+CASES_FOREIGN: Final = {
+    f"{case}{FOREIGN}": f"{text}, of ordinary arrays"
+    for case, text in CASES.items()
+    if not case.startswith("all-reduce")
+}
+"""More cases, which run when they are asked for."""
+
+
+MODEL: Final = "model"
+"""No case: what the group has measured of its link as it was made."""
+CPU: Final = "cpu-"
+"""Before a case: not its time but the CPU that it takes a rank."""
+
+
+def measured(what: str, iterations: int, operation: Callable[[], object]) -> list[float]:
+    """Nanoseconds of `operation`, of CPU if `what` says so."""
+    return busy(iterations, operation) if what.startswith(CPU) else timed(iterations, operation, 1)
+
+
+def bus_factor(case: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, as nccl-tests has it (its PERFORMANCE.md)."""
+    if case.startswith("all-reduce"):
+        return 2 * (ranks - 1) / ranks
+    if case.removesuffix(FOREIGN) in ("broadcast", "reduce"):
+        return 1.0
+    return (ranks - 1) / ranks
+
+
+def elements(nbytes: int, ranks: int) -> tuple[int, int]:
+    """(of the largest array, of a block of it); at least one a block."""
+    block = max(1, nbytes // ITEM_BYTES // ranks)
+    return max(1, nbytes // ITEM_BYTES), block
+
+
+# Point-to-point patterns, the same for every contender.
+#
+# p2p: a ping and its answer of the same size, half the round trip a sample. As in osu_latency, what is sent
+#      never changes and what has arrived is not looked at, so both stay in the caches where they are.
+# echo: the same, but each side sends back what it has received: every byte crosses from core to core.
+# put: a window of messages one way and one small answer, the window's time over its length a sample (osu_bw).
+
+WINDOW_MAX: Final = 64
+WINDOW_BYTES: Final = 64 << 20
+WARMUP_MAX: Final = 100
+
+
+def window_of(nbytes: int) -> int:
+    """Messages in flight before one is waited for: up to 64, of 64 MiB together, at least one."""
+    return max(1, min(WINDOW_MAX, WINDOW_BYTES // nbytes))
+
+
+def warmups(iterations: int) -> int:
+    """How many operations go before those that count."""
+    return min(WARMUP_MAX, 1 + iterations // 10)
+
+
+def busy(iterations: int, operation: Callable[[], object]) -> list[float]:
+    """Nanoseconds of CPU that this process spends on a call of `operation`, all its threads, on average."""
+    for _ in range(warmups(iterations)):
+        operation()
+    began = time.process_time_ns()
+    for _ in range(iterations):
+        operation()
+    return [(time.process_time_ns() - began) / iterations]
+
+
+def timed(iterations: int, operation: Callable[[], object], parts: int) -> list[float]:
+    """Nanoseconds of each call of `operation`, divided by `parts`; the first ones do not count."""
+    clock = time.perf_counter_ns
+    for _ in range(warmups(iterations)):
+        operation()
+    samples: list[float] = []
+    for _ in range(iterations):
+        began = clock()
+        operation()
+        samples.append((clock() - began) / parts)
+    return samples
+
+
+async def timed_on_loop(
+    iterations: int, operation: Callable[[], Awaitable[object]], parts: int
+) -> list[float]:
+    """As `timed`, of what is awaited."""
+    clock = time.perf_counter_ns
+    samples: list[float] = []
+    for number in range(warmups(iterations) + iterations):
+        began = clock()
+        await operation()
+        if number >= warmups(iterations):
+            samples.append((clock() - began) / parts)
+    return samples
+
+
+def windows(iterations: int, nbytes: int) -> int:
+    """How many windows make `iterations` messages, at least two."""
+    return max(2, iterations // window_of(nbytes))
+
 
 COMMAND_BYTES_MAX: Final = 256
 REPLY_BYTES_MAX: Final = 64 << 20

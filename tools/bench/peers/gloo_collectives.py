@@ -9,8 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zbmd.tools.bench.peers.collective_cases import CPU, FOREIGN, elements, measured
-from zbmd.tools.bench.peers.control import serve
+from zbmd.tools.bench.peers.control import CPU, FOREIGN, elements, measured, serve
 
 
 class Ranks:

@@ -10,8 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zbmd.tools.bench.peers.control import serve
-from zbmd.tools.bench.peers.patterns import timed, window_of, windows
+from zbmd.tools.bench.peers.control import serve, timed, window_of, windows
 
 
 class Ranks:

@@ -10,8 +10,7 @@ import argparse
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.tools.bench.peers.control import serve
-from zbmd.tools.bench.peers.patterns import timed
+from zbmd.tools.bench.peers.control import serve, timed
 from zbmd.transport.memory.segment import Segment
 
 

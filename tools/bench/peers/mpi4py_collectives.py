@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zbmd.tools.bench.peers.collective_cases import FOREIGN, elements
-from zbmd.tools.bench.peers.control import serve
-from zbmd.tools.bench.peers.patterns import timed
+from zbmd.tools.bench.peers.control import FOREIGN, elements, serve, timed
 
 
 class Ranks:

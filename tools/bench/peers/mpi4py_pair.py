@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zbmd.tools.bench.peers.control import serve
-from zbmd.tools.bench.peers.patterns import timed, window_of, windows
+from zbmd.tools.bench.peers.control import serve, timed, window_of, windows
 
 
 class Ranks:

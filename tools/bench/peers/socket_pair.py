@@ -11,8 +11,7 @@ import socket
 import time
 from typing import Final
 
-from zbmd.tools.bench.peers.control import Measure, serve
-from zbmd.tools.bench.peers.patterns import timed, window_of, windows
+from zbmd.tools.bench.peers.control import Measure, serve, timed, window_of, windows
 
 CONNECT_TRIES_MAX: Final = 3000
 CONNECT_PAUSE_S: Final = 0.01

@@ -12,8 +12,7 @@ import os
 import time
 from typing import Any
 
-from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command
-from zbmd.tools.bench.peers.patterns import warmups
+from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command, warmups
 
 xoscar: Any = importlib.import_module("xoscar")
 _Actor: Any = xoscar.Actor

@@ -11,7 +11,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.tools.bench.peers.patterns import timed, timed_on_loop, warmups, window_of, windows
+from zbmd.tools.bench.peers.control import timed, timed_on_loop, warmups, window_of, windows
 from zbmd.tools.bench.workers import ContenderFailed
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link.interface import Link

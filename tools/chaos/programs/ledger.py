@@ -10,7 +10,7 @@ import msgspec
 
 from zbmd.tools.chaos.programs.families import Kill
 from zbmd.tools.chaos.programs.pool import Outcome
-from zbmd.tools.chaos.sweep.ledger_file import KillLines
+from zbmd.tools.chaos.sweep.ledger import KillLines
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

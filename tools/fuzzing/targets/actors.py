@@ -17,6 +17,9 @@ from zbmd.actors.core.long_fields import LONG_BYTES
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import ActorError, InvalidMessage, UnknownContract
+from zbmd.actors.hangs import wire as hang_wire
+from zbmd.actors.hangs.verdict import AskStanding, HangMachine, RankStood, RankWatched, Ticked
+from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, Standing
 from zbmd.actors.process import template
 from zbmd.actors.process.exit import without_mark
 from zbmd.actors.process.output import LINE_BYTES_MAX, LineAssembler
@@ -25,8 +28,7 @@ from zbmd.actors.replay.constructor_args import pack_arguments, unpack_arguments
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
 from zbmd.tools.fuzzing.mutate import retyped
-from zbmd.tools.fuzzing.script import Script, block, blocks, read_blocks
-from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.target import Broken, Script, Target, block, blocks, read_blocks
 from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.identity import Identity
@@ -34,6 +36,62 @@ from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.memory.scattered import LONG_HEAD, LONG_HEAD_BYTES, Scattered, copied, whole
 from zbmd.transport.shm.connect import Endpoint, link_pair
 from zbmd.transport.shm.link import ShmLink
+
+# ---- reports of watchdogs, and the verdict on them
+
+DEADLINE_NS = 1_000_000_000
+RANKS = 3
+
+
+def _seeds() -> tuple[bytes, ...]:
+    frames = (Frame("train.py", 8, "main"), Frame("threading.py", 1, "wait", 0))
+    places = tuple(
+        Place(kind, "rank0/a", "handler A.b", DEADLINE_NS, True, frames, "rank1/a") for kind in PlaceKind
+    )
+    groups = (Position(0, 2, 17, "all_reduce", True, True, DEADLINE_NS, (0, 1, 2)),)
+    messages: tuple[hang_wire.FromRank | hang_wire.FromHost, ...] = (
+        hang_wire.Hello(0, 1),
+        hang_wire.Beat(),
+        Standing(places, groups),
+        Standing((), ()),
+        hang_wire.Ask(),
+    )
+    return tuple(hang_wire.encode(message) for message in messages)
+
+
+def _run(data: bytes) -> None:
+    try:
+        hang_wire.decode_from_host(data)
+    except RemoteProtocolError:
+        message = hang_wire.decode_from_rank(data)
+        if isinstance(message, Standing):
+            _judge(message)
+
+
+def _judge(standing: Standing) -> None:
+    """Whatever ranks claim, the judgement ends, and its invariants hold."""
+    machine = HangMachine(deadline_ns=DEADLINE_NS)
+    for rank in range(RANKS):
+        machine.handle(RankWatched(rank=rank, incarnation=1), now_ns=0)
+    for turn in range(1, 4):
+        for action in machine.handle(Ticked(), now_ns=turn * DEADLINE_NS):
+            if isinstance(action, AskStanding):
+                machine.handle(RankStood(rank=action.rank, incarnation=1, standing=standing), now_ns=0)
+        for rank in range(RANKS):
+            machine.handle(RankStood(rank=rank, incarnation=1, standing=standing), now_ns=turn * DEADLINE_NS)
+        machine.check_invariants()
+
+
+HANGS_TARGETS = (
+    Target(
+        name="hang.packet",
+        what="what a rank's watchdog and its host say to each other",
+        allowed=(RemoteProtocolError,),
+        seeds=_seeds,
+        run=_run,
+    ),
+)
+
 
 FRAMES_MAX = 64
 PATIENCE_S = 5.0
@@ -353,6 +411,7 @@ DECODED = (RemoteProtocolError, InvalidMessage, UnknownContract)
 """What a message from a peer may be refused with: the last two are answered, and the link stays."""
 
 TARGETS = (
+    *HANGS_TARGETS,
     Target(
         name="wire.envelope",
         what="an envelope and what is in it",

@@ -6,8 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from zbmd.tools.fuzzing.script import Script, block
-from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.target import Broken, Script, Target, block
 from zbmd.transport.bulk import records as br
 from zbmd.transport.bulk._fast_path import QuickPuts
 from zbmd.transport.bulk.events import (

@@ -27,11 +27,10 @@ from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.collectives.repair import events as rm
 from zbmd.tools.entry import zbmd as cli
-from zbmd.tools.fuzzing.script import Script
-from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.target import Broken, Script, Target
 from zbmd.tools.fuzzing.targets import wires
 from zbmd.tools.fuzzing.targets.actors import Echo, Ping
-from zbmd.tools.replay.kinds import (
+from zbmd.tools.replay.players import (
     CLUSTER,
     ELASTIC_TAGS,
     HELLO,

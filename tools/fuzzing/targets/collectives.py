@@ -39,8 +39,7 @@ from zbmd.collectives.repair.operations_uneven import blocks_of
 from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsReply
 from zbmd.collectives.repair.verdict import decide
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
-from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
-from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.target import Broken, Script, Target, blocks, read_blocks
 from zbmd.tools.fuzzing.targets.actors import DECODED
 from zbmd.tools.runs import flights as flight
 from zbmd.training.replicated.workload import open_state

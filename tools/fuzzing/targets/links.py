@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from zbmd.tools.fuzzing.script import Script, block
-from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.target import Broken, Script, Target, block
 from zbmd.tools.fuzzing.targets import wires
 from zbmd.tools.fuzzing.targets.memories import segment_file
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 from collections.abc import Generator
 
 import msgspec
 import numpy as np
 
-from zbmd.tools.fuzzing.script import Script
-from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.target import Broken, Script, Target
+from zbmd.training.model_actors.tensor_actor import ArrayData, pack, unpack
+from zbmd.transport.cuda.array import ITEM_BYTES, DeviceHandle, EventHandle, decode_handle, encode_handle
 from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
 from zbmd.transport.memory.memfd import SEALS
 from zbmd.transport.memory.placement import PAGE_BYTES
@@ -19,6 +21,168 @@ from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
+from zbmd.transport.rdma.credit import (
+    CREDITS,
+    MESSAGE_BYTES,
+    CreditFlow,
+    Immediate,
+    MessageKind,
+    unpack_immediate,
+)
+from zbmd.transport.rdma.setup import (
+    MemoryAt,
+    Message,
+    QueuePairAt,
+    RdmaAnswer,
+    RdmaOffer,
+    RdmaReady,
+    RdmaRefusal,
+    decode_setup,
+    encode_setup,
+    require_fits,
+)
+
+# ---- RDMA links: set-up and messages
+
+_KINDS: tuple[type[Message], ...] = (RdmaOffer, RdmaAnswer, RdmaReady)
+_FRAME_BYTES_MAX = 1 << 14
+_WORD_BYTES = 4
+
+
+def _setup_seeds() -> tuple[bytes, ...]:
+    at = QueuePairAt(gid=bytes(range(16)), lid=0, number=17, first_psn=1 << 23, mtu=3)
+    memory = MemoryAt(at=at, base=1 << 40, nbytes=1 << 20, arena_offset=1 << 18, inbox_key=1, arena_key=2)
+    messages: tuple[Message, ...] = (
+        RdmaOffer(at=at, memory=memory),
+        RdmaAnswer(at=at),
+        RdmaReady(),
+        RdmaRefusal(why="full"),
+    )
+    return tuple(bytes([kind]) + encode_setup(message) for kind, message in enumerate(messages))
+
+
+def _setup(data: bytes) -> None:
+    """The first byte picks what is due."""
+    message = decode_setup(data[1:], _KINDS[(data[:1] or b"\0")[0] % len(_KINDS)], "peer")
+    if isinstance(message, RdmaOffer | RdmaAnswer) and len(require_fits(message.at, "peer").gid) != 16:
+        raise Broken(f"a queue pair at {message.at.gid!r}")
+
+
+def _messages_seeds() -> tuple[bytes, ...]:
+    words = (
+        (Immediate(kind=MessageKind.FRAME, more=True), 200),
+        (Immediate(kind=MessageKind.FRAME), 3),
+        (Immediate(kind=MessageKind.CREDITS), 0),
+        (Immediate(kind=MessageKind.GOODBYE), 0),
+    )
+    return (b"".join(word.pack().to_bytes(_WORD_BYTES) + bytes([nbytes]) for word, nbytes in words),)
+
+
+def _messages(data: bytes) -> None:
+    """Each five bytes are a message: its word, and how many bytes come with it."""
+    flow = CreditFlow(frame_bytes_max=_FRAME_BYTES_MAX)
+    step = _WORD_BYTES + 1
+    for start in range(0, len(data) - step + 1, step):
+        word = unpack_immediate(int.from_bytes(data[start : start + _WORD_BYTES]))
+        nbytes = data[start + _WORD_BYTES]
+        flow.came(word, bytes(min(nbytes * 17, MESSAGE_BYTES)))
+        if nbytes % 2:
+            frame = flow.next_frame()
+            if frame is not None and len(frame) > _FRAME_BYTES_MAX:
+                raise Broken(f"a frame of {len(frame)} bytes")
+            flow.credits_due()
+        flow.check_invariants()
+        if flow.unread > CREDITS:
+            raise Broken(f"{flow.unread} messages wait")
+
+
+RDMA_TARGETS = (
+    Target(
+        name="rdma.setup",
+        what="a message that sets up an RDMA link",
+        allowed=(RemoteProtocolError,),
+        seeds=_setup_seeds,
+        run=_setup,
+    ),
+    Target(
+        name="rdma.messages",
+        what="messages on the queue pair of an RDMA link",
+        allowed=(RemoteProtocolError,),
+        seeds=_messages_seeds,
+        run=_messages,
+    ),
+)
+
+
+# ---- handles of device memory and of events
+
+_SLOT, _INCARNATION = 3, 7
+_UUID, _OPAQUE = bytes(range(16)), bytes(range(64))
+
+
+def _seeds() -> tuple[bytes, ...]:
+    memory = DeviceHandle(
+        slot=_SLOT,
+        incarnation=_INCARNATION,
+        offset=512,
+        nbytes=24,
+        writable=True,
+        device=_UUID,
+        memory=_OPAQUE,
+        typestr="<f4",
+        shape=(2, 3),
+    )
+    event = EventHandle(slot=_SLOT, incarnation=_INCARNATION, channel=5, device=_UUID, event=_OPAQUE)
+    return b"\0" + encode_handle(memory), b"\1" + encode_handle(event)
+
+
+def _device_handle(data: bytes) -> None:
+    """The first byte picks what is due."""
+    if data[:1] == b"\1":
+        event = decode_handle(data[1:], EventHandle, slot=_SLOT, incarnation=_INCARNATION)
+        if (event.slot, event.incarnation) != (_SLOT, _INCARNATION) or len(event.event) != len(_OPAQUE):
+            raise Broken(f"{event}")
+        return
+    handle = decode_handle(data[1:], DeviceHandle, slot=_SLOT, incarnation=_INCARNATION)
+    fits = math.prod(handle.shape) * ITEM_BYTES[handle.typestr] == handle.nbytes
+    if not fits or handle.offset < 0 or (handle.slot, handle.incarnation) != (_SLOT, _INCARNATION):
+        raise Broken(f"{handle}")
+
+
+DEVICES_TARGETS = (
+    Target(
+        name="device.handle",
+        what="a handle of device memory or of an event",
+        allowed=(RemoteProtocolError,),
+        seeds=_seeds,
+        run=_device_handle,
+    ),
+)
+
+
+# ---- arrays in messages
+
+_SEEDS = (np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.int64), np.array(True))
+
+
+def _array(data: bytes) -> None:
+    array = unpack(msgspec.msgpack.decode(data, type=ArrayData))
+    again = unpack(pack(array))
+    if again.dtype != array.dtype or again.shape != array.shape or again.tobytes() != array.tobytes():
+        raise Broken(f"{array!r:.200}")
+
+
+ARRAYS_TARGETS = (
+    Target(
+        name="array",
+        what="an array in a message",
+        allowed=(RemoteProtocolError, msgspec.MsgspecError, ValueError, RecursionError),
+        seeds=lambda: tuple(msgspec.msgpack.encode(pack(array)) for array in _SEEDS),
+        run=_array,
+    ),
+)
+"""Targets of the messages of a model's actors."""
+
 
 RING_BYTES = 1 << 12
 FRAME_BYTES_MAX = 3 * RING_BYTES
@@ -208,6 +372,9 @@ def _use_region(peer: PeerSegment, own: Segment, handle: RegionHandle, at: int, 
 
 
 TARGETS = (
+    *DEVICES_TARGETS,
+    *RDMA_TARGETS,
+    *ARRAYS_TARGETS,
     Target(
         name="ring",
         what="both ends of a byte ring against a peer that stores anything anywhere",

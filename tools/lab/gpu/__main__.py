@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zbmd.tools.lab.gpu.checks import CHECKS, Check, CheckFailed, Needs
 from zbmd.transport.cuda.runtime import visible_devices
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology import read_topology
@@ -34,22 +35,6 @@ from zbmd.transport.host.topology import read_topology
 LIMIT_S: Final = 300.0
 """For one check; most take seconds."""
 EXIT_OK, EXIT_FAILED, EXIT_NONE_RAN = 0, 1, 3
-
-
-class CheckFailed(Exception):
-    """What a check has found to be wrong."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a check cannot run without."""
-
-    gpus: int = 1
-    rdma: bool = False
-
-    def __str__(self) -> str:
-        """Such as `2 GPUs` or `1 GPU, RDMA`."""
-        return f"{self.gpus} GPU{'s' * (self.gpus > 1)}" + ", RDMA" * self.rdma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +52,6 @@ class Here:
         if self.gpus < needs.gpus:
             return f"{self.gpus} of {needs.gpus} GPUs are visible"
         return "there is no RDMA device" if needs.rdma and not self.rdma_devices else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One row. run: returns what is told beside `ok`; it raises whatever is wrong."""
-
-    name: str
-    needs: Needs
-    would: str
-    run: Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +142,6 @@ def table(rows: Sequence[Row]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
-    from zbmd.tools.lab.gpu.checks import CHECKS
-
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", default="", help="checks whose names begin so")

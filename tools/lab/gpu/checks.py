@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,10 +21,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.output import OutputLine
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.chaos.soak_operators import FlakyDevice
-from zbmd.tools.lab.gpu.__main__ import Check, CheckFailed, Needs
-from zbmd.tools.lab.gpu.collectives import run_ranks
 from zbmd.tools.lab.gpu.owner import INCARNATION
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
@@ -39,6 +42,81 @@ from zbmd.transport.cuda.runtime import CudaRuntime, visible_devices
 from zbmd.transport.host.topology.rdma import read_rdma_devices
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native._native import WAIT_OK, now_ns
+
+
+class CheckFailed(Exception):
+    """What a check has found to be wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a check cannot run without."""
+
+    gpus: int = 1
+    rdma: bool = False
+
+    def __str__(self) -> str:
+        """Such as `2 GPUs` or `1 GPU, RDMA`."""
+        return f"{self.gpus} GPU{'s' * (self.gpus > 1)}" + ", RDMA" * self.rdma
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One row. run: returns what is told beside `ok`; it raises whatever is wrong."""
+
+    name: str
+    needs: Needs
+    would: str
+    run: Callable[[], str]
+
+
+# Collectives: two ranks run `lab.gpu.ranks`; rank 0 prints the result.
+
+RANKS: Final = 2
+ARENA_BYTES: Final = 256 << 20
+LINES_KEPT: Final = 20
+
+
+class RanksFailed(Exception):
+    """The ranks ended otherwise than they should; with their last lines."""
+
+
+class _Told:
+    """Takes the lines of the ranks: the one of JSON, and the last others."""
+
+    def __init__(self) -> None:
+        self.told = ""
+        self.lines: list[str] = []
+
+    async def write_line(self, line: OutputLine) -> None:
+        text = line.text.decode(errors="replace")
+        if line.rank == 0 and text.startswith('{"told"'):
+            self.told = json.loads(text)["told"]
+        else:
+            self.lines = [*self.lines[1 - LINES_KEPT :], f"{line.rank}: {text}"]
+
+
+def run_ranks(what: str, gpus: int) -> str:
+    """Run `what` on so many GPUs; raises `RanksFailed`."""
+    return asyncio.run(_run(what, gpus))
+
+
+async def _run(what: str, gpus: int) -> str:
+    told = _Told()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    config = HostConfig(
+        target=str(Path(__file__).with_name("ranks.py")),
+        arguments=(what,),
+        world_size=RANKS,
+        on_loss=OnLoss.STOP,
+        arena_bytes=ARENA_BYTES,
+        environment={"CUDA_VISIBLE_DEVICES": first} if gpus == 1 else {},
+    )
+    result = await Host(config, output=told).run()
+    if result.outcome is not Outcome.SUCCEEDED or not told.told:
+        raise RanksFailed("; ".join([f"the ranks failed: {result.reason}", *told.lines]))
+    return told.told
+
 
 OWN_SLOT, PEER_SLOT = 1, 2
 PUT_BYTES: Final = 64 << 20

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import lzma
 import os
+import re
 import shutil
+import stat
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from zbmd.tools.lab.rdma_vm import guest
-from zbmd.tools.lab.rdma_vm.initrd import Archive
-from zbmd.tools.lab.rdma_vm.modules import load_order, module_name, plain_module
 from zbmd.tools.lab.rdma_vm.packages import (
     BUSYBOX,
     PYVERBS,
@@ -30,6 +31,131 @@ from zbmd.tools.lab.rdma_vm.packages import (
     merged,
 )
 from zbmd.transport.errors import UserError
+
+# The initial file system: a cpio archive in the "newc" format.
+# Source: Documentation/driver-api/early-userspace/buffer-format.rst of the kernel.
+
+_TRAILER: Final = "TRAILER!!!"
+_ALIGN: Final = 4
+
+
+class Archive:
+    """Collects files; parents of each come by themselves, before it."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._names: set[str] = set()
+
+    def file(self, name: str, data: bytes, *, executable: bool = False) -> None:
+        """A regular file. name: relative to the root."""
+        self._add(name, stat.S_IFREG | (0o755 if executable else 0o644), data)
+
+    def link(self, name: str, target: str) -> None:
+        """A symbolic link."""
+        self._add(name, stat.S_IFLNK | 0o777, target.encode())
+
+    def folder(self, name: str) -> None:
+        """A folder; nothing if it is there."""
+        if name not in self._names:
+            self._add(name, stat.S_IFDIR | 0o755, b"")
+
+    def console(self) -> None:
+        """The device that the first process writes to."""
+        self._add("dev/console", stat.S_IFCHR | 0o600, b"", device=(5, 1))
+
+    def whole(self) -> bytes:
+        """The whole archive."""
+        trailer = _record(_TRAILER, 0, b"", 0, (0, 0))
+        return b"".join((*self._parts, trailer))
+
+    def _add(self, name: str, mode: int, data: bytes, device: tuple[int, int] = (0, 0)) -> None:
+        for parent in reversed(PurePosixPath(name).parents[:-1]):
+            self.folder(str(parent))
+        self._names.add(name)
+        self._parts.append(_record(name, mode, data, len(self._names), device))
+
+
+def _record(name: str, mode: int, data: bytes, inode: int, device: tuple[int, int]) -> bytes:
+    path = name.encode() + b"\0"
+    #        inode  mode  uid gid links time size       device major, minor, of the node major, minor
+    numbers = (inode, mode, 0, 0, 1, 0, len(data), 0, 0, *device, len(path), 0)
+    head = b"070701" + b"".join(b"%08x" % number for number in numbers) + path
+    return _padded(head) + _padded(data)
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % _ALIGN)
+
+
+# Kernel modules to load, in the order of their dependencies.
+
+WANTED: Final = (
+    "virtio_pci",
+    "virtio_console",
+    "9pnet_virtio",
+    "9p",
+    "overlay",
+    "veth",
+    "bridge",
+    "sch_netem",
+    "crc32_generic",
+    "crc32c_generic",
+    "crc32_pclmul",
+    "crc32c_intel",
+    "rdma_rxe",
+    "ib_uverbs",
+    "rdma_ucm",
+)
+"""What is not a module of this kernel is built into it, or is not asked for."""
+FOLDERS: Final = (
+    "arch/x86/crypto",
+    "crypto",
+    "drivers/char",
+    "drivers/infiniband",
+    "drivers/net",
+    "drivers/virtio",
+    "fs",
+    "lib",
+    "net",
+)
+"""Where they and those that they need lie, below `kernel/`."""
+_DEPENDS: Final = re.compile(rb"(?:^|\x00)depends=([^\x00]*)\x00")
+
+
+def module_name(path: str) -> str | None:
+    """The name of the module in a file of the kernel's package, if it may be wanted."""
+    _, found, inside = path.partition("/kernel/")
+    if not found or not inside.startswith(tuple(f"{folder}/" for folder in FOLDERS)) or ".ko" not in inside:
+        return None
+    return _plain(inside.rpartition("/")[2].partition(".ko")[0])
+
+
+def plain_module(path: str, data: bytes) -> bytes:
+    """Its bytes, unpacked if the distribution packs them."""
+    return lzma.decompress(data) if path.endswith(".xz") else data
+
+
+def load_order(modules: Mapping[str, bytes], wanted: Iterable[str] = WANTED) -> list[str]:
+    """The wanted modules and all that they need, each behind those that it needs."""
+    order: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        data = modules.get(name)
+        if data is None or name in order:
+            return
+        found = _DEPENDS.search(data)
+        for needed in found[1].decode().split(",") if found is not None and found[1] else ():
+            add(_plain(needed))
+        order[name] = None
+
+    for name in wanted:
+        add(_plain(name))
+    return list(order)
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_")
+
 
 RECIPE: Final = 3
 """Counts up when the files made from the same packages change."""

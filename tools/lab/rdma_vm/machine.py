@@ -7,23 +7,138 @@ we end.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import py_compile
 import selectors
 import shlex
 import subprocess
+import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from zbmd.tools.lab.rdma_vm import bytecode, guest
-from zbmd.tools.lab.rdma_vm import preloaded_files as at_hand
-from zbmd.tools.lab.rdma_vm.image import Image
-from zbmd.tools.lab.rdma_vm.initrd import Archive
+import zbmd
+from zbmd.tools.lab.rdma_vm import guest
+from zbmd.tools.lab.rdma_vm.image import Archive, Image
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.host.prctl import end_with_parent
+
+# Bytecode of zbmd and its tests is compiled on the host: the machine would take ten times as long, and
+# without it (a fresh checkout, `PYTHONDONTWRITEBYTECODE`) each of its processes would compile hundreds of
+# modules.
+
+_BY_TIME: Final = py_compile.PycInvalidationMode.TIMESTAMP
+
+
+def made(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Of zbmd and of the tests in `folder`, each with the file that it belongs in, which the host may lack.
+
+    None if `PYTHONPYCACHEPREFIX` is set: who sets it has it there. What does not compile is left out.
+    """
+    if sys.pycache_prefix is not None:
+        return
+    package = Path(zbmd.__file__).parent
+    roots = {each.resolve() for each in (package, *package.iterdir(), folder / "tests")}
+    with tempfile.TemporaryDirectory(prefix="rdma-vm-") as scratch:
+        new = os.path.join(scratch, "new")
+        for source in sorted({source for root in roots for source in root.rglob("*.py")}):
+            belongs = Path(importlib.util.cache_from_source(source))
+            if _is_current(belongs, source):
+                yield belongs, belongs.read_bytes()
+                continue
+            with suppress(py_compile.PyCompileError):
+                py_compile.compile(str(source), new, doraise=True, invalidation_mode=_BY_TIME)
+                yield belongs, Path(new).read_bytes()
+
+
+def _is_current(bytecode: Path, source: Path) -> bool:
+    """Whether Python would take it: by what is ahead of the code (PEP 552)."""
+    found = source.stat()
+    head = importlib.util.MAGIC_NUMBER + b"".join(
+        (number & 0xFFFFFFFF).to_bytes(4, "little") for number in (0, int(found.st_mtime), found.st_size)
+    )
+    try:
+        with bytecode.open("rb") as file:
+            return file.read(len(head)) == head
+    except OSError:
+        return False
+
+
+# Files that most commands import are preloaded into the memory of the machine: over 9p each costs several
+# round trips to the host, which took 22 of the 30 s of the first import of pytest and numpy.
+
+MODULES: Final = (
+    "hypothesis",
+    "pytest",
+    "pytest_asyncio.plugin",
+    "uvloop",
+    "numpy.random",
+    "zbmd.actors.cluster.node.node",
+    "zbmd.actors.host.supervisor",
+    "zbmd.actors.process.template",
+    "zbmd.collectives.group.group",
+    "zbmd.tools.chaos.small_job",
+    "zbmd.training.__main__",
+    "zbmd.transport.rdma.plane",
+)
+"""What is not installed is left out."""
+BYTES_MAX: Final = 512 << 20
+"""Of the machine's memory; what comes behind it stays on the host."""
+IMPORT_S_MAX: Final = 120.0
+_ELSEWHERE: Final = ("/dev/", "/proc/", "/sys/")
+_FIND: Final = """
+import importlib, importlib.metadata, os, sys
+
+found = set()
+
+def hook(event, arguments):
+    if event == "open" and isinstance(arguments[0], str):
+        found.add(arguments[0])
+
+sys.addaudithook(hook)
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
+for distribution in importlib.metadata.distributions():
+    distribution.entry_points  # which pytest reads, all of them
+with open("/proc/self/maps") as maps:
+    found.update(line.split(maxsplit=5)[5].rstrip() for line in maps if "/" in line)
+print(*map(os.path.realpath, found), sep="\\n")
+"""
+
+
+def files(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[Path, bytes]]:
+    """Each with what is in it, as a Python of this kind finds them in `folder`.
+
+    Sources are not among them: bytecode names the time of its source, which a file made at boot has not.
+    """
+    listed = subprocess.run(
+        [sys.executable, "-c", _FIND, *MODULES],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=IMPORT_S_MAX,
+    )
+    left = BYTES_MAX
+    for path in sorted(map(Path, listed.stdout.splitlines())):
+        if path.suffix == ".py" or str(path).startswith(_ELSEWHERE) or not path.is_file():
+            continue
+        left -= path.stat().st_size
+        if left < 0:
+            return
+        yield path, path.read_bytes()
+
 
 MEMORY_MIB: Final = 1792
 CPUS: Final = 2
@@ -103,8 +218,8 @@ def _initrd(image: Image, what: Run) -> int:
     """The image's, and behind it the command and files at hand: the kernel unpacks both. It has no name."""
     archive = Archive()
     archive.file(guest.COMMAND_FILE, what.script())
-    at_once = dict(at_hand.files(what.folder, what.environment))
-    at_once.update(bytecode.made(what.folder))
+    at_once = dict(files(what.folder, what.environment))
+    at_once.update(made(what.folder))
     for path, data in at_once.items():
         archive.file(f"{guest.PACKAGES_FOLDER}{path}", data, executable=os.access(path, os.X_OK))
     initrd = os.memfd_create("initrd")

@@ -31,8 +31,7 @@ from zbmd.actors.rank.member import join
 from zbmd.collectives.group.group import group
 from zbmd.tools.bench.collectives.ranks import SPARE_BYTES, Rank
 from zbmd.tools.bench.peer_catalogue import ONE_THREAD, _need_module
-from zbmd.tools.bench.peers.collective_cases import CASES, CPU, bus_factor
-from zbmd.tools.bench.peers.control import serve
+from zbmd.tools.bench.peers.control import CASES, CPU, bus_factor, serve
 from zbmd.tools.bench.result import this_machine
 from zbmd.tools.bench.stats import OURS, iterations_for, median, parse_sizes, ratio_of_medians, size_in_words
 from zbmd.tools.bench.workers import CONTROL, Workers

@@ -31,7 +31,7 @@ from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.lab.network.netns import Lab, LabHost
-from zbmd.tools.runs.trace import clocks_of, read_rings
+from zbmd.tools.runs.profile import clocks_of, read_rings
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT

@@ -97,7 +97,7 @@ def test_wrong_programs_are_refused_by_place_and_reason(
     text = run(capsys, "--stages", "2", "--microbatches", "2", "--programs")
     for wrong, said in (
         (text.replace("0SEND_F1", ""), "stage 0, at its end: never done: 0SEND_F1"),
-        (text.replace("0SEND_F1", "0SENDF1"), "line 2: '0SENDF1' is no instruction"),
+        (text.replace("0SEND_F1", "0SENDF1"), "line 2: '0SENDF1' is not an instruction"),
         (text + text, "4 programs and 2 bounds for 2 stages"),
         ("", "begins with its header line"),
     ):

@@ -193,7 +193,7 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--ranks", "0"), "--ranks: expected 1 to 1022, got 0"),
         (("--precision", "float64"), "checkpoints hold float32"),
         (("--config", "/nowhere"), "the settings file cannot be read"),
-        (("--weights", "a", "--resume", "b"), "not both"),
+        (("--weights", "a", "--resume", "b"), "--weights and --resume exclude each other: give one of them"),
     ],
 )
 def test_bad_recipes_are_explained(

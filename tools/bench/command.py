@@ -22,7 +22,7 @@ from zbmd.tools.bench.result import (
     table,
     this_machine,
 )
-from zbmd.tools.bench.run import CASES, TRANSPORTS, Plan, check_plan, progress, run
+from zbmd.tools.bench.run import CASES, TRANSPORTS, TransferPlan, check_plan, progress, run
 from zbmd.tools.bench.stats import ITERATIONS_MAX, ROUNDS_MAX, parse_sizes
 from zbmd.tools.bench.workers import ContenderFailed
 from zbmd.tools.cli.options import LazyParser, add_json, add_plot, listed
@@ -164,7 +164,7 @@ def _add_output(kind: argparse.ArgumentParser) -> None:
 
 def _transfers(arguments: argparse.Namespace) -> int:
     wanted = listed("--cases", arguments.cases, [case.name for case in CASES[arguments.benchmark]])
-    plan = Plan(
+    plan = TransferPlan(
         cases=tuple(case for case in CASES[arguments.benchmark] if not wanted or case.name in wanted),
         sizes=parse_sizes(arguments.sizes),
         rounds=_in_range("--rounds", arguments.rounds, ROUNDS_MAX),
@@ -237,7 +237,7 @@ def _report(arguments: argparse.Namespace, measure: Any) -> int:
 
 
 def _told(show: Callable[[], None]) -> int:
-    """Measure and print, or tell what failed; the exit code."""
+    """Measure and print, or print what failed. Returns the exit code."""
     try:
         show()
     except PeerMissing as error:

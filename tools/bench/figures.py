@@ -25,7 +25,7 @@ Layer = Literal["transport", "collectives", "actors", "training", "cluster", "si
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a figure was measured; None for what was not noted."""
+    """The machine of a figure; None for what was not noted."""
 
     cpu: str
     cores: int
@@ -45,7 +45,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """The best peer of the run, with its version where it is known."""
     peer_value: float | None = None
     ratio: float | None = None
-    """How many times better than the peer: above 1, zbmd is ahead."""
+    """Factor by which zbmd is better than the peer: above 1, zbmd is ahead."""
     goal: str | None = None
     met: bool | None = None
     machine: Machine

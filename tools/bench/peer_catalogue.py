@@ -1,4 +1,4 @@
-"""Which peers there are, how each is started in its best documented configuration, and what it needs.
+"""Catalogue of peers: how each is started in its best documented configuration, and what it needs.
 
 - `openmpi`, `mpich`: numpy arrays through mpi4py, which is what a Python program gets from MPI. One wheel of
   mpi4py serves both: it finds the library at run time (MPI4PY_MPIABI).
@@ -57,7 +57,7 @@ PEERS: Final = (
 NOTICE_FLOOR: Final = "notice_floor"
 ASK_FLOOR: Final = "ask_floor"
 IPERF3_S: Final = 1.0
-"""How long one turn of iperf3 lasts."""
+"""Duration of one turn of iperf3."""
 PROBE_S: Final = 30.0
 _PYTHON: Final = (sys.executable, "-m")
 _PROGRAMS: Final = Path(__file__).resolve().parent / "peers"
@@ -92,7 +92,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What finding a peer needs to know."""
+    """Context in which a peer is looked up."""
 
     transport: str
     scratch: Path

@@ -1,4 +1,4 @@
-"""What a benchmark found: the schema of `--json`, and the table that a person reads.
+"""Results of a benchmark: the schema of `--json`, the table, and the plot.
 
 Columns are those of nccl-tests: size, time (p50 and p99), algbw, busbw. Two ranks that send to each other
 exchange nothing twice, so their busbw is algbw, as in its sendrecv test; of collectives it is as in its

@@ -70,7 +70,7 @@ BETWEEN_MPI: Final = (*OURS_OTHERWISE, "openmpi", "openmpi-c", "mpich", "mpich-c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class TransferCase:
     """One thing that is timed. `peers`: those that do the same; `bytes_max`: no larger sizes."""
 
     name: str
@@ -82,31 +82,33 @@ class Case:
 
 CASES: Final = {
     "p2p": (
-        Case(name="p2p-native", peers=OF_RDMA, transports=("rdma",)),
-        Case(name="p2p-arena", peers=(*BETWEEN_MPI, *OF_RDMA)),
-        Case(name="p2p-foreign", peers=BETWEEN_MPI, transports=("shm",)),
-        Case(name="echo", peers=BETWEEN_MPI),
-        Case(
+        TransferCase(name="p2p-native", peers=OF_RDMA, transports=("rdma",)),
+        TransferCase(name="p2p-arena", peers=(*BETWEEN_MPI, *OF_RDMA)),
+        TransferCase(name="p2p-foreign", peers=BETWEEN_MPI, transports=("shm",)),
+        TransferCase(name="echo", peers=BETWEEN_MPI),
+        TransferCase(
             name="frame",
             peers=("xoscar", *OURS_OTHERWISE, *OF_RDMA),
             bytes_max=FRAME_BYTES_MAX,
             iterations_max=FRAME_ITERATIONS,
         ),
-        Case(name="frame-training", peers=(), bytes_max=FRAME_BYTES_MAX, iterations_max=FRAME_ITERATIONS),
+        TransferCase(
+            name="frame-training", peers=(), bytes_max=FRAME_BYTES_MAX, iterations_max=FRAME_ITERATIONS
+        ),
     ),
     "put": (
-        Case(name="put-arena", peers=(*BETWEEN_MPI, "sockets", "iperf3", *OF_RDMA)),
-        Case(name="put-foreign", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
-        Case(name="put-asyncio", peers=OF_RDMA, transports=("rdma",)),
+        TransferCase(name="put-arena", peers=(*BETWEEN_MPI, "sockets", "iperf3", *OF_RDMA)),
+        TransferCase(name="put-foreign", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
+        TransferCase(name="put-asyncio", peers=OF_RDMA, transports=("rdma",)),
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TransferPlan:
     """What to run."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[TransferCase, ...]
     sizes: tuple[int, ...]
     rounds: int
     iterations: int | None
@@ -114,7 +116,7 @@ class Plan:
     transport: str
     peers: tuple[str, ...]
 
-    def steps(self) -> list[tuple[Case, int]]:
+    def steps(self) -> list[tuple[TransferCase, int]]:
         """Each case at each size that it can have."""
         return [
             (case, size)
@@ -124,11 +126,11 @@ class Plan:
             if size <= case.bytes_max
         ]
 
-    def iterations_of(self, case: Case, nbytes: int) -> int:
+    def iterations_of(self, case: TransferCase, nbytes: int) -> int:
         """How many operations a turn."""
         return self.iterations or min(iterations_for(nbytes), case.iterations_max)
 
-    def peers_of(self, case: Case, nbytes: int) -> list[str]:
+    def peers_of(self, case: TransferCase, nbytes: int) -> list[str]:
         """The peers that take part in a case at a size."""
         streams = nbytes >= STREAM_BYTES_MIN
         return [name for name in self.peers if name in case.peers and (streams or name != "iperf3")]
@@ -139,7 +141,7 @@ class Plan:
         return self.rounds * sum(2 + len(self.peers_of(case, nbytes)) for case, nbytes in self.steps())
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: TransferPlan) -> None:
     """Raise `UserError` if there is nothing to time, or a peer has no part in it."""
     steps = plan.steps()
     if not steps:
@@ -167,7 +169,7 @@ Samples = dict[str, list[list[float]]]
 Tell = Callable[[str], None]
 
 
-def run(plan: Plan, tell: Tell) -> tuple[list[Measurement], list[Peer]]:
+def run(plan: TransferPlan, tell: Tell) -> tuple[list[Measurement], list[Peer]]:
     """Run it; `tell` hears of each turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack:
         everyone, peers = _start_all(plan, stack)
@@ -177,7 +179,7 @@ def run(plan: Plan, tell: Tell) -> tuple[list[Measurement], list[Peer]]:
     return rows, peers
 
 
-def _start_all(plan: Plan, stack: contextlib.ExitStack) -> tuple[dict[str, Contender], list[Peer]]:
+def _start_all(plan: TransferPlan, stack: contextlib.ExitStack) -> tuple[dict[str, Contender], list[Peer]]:
     """Everyone, to be ended with `stack`. The files that they start from do not outlive their start."""
     nbytes_max = max(size for _, size in plan.steps())
     with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
@@ -190,7 +192,9 @@ def _start_all(plan: Plan, stack: contextlib.ExitStack) -> tuple[dict[str, Conte
     return everyone, peers
 
 
-def measure(plan: Plan, case: Case, nbytes: int, everyone: Mapping[str, Contender], tell: Tell) -> Samples:
+def measure(
+    plan: TransferPlan, case: TransferCase, nbytes: int, everyone: Mapping[str, Contender], tell: Tell
+) -> Samples:
     """All turns of one case at one size."""
     peers = plan.peers_of(case, nbytes)
     samples: Samples = {name: [] for name in (OURS, *peers)}
@@ -201,7 +205,7 @@ def measure(plan: Plan, case: Case, nbytes: int, everyone: Mapping[str, Contende
     return samples
 
 
-def _turn(contender: Contender, case: Case, nbytes: int, iterations: int) -> list[float]:
+def _turn(contender: Contender, case: TransferCase, nbytes: int, iterations: int) -> list[float]:
     """All iterations, in parts; the parts that fit into `TURN_S_MAX`: spinning on a busy machine is slow."""
     part = min(iterations, max(ITERATIONS_LEAST, iterations // TURN_PARTS))
     end_s = time.monotonic() + TURN_S_MAX

@@ -84,7 +84,7 @@ def size_in_words(nbytes: int) -> str:
 
 
 def iterations_for(nbytes: int) -> int:
-    """How often a size is sent in one turn: many small ones, and about 256 MiB of large ones."""
+    """Return the iterations of a turn: many for small sizes, about 256 MiB in all for large ones."""
     return max(ITERATIONS_LEAST, min(ITERATIONS_SMALL, MOVED_BYTES_A_TURN // nbytes))
 
 

@@ -24,7 +24,7 @@ import zbmd
 ROW: Final = 8
 ROUNDS: Final = 20
 VIEW_S: Final = 120.0
-"""What a view may take, on a machine with very many more ranks than cores."""
+"""Limit for a view on a machine with many more ranks than cores."""
 
 
 async def check(worker: zbmd.Worker, group: zbmd.Group, told: dict[str, float]) -> None:

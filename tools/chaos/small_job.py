@@ -46,7 +46,7 @@ RUN_S_MAX = 400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """What became of one run. `failures`: a line for each rank that ended unexpectedly; `told`: the end of
     what the ranks wrote."""
 
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def deaths(self) -> int:
-        """How many ranks ended unexpectedly."""
+        """Number of ranks that ended unexpectedly."""
         return len(self.failures)
 
 
@@ -98,7 +98,7 @@ async def run_small_job(
     template: EarlyTemplate | None = None,
     more: Sequence[str] = (),
     see: Callable[[HostEvent], None] | None = None,
-) -> Outcome:
+) -> JobOutcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
     zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
     `zbmd train` on one, in `precision`; optimizer: its name; counts: a directory that ranks write to how
@@ -135,7 +135,7 @@ async def run_small_job(
         raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
     if mesh:
         _check_records(out, fault)
-        return Outcome(digest=run.digest, failures=_failures(ended.failures), told=told)
+        return JobOutcome(digest=run.digest, failures=_failures(ended.failures), told=told)
     audited = audit_run(out)
     if (audited.steps, audited.steps_lost, audited.samples_skipped, audited.samples_repeated) != (
         STEPS,
@@ -144,7 +144,7 @@ async def run_small_job(
         0,
     ):
         raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
-    return Outcome(digest=run.digest, failures=_failures(ended.failures), told=told)
+    return JobOutcome(digest=run.digest, failures=_failures(ended.failures), told=told)
 
 
 def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:

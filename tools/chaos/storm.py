@@ -30,7 +30,7 @@ from typing import Final
 
 from zbmd.actors.host.events import HostEvent, RankDown, RankStarted
 from zbmd.actors.process.log import log_to_stderr
-from zbmd.tools.chaos.small_job import Outcome, run_small_job, write_text
+from zbmd.tools.chaos.small_job import JobOutcome, run_small_job, write_text
 from zbmd.tools.chaos.sweep.cases import Setting, every_setting
 from zbmd.training.redundancy.machine import LOST_WITH_BUDDY
 from zbmd.transport.errors import UserError
@@ -45,7 +45,7 @@ SECOND_S: Final = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class StormSetting:
     """A setting, and what is special about its runs."""
 
     setting: Setting
@@ -56,16 +56,16 @@ class Kind:
         return f"{self.setting} {self.links}{' offload' if self.offload else ''}"
 
 
-def kinds() -> list[Kind]:
+def kinds() -> list[StormSetting]:
     """All that the storm is about."""
     settings = [Setting(), *every_setting(), Setting.of(mesh="dp=2,pp=2,tp=2")]
     others = [
-        Kind(setting=Setting.of(zero=3), links="tcp"),
-        Kind(setting=Setting.of(mesh="dp=2,pp=2"), links="tcp"),
-        Kind(setting=Setting.of(zero=2), offload=True),
-        Kind(setting=Setting.of(mesh="pp=2"), offload=True),
+        StormSetting(setting=Setting.of(zero=3), links="tcp"),
+        StormSetting(setting=Setting.of(mesh="dp=2,pp=2"), links="tcp"),
+        StormSetting(setting=Setting.of(zero=2), offload=True),
+        StormSetting(setting=Setting.of(mesh="pp=2"), offload=True),
     ]
-    return [Kind(setting=setting) for setting in settings] + others
+    return [StormSetting(setting=setting) for setting in settings] + others
 
 
 @dataclass(slots=True)
@@ -107,9 +107,9 @@ class Storm:
     def __init__(self, scratch: Path, seed: int) -> None:
         self._scratch, self._seed = scratch, seed
         self._data = write_text(scratch / "text")
-        self._calm: dict[Kind, tuple[str, float]] = {}
+        self._calm: dict[StormSetting, tuple[str, float]] = {}
 
-    async def run(self, number: int, among: Sequence[Kind]) -> str:
+    async def run(self, number: int, among: Sequence[StormSetting]) -> str:
         """One run; what was wrong with it, or "". Raises `UserError` if it fails without a kill, too."""
         chosen = random.Random(f"{self._seed}-{number}")
         kind = chosen.choice(among)
@@ -132,7 +132,7 @@ class Storm:
             return f"{kind}, {', '.join(victims.told)}: other bits\n{outcome.told}"
         return ""
 
-    async def _once(self, kind: Kind, victims: Victims, delays_s: Sequence[float]) -> Outcome:
+    async def _once(self, kind: StormSetting, victims: Victims, delays_s: Sequence[float]) -> JobOutcome:
         out, files = self._scratch / "run", self._scratch / "files"
         files.mkdir()
         killing = asyncio.ensure_future(victims.kill(delays_s))
@@ -168,7 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _storm(arguments: argparse.Namespace, seed: int, among: Sequence[Kind]) -> tuple[int, list[str]]:
+async def _storm(
+    arguments: argparse.Namespace, seed: int, among: Sequence[StormSetting]
+) -> tuple[int, list[str]]:
     until_s, wrong, number = time.monotonic() + 60.0 * arguments.minutes, list[str](), 0
     with tempfile.TemporaryDirectory(prefix="zbmd-storm-") as scratch:
         storm = Storm(Path(scratch), seed)

@@ -1,4 +1,4 @@
-"""What a run shows: ranks' lines behind their prefix, our own notes, and the progress of the job.
+"""Console output of a run: lines of the ranks with a prefix, notes of zbmd, and the progress of the job.
 
 Everything passes one bounded queue and one writing thread (`LineWriter`), so lines never mix and a stalled
 terminal never stalls supervision. On a terminal a live bar stays below the lines; elsewhere progress is
@@ -58,7 +58,7 @@ def format_progress(p: Progress) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What one loss cost; what is None is not known (yet)."""
+    """The cost of one lost rank; None for what is not known (yet)."""
 
     rank: int
     how: str

@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read(arguments: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> Bootstrap:
-    """How this process finds its cluster. Raises `UserError`."""
+    """Return how this process finds its cluster. Raises `UserError`."""
     if arguments.no_python:
         raise UserError(
             "--no-python: ranks are forked from a Python process, so they cannot be another program. Give a "
@@ -74,7 +74,7 @@ def with_processes(settings: Settings, bootstrap: Bootstrap) -> Settings:
 
 
 def notes(arguments: argparse.Namespace, settings: Settings, bootstrap: Bootstrap) -> list[str]:
-    """What the user should know before the run begins."""
+    """Return notes for the user, to be printed before the run begins."""
     said = ignored([name for name in IGNORED if getattr(arguments, name) is not None])
     said += bootstrap.notes
     ranks, cpus = settings["nproc_per_node"], usable_cpus()
@@ -91,7 +91,7 @@ def notes(arguments: argparse.Namespace, settings: Settings, bootstrap: Bootstra
 
 
 def rank_variables(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
-    """What scripts written for torchrun look for, and is the same in all ranks of the run."""
+    """Return the variables that scripts for torchrun read and that all ranks of a run share."""
     return {
         "MASTER_PORT": environment.get("MASTER_PORT") or str(settings["master_port"] or free_port()),
         "ROLE_NAME": settings["role"] or "default",

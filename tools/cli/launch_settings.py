@@ -117,7 +117,7 @@ LAUNCH_SETTINGS: Final = (
 
 
 def stated(settings: Settings) -> LauncherFacts:
-    """What the user set. Raises `UserError`."""
+    """Return what the user set. Raises `UserError`."""
     backend = settings["rdzv_backend"]
     store = _stated(settings, "store")
     notes: list[str] = []

@@ -61,7 +61,7 @@ class Settings:
         return self.chosen[name].value
 
     def source(self, name: str) -> str:
-        """Where the value of a setting came from."""
+        """Return the source of a setting's value."""
         return self.chosen[name].source
 
     def with_value(self, name: str, value: Any, source: str) -> Settings:

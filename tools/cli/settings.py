@@ -37,7 +37,7 @@ def parse_budget(text: str) -> float:
 
 
 def parse_ranks(text: str) -> int:
-    """How many processes to start: a number, `cpu`, `gpu`, or `auto` for one of these. Raises `UserError`."""
+    """Parse a number of processes: a number, `cpu`, `gpu`, or `auto` for one of these. Raises `UserError`."""
     if text in ("auto", "gpu"):
         count = min(gpus(os.environ), RANKS_MAX)
         if count or text == "auto":
@@ -54,7 +54,7 @@ def parse_ranks(text: str) -> int:
 
 
 def parse_restarts(text: str) -> int:
-    """How many restarts to allow. Raises `UserError`."""
+    """Parse the number of restarts to allow. Raises `UserError`."""
     if not _is_number(text) or int(text) > RESTARTS_MAX:
         raise UserError(f"expected 0 to {RESTARTS_MAX} restarts, got {text!r}")
     return int(text)

@@ -48,7 +48,7 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What to run: `steps` on `world_size` ranks with one kill drawn from `kill_seed`."""
+    """Options of the demo: `steps` on `world_size` ranks, with one kill drawn from `kill_seed`."""
 
     world_size: int
     steps: int

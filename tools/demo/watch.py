@@ -1,4 +1,4 @@
-"""What the demo sees of a run: steps, the kill it deals, its notice and its recovery."""
+"""Watch a run of the demo: steps, the planned kill, its detection and its recovery."""
 
 from __future__ import annotations
 

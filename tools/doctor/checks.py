@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zbmd.actors.view import RANKS_MAX
-from zbmd.tools.doctor.report import Finding, Section, State
+from zbmd.tools.doctor.report import Finding, FindingState, Section
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.host.process_limits import files_of
@@ -23,7 +23,7 @@ from zbmd.transport.memory.placement import ARENA_BYTES_MIN, PAGE_BYTES, place
 
 RANKS_OFTEN = 62  # more than most jobs have: a larger one raises its own limit, as far as the system lets it
 SOCKET_BYTES_WANTED = 16 << 20
-"""What a connection needs to keep 25 Gbit/s busy over a round trip of 5 ms."""
+"""Socket buffer that keeps 25 Gbit/s busy over a round trip of 5 ms."""
 FAST_MBPS = 10_000
 _BUFFERS = {"tcp_rmem": "receive", "tcp_wmem": "send"}
 
@@ -48,12 +48,12 @@ def machine_findings(topology: Topology) -> Iterator[Finding]:
 
 
 def _check(name: str, ok: bool, detail: str, advice: str, section: Section = Section.MACHINE) -> Finding:
-    state = State.OK if ok else State.NOT_OK
+    state = FindingState.OK if ok else FindingState.NOT_OK
     return Finding(section=section, name=name, state=state, detail=detail, advice="" if ok else advice)
 
 
 def _note(name: str, detail: str, advice: str = "", section: Section = Section.MACHINE) -> Finding:
-    return Finding(section=section, name=name, state=State.NOTE, detail=detail, advice=advice)
+    return Finding(section=section, name=name, state=FindingState.NOTE, detail=detail, advice=advice)
 
 
 def _processor(cpus: Cpus) -> str:
@@ -122,7 +122,7 @@ def _shared_memory() -> Finding:
     return Finding(
         section=Section.MACHINE,
         name="shared memory",
-        state=State.OK,
+        state=FindingState.OK,
         detail=f"works; an arena of {in_words(ARENA_BYTES_MIN)} lies in {got.pages.value} pages{where}",
         advice="; ".join(got.notes),
     )
@@ -178,7 +178,7 @@ def _gpu(name: str, gpu: Gpu, affinities: tuple[Affinity, ...]) -> Finding:
 
 
 def limit_findings(topology: Topology, root: Path = Path("/")) -> Iterator[Finding]:
-    """What the system grants a process."""
+    """Check the limits that the system sets for a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = files_of(RANKS_OFTEN)
     most = soft if soft == resource.RLIM_INFINITY else hard

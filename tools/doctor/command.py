@@ -36,11 +36,11 @@ from zbmd.tools.doctor.report import (
     SCHEMA,
     DeadlineReport,
     Finding,
+    FindingState,
     FixedDeadline,
     PairLink,
     Report,
     Section,
-    State,
     as_json,
 )
 from zbmd.transport.clock.deadlines import Deadlines, derive, format_duration
@@ -85,8 +85,8 @@ FIXED: Final = (
 
 WIDTH_MIN: Final = 30
 WIDTH_MAX: Final = 120
-_MARKS: Final = {State.OK: "ok", State.NOT_OK: "NOT OK", State.NOTE: "-"}
-_STYLES: Final = {State.OK: "green", State.NOT_OK: "bold red", State.NOTE: ""}
+_MARKS: Final = {FindingState.OK: "ok", FindingState.NOT_OK: "NOT OK", FindingState.NOTE: "-"}
+_STYLES: Final = {FindingState.OK: "green", FindingState.NOT_OK: "bold red", FindingState.NOTE: ""}
 _TITLES: Final = {Section.RDMA: "RDMA", Section.EXTRAS: "OPTIONAL PARTS"}
 
 
@@ -116,7 +116,7 @@ def _settings(arguments: Namespace, environment: Mapping[str, str]) -> tuple[Dea
         finding = Finding(
             section=Section.MACHINE,
             name="settings",
-            state=State.NOT_OK,
+            state=FindingState.NOT_OK,
             detail=str(error),
             advice="correct or unset it",
         )
@@ -126,7 +126,7 @@ def _settings(arguments: Namespace, environment: Mapping[str, str]) -> tuple[Dea
         f"{name} from {each.source}" for name, each in merged.chosen.items() if each.source != "default"
     ]
     detail = ", ".join(others) or "all defaults"
-    finding = Finding(section=Section.MACHINE, name="settings", state=State.OK, detail=detail)
+    finding = Finding(section=Section.MACHINE, name="settings", state=FindingState.OK, detail=detail)
     return derive(round(chosen.value * 1e9)), chosen.source, finding
 
 
@@ -164,7 +164,7 @@ async def examine_host(
         schema=SCHEMA,
         version=zbmd.__version__,
         host=facts.name,
-        ok=all(finding.state is not State.NOT_OK for finding in found),
+        ok=all(finding.state is not FindingState.NOT_OK for finding in found),
         findings=found,
         usable_cpus=topology.cpus.usable,
         topology=topology,
@@ -190,7 +190,7 @@ def deadline_report(deadlines: Deadlines, source: str) -> DeadlineReport:
 def deadline_findings(report: DeadlineReport) -> Iterator[Finding]:
     """The budget and what it holds, then each deadline with its rule and reason."""
 
-    def line(name: str, detail: str, state: State = State.NOTE) -> Finding:
+    def line(name: str, detail: str, state: FindingState = FindingState.NOTE) -> Finding:
         return Finding(section=Section.DEADLINES, name=name, state=state, detail=detail)
 
     budget, one, across = map(
@@ -200,7 +200,7 @@ def deadline_findings(report: DeadlineReport) -> Iterator[Finding]:
     yield line(
         "recovery_budget",
         f"{budget} ({report.source}); a recovery takes {one} of it on one host, {across} across hosts",
-        State.OK if fits else State.NOT_OK,
+        FindingState.OK if fits else FindingState.NOT_OK,
     )
     for each in report.derived:
         yield line(
@@ -224,7 +224,7 @@ def show(report: Report, file: TextIO) -> None:
 
     def show_finding(finding: Finding, name_width: int) -> None:
         text = rich.text.Text(lines_of(finding, name_width, width))
-        whole = finding.state is State.NOT_OK
+        whole = finding.state is FindingState.NOT_OK
         text.stylize(_STYLES[finding.state], 0, len(text) if whole else len(_MARKS[finding.state]))
         console.print(text)
 
@@ -234,7 +234,7 @@ def show(report: Report, file: TextIO) -> None:
         say(f"\n{_TITLES.get(section, section.value.upper())}", "bold")
         for finding in found:
             show_finding(finding, max(len(each.name) for each in found))
-    wrong = [finding for finding in report.findings if finding.state is State.NOT_OK]
+    wrong = [finding for finding in report.findings if finding.state is FindingState.NOT_OK]
     say("")
     if not wrong:
         say("All is well: this machine can run jobs.", "bold green")
@@ -248,7 +248,7 @@ def lines_of(finding: Finding, name_width: int, width: int | None) -> str:
     """A finding in lines of `width` characters; None for one line of any length."""
     text = finding.detail
     if finding.advice:
-        word = "To do" if finding.state is State.NOT_OK else "Advice"
+        word = "To do" if finding.state is FindingState.NOT_OK else "Advice"
         text = f"{text.rstrip('.')}. {word}: {finding.advice}"
     mark = f"{_MARKS[finding.state]:7} "
     head = f"{mark}{finding.name:{name_width}}  "

@@ -1,4 +1,4 @@
-"""What is optional: whether it is installed, whether this machine has use for it, and how to install it."""
+"""Optional dependencies: whether each is installed, whether this machine can use it, how to install it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from zbmd.tools.doctor.report import Extra, Finding, Section, State
+from zbmd.tools.doctor.report import Extra, Finding, FindingState, Section
 from zbmd.training.autograd.array_module import xp_for
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import INSTALL_VERBS
@@ -92,18 +92,21 @@ def extra_findings(extras: tuple[Extra, ...], topology: Topology) -> Iterator[Fi
     for extra in extras:
         if extra.version is not None:
             problem = _cupy_problem(topology) if extra.name == "cupy" else None
-            state = State.OK if problem is None else State.NOT_OK
+            state = FindingState.OK if problem is None else FindingState.NOT_OK
             detail = f"{extra.version}: {extra.purpose}"
             yield _finding(extra, state, detail if problem is None else f"{detail}: {problem}", "")
         elif extra.needed:
             yield _finding(
-                extra, State.NOTE, f"missing, and this machine has use for it: {extra.purpose}", extra.install
+                extra,
+                FindingState.NOTE,
+                f"missing, and this machine has use for it: {extra.purpose}",
+                extra.install,
             )
         else:
-            yield _finding(extra, State.NOTE, f"not installed: {extra.purpose}", extra.install)
+            yield _finding(extra, FindingState.NOTE, f"not installed: {extra.purpose}", extra.install)
 
 
-def _finding(extra: Extra, state: State, detail: str, advice: str) -> Finding:
+def _finding(extra: Extra, state: FindingState, detail: str, advice: str) -> Finding:
     return Finding(section=Section.EXTRAS, name=extra.name, state=state, detail=detail, advice=advice)
 
 

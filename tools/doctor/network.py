@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from zbmd.actors.contracts import fingerprints
-from zbmd.tools.doctor.report import Finding, PairLink, Section, State
+from zbmd.tools.doctor.report import Finding, FindingState, PairLink, Section
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
@@ -42,17 +42,19 @@ def read_interface_filter(environment: Mapping[str, str]) -> tuple[InterfaceFilt
     try:
         return parse_interface_filter(text), None
     except UserError as error:
-        return InterfaceFilter(), _finding(Section.NETWORK, INTERFACES_VARIABLE, State.NOT_OK, str(error))
+        return InterfaceFilter(), _finding(
+            Section.NETWORK, INTERFACES_VARIABLE, FindingState.NOT_OK, str(error)
+        )
 
 
-def _finding(section: Section, name: str, state: State, detail: str, advice: str = "") -> Finding:
+def _finding(section: Section, name: str, state: FindingState, detail: str, advice: str = "") -> Finding:
     return Finding(section=section, name=name, state=state, detail=detail, advice=advice)
 
 
 def network_findings(topology: Topology, wanted: InterfaceFilter) -> Iterator[Finding]:
     """Each interface, and the one that links to other hosts would use."""
     for each in topology.interfaces:
-        yield _finding(Section.NETWORK, each.name, State.NOTE, _interface(each))
+        yield _finding(Section.NETWORK, each.name, FindingState.NOTE, _interface(each))
     ranked = [
         each
         for each in rank_interfaces(topology.interfaces, wanted)
@@ -62,15 +64,20 @@ def network_findings(topology: Topology, wanted: InterfaceFilter) -> Iterator[Fi
     if ranked:
         because = f" ({INTERFACES_VARIABLE}={wanted})" if wanted.names else ""
         yield _finding(
-            Section.NETWORK, name, State.OK, f"{interface_words(ranked[0])} is the first choice{because}"
+            Section.NETWORK,
+            name,
+            FindingState.OK,
+            f"{interface_words(ranked[0])} is the first choice{because}",
         )
     elif wanted.names:
         names = ", ".join(each.name for each in topology.interfaces)
         detail = f"{INTERFACES_VARIABLE}={wanted} admits no interface that is up and has an address"
-        yield _finding(Section.NETWORK, name, State.NOT_OK, detail, f"unset it, or name one of: {names}")
+        yield _finding(
+            Section.NETWORK, name, FindingState.NOT_OK, detail, f"unset it, or name one of: {names}"
+        )
     else:
         detail = "no interface is up and has an address: jobs stay on this host"
-        yield _finding(Section.NETWORK, name, State.NOTE, detail)
+        yield _finding(Section.NETWORK, name, FindingState.NOTE, detail)
 
 
 def _interface(interface: Interface) -> str:
@@ -103,12 +110,12 @@ def link_findings(links: tuple[PairLink, ...]) -> Iterator[Finding]:
     for link in links:
         name = " - ".join(link.between)
         if link.choice is None:
-            yield _finding(Section.LINKS, name, State.NOT_OK, link.error)
+            yield _finding(Section.LINKS, name, FindingState.NOT_OK, link.error)
             continue
         detail = f"{link.choice.transport.value}: {link.choice.reason}"
         if link.choice.no_rdma:
             detail += f"; no RDMA: {link.choice.no_rdma}"
-        yield _finding(Section.LINKS, name, State.OK, detail, "; ".join(link.choice.better))
+        yield _finding(Section.LINKS, name, FindingState.OK, detail, "; ".join(link.choice.better))
 
 
 async def probe_finding(deadlines: Deadlines) -> Finding:
@@ -118,9 +125,11 @@ async def probe_finding(deadlines: Deadlines) -> Finding:
         median_ns = await _round_trip_ns(deadlines)
     except (ZbmdError, OSError, TimeoutError) as error:
         detail = f"{type(error).__name__}: {error}"
-        return _finding(Section.LINKS, name, State.NOT_OK, detail, "allow unix sockets, memfd and eventfd")
+        return _finding(
+            Section.LINKS, name, FindingState.NOT_OK, detail, "allow unix sockets, memfd and eventfd"
+        )
     detail = f"shm between two ends in this process: {median_ns / 1000:.0f} us a frame's round trip"
-    return _finding(Section.LINKS, name, State.OK, f"{detail}, median of {ROUND_TRIPS}")
+    return _finding(Section.LINKS, name, FindingState.OK, f"{detail}, median of {ROUND_TRIPS}")
 
 
 async def _round_trip_ns(deadlines: Deadlines) -> float:

@@ -23,7 +23,7 @@ from zbmd.actors.cluster.node.clocks import clocks_apart, wall_ns
 from zbmd.actors.cluster.node.contracts import ClockReply, ClockRequest
 from zbmd.actors.cluster.node.join import client_endpoint
 from zbmd.actors.errors import ActorError
-from zbmd.tools.doctor.report import Finding, PairLink, Section, State
+from zbmd.tools.doctor.report import Finding, FindingState, PairLink, Section
 from zbmd.transport.clock.deadlines import derive, format_duration
 from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
@@ -63,9 +63,9 @@ async def compare_clocks(
     text = clocks_apart(there, here, ahead_ns)
     if text is not None:
         what, _, advice = text.partition(". ")
-        return _finding(address, State.NOTE, what, advice)
+        return _finding(address, FindingState.NOTE, what, advice)
     apart = format_duration(abs(ahead_ns) // _MILLISECOND_NS * _MILLISECOND_NS)
-    return _finding(address, State.OK, f"the clock of {there} agrees with ours to {apart}")
+    return _finding(address, FindingState.OK, f"the clock of {there} agrees with ours to {apart}")
 
 
 async def _ask(address: TcpAddress, clock_ns: Callable[[], int]) -> tuple[ClockReply, int]:
@@ -83,10 +83,10 @@ async def _ask(address: TcpAddress, clock_ns: Callable[[], int]) -> tuple[ClockR
 def _not_compared(address: TcpAddress, error: Exception) -> Finding:
     silent = isinstance(error, TimeoutError | DeadlineExceeded)
     why = "who listens there does not answer as a node" if silent else str(error)
-    return _finding(address, State.NOTE, f"not compared: {why}")
+    return _finding(address, FindingState.NOTE, f"not compared: {why}")
 
 
-def _finding(address: TcpAddress, state: State, detail: str, advice: str = "") -> Finding:
+def _finding(address: TcpAddress, state: FindingState, detail: str, advice: str = "") -> Finding:
     name = f"clock of {address}"
     return Finding(section=Section.LINKS, name=name, state=state, detail=detail, advice=advice)
 
@@ -129,7 +129,7 @@ def parse_peer(text: str) -> Peer:
     return Peer(text=text, host=host, port=port or PORT_DEFAULT, given_port=bool(port_text))
 
 
-class Answer(Enum):
+class Reachability(Enum):
     """What came back from one address."""
 
     CONNECTED = "connected"
@@ -156,13 +156,13 @@ class Attempt:
     """One try to connect. words: what happened, for a person."""
 
     way: Way
-    answer: Answer
+    answer: Reachability
     words: str
 
     @property
     def reached(self) -> bool:
         """Whether the host itself answered."""
-        return self.answer in (Answer.CONNECTED, Answer.REFUSED)
+        return self.answer in (Reachability.CONNECTED, Reachability.REFUSED)
 
 
 async def examine(
@@ -188,12 +188,12 @@ async def examine(
         Finding(
             section=Section.LINKS,
             name=str(each.way),
-            state=State.OK if each.reached else State.NOTE,
+            state=FindingState.OK if each.reached else FindingState.NOTE,
             detail=each.words,
         )
         for each in attempts
     ]
-    best = next((each for each in attempts if each.answer is Answer.CONNECTED), None)
+    best = next((each for each in attempts if each.answer is Reachability.CONNECTED), None)
     if best is not None:
         findings.append(await compare_clocks(TcpAddress(host=best.way.address, port=peer.port), facts.name))
     return _verdict(peer, facts, can, attempts), findings
@@ -201,7 +201,7 @@ async def examine(
 
 def _verdict(peer: Peer, facts: HostFacts, can: Capabilities, attempts: Sequence[Attempt]) -> PairLink:
     between = (facts.name, peer.text)
-    best = next((each for each in attempts if each.answer is Answer.CONNECTED), None)
+    best = next((each for each in attempts if each.answer is Reachability.CONNECTED), None)
     there = best or next((each for each in attempts if each.reached), None)
     if there is None:
         words = "; ".join(dict.fromkeys(each.words for each in attempts))
@@ -300,16 +300,16 @@ async def attempt(way: Way, port: int, timeout_s: float) -> Attempt:
             async with asyncio.timeout(timeout_s):
                 await asyncio.get_running_loop().sock_connect(sock, (way.address, port))
         except TimeoutError:
-            answer = Answer.SILENT
+            answer = Reachability.SILENT
             words = f"no answer in {timeout_s:g} s: a firewall drops it, or there is no such host"
         except ConnectionRefusedError:
-            answer = Answer.REFUSED
+            answer = Reachability.REFUSED
             words = f"nobody listens at port {port}: start the node there, or name its port"
         except OSError as error:
-            answer, words = Answer.FAILED, _why(error)
+            answer, words = Reachability.FAILED, _why(error)
         else:
             took_ms = (time.monotonic_ns() - started_ns) / 1e6
-            answer, words = Answer.CONNECTED, f"port {port} accepts, in {took_ms:.1f} ms"
+            answer, words = Reachability.CONNECTED, f"port {port} accepts, in {took_ms:.1f} ms"
     return Attempt(way=way, answer=answer, words=words)
 
 

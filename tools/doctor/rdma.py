@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from zbmd.tools.doctor.report import Finding, Section, State
+from zbmd.tools.doctor.report import Finding, FindingState, Section
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import INSTALL_VERBS, HostFacts
 from zbmd.transport.host.rdma_device_choice import (
@@ -24,7 +24,7 @@ from zbmd.transport.host.topology import RdmaDevice, RdmaPort, Topology
 from zbmd.transport.host.topology.rdma import LOSS_COUNTERS, SHORTAGE_COUNTERS
 
 HEADERS_BYTES: Final = 96
-"""What a message of RoCE takes of an interface's MTU beside its data (`iboe_get_mtu` of Linux)."""
+"""Overhead of a RoCE message in an interface's MTU (`iboe_get_mtu` of Linux)."""
 MTUS: Final = (4096, 2048, 1024, 512, 256)
 UNLIMITED: Final = (
     "ulimit -l unlimited; for all logins memlock in /etc/security/limits.conf, for a service "
@@ -49,7 +49,7 @@ def rdma_findings(
 ) -> Iterator[Finding]:
     """Whether links to other hosts will be RDMA, and each device and port; one line where there is none."""
     if not topology.rdma_devices:
-        yield _finding("device", State.NOTE, "none; links to other hosts are TCP")
+        yield _finding("device", FindingState.NOTE, "none; links to other hosts are TCP")
         return
     for device in topology.rdma_devices:
         yield _device(device)
@@ -59,14 +59,16 @@ def rdma_findings(
             yield from _trouble(device, port)
         yield from _flow_control(device)
     if facts.verbs_missing is None:
-        yield _finding("libraries", State.OK, "pyverbs can be imported, and zbmd was built with libibverbs")
+        yield _finding(
+            "libraries", FindingState.OK, "pyverbs can be imported, and zbmd was built with libibverbs"
+        )
     else:
-        yield _finding("libraries", State.NOTE, facts.verbs_missing, INSTALL_VERBS)
+        yield _finding("libraries", FindingState.NOTE, facts.verbs_missing, INSTALL_VERBS)
     yield _locked(facts)
     yield _verdict(facts, environment)
 
 
-def _finding(name: str, state: State, detail: str, advice: str = "") -> Finding:
+def _finding(name: str, state: FindingState, detail: str, advice: str = "") -> Finding:
     return Finding(section=Section.RDMA, name=name, state=state, detail=detail, advice=advice)
 
 
@@ -76,18 +78,18 @@ def _verdict(facts: HostFacts, environment: Mapping[str, str]) -> Finding:
     try:
         wanted = parse_wanted_devices(environment.get(DEVICES_VARIABLE, ""))
     except UserError as error:
-        return _finding(name, State.NOT_OK, str(error), "correct or unset it")
+        return _finding(name, FindingState.NOT_OK, str(error), "correct or unset it")
     why = why_no_rdma(facts, wanted)
     if why is not None:
-        return _finding(name, State.NOTE, f"TCP: {why}")
+        return _finding(name, FindingState.NOTE, f"TCP: {why}")
     paths = ", ".join(str(path) for path in rdma_paths(facts, wanted))
-    return _finding(name, State.OK, f"RDMA, where the other host has it too, by {paths}")
+    return _finding(name, FindingState.OK, f"RDMA, where the other host has it too, by {paths}")
 
 
 def _device(device: RdmaDevice) -> Finding:
     where = "in software" if device.place is None else device.place.address
     firmware = f"firmware {device.firmware or 'unknown'}"
-    return _finding(device.name, State.NOTE, ", ".join(filter(None, (where, device.board, firmware))))
+    return _finding(device.name, FindingState.NOTE, ", ".join(filter(None, (where, device.board, firmware))))
 
 
 def _port(device: RdmaDevice, port: RdmaPort) -> Finding:
@@ -98,12 +100,12 @@ def _port(device: RdmaDevice, port: RdmaPort) -> Finding:
     detail = ", ".join(parts)
     if not port.active:
         advice = "check its cable, its driver and, for InfiniBand, the subnet manager"
-        return _finding(name, State.NOTE, detail, advice)
+        return _finding(name, FindingState.NOTE, detail, advice)
     if port.link_layer == ETHERNET and not any(fits(gid, port) for gid in port.gids):
         interface = device.interfaces[0] if device.interfaces else "its interface"
         advice = f"give {interface} an IP address: ip address add 10.0.0.1/24 dev {interface}"
-        return _finding(name, State.NOTE, f"{detail}; no {ROCE_V2} address (GID)", advice)
-    return _finding(name, State.OK, detail)
+        return _finding(name, FindingState.NOTE, f"{detail}; no {ROCE_V2} address (GID)", advice)
+    return _finding(name, FindingState.OK, detail)
 
 
 def _message_bytes(topology: Topology, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -119,10 +121,10 @@ def _message_bytes(topology: Topology, device: RdmaDevice, port: RdmaPort) -> It
             f"{most} of {MTUS[0]} bytes a packet ({each.name} mtu {each.mtu})",
         )
         if most == MTUS[0]:
-            yield _finding(name, State.OK, detail)
+            yield _finding(name, FindingState.OK, detail)
         else:
             advice = f"if the switches take it too: ip link set {each.name} mtu 9000, on all hosts"
-            yield _finding(name, State.NOTE, detail, advice)
+            yield _finding(name, FindingState.NOTE, detail, advice)
 
 
 def _trouble(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -136,14 +138,18 @@ def _trouble(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
         if port.link_layer == ETHERNET:
             advice = LOSSLESS.format(device.interfaces[0] if device.interfaces else "INTERFACE")
         yield _finding(
-            f"{name} losses", State.NOTE, f"packets have been sent again: {', '.join(lost)}", advice
+            f"{name} losses", FindingState.NOTE, f"packets have been sent again: {', '.join(lost)}", advice
         )
     if short:
         detail = f"a receiver had no buffer for a while: {', '.join(short)}"
-        yield _finding(f"{name} buffers", State.NOTE, detail, "look for a process that is stopped or starved")
+        yield _finding(
+            f"{name} buffers", FindingState.NOTE, detail, "look for a process that is stopped or starved"
+        )
     downs = dict(found).get("link_downed", 0)
     if downs:
-        yield _finding(f"{name} cable", State.NOTE, f"times it has gone down: {downs}", "check its cable")
+        yield _finding(
+            f"{name} cable", FindingState.NOTE, f"times it has gone down: {downs}", "check its cable"
+        )
 
 
 def _flow_control(device: RdmaDevice) -> Iterator[Finding]:
@@ -152,18 +158,20 @@ def _flow_control(device: RdmaDevice) -> Iterator[Finding]:
     name = f"{device.name} flow control"
     advice = LOSSLESS.format(device.interfaces[0] if device.interfaces else "INTERFACE")
     if device.ecn is None:
-        yield _finding(name, State.NOTE, "the driver does not tell of PFC and ECN", advice)
+        yield _finding(name, FindingState.NOTE, "the driver does not tell of PFC and ECN", advice)
     elif not device.ecn:
-        yield _finding(name, State.NOTE, "marks of congestion (ECN) are answered in no priority", advice)
+        yield _finding(
+            name, FindingState.NOTE, "marks of congestion (ECN) are answered in no priority", advice
+        )
     else:
-        yield _finding(name, State.OK, f"ECN in priorities {', '.join(map(str, device.ecn))}")
+        yield _finding(name, FindingState.OK, f"ECN in priorities {', '.join(map(str, device.ecn))}")
 
 
 def _locked(facts: HostFacts) -> Finding:
     most = facts.locked_bytes_max
     if most is None:
-        return _finding("locked memory", State.OK, "unlimited")
+        return _finding("locked memory", FindingState.OK, "unlimited")
     detail = f"{most >> 10} KiB may be locked; a rank of an arena of 64 MiB needs {LOCKED_BYTES_MIN >> 10}"
     if most >= LOCKED_BYTES_MIN:
-        return _finding("locked memory", State.OK, detail, UNLIMITED)
-    return _finding("locked memory", State.NOTE, detail, UNLIMITED)
+        return _finding("locked memory", FindingState.OK, detail, UNLIMITED)
+    return _finding("locked memory", FindingState.NOTE, detail, UNLIMITED)

@@ -16,8 +16,8 @@ SCHEMA: Final = 1
 """Of the JSON: it grows when a field is renamed, removed or changes its meaning, not when one is added."""
 
 
-class State(Enum):
-    """How a finding stands. Only `NOT_OK` keeps jobs from running as they should."""
+class FindingState(Enum):
+    """Severity of a finding. Only `NOT_OK` keeps jobs from running as they should."""
 
     OK = "ok"
     NOT_OK = "not ok"
@@ -43,7 +43,7 @@ class Finding:
 
     section: Section
     name: str
-    state: State
+    state: FindingState
     detail: str
     advice: str = ""
 

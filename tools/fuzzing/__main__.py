@@ -42,12 +42,12 @@ SECONDS_MAX = 7 * 24 * 3600.0
 MEASURED_EVERY = 16
 """One input in so many is run with its memory measured, which takes some three times as long."""
 COVERAGE_GRACE_S = 60.0
-"""What the process of atheris may take beside its share: imports, and an input that hangs."""
+"""Time that the process of atheris may take beside its share: imports, and an input that hangs."""
 OUTPUT_LINES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class FuzzFailure:
     """An input that was not refused as it should have been."""
 
     target: str
@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a target's inputs."""
+    """Result of fuzzing one target."""
 
     inputs: int = 0
     taken: int = 0
@@ -76,7 +76,7 @@ def try_input(target: Target, data: bytes, *, measured: bool = False) -> bool:
             return refuses(target, data) is None
 
 
-def fuzz(target: Target, seconds: float, seed: int, directory: Path, tally: Tally) -> Finding | None:
+def fuzz(target: Target, seconds: float, seed: int, directory: Path, tally: Tally) -> FuzzFailure | None:
     """Try inputs for `seconds`, in the order that the seed gives, until one is a finding."""
     rng = random.Random(f"{seed}/{target.name}")
     corpus = target.seeds()
@@ -98,17 +98,17 @@ def fuzz(target: Target, seconds: float, seed: int, directory: Path, tally: Tall
     return None
 
 
-def save(target: Target, data: bytes, why: str, directory: Path) -> Finding:
+def save(target: Target, data: bytes, why: str, directory: Path) -> FuzzFailure:
     """Keep an input in a file that is named by what it holds."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{target.name}-{hashlib.sha256(data).hexdigest()[:12]}.bin"
     path.write_bytes(data)
-    return Finding(target=target.name, path=path, why=why)
+    return FuzzFailure(target=target.name, path=path, why=why)
 
 
 def fuzz_by_coverage(
     targets: Sequence[Target], seconds: float, seed: int, directory: Path
-) -> tuple[list[Finding], str]:
+) -> tuple[list[FuzzFailure], str]:
     """Have atheris try inputs of all targets for `seconds`: what it found, and its last words."""
     with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as scratch:
         arguments = [str(seed % (1 << 31)), str(max(1, round(seconds))), scratch, *(t.name for t in targets)]
@@ -126,7 +126,7 @@ def fuzz_by_coverage(
         except subprocess.TimeoutExpired:
             raise UserError(f"atheris did not end {COVERAGE_GRACE_S:g} s after its time was up.") from None
         lines = done.stdout.splitlines()
-        findings: list[Finding] = []
+        findings: list[FuzzFailure] = []
         for file in sorted(Path(scratch).glob(f"{ARTIFACT_PREFIX}*")):
             data = file.read_bytes()
             target = targets[data[0] % len(targets)] if data else targets[0]
@@ -157,9 +157,9 @@ def repeat(target: Target, path: Path) -> int:
     return 0
 
 
-def campaign(targets: Sequence[Target], seconds: float, seed: int, directory: Path) -> list[Finding]:
+def campaign(targets: Sequence[Target], seconds: float, seed: int, directory: Path) -> list[FuzzFailure]:
     """Fuzz every target for its share of the time, told as it goes on."""
-    findings: list[Finding] = []
+    findings: list[FuzzFailure] = []
     led = is_installed()
     share_s = seconds / len(targets) / (2 if led else 1)
     for target in targets:

@@ -14,7 +14,7 @@ import msgspec
 from zbmd.tools.fuzzing.target import INPUT_BYTES_MAX
 
 MUTATIONS: Final = (1, 1, 1, 1, 2, 2, 3, 6)
-"""How many places of an input are changed: mostly few, for what is refused early never gets far."""
+"""Number of changes to an input: mostly few, since an input that is rejected early does not get far."""
 DEPTH_MAX = 20_000
 GARBAGE_EVERY = 8
 """One input in so many is not made of a valid one."""
@@ -207,7 +207,7 @@ VALUES: Final[tuple[Any, ...]] = (
     *(float("inf"), float("nan"), [], [[]], [0] * 100, {}, {"a": {}}, {1: 2}, [None, {"": [b""]}]),
 )
 TEXTS_AND_NUMBERS = 27
-"""How many of them may be the key of a map."""
+"""Number of them that may be the key of a map."""
 
 _MUTATIONS: tuple[Callable[[random.Random, bytearray, Sequence[bytes]], None], ...] = (
     _flip_bit,

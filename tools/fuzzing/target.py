@@ -1,4 +1,4 @@
-"""What a fuzz target is, and how one input is held against it."""
+"""Fuzz targets, and the check of one input against a target."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ ADDS: Final = {
     "doctor": _add_doctor,
     **dict.fromkeys(("up", "submit", "token", "members", "jobs", "stop", "down"), _add_cluster),
 }
-"""What adds a command."""
+"""Functions that add the parser of each command."""
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -164,7 +164,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from zbmd.actors.process.early_template import fork_template
     from zbmd.tools.cli import launch
     from zbmd.tools.cli.settings import SETTINGS, merge
-    from zbmd.tools.node.run import Job, check, check_own, host_config, run_job
+    from zbmd.tools.node.run import JobCommand, check, check_own, host_config, run_job
 
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     settings = merge(on_line, os.environ, arguments.config)
@@ -184,7 +184,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.target is None:
         raise UserError("SCRIPT: expected a Python file, or -m and the name of a module, got nothing")
-    job = Job(target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments))
+    job = JobCommand(
+        target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments)
+    )
     check(job, settings)
     variables = launch.rank_variables(settings, os.environ)
     if bootstrap.role is Role.ALONE:
@@ -193,7 +195,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         return uvloop.run(run_job(config, fork_template(config.preload, os.environ)))
     from zbmd.tools.node import run_many as node_run_many
 
-    plan = node_run_many.Plan(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
+    plan = node_run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
     template = fork_template(node_run_many.preload_of(plan), node_run_many.local_variables(plan))
     return uvloop.run(node_run_many.run_over_nodes(plan, template))
 

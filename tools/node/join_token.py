@@ -26,7 +26,7 @@ _PREFIX: Final = "zbmd1-"
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What another host must know to join."""
+    """What another host needs to join, as one line of text."""
 
     cookie: Annotated[bytes, msgspec.Meta(min_length=COOKIE_BYTES_MIN, max_length=COOKIE_BYTES_MAX)]
     addresses: Annotated[

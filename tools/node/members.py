@@ -28,7 +28,7 @@ LEAVE_S = 60.0
 
 
 async def members(at: str | None) -> MembersReply:
-    """How a node sees its cluster."""
+    """A node's view of its cluster."""
     async with connect_admin(at) as admin:
         return await admin.actor.ask(MembersRequest(), reply=MembersReply, timeout=ASK_S)
 
@@ -81,7 +81,7 @@ def _clock(skew_ms: int) -> str:
 
 
 def remarks(reply: MembersReply) -> list[str]:
-    """What is out of the ordinary, in words."""
+    """Describe what is unusual."""
     said = [f"{m.node}: no link: {m.why}" for m in reply.members if m.why]
     if reply.entered != reply.known:
         said.append(

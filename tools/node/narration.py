@@ -45,7 +45,7 @@ class RunTeller:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._ranks: dict[int, RankInfo] = {}
-        self._story = Story(console, lambda: self._ranks)
+        self._story = RunNarrator(console, lambda: self._ranks)
         self._waiting: asyncio.Queue[HostEvent | str] = asyncio.Queue()
         self._failures: list[RankDown] = []
         self._dropped = 0
@@ -128,8 +128,8 @@ LAST_WORDS_KNOWN_MAX = 64
 _CONSEQUENCE = re.compile(r"zbmd\.[\w.]+\.(PeerLost|MembersLost|OperationAborted): ")
 
 
-class Story:
-    """An observer of a host that puts its events into words, and its end into one paragraph.
+class RunNarrator:
+    """Observer of a host: prints its events, and its end in one paragraph.
 
     `ranks` gives the ranks as they are now; `console` holds their last words.
     """

@@ -1,4 +1,4 @@
-"""`zbmd-node run`: check what was asked for, run the job, and tell how it went."""
+"""`zbmd-node run`: check the request, run the job, and report its end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VA
 from zbmd.actors.view import Outcome, RankState
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.setting import Settings
-from zbmd.tools.node.narration import Story
+from zbmd.tools.node.narration import RunNarrator
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, in_words
 
 RANK_BYTES = 96 << 20
-"""What a rank needs beside its arena, roughly: interpreter, inbox, rings."""
+"""Approximate memory of a rank beside its arena: interpreter, inbox, rings."""
 OWN_PACKAGE = "zbmd."
 OWN_JOBS = {
     "zbmd.training": "zbmd.training.__main__",
@@ -51,7 +51,7 @@ class OwnJob(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobCommand:
     """What to run. `target`: a script's path, or with `is_module` a module's name."""
 
     target: str
@@ -59,7 +59,7 @@ class Job:
     arguments: tuple[str, ...]
 
 
-def check(job: Job, settings: Settings) -> None:
+def check(job: JobCommand, settings: Settings) -> None:
     """Raise `UserError` for what cannot work, before anything is started."""
     if job.is_module:
         _check_module(job.target)
@@ -86,7 +86,7 @@ def check(job: Job, settings: Settings) -> None:
         raise UserError(f"--data {data} matches no file. Give a file, a directory or a glob that does.")
 
 
-def check_own(job: Job, settings: Settings) -> None:
+def check_own(job: JobCommand, settings: Settings) -> None:
     """Have a job of zbmd's own say what it cannot do on these ranks, all of this host: raises `UserError`.
 
     What it imports for that its ranks need, too: they are forked from here.
@@ -137,7 +137,7 @@ def host_variables(settings: Settings) -> dict[str, str]:
     return environment
 
 
-def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
+def host_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
     """The host's configuration for a job. variables: more of them for the ranks."""
     environment = {**variables, **host_variables(settings)}
     if settings["data"] is not None:
@@ -159,7 +159,7 @@ def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> H
     )
 
 
-def own_modules(job: Job) -> tuple[str, ...]:
+def own_modules(job: JobCommand) -> tuple[str, ...]:
     """What a job that is a package of zbmd itself imports, so that a replacement need not do it again.
 
     A user's module is not imported before the fork: what it does then may not survive one.
@@ -177,7 +177,7 @@ async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
     """Run the job on this terminal; returns the exit code. template: see `Host`."""
     loop = asyncio.get_running_loop()
     async with Console(hold_last_words=True) as console:
-        story = Story(console, lambda: host.ranks)
+        story = RunNarrator(console, lambda: host.ranks)
         host = Host(config, output=console, observer=story.observe, template=template)
         running = loop.create_task(host.run())
         received: list[signal.Signals] = []

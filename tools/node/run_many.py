@@ -44,7 +44,7 @@ from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.setting import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.narration import RunTeller
-from zbmd.tools.node.run import MORE_PRELOADS, STOP_SIGNALS, Job, host_variables, own_modules
+from zbmd.tools.node.run import MORE_PRELOADS, STOP_SIGNALS, JobCommand, host_variables, own_modules
 from zbmd.tools.node.store import with_store
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import SECOND_NS
@@ -65,28 +65,28 @@ STORE_TRY_S: Final = 12.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What one node is to do. variables: for the ranks of all nodes, as this one would have them."""
+class NodeRun:
+    """Task of one node in a run over several. variables: for ranks, as this node sets them."""
 
-    job: Job
+    job: JobCommand
     settings: Settings
     bootstrap: Bootstrap
     variables: Mapping[str, str]
 
     @property
     def patience_ns(self) -> int:
-        """How long enough nodes may be missing."""
+        """Time to wait for missing nodes."""
         timeout_s: float = self.settings["join_timeout"]
         return round(timeout_s * SECOND_NS)
 
 
 def job_id(bootstrap: Bootstrap) -> int:
-    """What all nodes of a run call their job. A cluster has no other job, so a run without a name has one."""
+    """Return the name of the job that all nodes use. A run without a name gets a fixed one."""
     name = f"zbmd-node run {bootstrap.job}".encode()
     return (int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 2) + 1
 
 
-def spec_of(plan: Plan) -> JobSpec:
+def spec_of(plan: NodeRun) -> JobSpec:
     """The job as this node would give it to the cluster. Raises `UserError`."""
     job, settings, nodes = plan.job, plan.settings, plan.bootstrap.nodes
     environment = dict(plan.variables)
@@ -134,17 +134,17 @@ def differences(own: JobSpec, given: JobSpec) -> list[str]:
     ]
 
 
-def preload_of(plan: Plan) -> tuple[str, ...]:
-    """What the template imports."""
+def preload_of(plan: NodeRun) -> tuple[str, ...]:
+    """Return the modules that the template imports."""
     return *PRELOAD, *MORE_PRELOADS, *own_modules(plan.job)
 
 
-def local_variables(plan: Plan) -> dict[str, str]:
+def local_variables(plan: NodeRun) -> dict[str, str]:
     """The environment of the ranks of this host, but for what a rank is told of itself."""
     return {**os.environ, **host_variables(plan.settings)}
 
 
-async def run_over_nodes(plan: Plan, template: EarlyTemplate | None) -> int:
+async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None) -> int:
     """Run this node until the job is over; returns the exit code. Raises `UserError`.
 
     template: of the ranks of this host, if it was forked already.
@@ -173,7 +173,7 @@ async def run_over_nodes(plan: Plan, template: EarlyTemplate | None) -> int:
                 return EXIT_FAILED
 
 
-def _config(plan: Plan) -> NodeConfig:
+def _config(plan: NodeRun) -> NodeConfig:
     """Of this node, but for what the launcher says of where it is."""
     given = plan.settings.source("recovery_budget") != DEFAULT
     return NodeConfig(
@@ -188,7 +188,7 @@ def _config(plan: Plan) -> NodeConfig:
 
 @asynccontextmanager
 async def _found(
-    plan: Plan, config: NodeConfig
+    plan: NodeRun, config: NodeConfig
 ) -> AsyncGenerator[tuple[NodeConfig, asyncio.Future[str] | None]]:
     """The configuration, as the store has it if there is one; see `with_store`."""
     if plan.bootstrap.role is not Role.STORE:
@@ -204,7 +204,7 @@ class _NodeRun:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: NodeRun,
         spec: JobSpec,
         config: NodeConfig,
         console: Console,

@@ -52,7 +52,7 @@ async def with_store(
 
 
 async def _own_address(url: EtcdUrl, listen: TcpAddress) -> TcpAddress:
-    """Where others reach us: the host that we listen on, or else the one that we reach the store from."""
+    """Return the address at which others reach us: where we listen, or where we reach the store from."""
     if listen.host:
         return listen
     loop = asyncio.get_running_loop()

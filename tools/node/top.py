@@ -39,7 +39,7 @@ ASK_S: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ProcessSnapshots:
     """One look: what each process of a host told, and which did not answer. at_s: monotonic."""
 
     address: str
@@ -52,7 +52,7 @@ class Look:
 class Source(Protocol):
     """Where looks come from."""
 
-    async def looks(self, *, busiest: bool) -> list[Look]:
+    async def looks(self, *, busiest: bool) -> list[ProcessSnapshots]:
         """One look at each host. Raises `ZbmdError` if nobody can be asked."""
         ...
 
@@ -80,7 +80,7 @@ class ClusterLine:
         """The jobs that ranks are up of, as their scopes. Raises `ZbmdError`."""
         return frozenset(scope_of(process) for process, _, _ in await self._system.processes()) - {""}
 
-    async def looks(self, *, busiest: bool) -> list[Look]:
+    async def looks(self, *, busiest: bool) -> list[ProcessSnapshots]:
         """See `Source`: a look at each node, and the ranks on it; who does not answer in time is named."""
         processes = await self._system.processes()
         replies = await asyncio.gather(*(self._ask(process, busiest) for process, _, _ in processes))
@@ -92,7 +92,7 @@ class ClusterLine:
             else:
                 answers.append(reply)
         return [
-            Look(
+            ProcessSnapshots(
                 address=node,
                 target=node,
                 replies=tuple(answers),
@@ -162,7 +162,7 @@ class Host:
         """Give the line back."""
         await self._system.stop()
 
-    async def looks(self, *, busiest: bool) -> list[Look]:
+    async def looks(self, *, busiest: bool) -> list[ProcessSnapshots]:
         """See `Source`: what its processes tell."""
         host = self._system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
         status = await host.ask(StatusRequest(), reply=NodeStatus, timeout=ASK_S)
@@ -174,7 +174,7 @@ class Host:
                 replies.append(await self._ask(name, busiest))
             except ZbmdError:
                 silent.append(name)
-        seen = Look(
+        seen = ProcessSnapshots(
             address=self._address,
             target=status.target,
             replies=tuple(replies),
@@ -225,13 +225,13 @@ async def _opened(address: str) -> Host | None:
     return host
 
 
-async def look(sources: Sequence[Source], *, busiest: bool) -> list[Look]:
+async def look(sources: Sequence[Source], *, busiest: bool) -> list[ProcessSnapshots]:
     """One look at all of them; those that have ended are left out."""
     found = await asyncio.gather(*(_seen(source, busiest) for source in sources))
     return [one for looks in found for one in looks]
 
 
-async def _seen(source: Source, busiest: bool) -> list[Look]:
+async def _seen(source: Source, busiest: bool) -> list[ProcessSnapshots]:
     try:
         return await source.looks(busiest=busiest)
     except ZbmdError:
@@ -250,7 +250,7 @@ class Rates:
     )
     at_s: dict[str, float] = field(default_factory=dict[str, float])
 
-    def take(self, seen: Look) -> list[tuple[str, ActorRow, float, float, int]]:
+    def take(self, seen: ProcessSnapshots) -> list[tuple[str, ActorRow, float, float, int]]:
         """(process, actor, messages a second, turns a second, restarts), the busiest first."""
         since_s = seen.at_s - self.at_s.get(seen.address, seen.at_s)
         self.at_s[seen.address] = seen.at_s
@@ -271,7 +271,7 @@ class Rates:
         return sorted(lines, key=lambda line: (line[2], line[1].waiting, line[1].handled), reverse=True)
 
 
-def top_table(seen: Look, rates: Rates) -> rich.table.Table:
+def top_table(seen: ProcessSnapshots, rates: Rates) -> rich.table.Table:
     """The busiest actors of one host."""
     actors = sum(reply.actors for reply in seen.replies)
     held = sum(reply.held for reply in seen.replies)
@@ -318,7 +318,7 @@ async def top(
 # The tree.
 
 
-def tree_of(seen: Look) -> rich.tree.Tree:
+def tree_of(seen: ProcessSnapshots) -> rich.tree.Tree:
     """Processes, their supervisors and the actors below these; what is down is shown as well."""
     root = rich.tree.Tree(seen.target)
     for reply in seen.replies:
@@ -357,7 +357,7 @@ def _grow(
             mine.add(f"{name}  {state}, started {count} times", highlight=False)
 
 
-async def once(*, busiest: bool, here: bool = False, at: str | None = None) -> list[Look]:
+async def once(*, busiest: bool, here: bool = False, at: str | None = None) -> list[ProcessSnapshots]:
     """One look at all hosts."""
     hosts = await open_sources(here=here, at=at)
     try:
@@ -367,7 +367,7 @@ async def once(*, busiest: bool, here: bool = False, at: str | None = None) -> l
             await host.close()
 
 
-def as_json(seen: Sequence[Look]) -> str:
+def as_json(seen: Sequence[ProcessSnapshots]) -> str:
     """One JSON object, by the fields' names."""
     hosts: list[dict[str, Any]] = []
     for one in seen:

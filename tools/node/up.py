@@ -103,7 +103,7 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
 
 
 def node_config(arguments: argparse.Namespace) -> NodeConfig:
-    """What was asked for. Raises `UserError`. Puts the token's cookie into the cookie file."""
+    """Parse the options of `up`. Raises `UserError`. Writes the token's cookie to the cookie file."""
     joins = [_dialable(text) for text in arguments.join]
     text = arguments.token or os.environ.get(TOKEN_VARIABLE)
     cookie: bytes | None = None
@@ -222,7 +222,7 @@ def load_start(text: str) -> Start:
 
 
 PRELOADS: Final = (*PRELOAD, *MORE_PRELOADS)
-"""What the template of the ranks imports."""
+"""Modules that the template of the ranks imports."""
 
 
 async def run_node(
@@ -292,7 +292,7 @@ async def _run_node(
 
 
 def _ranks_host(listen: TcpAddress) -> str:
-    """Where ranks listen for other hosts: where the node does."""
+    """Return the address at which ranks listen for other hosts: the node's."""
     return f"[{listen.host}]" if ":" in listen.host else listen.host
 
 

@@ -114,7 +114,7 @@ def add_replay(commands: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """What is told and replayed: the logs, their clocks, and the part of time that was asked for."""
+    """Scope of a replay: the logs, their clocks, and the requested time range."""
 
     logs: list[ProcessLog]
     offsets: dict[str, ClockSkew]

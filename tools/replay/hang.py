@@ -1,4 +1,4 @@
-"""Where a job hangs: who waits at the log's end, for whom, for what and since when, by the machines' states.
+"""Analyse a hang: which rank waits at the end of the log, for whom, for what and since when.
 
 Each machine is played to the end of the log, and then asked what it waits for. Asks without an answer are
 read off the links' frames. Who is waited for and waits for nobody itself is where to look first.
@@ -59,11 +59,11 @@ class Idle:
 
 @dataclass(slots=True, kw_only=True)
 class Hang:
-    """What a capture says of a hang. moved_ns: when each process made progress last; step: its last one."""
+    """Analysis of a hang. moved_ns: when each process last made progress; step: its last one."""
 
     waits: list[Wait]
     roots: list[Wait]
-    """Where to look first, besides those who are idle."""
+    """Processes to look at first, besides idle ones."""
     idle: list[Idle]
     since_ns: int
     moved_ns: dict[str, int] = field(default_factory=dict[str, int])

@@ -141,7 +141,7 @@ class ProcessAtEnd:
     asks: dict[tuple[str, int], OpenAsk] = field(default_factory=dict[tuple[str, int], OpenAsk])
     """By peer and call number."""
     owed: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    """When a question came that has not been answered, by peer and call number."""
+    """Arrival times of open asks, by peer and call number."""
     sends: deque[tuple[int, CommitSend]] = field(
         default_factory=lambda: deque[tuple[int, CommitSend]](maxlen=SENDS_KEPT_MAX)
     )

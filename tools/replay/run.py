@@ -76,7 +76,7 @@ class StreamVerdict:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessReplay:
-    """What became of one process's log. ending: how it ends, in words; times: ns since 1970."""
+    """Replay of one process's log. ending: how the log ends; times: ns since 1970."""
 
     process: str
     ending: str
@@ -91,7 +91,7 @@ class ProcessReplay:
 
 @dataclass(slots=True, kw_only=True)
 class Replay:
-    """What became of a capture. problems: logs that could not be opened; took_s: the replay alone."""
+    """Replay of a capture. problems: logs that could not be opened; took_s: the replay alone."""
 
     path: Path
     processes: list[ProcessReplay]
@@ -132,7 +132,7 @@ class Replay:
 
 
 def records_of(logs: Sequence[ProcessLog]) -> int:
-    """How many records the logs hold, by their indexes."""
+    """Return the number of records in the logs, from their indexes."""
     return sum(block.records for log in logs for segment in log.segments for block in segment.index.blocks)
 
 

@@ -133,7 +133,7 @@ def story_text(lines: Iterable[StoryLine]) -> Iterator[str]:
 
 
 def envelope_of(record: FrameIn | FrameOut) -> wire.Envelope | None:
-    """What actors say in a frame; None if it holds anything else."""
+    """Return the actor message in a frame; None if it holds anything else."""
     payload = record.frame[HEADER_BYTES:] if isinstance(record, FrameIn) else record.payload
     try:
         return _envelopes.decode(payload)

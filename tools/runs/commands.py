@@ -63,7 +63,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _sampled(
     path: Path, model: GPT, params: npt.NDArray[np.float32], arguments: argparse.Namespace
 ) -> Iterator[bytes]:
-    """What is added to the prompt: by the tokenizer that lies beside the weights, if there is one."""
+    """Yield the continuation of the prompt, decoded by the tokenizer beside the weights if there is one."""
     drawing = {"temperature": arguments.temperature, "top_k": arguments.top_k, "seed": arguments.seed}
     beside = (path if path.is_dir() else path.parent) / TOKENIZER_NAME
     if model.config.vocabulary == VOCABULARY or not beside.exists():

@@ -169,7 +169,7 @@ def show(dumps: Sequence[Dump], *, last: int, trace_to: Path | None) -> None:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """How dumps are shown."""
+    """Add the options that say how dumps are shown."""
     command.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead of text"
     )

@@ -1,4 +1,4 @@
-"""What a picture of a run shows, made of its committed steps. No drawing here."""
+"""Data of a run's plot, from its committed steps."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def spent_by(lives: Sequence[RankProfile]) -> Spent | None:
 
 
 def picture_of(records: Sequence[CommitRecord], result: RunResult, spent: Spent | None = None) -> RunPicture:
-    """The picture of the committed steps `records`, at least one, in the order of the log."""
+    """Return the plot data of the committed steps `records`, at least one, in the order of the log."""
     steps = np.array([record.version for record in records], dtype=np.float64)
     losses = np.array([loss_of(record) for record in records], dtype=np.float64)
     shown = np.isfinite(losses) & (losses > 0.0)  # what a logarithmic axis can show

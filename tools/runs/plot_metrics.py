@@ -1,4 +1,4 @@
-"""What a picture shows of a run that keeps metrics and profiles in place of a commit log: that of a mesh."""
+"""Plot data of a run on a mesh, which keeps metrics and profiles in place of a commit log."""
 
 from __future__ import annotations
 

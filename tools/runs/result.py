@@ -36,7 +36,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a picture of the run needs of its result; losses in nats per byte."""
+    """Result of a run as its plot needs it; losses in nats per byte."""
 
     parameters: int | None = None
     heldout_loss_last: float | None = None

@@ -112,7 +112,7 @@ EXAMPLES = """examples:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CollectiveCase:
     """What is to be simulated."""
 
     operation: Operation
@@ -122,13 +122,13 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SimulatedCase:
     """One line of the table. `cpu_s`: what it took to simulate.
 
     `why`: why it was not, and `whole` is None.
     """
 
-    asked: Asked
+    asked: CollectiveCase
     whole: ScaleMeasurement | None
     repaired: RepairMeasurement | None = None
     cpu_s: float = 0.0
@@ -143,10 +143,10 @@ def ranks_up_to(most: int) -> list[int]:
     return [count for count in ranks if count < most] + [most]
 
 
-def _simulate(asked: Asked, fabric: Fabric, arguments: argparse.Namespace) -> Case:
+def _simulate(asked: CollectiveCase, fabric: Fabric, arguments: argparse.Namespace) -> SimulatedCase:
     operation, algorithm, n, nbytes = asked.operation, asked.algorithm, asked.n, asked.nbytes
     if why := refusal(operation, algorithm, n, nbytes, fabric):
-        return Case(asked, None, why=why)
+        return SimulatedCase(asked, None, why=why)
     began_s = time.thread_time()
     whole = simulate(
         operation, algorithm, n, nbytes, fabric, skew_ns=arguments.skew * 1e9, seed=arguments.seed
@@ -157,7 +157,7 @@ def _simulate(asked: Asked, fabric: Fabric, arguments: argparse.Namespace) -> Ca
         repaired = repeat_after_deaths(
             whole, fabric, deaths=arguments.deaths, recovery=recovery, seed=arguments.seed
         )
-    return Case(asked, whole, repaired, time.thread_time() - began_s)
+    return SimulatedCase(asked, whole, repaired, time.thread_time() - began_s)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -171,15 +171,15 @@ def _run(arguments: argparse.Namespace) -> int:
     fabric = Fabric(ranks_per_host=arguments.ranks_per_host, ports=arguments.ports)
     print(f"{arguments.operation}, seed {arguments.seed}: {fabric}", file=sys.stderr)
     asked = [
-        Asked(operation, algorithm, n, size)
+        CollectiveCase(operation, algorithm, n, size)
         for operation, algorithms in wanted.items()
         for size in (sizes if operation is not Operation.BARRIER else [0])
         for n in ranks_up_to(arguments.ranks)
         for algorithm in algorithms
     ]
-    cases: list[Case] = []
+    cases: list[SimulatedCase] = []
     with ThreadPoolExecutor(max_workers=usable_cpus()) as threads:  # the stepper runs without the GIL
-        futures: list[Future[Case]] = []
+        futures: list[Future[SimulatedCase]] = []
         try:
             futures += [threads.submit(_simulate, one, fabric, arguments) for one in asked]
             for number, future in enumerate(futures, 1):
@@ -211,7 +211,7 @@ def _wanted(operation: str, algorithms: str) -> dict[Operation, list[str]]:
     return {of: [name for name in AT_SCALE[of] if name in names] for of in chosen}
 
 
-def _tell(number: int, of: int, case: Case) -> None:
+def _tell(number: int, of: int, case: SimulatedCase) -> None:
     asked, whole = case.asked, case.whole
     what = (
         f"{asked.operation.name.lower()}, {asked.algorithm}, {asked.n:,} ranks, {size_in_words(asked.nbytes)}"
@@ -225,7 +225,7 @@ def _console() -> rich.console.Console:
     return rich.console.Console(width=None if terminal else WIDTH)
 
 
-def _table(cases: Sequence[Case]) -> rich.table.Table:
+def _table(cases: Sequence[SimulatedCase]) -> rich.table.Table:
     table = rich.table.Table(box=rich.box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("operation", no_wrap=True)
     table.add_column("algorithm", no_wrap=True)
@@ -258,7 +258,7 @@ def _table(cases: Sequence[Case]) -> rich.table.Table:
     return table
 
 
-def _as_json(case: Case) -> dict[str, Any]:
+def _as_json(case: SimulatedCase) -> dict[str, Any]:
     asked = case.asked
     told: dict[str, Any] = {
         "algorithm": asked.algorithm,

@@ -22,7 +22,7 @@ import rich.progress
 from zbmd.tools.cli.options import add_command, add_ranks
 from zbmd.tools.sim import collectives as sim_collectives
 from zbmd.tools.sim.hunt import JOBS_MAX, RUN_S_MAX, RUNS_MAX, Hunt, HuntBroken, Quarry
-from zbmd.tools.sim.scenarios import ENTRIES, plan_of, quietly, scenario_named
+from zbmd.tools.sim.scenarios import SCENARIOS, plan_of, quietly, scenario_named
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.sim import (
     Fault,
@@ -44,7 +44,7 @@ BROKEN = 1
 INTERRUPTED = 130
 MINUTES_MAX = 7 * 24 * 60
 LINE_EVERY_S = 10.0
-"""How often progress is told where there is no terminal."""
+"""Interval of progress lines where there is no terminal."""
 STORY_LINES = 40
 
 EXAMPLES = """examples:
@@ -64,7 +64,7 @@ class Remembers(Protocol):
 
     @property
     def history(self) -> Sequence[object]:
-        """What happened, in order; each prints as a line."""
+        """Events in order; each prints as one line."""
         ...
 
 
@@ -106,8 +106,8 @@ class Watched(Scenario):
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    width = max(map(len, ENTRIES))
-    for name in ENTRIES:
+    width = max(map(len, SCENARIOS))
+    for name in SCENARIOS:
         print(f"{name:{width}}  {scenario_named(name).description}")
     return 0
 
@@ -144,7 +144,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _story(report: ScenarioReport, history: Sequence[object]) -> str:
-    """What failed, with what happened before it, and the command line; a line if nothing failed."""
+    """Describe a failure, the events before it and the command that repeats it; one line if none."""
     if report.outcome is RunOutcome.OK:
         return f"{report.outcome.value}: {report.reason}\nagain: {report.command}"
     if report.story:
@@ -155,7 +155,7 @@ def _story(report: ScenarioReport, history: Sequence[object]) -> str:
 
 
 def _hunt(arguments: argparse.Namespace) -> int:
-    names = tuple(arguments.scenario or ENTRIES)
+    names = tuple(arguments.scenario or SCENARIOS)
     for name in names:
         scenario_named(name)
     seconds = arguments.minutes * 60 if arguments.seconds is None else arguments.seconds
@@ -220,7 +220,7 @@ def _show_catch(found: ScenarioReport, runs: int) -> int:
 
 @contextmanager
 def _progress(seconds: float) -> Generator[Tell]:
-    """What shows how the hunt goes: a bar on a terminal, a line now and then elsewhere."""
+    """Show the progress of a hunt: a bar on a terminal, occasional lines elsewhere."""
     begun_s = time.monotonic()
 
     def text(runs: int) -> str:
@@ -282,7 +282,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "zbmd sim run links --seed 7 --faults 'crash:process=rank1,at=5ms,for=2ms'",
         ),
     )
-    run.add_argument("scenario", metavar="SCENARIO", help=", ".join(ENTRIES))
+    run.add_argument("scenario", metavar="SCENARIO", help=", ".join(SCENARIOS))
     run.add_argument("--seed", required=True, help="seed: one seed is one history")
     add_ranks(run, defaults.ranks, "processes to simulate")
     run.add_argument(
@@ -308,7 +308,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     for_how_long.add_argument("--seconds", type=float, help="the same in seconds")
     hunt.add_argument(
-        "--scenario", action="extend", nargs="+", metavar="NAME", help=f"{', '.join(ENTRIES)} (default: all)"
+        "--scenario",
+        action="extend",
+        nargs="+",
+        metavar="NAME",
+        help=f"{', '.join(SCENARIOS)} (default: all)",
     )
     hunt.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes that hunt (default: %(default)s)"

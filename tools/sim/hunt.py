@@ -20,7 +20,7 @@ from typing import NoReturn, Self
 
 import msgspec
 
-from zbmd.tools.sim.scenarios import ENTRIES, run_once, scenario_named
+from zbmd.tools.sim.scenarios import SCENARIOS, run_once, scenario_named
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.host.prctl import end_with_parent
 from zbmd.transport.sim import Options, RunOutcome, ScenarioReport
@@ -40,7 +40,7 @@ class HuntBroken(ZbmdError):
 
 
 class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a worker tells: it begins run `run`, or run `run` failed, or it broke (`trouble`)."""
+    """Report of a worker: it begins run `run`, run `run` failed, or the worker broke (`trouble`)."""
 
     run: int
     failed: bool = False
@@ -49,7 +49,7 @@ class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarry:
-    """What to hunt: the runs that the first seed stands for. The sizes that are given are not drawn."""
+    """Runs to hunt, from the first seed on. Sizes that are given are not drawn."""
 
     names: tuple[str, ...]
     first_seed: int
@@ -67,7 +67,7 @@ class Quarry:
 
     def options(self, run: int) -> Options:
         """The size of a run."""
-        drawn = ENTRIES[self.name(run)].draw(self.seed(run))
+        drawn = SCENARIOS[self.name(run)].draw(self.seed(run))
         return Options(
             ranks=drawn.ranks if self.ranks is None else self.ranks,
             length=drawn.length if self.length is None else self.length,
@@ -89,7 +89,7 @@ class Quarry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caught:
-    """How a hunt ended. `report`: of the run that failed; `hung`: the run that did not end; else neither."""
+    """Result of a hunt. `report`: of the run that failed; `hung`: the run that did not end; else neither."""
 
     runs: int
     report: ScenarioReport | None = None
@@ -207,7 +207,7 @@ class Hunt:
 
 
 def _work(quarry: Quarry, runs: Sequence[int], pipe: int, parent: int) -> NoReturn:
-    """What a worker does: never returns, so nothing of its parent's that it inherited runs in it."""
+    """Run a worker. Never returns, so that no inherited code of its parent runs in it."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us

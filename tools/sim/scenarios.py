@@ -38,7 +38,7 @@ class DrawsItsPlan(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class HuntedScenario:
     """A scenario, and what a hunt draws its options from; what stands there twice is drawn twice as often.
 
     Small runs are tried most: most rules meet where a run begins, where it ends, and among two or three.
@@ -56,24 +56,32 @@ class Entry:
         return Options(ranks=ranks, length=length, faults=rng.choice(self.faults))
 
 
-ENTRIES: Mapping[str, Entry] = MappingProxyType(
+SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
     {
-        "commit": Entry(
+        "commit": HuntedScenario(
             make=CommitScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 6), lengths=(1, 1, 1, 1, 1, 2, 2, 3, 12)
         ),
-        "supervision": Entry(make=SupervisionScenario, ranks=(1, 1, 1, 2, 2, 3), lengths=(1, 2, 4, 8, 16)),
-        "links": Entry(make=LinksScenario, ranks=(2, 2, 2, 3, 3, 4), lengths=(2, 4, 8, 16)),
-        "actors": Entry(make=ActorsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
-        "membership": Entry(
+        "supervision": HuntedScenario(
+            make=SupervisionScenario, ranks=(1, 1, 1, 2, 2, 3), lengths=(1, 2, 4, 8, 16)
+        ),
+        "links": HuntedScenario(make=LinksScenario, ranks=(2, 2, 2, 3, 3, 4), lengths=(2, 4, 8, 16)),
+        "actors": HuntedScenario(
+            make=ActorsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)
+        ),
+        "membership": HuntedScenario(
             make=MembershipScenario,
             ranks=(1, 2, 2, 3, 3, 3, 3, 4, 5, 5, 7, 11),
             lengths=(1, 1, 2, 3, 6),
         ),
-        "jobs": Entry(make=JobsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5, 7), lengths=(1, 1, 2, 3, 6)),
-        "training": Entry(make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)),
-        "repair": Entry(make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)),
-        "parts": Entry(make=SubgroupsScenario, ranks=(1, 2, 3, 3, 3, 4, 4, 5), lengths=(1, 1, 2, 3)),
-        "collectives": Entry(
+        "jobs": HuntedScenario(make=JobsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5, 7), lengths=(1, 1, 2, 3, 6)),
+        "training": HuntedScenario(
+            make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)
+        ),
+        "repair": HuntedScenario(
+            make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)
+        ),
+        "parts": HuntedScenario(make=SubgroupsScenario, ranks=(1, 2, 3, 3, 3, 4, 4, 5), lengths=(1, 1, 2, 3)),
+        "collectives": HuntedScenario(
             make=CollectivesScenario, ranks=(1, 2, 2, 3, 3, 4, 5, 6), lengths=(1, 1, 2, 3, 8)
         ),
     }
@@ -104,9 +112,9 @@ def quietly() -> Generator[None]:
 @cache
 def scenario_named(name: str) -> Scenario:
     """The scenario of that name. Raises `UserError` if there is none."""
-    entry = ENTRIES.get(name)
+    entry = SCENARIOS.get(name)
     if entry is None:
-        raise UserError(f'there is no scenario "{name}": choose from {", ".join(ENTRIES)}.')
+        raise UserError(f'there is no scenario "{name}": choose from {", ".join(SCENARIOS)}.')
     return entry.make()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.actors.view import OnLoss
-from zbmd.tools.chaos.small_job import RANKS_DEFAULT, Outcome
-from zbmd.tools.chaos.sweep.worker import Case, Worker
+from zbmd.tools.chaos.small_job import RANKS_DEFAULT, JobOutcome
+from zbmd.tools.chaos.sweep.worker import JobCase, Worker
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import UserError
 
@@ -32,9 +32,9 @@ class SmallJobs:
         mesh: str = "",
         precision: Precision = "float32",
         optimizer: str = "adamw",
-    ) -> Outcome:
+    ) -> JobOutcome:
         """As `zbmd.tools.chaos.small_job.run_small_job`, captured if this process's environment says so."""
-        case = Case(
+        case = JobCase(
             out=out,
             data=data,
             fault=fault,

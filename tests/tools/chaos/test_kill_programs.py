@@ -14,7 +14,7 @@ from zbmd.tools.chaos.programs import __main__ as kill_programs
 from zbmd.tools.chaos.programs import rank as kill_rank
 from zbmd.tools.chaos.programs.families import AGAIN, FIRST, RANKS, RUNS, Family, Kill, families, kills_of
 from zbmd.tools.chaos.programs.ledger import Ledger, entry_of
-from zbmd.tools.chaos.programs.pool import KillPool, Outcome, PoolBroken, judge
+from zbmd.tools.chaos.programs.pool import KillOutcome, KillPool, PoolBroken, judge
 from zbmd.transport.errors import UserError
 
 RING = Family(Operation.REDUCE_SCATTER, "ring", 2)
@@ -64,19 +64,19 @@ def test_a_wrong_result_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_judged_a_fault() -> None:
     calm = Kill(Family(Operation.ALL_REDUCE, "ring", 2), 0, 99, AGAIN, beyond=True)
-    assert not judge(calm, Outcome(died=False, ends={0: "right", 1: "right"}, again={}))
-    assert judge(calm, Outcome(died=False, ends={0: "ran direct", 1: "right"}, again={}))
-    assert judge(calm, Outcome(died=True, ends={1: "right"}, again={1: "right"}))
+    assert not judge(calm, KillOutcome(died=False, ends={0: "right", 1: "right"}, again={}))
+    assert judge(calm, KillOutcome(died=False, ends={0: "ran direct", 1: "right"}, again={}))
+    assert judge(calm, KillOutcome(died=True, ends={1: "right"}, again={1: "right"}))
     dies = Kill(calm.family, 0, 1, FIRST)
-    assert judge(dies, Outcome(died=False, ends={0: "right", 1: "right"}, again={}))
-    assert judge(dies, Outcome(died=True, ends={1: "MembersLost [1]"}, again={1: "right"}))
-    assert judge(dies, Outcome(died=True, ends={1: "MembersLost [0]"}, again={1: "MembersLost [0]"}))
-    assert not judge(dies, Outcome(died=True, ends={1: "MembersLost [0]"}, again={1: "right"}))
-    slower = Outcome(died=True, ends={1: "before: MembersLost [0]"}, again={1: "right"})
+    assert judge(dies, KillOutcome(died=False, ends={0: "right", 1: "right"}, again={}))
+    assert judge(dies, KillOutcome(died=True, ends={1: "MembersLost [1]"}, again={1: "right"}))
+    assert judge(dies, KillOutcome(died=True, ends={1: "MembersLost [0]"}, again={1: "MembersLost [0]"}))
+    assert not judge(dies, KillOutcome(died=True, ends={1: "MembersLost [0]"}, again={1: "right"}))
+    slower = KillOutcome(died=True, ends={1: "before: MembersLost [0]"}, again={1: "right"})
     assert judge(dies, slower)
     later = Kill(calm.family, 0, 1, AGAIN)
     assert not judge(later, slower)
-    assert judge(later, Outcome(died=True, ends={1: "before: WRONG"}, again={1: "right"}))
+    assert judge(later, KillOutcome(died=True, ends={1: "before: WRONG"}, again={1: "right"}))
 
 
 def test_who_ends_by_itself_breaks_the_pool() -> None:
@@ -91,7 +91,7 @@ def test_a_sweep_goes_on_where_it_was_ended(tmp_path: Path, capsys: pytest.Captu
     kills = kills_of(RING, 1, RUNS)
     ledger = Ledger(path)
     for kill in kills[:-1]:
-        ledger.add(entry_of(kill, Outcome(died=not kill.beyond, ends={1: "right"}, again={}), []))
+        ledger.add(entry_of(kill, KillOutcome(died=not kill.beyond, ends={1: "right"}, again={}), []))
     with path.open("ab") as torn:
         torn.write(b'{"key": "half of a li')
     assert kill_programs.main(["--ranks", "2", "--only", "reduce_scatter/ring", "--ledger", str(path)]) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from zbmd.actors.host.events import RankDown, RankStarted
 from zbmd.tools.chaos import storm as kill_storm
-from zbmd.tools.chaos.small_job import Outcome
+from zbmd.tools.chaos.small_job import JobOutcome
 from zbmd.tools.chaos.storm import Victims, kinds, main
 from zbmd.training.redundancy.machine import LOST_WITH_BUDDY
 from zbmd.transport.errors import UserError
@@ -53,11 +53,11 @@ def ended(rank: int, pid: int) -> RankDown:
     )
 
 
-def storm_of(monkeypatch: pytest.MonkeyPatch, end: Outcome | UserError, *, kills: int) -> int:
+def storm_of(monkeypatch: pytest.MonkeyPatch, end: JobOutcome | UserError, *, kills: int) -> int:
     """What the tool makes of a disturbed run that ends so, behind so many kills."""
-    runs = iter([Outcome(digest="a", failures=(), told=""), end])
+    runs = iter([JobOutcome(digest="a", failures=(), told=""), end])
 
-    async def run(*_: Any, **__: Any) -> Outcome:
+    async def run(*_: Any, **__: Any) -> JobOutcome:
         await asyncio.sleep(0)  # the killing begins
         one = next(runs)
         if isinstance(one, UserError):
@@ -74,8 +74,8 @@ def storm_of(monkeypatch: pytest.MonkeyPatch, end: Outcome | UserError, *, kills
 
 @pytest.mark.parametrize("kills", [1, 2])
 def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
-    assert storm_of(monkeypatch, Outcome(digest="b", failures=(), told=""), kills=kills) == 1
-    assert storm_of(monkeypatch, Outcome(digest="a", failures=(), told=""), kills=kills) == 0
+    assert storm_of(monkeypatch, JobOutcome(digest="b", failures=(), told=""), kills=kills) == 1
+    assert storm_of(monkeypatch, JobOutcome(digest="a", failures=(), told=""), kills=kills) == 0
 
 
 def test_a_state_may_be_lost_with_two_ranks_and_not_with_one(monkeypatch: pytest.MonkeyPatch) -> None:

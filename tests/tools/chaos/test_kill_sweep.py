@@ -8,13 +8,13 @@ import pytest
 
 from zbmd.tools.chaos.sweep.__main__ import main
 from zbmd.tools.chaos.sweep.cases import Setting, every_setting, in_order, second_kills, single_kills, spread
-from zbmd.tools.chaos.sweep.ledger import Finding, Ledger, table
+from zbmd.tools.chaos.sweep.ledger import CaseVerdict, Ledger, table
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 
-def finding(fault: str, verdict: str = "same bits") -> Finding:
-    return Finding(setting="pp=2 n=2", fault=fault, verdict=verdict, reached=True, took_s=1.0)  # type: ignore[arg-type]
+def finding(fault: str, verdict: str = "same bits") -> CaseVerdict:
+    return CaseVerdict(setting="pp=2 n=2", fault=fault, verdict=verdict, reached=True, took_s=1.0)  # type: ignore[arg-type]
 
 
 def test_every_pass_inside_collectives_is_a_case_and_any_part_of_them_is_spread() -> None:

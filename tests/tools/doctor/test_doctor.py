@@ -27,9 +27,9 @@ from zbmd.tools.doctor import command as doctor
 from zbmd.tools.doctor.checks import accelerator_findings, limit_findings, machine_findings
 from zbmd.tools.doctor.extras import extra_findings, find_extras
 from zbmd.tools.doctor.network import link_findings, local_link, network_findings
-from zbmd.tools.doctor.peers import Answer, Way, attempt, examine, find_ways, parse_peer
+from zbmd.tools.doctor.peers import Reachability, Way, attempt, examine, find_ways, parse_peer
 from zbmd.tools.doctor.rdma import rdma_findings
-from zbmd.tools.doctor.report import Finding, Section, State
+from zbmd.tools.doctor.report import Finding, FindingState, Section
 from zbmd.tools.node import cli as node_cli
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import UserError
@@ -253,7 +253,7 @@ def test_a_server_is_shown_with_what_is_near_to_each_gpu(server: Topology) -> No
     assert "distances 21 10" in machine["NUMA node 1"].detail
     assert machine["huge pages"].detail.startswith("1024 of 1024 pages of 2.0 MiB free")
     gpus = texts(accelerator_findings(server, affinities(server)))
-    assert gpus["gpu5"].state is State.OK
+    assert gpus["gpu5"].state is FindingState.OK
     assert gpus["gpu5"].detail == (
         "NVIDIA H100 80GB HBM3 at 0000:63:00.0, NUMA node 1; to the network: PIX mlx5_5; "
         "NODE mlx5_4 mlx5_6 mlx5_7 eno2; SYS mlx5_0 mlx5_1 mlx5_2 mlx5_3 eno1"
@@ -283,21 +283,21 @@ def rdma_texts(
 
 def test_rdma_ports_are_shown_and_what_they_lack(server: Topology) -> None:
     found = rdma_texts(server, verbs_missing="pyverbs is missing")
-    assert found["mlx5_0 port 1"].state is State.OK
+    assert found["mlx5_0 port 1"].state is FindingState.OK
     assert found["mlx5_0 port 1"].detail.startswith("ACTIVE, InfiniBand, 400 Gbit/s, ib0")
     assert found["mlx5_0"].detail == "0000:14:00.0, firmware 28.39.1002"
-    assert found["mlx5_7 port 1"].state is State.NOTE
+    assert found["mlx5_7 port 1"].state is FindingState.NOTE
     assert "subnet manager" in found["mlx5_7 port 1"].advice
     assert "apt install python3-pyverbs" in found["libraries"].advice
     assert found["to other hosts"].detail == "TCP: a has an RDMA device, but pyverbs is missing"
     found = rdma_texts(server, locked_bytes_max=8 << 20)
-    assert found["libraries"].state is State.OK
+    assert found["libraries"].state is FindingState.OK
     assert "8192 KiB may be locked" in found["locked memory"].detail
     assert "LimitMEMLOCK=infinity" in found["locked memory"].advice
     assert found["to other hosts"].detail.startswith("TCP: a process of a may lock 8192 KiB")
-    assert rdma_texts(server)["to other hosts"].state is State.OK
+    assert rdma_texts(server)["to other hosts"].state is FindingState.OK
     assert rdma_texts(server, "mlx5_9")["to other hosts"].detail.startswith("TCP: ZBMD_RDMA_DEVICES admits")
-    assert rdma_texts(server, "mlx5_0@x")["to other hosts"].state is State.NOT_OK
+    assert rdma_texts(server, "mlx5_0@x")["to other hosts"].state is FindingState.NOT_OK
     (none,) = texts(rdma_findings(dataclasses.replace(server, rdma_devices=()), read_host_facts())).values()
     assert none.detail == "none; links to other hosts are TCP"
 
@@ -337,7 +337,7 @@ def test_what_roce_needs_of_its_network_is_told(tmp_path: Path) -> None:
     assert found["mlx5_0 port 1 cable"].detail == "times it has gone down: 1"
     assert found["to other hosts"].detail.endswith("by mlx5_0 (Ethernet, 400 Gbit/s)")
     machine.write("sys/class/net/eth0/mtu", 4200)
-    assert look()["mlx5_0 MTU"].state is State.OK
+    assert look()["mlx5_0 MTU"].state is FindingState.OK
 
 
 def test_the_interface_to_other_hosts_is_named(server: Topology) -> None:
@@ -346,7 +346,7 @@ def test_the_interface_to_other_hosts_is_named(server: Topology) -> None:
     chosen = texts(network_findings(server, parse_interface_filter("eno2")))
     assert chosen["to other hosts"].detail.startswith("eno2 (25 Gbit/s, 198.51.100.9)")
     alone = dataclasses.replace(server, interfaces=())
-    assert texts(network_findings(alone, InterfaceFilter()))["to other hosts"].state is State.NOTE
+    assert texts(network_findings(alone, InterfaceFilter()))["to other hosts"].state is FindingState.NOTE
 
 
 def test_gpus_that_cannot_be_used_say_why(tmp_path: Path) -> None:
@@ -354,7 +354,11 @@ def test_gpus_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     machine.pci("pci0000:50/0000:50:01.0", vendor=0x10DE, device=0x20B0, device_class=0x030200, driver=None)
     topology = read_topology(tmp_path, addresses=machine.addresses)
     gpus = texts(accelerator_findings(topology, affinities(topology)))
-    assert [gpus[f"gpu{n}"].state for n in range(3)] == [State.NOTE, State.OK, State.NOTE]
+    assert [gpus[f"gpu{n}"].state for n in range(3)] == [
+        FindingState.NOTE,
+        FindingState.OK,
+        FindingState.NOTE,
+    ]
     assert "this container was not given it" in gpus["gpu0"].advice
     assert "no driver is bound" in gpus["gpu2"].advice
     cores = texts(machine_findings(topology))["cores"].detail
@@ -397,7 +401,7 @@ def test_the_version_of_every_cupy_is_told(
 
 
 def test_one_finding_is_one_line_in_a_pipe() -> None:
-    finding = Finding(section=Section.LINKS, name="a", state=State.NOT_OK, detail="x\ny.", advice="z")
+    finding = Finding(section=Section.LINKS, name="a", state=FindingState.NOT_OK, detail="x\ny.", advice="z")
     assert doctor.lines_of(finding, 3, None) == "NOT OK  a    x y. To do: z"
 
 
@@ -432,7 +436,7 @@ async def test_one_who_listens_is_connected_to() -> None:
     with socket.create_server(("127.0.0.2", 0)) as listener:
         port = listener.getsockname()[1]
         tried = await attempt(way(), port, TIMEOUT_S)
-    assert tried.answer is Answer.CONNECTED
+    assert tried.answer is Reachability.CONNECTED
     assert tried.words.startswith(f"port {port} accepts, in ")
     assert str(tried.way) == "lo to 127.0.0.2"
 
@@ -441,7 +445,7 @@ async def test_where_nobody_listens_the_host_is_there_all_the_same() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.2", 0))  # and does not listen
         tried = await attempt(way(), held.getsockname()[1], TIMEOUT_S)
-    assert tried.answer is Answer.REFUSED
+    assert tried.answer is Reachability.REFUSED
     assert tried.reached
     assert "nobody listens" in tried.words
 
@@ -458,13 +462,13 @@ async def test_one_who_does_not_answer_is_told_from_one_who_refuses() -> None:
         finally:
             for filler in fillers:
                 filler.close()
-    assert tried.answer is Answer.SILENT
+    assert tried.answer is Reachability.SILENT
     assert "a firewall drops it" in tried.words
 
 
 async def test_an_address_that_cannot_be_had_fails_with_its_reason() -> None:
     tried = await attempt(dataclasses.replace(way(), source="192.0.2.99"), 80, TIMEOUT_S)
-    assert (tried.answer, tried.words) == (Answer.FAILED, "the interface has lost its address")
+    assert (tried.answer, tried.words) == (Reachability.FAILED, "the interface has lost its address")
 
 
 def test_named_interfaces_are_the_only_ways() -> None:
@@ -491,13 +495,13 @@ async def test_the_verdicts_on_peers(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert link.choice is not None
             assert (link.choice.transport, link.choice.device) == (Transport.TCP, "lo")
             assert "leads to 127.0.0.2" in link.choice.reason
-            assert [finding.state for finding in findings] == [State.OK, State.NOTE]
+            assert [finding.state for finding in findings] == [FindingState.OK, FindingState.NOTE]
     assert "no cookie here" in findings[1].detail, "a clock is asked for with one"
     link, _ = await examine(parse_peer(f"127.0.0.2:{port}"), here, can, TIMEOUT_S)
     assert link.choice is None
     assert link.error.startswith("127.0.0.2 answers, but nobody listens at port")
     (finding,) = link_findings((link,))
-    assert finding.state is State.NOT_OK
+    assert finding.state is FindingState.NOT_OK
     nowhere, _ = await examine(parse_peer("127.0.0.2"), facts(), named, TIMEOUT_S)
     assert nowhere.error.startswith("no interface that ZBMD_SOCKET_IFNAME=lo admits leads to 127.0.0.2")
 
@@ -547,13 +551,13 @@ def test_the_report_of_any_budget_prints() -> None:
     for budget_ns in (10**8, 10**9, 6 * 10**11):
         report = doctor.deadline_report(derive(budget_ns), "here")
         findings = list(doctor.deadline_findings(report))
-        assert findings[0].state is State.OK
+        assert findings[0].state is FindingState.OK
         assert len(findings) == 1 + len(report.derived) + len(report.fixed)
 
 
 def test_asyncio_and_output_are_left_as_they_were() -> None:
     out = io.StringIO()
-    finding = Finding(section=Section.MACHINE, name="settings", state=State.NOT_OK, detail="bad")
+    finding = Finding(section=Section.MACHINE, name="settings", state=FindingState.NOT_OK, detail="bad")
     report = asyncio.run(doctor.examine_host([], derive(), "default", finding, {}))
     doctor.show(report, out)
     assert not report.ok

@@ -11,7 +11,7 @@ from support.cluster.thread_nodes import COOKIE, node
 
 from zbmd.actors.cluster.node.clocks import wall_ns
 from zbmd.tools.doctor.peers import compare_clocks
-from zbmd.tools.doctor.report import Section, State
+from zbmd.tools.doctor.report import FindingState, Section
 from zbmd.transport.handshake.cookie import store_cookie
 from zbmd.transport.tcp.address import TcpAddress, parse_address
 
@@ -31,14 +31,14 @@ async def test_the_clocks_of_a_node_and_this_host_are_compared(
         await told.acts_on(1)
         address = parse_address(one.me.address)
         without = await compare_clocks(address, "here")
-        assert without.state is State.NOTE and "no cookie here" in without.detail
+        assert without.state is FindingState.NOTE and "no cookie here" in without.detail
         assert not (tmp_path / "cookie").exists(), "it only looks"
         store_cookie(COOKIE_HERE)
         same = await compare_clocks(address, "here")
-        assert same.state is State.OK and same.section is Section.LINKS, same
+        assert same.state is FindingState.OK and same.section is Section.LINKS, same
         assert same.detail.startswith(f"the clock of n1 ({address}) agrees with ours to ")
         apart = await compare_clocks(address, "here", clock_ns=slow)
-        assert apart.state is State.NOTE and "ahead of that of here" in apart.detail, apart
+        assert apart.state is FindingState.NOTE and "ahead of that of here" in apart.detail, apart
         assert f"n1 ({address})" in apart.detail and "timedatectl" in apart.advice
 
 
@@ -48,4 +48,4 @@ async def test_who_is_no_node_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as listens:
         address = TcpAddress(host="127.0.0.1", port=listens.getsockname()[1])
         found = await compare_clocks(address, "here", clock_ns=wall_ns, timeout_s=0.2)
-    assert found.state is State.NOTE and "does not answer as a node" in found.detail, found
+    assert found.state is FindingState.NOTE and "does not answer as a node" in found.detail, found

@@ -13,7 +13,7 @@ from zbmd.tools.lab.gpu.__main__ import (
     EXIT_FAILED,
     EXIT_NONE_RAN,
     EXIT_OK,
-    Here,
+    GpuMachine,
     by_itself,
     exit_code,
     main,
@@ -54,7 +54,7 @@ def test_verdicts_and_exit_codes() -> None:
     bad = Check(name="bad", needs=Needs(), would="break", run=broken)
     two = Check(name="two", needs=Needs(gpus=2), would="use both", run=broken)
     card = Check(name="card", needs=Needs(rdma=True), would="use a card", run=broken)
-    here = Here(gpus=1, rdma_devices=0)
+    here = GpuMachine(gpus=1, rdma_devices=0)
     rows = run_checks([bad, good, two, card], here)
     assert [row.verdict for row in rows] == ["failed", "ok", "not run", "not run"]
     assert "the bus is gone" in rows[0].told and "1 of 2" in rows[2].told and "RDMA" in rows[3].told

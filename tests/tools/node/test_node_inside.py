@@ -15,7 +15,7 @@ import rich.console
 from programs import PROGRAMS
 
 from zbmd.actors.hangs.introspection import ActorRow, InsideReply, SupervisorRow
-from zbmd.tools.node.top import Look, Rates, main, top_table, tree_of
+from zbmd.tools.node.top import ProcessSnapshots, Rates, main, top_table, tree_of
 from zbmd.transport.errors import UserError
 
 
@@ -106,8 +106,8 @@ def reply(handled: int, actors: int = 2, incarnation: int = 5) -> InsideReply:
     )
 
 
-def seen(told: InsideReply, at_s: float) -> Look:
-    return Look(address="a", target="job.py", replies=(told,), silent=("rank1",), at_s=at_s)
+def seen(told: InsideReply, at_s: float) -> ProcessSnapshots:
+    return ProcessSnapshots(address="a", target="job.py", replies=(told,), silent=("rank1",), at_s=at_s)
 
 
 def shown(what: object) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim.hunt import Hunt, Quarry
-from zbmd.tools.sim.scenarios import ENTRIES, run_once, scenario_named
+from zbmd.tools.sim.scenarios import SCENARIOS, run_once, scenario_named
 from zbmd.transport.sim import Options, RunOutcome, parse_plan
 
 PATIENCE_S = 60
@@ -27,8 +27,8 @@ def sim(line: str) -> int:
 def test_list_tells_all_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     assert sim("list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(ENTRIES)
-    assert set(ENTRIES) >= {
+    assert [line.split()[0] for line in lines] == list(SCENARIOS)
+    assert set(SCENARIOS) >= {
         "commit",
         "training",
         "collectives",
@@ -40,7 +40,7 @@ def test_list_tells_all_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_run_is_told_by_its_seed_and_repeated_by_its_command(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,14 +108,14 @@ def test_a_first_seed_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_small_runs_are_tried_most() -> None:
-    for entry in ENTRIES.values():
+    for entry in SCENARIOS.values():
         drawn = [entry.draw(seed) for seed in range(200)]
         assert sum(options.ranks <= 3 for options in drawn) > 100
         assert len({options.length for options in drawn}) > 2
         assert {0, 1, 2, 3, 6} == {options.faults for options in drawn}
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_every_scenario_can_shrink_to_one_rank(name: str) -> None:
     report = run_once(scenario_named(name), 3, Options(ranks=1, length=1, faults=1))
     assert report.outcome is RunOutcome.OK, report

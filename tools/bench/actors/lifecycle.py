@@ -147,7 +147,7 @@ async def settled(system: ActorSystem, name: str) -> None:
 
 @dataclass(slots=True)
 class Times:
-    """How long asks took: by the clock, and by what the thread has run, which no neighbour lengthens."""
+    """Return the times of asks: wall clock, and CPU time of the thread, which ignores other load."""
 
     wall_us: list[float] = field(default_factory=list[float])
     own_us: list[float] = field(default_factory=list[float])

@@ -117,7 +117,7 @@ def measure(
 
 
 def measured_model(ranks: int) -> Model:
-    """What a group of so many ranks of this host measures and agrees on. Raises `ContenderFailed`."""
+    """Return the cost model that a group of `ranks` ranks agrees on. Raises `ContenderFailed`."""
     with _our_ranks(ranks, 0) as workers:
         alpha_ns, beta, gamma, cores = workers.ask(MODEL, 0, 1)[0]
     return Model(alpha_ns=alpha_ns, beta_ns_per_byte=beta, gamma_ns_per_byte=gamma, cores=int(cores))

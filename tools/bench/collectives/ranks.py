@@ -1,7 +1,7 @@
 """Our ranks at collectives: `python -m … --control NAME --ranks N --bytes-max B` forks them, with a segment
 each.
 
-What is timed is the blocking call of a communicator, on one thread a rank.
+The blocking call of a communicator is timed, on one thread per rank.
 """
 
 from __future__ import annotations

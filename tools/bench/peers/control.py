@@ -1,4 +1,4 @@
-"""What a benchmarked process and the benchmark say to each other, over one unix socket a rank.
+"""Control protocol between a benchmark and the processes it times, over one unix socket per rank.
 
 The process connects to an address that it was given (abstract, or with a slash a path, which other network
 namespaces reach, too) and says its rank in one line. From then on each line that it reads is `WHAT NBYTES

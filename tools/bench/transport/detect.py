@@ -39,7 +39,7 @@ TRIALS_MAX: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectPlan:
-    """What to run: `trials` kills for each size of victim, inside a training step and idle."""
+    """Run `trials` kills for each size of victim, inside a training step and idle."""
 
     sizes: tuple[int, ...]
     trials: int

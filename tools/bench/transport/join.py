@@ -1,4 +1,4 @@
-"""How the two ranks of a benchmark find each other: one transport after the other, over the public API.
+"""Connect the two ranks of a benchmark over one transport after the other, through the public API.
 
 Rank 0 listens and tells where through a pipe that both have inherited; rank 1 dials.
 """
@@ -44,7 +44,7 @@ ADDRESS_BYTES_MAX: Final = 256
 
 
 class Handles(msgspec.Struct, array_like=True):
-    """What the ranks tell each other first."""
+    """First message between the ranks."""
 
     inbox: RegionHandle
     pipe: RegionHandle
@@ -172,7 +172,7 @@ def _tell(rendezvous: tuple[int, int], address: str) -> None:
 
 
 async def _address(rendezvous: tuple[int, int]) -> str:
-    """Where rank 0 listens. Raises RuntimeError if it has ended without a word."""
+    """Return the address of rank 0. Raises RuntimeError if it ended without one."""
     reading, writing = rendezvous
     os.close(writing)  # so that the pipe ends if rank 0 does
     return await asyncio.to_thread(_read_address, reading)

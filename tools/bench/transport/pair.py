@@ -1,4 +1,4 @@
-"""What our two ranks are timed at, through the public API: puts and waits, and frames over the loop."""
+"""Patterns timed between two zbmd ranks through the public API: puts and waits, and frames over the loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pings(Protocol):
     def ping(
         self, src: Bytes, *, channel: int, value: int, first: bool, rounds: int, deadline_ns: int
     ) -> NDArray[np.uint64]:
-        """What each round took, in nanoseconds."""
+        """Return the time of each round, ns."""
         ...
 
 

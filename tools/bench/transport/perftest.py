@@ -80,7 +80,7 @@ def _at(at: At) -> list[str]:
 
 
 def _dial(listening: subprocess.Popen[str], client: list[str]) -> str:
-    """What the client prints. Its server says nothing when it listens."""
+    """Return the output of the client. Its server prints nothing when it listens."""
     limit_s = time.monotonic() + LISTENS_S
     while True:
         done = subprocess.run(client, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zbmd.tools.chaos.programs.families import RANKS, RUNS, Family, Kill, families, kills_of
-from zbmd.tools.chaos.programs.ledger import Entry, Ledger, entry_of
-from zbmd.tools.chaos.programs.pool import KillPool, Outcome, PoolBroken, judge
+from zbmd.tools.chaos.programs.ledger import KillRecord, Ledger, entry_of
+from zbmd.tools.chaos.programs.pool import KillOutcome, KillPool, PoolBroken, judge
 from zbmd.transport.errors import UserError
 
 
@@ -55,16 +55,16 @@ def sweep(chosen: Sequence[Family], stride: int, ledger: Ledger) -> int:
     return faulty
 
 
-def attempt(pool: KillPool, kill: Kill) -> Entry:
+def attempt(pool: KillPool, kill: Kill) -> KillRecord:
     """One kill."""
     try:
         outcome = pool.kill(kill)
     except PoolBroken as error:
-        return entry_of(kill, Outcome(died=False, ends={}, again={}), [str(error)])
+        return entry_of(kill, KillOutcome(died=False, ends={}, again={}), [str(error)])
     return entry_of(kill, outcome, judge(kill, outcome))
 
 
-def print_family(family: Family, entries: Sequence[Entry], tried: int, took_s: float) -> bool:
+def print_family(family: Family, entries: Sequence[KillRecord], tried: int, took_s: float) -> bool:
     """A row, and its faults. Returns whether there are any."""
     ends = sum((Counter(entry.ends) for entry in entries), Counter[str]())
     said = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from zbmd.tools.chaos.programs.families import Kill
-from zbmd.tools.chaos.programs.pool import Outcome
+from zbmd.tools.chaos.programs.pool import KillOutcome
 from zbmd.tools.chaos.sweep.ledger import KillLines
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class KillRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line: a kill, and what became of it. `again` is of the operation that the living then ran."""
 
     key: str
@@ -23,9 +23,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     faults: list[str] = []
 
 
-def entry_of(kill: Kill, outcome: Outcome, faults: list[str]) -> Entry:
+def entry_of(kill: Kill, outcome: KillOutcome, faults: list[str]) -> KillRecord:
     """The line of a kill."""
-    return Entry(
+    return KillRecord(
         key=kill.key,
         died=outcome.died,
         ends=dict(Counter(_kind(end) for end in outcome.ends.values())),
@@ -38,7 +38,7 @@ def _kind(end: str) -> str:
     return end.partition(" [")[0]
 
 
-_decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
+_decoder: msgspec.json.Decoder[KillRecord] = msgspec.json.Decoder(KillRecord)
 
 
 class Ledger:
@@ -51,7 +51,7 @@ class Ledger:
         self._lines = KillLines(path, _decoder)
         self.entries = {entry.key: entry for entry in self._lines.found}
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: KillRecord) -> None:
         """Note a kill."""
         self.entries[entry.key] = entry
         self._lines.add(entry)
@@ -61,6 +61,6 @@ class Ledger:
         entry = self.entries.get(kill.key)
         return entry is not None and not entry.faults
 
-    def of(self, kills: Iterable[Kill]) -> list[Entry]:
+    def of(self, kills: Iterable[Kill]) -> list[KillRecord]:
         """What became of those of these kills that have been tried."""
         return [entry for kill in kills if (entry := self.entries.get(kill.key)) is not None]

@@ -43,7 +43,7 @@ class _Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class KillOutcome:
     """What became of a kill. `ends`: how the operation ended on those who lived; `again`: how the same
     operation ended that they then ran among themselves.
     """
@@ -81,7 +81,7 @@ class KillPool:
         """The process of a rank that lives."""
         return self._ranks[rank].pid
 
-    def kill(self, kill: Kill) -> Outcome:
+    def kill(self, kill: Kill) -> KillOutcome:
         """One round: the operation, the kill, the operation again among those who live, the replacement.
 
         Raises `PoolBroken`.
@@ -98,12 +98,12 @@ class KillPool:
         }
         ends = self._round(asked, everyone, kill.victim)
         if kill.victim in ends:
-            return Outcome(died=False, ends=ends, again={})
+            return KillOutcome(died=False, ends=ends, again={})
         living = tuple(rank for rank in everyone if rank != kill.victim)
         retried = {**asked, "algorithm": AUTO, "victim": NOBODY, "run": 1, "hosts": ()}
         again = self._round(retried, living, NOBODY)
         self._bring(kill.victim)
-        return Outcome(died=True, ends=ends, again=again)
+        return KillOutcome(died=True, ends=ends, again=again)
 
     def close(self) -> None:
         """End all ranks: those who do not leave by themselves are killed. Idempotent."""
@@ -147,7 +147,7 @@ class KillPool:
         return ends
 
     def _answer(self, rank: int) -> dict[str, Any] | None:
-        """What a rank says; None if it has ended. Raises `PoolBroken` if it says nothing."""
+        """Return the reply of a rank; None if it has ended. Raises `PoolBroken` if there is no reply."""
         line = self._ranks[rank].line
         until_s = time.monotonic() + ANSWER_S_MAX
         while not select.select([line], [], [], max(0.0, until_s - time.monotonic()))[0]:
@@ -217,8 +217,8 @@ class KillPool:
             os._exit(code)
 
 
-def judge(kill: Kill, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome: a wrong or missing result, a wrong error, a death that did not come."""
+def judge(kill: Kill, outcome: KillOutcome) -> list[str]:
+    """Return the faults of an outcome: a wrong or missing result, a wrong error, a missing death."""
     faults: list[str] = []
     if outcome.died is kill.beyond:
         faults.append("it died behind its last point" if kill.beyond else "it did not die")

@@ -39,9 +39,9 @@ from zbmd.tools.chaos.sweep.cases import (
     second_kills,
     single_kills,
 )
-from zbmd.tools.chaos.sweep.ledger import Finding, Ledger, table
+from zbmd.tools.chaos.sweep.ledger import CaseVerdict, Ledger, table
 from zbmd.tools.chaos.sweep.passes import Passes, read_passes
-from zbmd.tools.chaos.sweep.worker import Case, Ended, Worker
+from zbmd.tools.chaos.sweep.worker import CaseResult, JobCase, Worker
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -102,12 +102,12 @@ class Sweep:
         told = "" if finding.verdict == "same bits" else f"\n{finding.told}"
         print(f"{setting} {fault}: {finding.verdict}{reached}, {finding.took_s:.1f} s{told}", flush=True)
 
-    def _run(self, setting: Setting, fault: str = "", *, counts: Path | None = None) -> Ended:
+    def _run(self, setting: Setting, fault: str = "", *, counts: Path | None = None) -> CaseResult:
         with self._lock:
             name = str(next(self._names))
             worker = self._idle.pop() if self._idle else self._start()
         out = self._scratch / name
-        case = Case(
+        case = JobCase(
             out=out,
             data=self._data,
             fault=fault,
@@ -129,14 +129,14 @@ class Sweep:
         return worker
 
 
-def _finding(setting: Setting, fault: str, calm: str, ended: Ended, took_s: float) -> Finding:
+def _finding(setting: Setting, fault: str, calm: str, ended: CaseResult, took_s: float) -> CaseVerdict:
     outcome = ended.outcome
     if outcome is None:
-        return Finding(
+        return CaseVerdict(
             setting=str(setting), fault=fault, verdict="failed", reached=True, took_s=took_s, told=ended.error
         )
     same = outcome.digest == calm
-    return Finding(
+    return CaseVerdict(
         setting=str(setting),
         fault=fault,
         verdict="same bits" if same else "other bits",

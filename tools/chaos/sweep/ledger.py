@@ -1,4 +1,4 @@
-"""What a sweep of kills has found, in a file that it can go on from, and the table of it."""
+"""Ledger of a sweep of kills: a file that an interrupted sweep resumes from, and its table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KillLines(Generic[LineT]):
 Verdict = Literal["same bits", "other bits", "failed"]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class CaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a case. reached: whether every kill of it took place; told: why it is not as it should
     be, and the end of what ranks said."""
 
@@ -71,7 +71,7 @@ class Calm(msgspec.Struct, frozen=True, kw_only=True, tag="calm"):
     digest: str
 
 
-class _Found(Finding, frozen=True, kw_only=True, tag="found"):
+class _Found(CaseVerdict, frozen=True, kw_only=True, tag="found"):
     """A line of the file."""
 
 
@@ -85,13 +85,13 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.found: dict[tuple[str, str], Finding] = {}
+        self.found: dict[tuple[str, str], CaseVerdict] = {}
         self.calm: dict[str, str] = {}
         self._lines = KillLines(path, _decoder)
         for one in self._lines.found:
             self._take(one)
 
-    def _take(self, one: Calm | Finding) -> None:
+    def _take(self, one: Calm | CaseVerdict) -> None:
         if isinstance(one, Calm):
             self.calm[one.setting] = one.digest
         else:
@@ -112,7 +112,7 @@ class Ledger:
         if setting not in self.calm:
             self._put(Calm(setting=setting, digest=digest))
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: CaseVerdict) -> None:
         """Note a case that was run."""
         self._put(_Found(**msgspec.structs.asdict(finding)))
 
@@ -122,12 +122,12 @@ class Ledger:
         return finding is not None and finding.verdict == "same bits"
 
     @property
-    def wrong(self) -> list[Finding]:
+    def wrong(self) -> list[CaseVerdict]:
         """What is not as it should be."""
         return [one for one in self.found.values() if one.verdict != "same bits"]
 
 
-def table(findings: Iterable[Finding], planned: Sequence[tuple[str, str]]) -> str:
+def table(findings: Iterable[CaseVerdict], planned: Sequence[tuple[str, str]]) -> str:
     """A row for each setting and point, as a table in Markdown: kills, cases run and planned, and faults."""
     run: Counter[tuple[str, str]] = Counter()
     reached: Counter[tuple[str, str]] = Counter()

@@ -25,7 +25,7 @@ NEVER: Final = 10**15
 """A pass that no run comes to."""
 
 Passes = dict[str, int]
-"""How often each point was passed; points that were not are left out."""
+"""Number of passes of each point; points without a pass are left out."""
 
 
 def _path(directory: Path, rank: int) -> Path:
@@ -33,7 +33,7 @@ def _path(directory: Path, rank: int) -> Path:
 
 
 def read_passes(directory: Path, ranks: int) -> list[Passes]:
-    """What each rank of a run has passed. Raises `UserError` if one has not told."""
+    """Return the passes of each rank of a run. Raises `UserError` if one is missing."""
     try:
         return [
             msgspec.json.decode(_path(directory, rank).read_bytes(), type=Passes) for rank in range(ranks)

@@ -22,13 +22,13 @@ from zbmd.actors.process.early_template import fork_template
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss
-from zbmd.tools.chaos.small_job import Outcome, run_small_job
+from zbmd.tools.chaos.small_job import JobOutcome, run_small_job
 from zbmd.tools.cli.process import run as run_command
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import ZbmdError
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class JobCase(msgspec.Struct, frozen=True, kw_only=True):
     """What to run; see `run_small_job`. counts: a directory to count passes of points into; variables: more
     of its environment."""
 
@@ -46,10 +46,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str] = {}
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of it: an outcome, or words."""
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a case: an outcome, or an error."""
 
-    outcome: Outcome | None = None
+    outcome: JobOutcome | None = None
     error: str = ""
 
 
@@ -66,8 +66,8 @@ class Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._cases, self._ends = self._process.stdin, self._process.stdout
 
-    def run(self, case: Case) -> Ended:
-        """What became of it. Raises ValueError if the worker has ended, or has written what is no answer."""
+    def run(self, case: JobCase) -> CaseResult:
+        """Return the result. Raises ValueError if the worker has ended, or has written anything else."""
         self._cases.write(encode(case))
         self._cases.flush()
         return decode_ended(self._ends.readline())
@@ -89,17 +89,17 @@ def _as_path(kind: type, value: object) -> Path:
     return Path(value)
 
 
-def encode(message: Case | Ended) -> bytes:
+def encode(message: JobCase | CaseResult) -> bytes:
     """A line of it."""
     return msgspec.json.encode(message, enc_hook=_as_text) + b"\n"
 
 
-def decode_ended(line: bytes) -> Ended:
-    """What the worker has written. Raises ValueError for anything else."""
-    return msgspec.json.decode(line, type=Ended)
+def decode_ended(line: bytes) -> CaseResult:
+    """Return the decoded reply of the worker. Raises ValueError for anything else."""
+    return msgspec.json.decode(line, type=CaseResult)
 
 
-def _run(case: Case) -> Ended:
+def _run(case: JobCase) -> CaseResult:
     os.environ.update(case.variables)
     template = fork_template(PRELOAD, os.environ)
     try:
@@ -117,16 +117,16 @@ def _run(case: Case) -> Ended:
             counts=case.counts,
             template=template,
         )
-        return Ended(outcome=uvloop.run(job))
+        return CaseResult(outcome=uvloop.run(job))
     except ZbmdError as error:
-        return Ended(error=str(error))
+        return CaseResult(error=str(error))
 
 
 def main() -> int:
     """Serve until the input ends."""
     log_to_stderr()
     for line in sys.stdin.buffer:
-        case = msgspec.json.decode(line, type=Case, dec_hook=_as_path)
+        case = msgspec.json.decode(line, type=JobCase, dec_hook=_as_path)
         pid = os.fork()
         if pid == 0:
             try:
@@ -138,7 +138,7 @@ def main() -> int:
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code:
-            os.write(1, encode(Ended(error=f"the host of the case: {describe_exit(code)}")))
+            os.write(1, encode(CaseResult(error=f"the host of the case: {describe_exit(code)}")))
     return 0
 
 

@@ -38,7 +38,7 @@ EXIT_OK, EXIT_FAILED, EXIT_NONE_RAN = 0, 1, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
+class GpuMachine:
     """What this machine has. why_none: why no GPU can be used, if none can."""
 
     gpus: int
@@ -55,7 +55,7 @@ class Here:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckRow:
     """What came of a check: `ok`, `failed` or `not run`."""
 
     check: Check
@@ -63,13 +63,13 @@ class Row:
     told: str
 
 
-def look() -> Here:
+def look() -> GpuMachine:
     """What this machine has."""
     rdma_devices = len(read_topology().rdma_devices)
     try:
-        return Here(gpus=visible_devices(), rdma_devices=rdma_devices)
+        return GpuMachine(gpus=visible_devices(), rdma_devices=rdma_devices)
     except UserError as error:
-        return Here(gpus=0, rdma_devices=rdma_devices, why_none=str(error))
+        return GpuMachine(gpus=0, rdma_devices=rdma_devices, why_none=str(error))
 
 
 def in_process(check: Check) -> str:
@@ -106,23 +106,25 @@ def run_inside(checks: Sequence[Check], name: str) -> int:
     return EXIT_OK
 
 
-def run_checks(checks: Sequence[Check], here: Here, call: Callable[[Check], str] = in_process) -> list[Row]:
+def run_checks(
+    checks: Sequence[Check], here: GpuMachine, call: Callable[[Check], str] = in_process
+) -> list[CheckRow]:
     """Run those that can run, each whatever became of the others."""
-    rows: list[Row] = []
+    rows: list[CheckRow] = []
     for check in checks:
         why = here.lacks(check.needs)
         if why:
-            rows.append(Row(check=check, verdict="not run", told=f"would run: {check.would}. But {why}"))
+            rows.append(CheckRow(check=check, verdict="not run", told=f"would run: {check.would}. But {why}"))
             continue
         try:
-            rows.append(Row(check=check, verdict="ok", told=call(check)))
+            rows.append(CheckRow(check=check, verdict="ok", told=call(check)))
         except Exception as error:  # noqa: BLE001 - one broken check must not keep the others from running
             traceback.print_exc()
-            rows.append(Row(check=check, verdict="failed", told=f"{type(error).__name__}: {error}"))
+            rows.append(CheckRow(check=check, verdict="failed", told=f"{type(error).__name__}: {error}"))
     return rows
 
 
-def exit_code(rows: Sequence[Row]) -> int:
+def exit_code(rows: Sequence[CheckRow]) -> int:
     """See the module."""
     verdicts = {row.verdict for row in rows}
     if "failed" in verdicts:
@@ -130,7 +132,7 @@ def exit_code(rows: Sequence[Row]) -> int:
     return EXIT_OK if "ok" in verdicts else EXIT_NONE_RAN
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[CheckRow]) -> Table:
     """One row a check."""
     made = Table(title="GPU checks")
     for heading in ("check", "needs", "verdict", "what came of it"):
@@ -156,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     console = Console()
     if options.list:
-        console.print(table([Row(check=each, verdict="", told=each.would) for each in chosen]))
+        console.print(table([CheckRow(check=each, verdict="", told=each.would) for each in chosen]))
         return EXIT_OK
     rows = run_checks(chosen, look(), by_itself)
     console.print(table(rows))

@@ -81,7 +81,7 @@ class RanksFailed(Exception):
     """The ranks ended otherwise than they should; with their last lines."""
 
 
-class _Told:
+class _RankOutput:
     """Takes the lines of the ranks: the one of JSON, and the last others."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def run_ranks(what: str, gpus: int) -> str:
 
 
 async def _run(what: str, gpus: int) -> str:
-    told = _Told()
+    told = _RankOutput()
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     config = HostConfig(
         target=str(Path(__file__).with_name("ranks.py")),

@@ -106,7 +106,7 @@ class Host(Protocol):
         ...
 
 
-class Place:
+class HostNode:
     """One host's node, and what it tells."""
 
     def __init__(self, host: Host, cookie: str, budget_ns: int) -> None:
@@ -174,7 +174,7 @@ class JobDemo:
         model: Sequence[str] = MODEL,
     ) -> None:
         cookie = secrets.token_hex()
-        self.places = [Place(host, cookie, budget_ns) for host in hosts]
+        self.places = [HostNode(host, cookie, budget_ns) for host in hosts]
         self._patience_s = PATIENCE_BUDGETS * budget_ns / 1e9
         self._model = model
         self.victim = self.places[-1]
@@ -269,7 +269,7 @@ class JobDemo:
 
         self._until(reached, f"{STEPS_BETWEEN} steps of {members} ranks")
 
-    def _all_agree(self, places: Sequence[Place]) -> None:
+    def _all_agree(self, places: Sequence[HostNode]) -> None:
         names = tuple(sorted(place.host.name for place in places))
         self._until(lambda: all(self.views.get(name) == names for name in names), f"a view of {names}")
 
@@ -292,7 +292,7 @@ class JobDemo:
                 for event in running[fd].read():
                     self._take(running[fd], event)
 
-    def _take(self, place: Place, event: Event) -> None:
+    def _take(self, place: HostNode, event: Event) -> None:
         match event["kind"]:
             case "view":
                 self.views[place.host.name] = tuple(event["members"])

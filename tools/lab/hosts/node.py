@@ -52,7 +52,7 @@ def say(kind: str, **fields: Any) -> None:
     emit_plainly("stdout", json.dumps({"kind": kind, "at_ns": time.monotonic_ns(), **fields}))
 
 
-class Place:
+class LabNode:
     """A node and its jobs."""
 
     def __init__(self, address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
@@ -111,7 +111,7 @@ class Place:
 
 async def run(address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
     """Until the process is killed."""
-    place = Place(address, join, name, recovery_budget_ns)
+    place = LabNode(address, join, name, recovery_budget_ns)
     await place.jobs.open()
     living = asyncio.ensure_future(place.node.run())
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -51,7 +51,7 @@ _HEADER_BYTES: Final = 10  # struct virtio_net_hdr, in front of each frame
 
 
 class Cable(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host's cable does to what the host sends. rate_mbps 0: as fast as it goes; loss: 0..1."""
+    """Properties of a host's cable, applied to what the host sends. rate_mbps 0: unlimited; loss: 0..1."""
 
     plugged: bool = True
     delay_ms: Annotated[float, msgspec.Meta(ge=0, le=60_000)] = 0.0

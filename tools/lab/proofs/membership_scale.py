@@ -1,4 +1,4 @@
-"""How the cost of membership grows with a cluster: members join in batches, then 1 % of them fail at once.
+"""Measure how membership scales: members join in batches, then 1 % of them fail at once.
 
     python -m zbmd.tools.lab.proofs.membership_scale [--sizes 1000,3000,10000]
 
@@ -87,7 +87,7 @@ class CountedNode(NodeProcess):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScaleRow:
     """What one phase cost."""
 
     size: int
@@ -118,7 +118,9 @@ def agreed(cluster: Counted, names: Sequence[str]) -> bool:
     return all(view is not None and view.epoch == first.epoch for view in views)
 
 
-def converge(simulation: sim.Simulation[Packet], cluster: Counted, names: Sequence[str], what: str) -> Row:
+def converge(
+    simulation: sim.Simulation[Packet], cluster: Counted, names: Sequence[str], what: str
+) -> ScaleRow:
     """Run until these agree, and tell what it cost. Raises `TimeoutError`."""
     cluster.reset()
     began_ns, began_s, epoch = simulation.now_ns, time.process_time(), cluster.acted_on
@@ -129,7 +131,7 @@ def converge(simulation: sim.Simulation[Packet], cluster: Counted, names: Sequen
         simulation.history.raw.clear()
         gc.collect(1)
     sent = cluster.by_node
-    return Row(
+    return ScaleRow(
         size=cluster.size,
         what=what,
         virtual_s=(simulation.now_ns - began_ns) / 1e9,
@@ -141,7 +143,7 @@ def converge(simulation: sim.Simulation[Packet], cluster: Counted, names: Sequen
     )
 
 
-def measure(size: int) -> list[Row]:
+def measure(size: int) -> list[ScaleRow]:
     """Both phases of one size."""
     simulation = sim.Simulation[Packet](f"scale/{size}")
     cluster = Counted(size)

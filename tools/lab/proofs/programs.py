@@ -95,7 +95,7 @@ def _verifier_digest() -> bytes:
 
 
 class Kept:
-    """What has been proved, in a file that several processes may append to."""
+    """Ledger of proofs, in a file that several processes may append to."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What runs inside the machine: its first process, and the set-up of its devices."""
+"""First process of the machine, and the set-up of its devices."""
 
 from __future__ import annotations
 

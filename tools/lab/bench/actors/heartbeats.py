@@ -1,4 +1,4 @@
-"""What a node's heartbeats cost while nothing else happens: CPU time of idle clusters on this host.
+"""Measure the heartbeats of idle nodes: CPU time of idle clusters on this host.
 
     python -m zbmd.tools.lab.bench.actors.heartbeats [--nodes 2,3,5,9] [--seconds 60]
 
@@ -36,7 +36,7 @@ GOAL_PERCENT = 0.1
 
 
 def cpu_ns(pid: int) -> int:
-    """What the threads of a process have run so far."""
+    """Return the CPU time of the threads of a process."""
     tasks = Path(f"/proc/{pid}/task")
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir())
 

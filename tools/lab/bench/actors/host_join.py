@@ -1,4 +1,4 @@
-"""What a host that joins a running job costs those that were there: the longest gap, and where it went.
+"""Measure what a joining host costs the members of a running job: the longest gap between steps, by cause.
 
     python -m zbmd.tools.lab.bench.actors.host_join [--hosts N] [--joins K] [--json] [-- ARGUMENT ...]
 
@@ -68,7 +68,7 @@ class LoopbackHost:
 
 
 @dataclass(slots=True)
-class Story:
+class CommitTimeline:
     """What one process's step-commit machine lived through, ns (CLOCK_MONOTONIC)."""
 
     rank: int
@@ -80,10 +80,10 @@ class Story:
     epoch_of: dict[int, int] = field(default_factory=dict[int, int])
 
 
-def story_of(log: ProcessLog) -> Story:
+def story_of(log: ProcessLog) -> CommitTimeline:
     """Read one process's log."""
     name, _, incarnation = log.name.partition("#")
-    story = Story(int(name.removeprefix("rank")), int(incarnation))
+    story = CommitTimeline(int(name.removeprefix("rank")), int(incarnation))
     streams: set[int] = set()
     for entry in log.entries():
         match entry.record:
@@ -98,7 +98,7 @@ def story_of(log: ProcessLog) -> Story:
     return story
 
 
-def _note(story: Story, at_ns: int, text: str) -> None:
+def _note(story: CommitTimeline, at_ns: int, text: str) -> None:
     words = text.split()
     if text.startswith("entered the view of epoch "):
         story.epochs[int(words[5].rstrip(":"))]["entered"] = at_ns
@@ -106,7 +106,7 @@ def _note(story: Story, at_ns: int, text: str) -> None:
         story.epochs[int(words[5])]["grouped"] = at_ns
 
 
-def _event(story: Story, at_ns: int, tag: str, fields: dict[str, Any]) -> None:
+def _event(story: CommitTimeline, at_ns: int, tag: str, fields: dict[str, Any]) -> None:
     epoch = fields.get("epoch", 0)
     moments = story.epochs[epoch]
     match tag:
@@ -153,7 +153,7 @@ class Joined:
         return self.calm_gap_ms / self.step_ms
 
 
-def join_of(old: Story, new: Story) -> Joined | None:
+def join_of(old: CommitTimeline, new: CommitTimeline) -> Joined | None:
     """What the join of `new` cost `old`, a member that was there; None if they never stepped together."""
     epoch = next((e for e in sorted(new.epochs) if "computed" in new.epochs[e]), None)
     if epoch is None or "computed" not in old.epochs.get(epoch, {}):
@@ -188,14 +188,14 @@ def join_of(old: Story, new: Story) -> Joined | None:
     )
 
 
-def _gaps_ms(story: Story, versions: range) -> list[float]:
+def _gaps_ms(story: CommitTimeline, versions: range) -> list[float]:
     times = [story.commits[version] for version in versions if version in story.commits]
     return [(b - a) / 1e6 for a, b in pairwise(times)]
 
 
 def joins_of(captures: Path) -> list[Joined]:
     """All joins into the job that was running, from the captures of all ranks."""
-    lives: dict[int, list[Story]] = defaultdict(list)
+    lives: dict[int, list[CommitTimeline]] = defaultdict(list)
     for log in open_log(captures).processes:
         story = story_of(log)
         lives[story.rank].append(story)

@@ -84,7 +84,7 @@ def run_programs(ranks: int, events: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RateRow:
     """One line of the table."""
 
     what: str
@@ -96,7 +96,7 @@ class Row:
     """From the slowest to the fastest run, of the median."""
 
 
-def measure(what: str, run: Callable[[int, int], str], ranks: int, events: int, runs: int) -> Row:
+def measure(what: str, run: Callable[[int, int], str], ranks: int, events: int, runs: int) -> RateRow:
     """Time `run(ranks, events)`, once to warm up and `runs` times to count."""
     digests: set[str] = set()
     rates: list[float] = []
@@ -108,7 +108,7 @@ def measure(what: str, run: Callable[[int, int], str], ranks: int, events: int, 
     if len(digests) != 1:
         raise SystemExit(f"{what}: one seed gave {len(digests)} histories")
     median = statistics.median(rates)
-    return Row(
+    return RateRow(
         what=what,
         ranks=ranks,
         events=events,

@@ -1,4 +1,4 @@
-"""What the watchdog costs a process: processor time a look, and asks a second with it and without, in turn.
+"""Measure the watchdog: CPU time of a check, and asks per second with and without it, in turn.
 
     python -m zbmd.tools.lab.bench.actors.watchdog [--seconds S] [--actors N] [--json]
 

@@ -1,4 +1,4 @@
-"""What the flight recorder costs an operation, at most.
+"""Measure an upper bound of what the flight recorder adds to an operation.
 
     python -m zbmd.tools.lab.bench.collectives.flight [--rounds N]
 

@@ -1,4 +1,4 @@
-"""What a model's actors cost a training step: its shards through them beside plain ones, in turn.
+"""Measure what the actors of a model add to a training step: shards with and without them, in turn.
 
     python -m zbmd.tools.lab.bench.training.model_actors --rounds 500 --out DIR
 

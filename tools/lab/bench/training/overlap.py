@@ -1,4 +1,4 @@
-"""How much of the gradients' all-reduce is hidden behind the backward pass, between two hosts.
+"""Measure how much of the gradient all-reduce the backward pass hides, between two hosts.
 
     python -m zbmd.tools.lab.bench.training.overlap [--rates 1000,300] [--layers N] [--width N] [--steps N]
         [--json]
@@ -70,7 +70,7 @@ class Hidden(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clocks(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the trace's clock of another host is off, and how right it says that it is; us."""
+    """Error of the trace's clock of another host, and its stated bound; us."""
 
     rate_mbps: float
     off_us: float

@@ -1,4 +1,4 @@
-"""What the profiler costs: steps with spans beside steps without, in turn, and what a span and a line take.
+"""Measure the profiler: steps with and without spans, in turn, and the cost of a span and of a line.
 
 Steps are timed by the processor time of their thread, so that what else the machine does counts little; steps
 without spans are also laid beside each other, which tells how far the noise goes. The share is the cost of a
@@ -98,7 +98,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _span_ns() -> tuple[float, float]:
-    """What entering and leaving a span of a unit takes, with a recorder and without."""
+    """Return the cost of a span, with and without a recorder."""
 
     def one() -> None:
         with spans.FORWARD[3]:

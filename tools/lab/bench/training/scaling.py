@@ -45,7 +45,7 @@ Times = Mapping[str, Sequence[float]]
 
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run; the JSON object of `--json`."""
+    """Result of a run; the JSON object of `--json`."""
 
     date: str
     machine: Machine

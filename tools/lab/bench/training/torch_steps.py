@@ -39,7 +39,7 @@ RUN_S_MAX: Final = 600.0
 RANKS_MAX: Final = 16
 
 
-class _Told:
+class _RankOutput:
     """Takes the lines of the ranks: turns, and what else they say."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Told:
 
 async def run(arguments: Sequence[str], ranks: int) -> list[dict[str, Any]]:
     """What rank 0 told of each turn. Raises `UserError` with the last lines if the ranks fail."""
-    told = _Told()
+    told = _RankOutput()
     config = HostConfig(
         target=str(Path(__file__).with_name("gloo_training.py")),
         arguments=tuple(arguments),

@@ -35,7 +35,7 @@ LINK_BYTES_MAX: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class GoalRow:
     """One line of the table; `met` is None where the figure is told without a goal."""
 
     what: str
@@ -65,7 +65,7 @@ class Rows:
         return found.value
 
 
-def p2p_lines(rows: Rows) -> list[Line]:
+def p2p_lines(rows: Rows) -> list[GoalRow]:
     """Small messages, large ones from both kinds of memory, and frames."""
     small = rows.of("p2p-arena", OURS, 8)
     peers = ", ".join(
@@ -73,7 +73,7 @@ def p2p_lines(rows: Rows) -> list[Line]:
         for name, who in (("Open MPI from Python", "openmpi"), ("from C", "openmpi-c"))
     )
     lines = [
-        Line(
+        GoalRow(
             what="shm p2p, 8 B one way, native wait, from Python",
             goal="≤ Open MPI",
             measured=f"{small.time_us_p50:.2f} µs ({peers})",
@@ -84,7 +84,7 @@ def p2p_lines(rows: Rows) -> list[Line]:
         parts = 1 / rows.ratio("p2p-arena", "memcpy-shared", nbytes)
         of_numpy = 1 / rows.ratio("p2p-arena", "memcpy", nbytes)
         lines.append(
-            Line(
+            GoalRow(
                 what=f"shm p2p, {size_in_words(nbytes)}iB, arena to inbox",
                 goal="≥ 0.9 × memcpy",
                 measured=f"{parts:.2f} × memcpy in such memory ({of_numpy:.2f} × in numpy's), "
@@ -94,7 +94,7 @@ def p2p_lines(rows: Rows) -> list[Line]:
         )
         times = 1 / rows.ratio("p2p-foreign", "openmpi", nbytes)
         lines.append(
-            Line(
+            GoalRow(
                 what=f"shm p2p, {size_in_words(nbytes)}iB, foreign buffers",
                 goal="≥ Open MPI",
                 measured=f"{times:.2f} × Open MPI, {_bandwidth(rows.of('p2p-foreign', OURS, nbytes))}",
@@ -104,13 +104,13 @@ def p2p_lines(rows: Rows) -> list[Line]:
     quiet, training = rows.of("frame", OURS, 8), rows.of("frame-training", OURS, 8)
     return [
         *lines,
-        Line(
+        GoalRow(
             what="shm frame round trip through asyncio",
             goal="≤ 12 µs median, ≤ 30 µs p99",
             measured=f"{quiet.time_us_p50:.1f} µs, p99 {quiet.time_us_p99:.1f}",
             met=quiet.time_us_p50 <= 12 and quiet.time_us_p99 <= 30,
         ),
-        Line(
+        GoalRow(
             what="the same, both ranks inside a training step",
             goal="reported",
             measured=f"{training.time_us_p50:.1f} µs, p99 {training.time_us_p99:.0f}",
@@ -119,15 +119,15 @@ def p2p_lines(rows: Rows) -> list[Line]:
     ]
 
 
-def tcp_lines(rows: Rows) -> list[Line]:
+def tcp_lines(rows: Rows) -> list[GoalRow]:
     """16 MiB puts over loopback with the MAC, beside iperf3; what the other protections make of them."""
     stream = rows.of("put-arena", "iperf3", TCP_BYTES)
-    lines: list[Line] = []
+    lines: list[GoalRow] = []
     for who, protection in ((OURS, "MAC"), ("zbmd-none", "no protection"), ("zbmd-tls", "TLS")):
         ours = rows.of("put-arena", who, TCP_BYTES)
         part = stream.time_us_p50 / ours.time_us_p50
         lines.append(
-            Line(
+            GoalRow(
                 what=f"tcp loopback, 16 MiB puts, {protection}",
                 goal="reported" if who == "zbmd-tls" else "≥ 0.9 × iperf3 -l 1M",
                 measured=f"{part:.2f} × iperf3, {_bandwidth(ours)} (iperf3 {_bandwidth(stream)})",
@@ -137,9 +137,9 @@ def tcp_lines(rows: Rows) -> list[Line]:
     return lines
 
 
-def detect_lines(rows: Rows) -> list[Line]:
+def detect_lines(rows: Rows) -> list[GoalRow]:
     """Notices inside a training step, the floor beside them."""
-    lines: list[Line] = []
+    lines: list[GoalRow] = []
     for nbytes in VICTIMS:
         ours = rows.of("detect-training", OURS, nbytes)
         floors = ", ".join(
@@ -147,7 +147,7 @@ def detect_lines(rows: Rows) -> list[Line]:
             for name, who in (("futex", "floor-futex"), ("pidfd", "floor-pidfd"), ("EOF", "floor-eof"))
         )
         lines.append(
-            Line(
+            GoalRow(
                 what=f"death notice inside a training step, victim of {size_in_words(nbytes)}",
                 goal="< 1 ms median, or the floor",
                 measured=f"{ours.time_us_p50 / 1e3:.2f} ms, p99 {ours.time_us_p99 / 1e3:.2f} ({floors})",
@@ -157,10 +157,10 @@ def detect_lines(rows: Rows) -> list[Line]:
     return lines
 
 
-def idle_lines(idle: Idle) -> list[Line]:
+def idle_lines(idle: Idle) -> list[GoalRow]:
     """What a link costs."""
     return [
-        Line(
+        GoalRow(
             what=f"an idle shm link, of {idle.links} in one process",
             goal="≤ 256 KiB, and all work",
             measured=f"{idle.total_bytes / 1024:.0f} KiB, both ends; {idle.frames} frames went through",

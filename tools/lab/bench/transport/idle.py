@@ -1,4 +1,4 @@
-"""What an idle link costs: many links in one process, and the memory that the machine has less of for them.
+"""Measure idle links: many links in one process, and the memory they take from the machine.
 
     python -m zbmd.tools.lab.bench.transport.idle [--links N] [--json]
 

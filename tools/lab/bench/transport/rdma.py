@@ -51,7 +51,7 @@ CHANNEL: Final = 0
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side tells the other."""
+    """Message from one side to the other."""
 
     at: MemoryAt
     inbox: RegionHandle

@@ -40,7 +40,7 @@ FRAMES_AHEAD = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class MacRow:
     """One line of the table. us: median of one tag, round trip or frame."""
 
     what: str
@@ -136,7 +136,7 @@ async def _frame_us(link: TcpLink, other: TcpLink, seconds: float) -> float:
     return (time.perf_counter() - begin) / max(1, taken) * 1e6
 
 
-async def _link_rows(protection: Protection, seconds: float) -> list[Row]:
+async def _link_rows(protection: Protection, seconds: float) -> list[MacRow]:
     link, other = await _pair(protection)
     trips = [await _round_trip_us(link, other, seconds) for _ in range(2)]
     frames = [await _frame_us(link, other, seconds) for _ in range(2)]
@@ -144,8 +144,8 @@ async def _link_rows(protection: Protection, seconds: float) -> list[Row]:
     other.close()
     name = f"link, {protection.value}"
     return [
-        Row(f"{name}: round trip", SIZES[0], *trips),
-        Row(f"{name}: one way, in a row", MAX_PAYLOAD_BYTES, *frames),
+        MacRow(f"{name}: round trip", SIZES[0], *trips),
+        MacRow(f"{name}: one way, in a row", MAX_PAYLOAD_BYTES, *frames),
     ]
 
 
@@ -157,12 +157,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    rows: list[Row] = []
+    rows: list[MacRow] = []
     for nbytes in SIZES:
         body = os.urandom(nbytes)
         for name, tag in _tags().items():
             rows.append(
-                Row(name, nbytes, _tag_us(tag, body, given.seconds), _tag_us(tag, body, given.seconds))
+                MacRow(name, nbytes, _tag_us(tag, body, given.seconds), _tag_us(tag, body, given.seconds))
             )
     for protection in (Protection.NONE, Protection.MAC):
         rows += uvloop.run(_link_rows(protection, given.seconds))

@@ -242,7 +242,7 @@ MUTATIONS = [
     Mutation(
         "a node whose life has ended lets its ranks go on",
         "jobs",
-        (Edit(f"{LOCAL_JOBS}._end_life", "self._condemn(local, process, now_ns, kill=True)", "pass"),),
+        (Edit(f"{LOCAL_JOBS}._end_incarnation", "self._condemn(local, process, now_ns, kill=True)", "pass"),),
         BROKEN,
         seed=11,
     ),
@@ -418,7 +418,7 @@ MUTATIONS = [
     Mutation(
         "a version is taken back for what is spawned alone",
         "actors",
-        (Edit(f"{UPGRADE}.take_back", "if runs is Runs.NEW", "if runs is None"),),
+        (Edit(f"{UPGRADE}.take_back", "if runs is RunningVersion.NEW", "if runs is None"),),
         ANY,
         CALM_PAIR,
         seed=3008,
@@ -458,7 +458,9 @@ MUTATIONS = [
         "actors",
         (
             Edit(
-                f"{PEER}._on_cast", "for to, incarnation in m.to:", "for to, incarnation in (*m.to, m.to[0]):"
+                f"{PEER}._on_tell_all",
+                "for to, incarnation in m.to:",
+                "for to, incarnation in (*m.to, m.to[0]):",
             ),
         ),
         BROKEN,

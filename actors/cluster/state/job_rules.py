@@ -141,7 +141,7 @@ def _placed(job: Job, table: JobTable, members: Sequence[NodeKey]) -> Job:
     slots = range(job.spec.nodes_max)
     finished = any(entry.state is RankState.FINISHED for entry in job.ranks)
     wanted = [number for number in slots if _wants_node(job.slot(number), finished=finished)]
-    taken = [number for number in slots if _counts(job.slot(number))]
+    taken = [number for number in slots if _counts(job.slot(number), wants_node=number in wanted)]
     free = _free_nodes(job, table, members, len(wanted)) if wanted else []
     here, needed = len(taken) + len(free), job.spec.nodes_min
     shrinks = job.spec.on_loss is OnLoss.SHRINK
@@ -161,9 +161,15 @@ def _wants_node(slot: tuple[RankEntry, ...], *, finished: bool) -> bool:
     return any(e.state is RankState.VACANT and (e.incarnation or not finished) for e in slot)
 
 
-def _counts(slot: tuple[RankEntry, ...]) -> bool:
-    """Whether a slot counts as one of the job's nodes: it runs, or has finished."""
-    return any(e.lives for e in slot) or any(e.state is RankState.FINISHED for e in slot)
+def _counts(slot: tuple[RankEntry, ...], *, wants_node: bool) -> bool:
+    """Whether a slot counts as one of the job's nodes: it runs, or has finished.
+
+    A slot of which some ranks have finished and others need a node counts once it has that node. Counted
+    twice, the job would start with too few nodes, stop at the next change, and start again, for ever.
+    """
+    if any(e.lives for e in slot):
+        return True
+    return not wants_node and any(e.state is RankState.FINISHED for e in slot)
 
 
 def _free_nodes(job: Job, table: JobTable, members: Sequence[NodeKey], count: int) -> list[NodeKey]:

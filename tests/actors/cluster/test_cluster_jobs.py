@@ -446,6 +446,23 @@ class Play:
                     assert entry.state is was.state
 
 
+def test_a_slot_that_has_finished_in_part_is_not_counted_as_two_nodes() -> None:
+    t = Table(1, 2)
+    t.submit(nodes_min=2, nodes_max=2, ranks_per_node=2)
+    t.up()
+    t.down(1, 0)
+    t.change(removed=[2])
+    waiting = t.table
+    assert t.job().phase is JobPhase.WAITING and t.states() == "vfvv"
+    for _ in range(3):
+        t.change()
+        assert without_epochs(t.table) == without_epochs(waiting), (
+            "it does not start and stop again and again"
+        )
+    t.change(added=[NodeKey(3, 1)])
+    assert t.job().phase is JobPhase.RUNNING and t.states() == "sfss"
+
+
 def without_epochs(table: JobTable) -> JobTable:
     jobs = tuple(dataclasses.replace(job, epoch=0, unsettled=False) for job in table.jobs)
     return dataclasses.replace(table, jobs=jobs)

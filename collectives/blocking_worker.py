@@ -5,7 +5,8 @@
         total = group.all_reduce(numpy.ones(4))
 
 `init` runs the event loop of the membership in a thread of its own, so it also works where the caller's
-thread has a loop already, as in a notebook. Operations run on the calling thread and do not pass that loop.
+thread has a loop already, as in a notebook. Operations of a plain group run on the calling thread; those of
+an elastic group pass the loop, which repairs them.
 """
 
 from __future__ import annotations

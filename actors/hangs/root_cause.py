@@ -208,7 +208,7 @@ class _Graph:
         return found
 
     def key(self, path: list[_Node]) -> Hashable:
-        """Return the key by which root causes are told apart."""
+        """Return the key that identifies a root cause."""
         last = path[-1]
         if last in path[:-1]:
             ring = path[path.index(last) : -1]
@@ -235,7 +235,7 @@ class _Graph:
         )
 
     def _held_up(self, root: _Node) -> list[str]:
-        """Return the operations that wait for the rank of the root, each in words."""
+        """Return a description of each operation that waits for the rank of the root."""
         waiting = {
             _operation_name(position): position
             for facts in self._facts.values()

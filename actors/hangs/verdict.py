@@ -26,7 +26,7 @@ GATHER_LOOKS = 4
 LOOKS_FACTOR = 2
 """So many times the time for the answers is waited, with that for the looks from outside."""
 TOLD_MAX = 256
-"""Roots that are told of and not over yet; more of them at once are not told of."""
+"""Root causes that are reported and not over; further ones are not reported."""
 
 
 class OnHang(Enum):
@@ -185,7 +185,7 @@ class HangMachine:
 
     @property
     def notices(self) -> tuple[HangNotice, ...]:
-        """Return the hangs that are told of and not over."""
+        """Return the hangs that are reported and not over."""
         return tuple(told.notice for told in self._told.values())
 
     def handle(self, event: HangEvent, *, now_ns: int) -> list[HangAction]:

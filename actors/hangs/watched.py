@@ -31,7 +31,7 @@ ACTIVITIES_MAX: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A place in words; `zbmd.actors.hangs.wire.Place` says what the fields mean."""
+    """A place as text; the fields are those of `zbmd.actors.hangs.wire.Place`."""
 
     kind: PlaceKind
     who: str

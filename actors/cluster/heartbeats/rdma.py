@@ -45,7 +45,7 @@ class OwnDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoDevice:
-    """The node has no device. why: one line for both hosts; tells: whether peers are told."""
+    """The node has no device. why: one line for both hosts; tells: whether peers get a report."""
 
     why: str
     tells: bool

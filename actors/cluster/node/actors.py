@@ -1,9 +1,9 @@
 """The actors of a node: a system for each incarnation, linked with those of all other members of the cluster.
 
-Ranks and sessions link with a node's actors, and it with theirs, when something is sent there (`ways`).
-A node tells the others where its actors listen; of each two the higher key dials. Names and groups follow the
-views that the node acts on. Who goes from the view is lost, whatever its link does; and when the incarnation
-of this node is over, all its actors are killed, before its next incarnation begins with a system of its own.
+Ranks and sessions link with a node's actors, and it with theirs, when something is sent there (`routes`).
+A node sends the others the address of its actors; of each two the higher key dials. Names and groups follow
+the views that the node acts on. A node that leaves the view is lost, whatever its link does. At the end of an
+incarnation all its actors are killed, before the next one begins with a system of its own.
 """
 
 from __future__ import annotations

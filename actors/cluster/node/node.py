@@ -67,7 +67,7 @@ class ClusterNode:
         self.output = JobOutput()
         """What jobs' ranks print here; commands read it."""
         self.actors_at = ""
-        """Where the actors of this incarnation listen; sessions are told."""
+        """Address of the actors of this incarnation, which sessions receive."""
 
     async def run(self) -> None:
         """Live until the node has left. Raises `UserError`s, `JoinFailed` among them."""

@@ -5,29 +5,19 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Final
 
-from zbmd.tools.fuzzing.target import Target
-from zbmd.tools.fuzzing.targets import (
-    actors,
-    bulks,
-    captures,
-    cluster,
-    collectives,
-    files,
-    links,
-    memories,
-    profiles,
-    wires,
-)
+from zbmd.tools.fuzzing import targets
+from zbmd.tools.fuzzing.target import Target, registered
 from zbmd.transport.errors import UserError
 
-TARGETS: Final[Mapping[str, Target]] = {
-    target.name: target
-    for module in (wires, bulks, memories, links, actors, cluster, collectives, captures, files, profiles)
-    for target in module.TARGETS
-}
+for _module in pkgutil.iter_modules(targets.__path__, f"{targets.__name__}."):
+    importlib.import_module(_module.name)
+
+TARGETS: Final[Mapping[str, Target]] = dict(sorted(registered.items()))
 
 DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/shm/attach.py": ("attach.message", "link.handover"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any, Final, TypeVar
 
 # Scripts: any bytes are a sequence of small instructions of an attacker, and so is any mutation.
 
@@ -93,8 +96,92 @@ class Target:
     what: str
     allowed: tuple[type[Exception], ...]
     seeds: Callable[[], tuple[bytes, ...]]
-    run: Callable[[bytes], None]
+    run: Callable[[bytes], object]
     bytes_per_byte: int = 256
+
+
+registered: Final[dict[str, Target]] = {}
+"""By name, in the order of registration; the modules of `targets/` register theirs when they are imported."""
+
+Seeds = tuple[bytes, ...] | Callable[[], tuple[bytes, ...]]
+"""Valid inputs, or what makes them at their first use."""
+ReadT = TypeVar("ReadT", bound=Callable[[Any], object])
+
+
+def target(
+    name: str, what: str, seeds: Seeds, *allowed: type[Exception], bytes_per_byte: int = 256
+) -> Callable[[ReadT], ReadT]:
+    """Register a function of `bytes` as a target; the arguments are those of `Target`."""
+    return _registering(lambda read: read, name, what, seeds, allowed, bytes_per_byte)
+
+
+def text_target(
+    name: str, what: str, seeds: Seeds, *allowed: type[Exception], bytes_per_byte: int = 256
+) -> Callable[[ReadT], ReadT]:
+    """Register a function of a `str`: the input, decoded as UTF-8."""
+
+    def on_text(read: Callable[[str], object]) -> Callable[[bytes], object]:
+        return lambda data: read(data.decode(errors="replace"))
+
+    return _registering(on_text, name, what, seeds, allowed, bytes_per_byte)
+
+
+def file_target(
+    name: str, what: str, seeds: Seeds, *allowed: type[Exception], file: str = "file"
+) -> Callable[[ReadT], ReadT]:
+    """Register a function of a `Path`: a file named `file` that holds the input, alone in its directory."""
+
+    def on_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
+        def run(data: bytes) -> None:
+            with as_file(data, file) as path:
+                read(path)
+
+        return run
+
+    return _registering(on_file, name, what, seeds, allowed)
+
+
+def _registering(
+    adapt: Callable[[Any], Callable[[bytes], object]],
+    name: str,
+    what: str,
+    seeds: Seeds,
+    allowed: tuple[type[Exception], ...],
+    bytes_per_byte: int = 256,
+) -> Callable[[ReadT], ReadT]:
+    def make() -> tuple[bytes, ...]:
+        return seeds() if callable(seeds) else seeds
+
+    def register(read: ReadT) -> ReadT:
+        assert name not in registered, f"two fuzz targets are named {name!r}"
+        registered[name] = Target(
+            name=name,
+            what=what,
+            allowed=allowed,
+            seeds=make,
+            run=adapt(read),
+            bytes_per_byte=bytes_per_byte,
+        )
+        return read
+
+    return register
+
+
+@contextlib.contextmanager
+def folder() -> Generator[Path]:
+    """A directory for the body."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        yield Path(made)
+
+
+@contextlib.contextmanager
+def as_file(data: bytes, name: str = "file") -> Generator[Path]:
+    """A file that holds `data` and that only its owner can read, alone in a directory."""
+    with folder() as made:
+        path = made / name
+        path.write_bytes(data)
+        path.chmod(0o600)
+        yield path
 
 
 def refuses(target: Target, data: bytes) -> Exception | None:

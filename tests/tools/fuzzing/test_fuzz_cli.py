@@ -90,7 +90,7 @@ def test_the_first_part_of_a_name_names_all_that_have_it(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no-such-target"], "There are: stream.plain, stream.keyed"),
+        (["no-such-target"], "There are: arguments, array, attach.message"),
         (["--seconds", "0"], "out of range"),
         (["--input", "x"], "the one target"),
         (["frames.header", "--input", "no-such-file"], "cannot read no-such-file"),

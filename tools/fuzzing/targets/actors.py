@@ -28,7 +28,7 @@ from zbmd.actors.replay.constructor_args import pack_arguments, unpack_arguments
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
 from zbmd.tools.fuzzing.mutate import retyped
-from zbmd.tools.fuzzing.target import Broken, Script, Target, block, blocks, read_blocks
+from zbmd.tools.fuzzing.target import Broken, Script, block, blocks, read_blocks, target
 from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.identity import Identity
@@ -59,6 +59,7 @@ def _seeds() -> tuple[bytes, ...]:
     return tuple(hang_wire.encode(message) for message in messages)
 
 
+@target("hang.packet", "what a rank's watchdog and its host say to each other", _seeds, RemoteProtocolError)
 def _run(data: bytes) -> None:
     try:
         hang_wire.decode_from_host(data)
@@ -82,17 +83,8 @@ def _judge(standing: Standing) -> None:
         machine.check_invariants()
 
 
-HANGS_TARGETS = (
-    Target(
-        name="hang.packet",
-        what="what a rank's watchdog and its host say to each other",
-        allowed=(RemoteProtocolError,),
-        seeds=_seeds,
-        run=_run,
-    ),
-)
-
-
+DECODED = (RemoteProtocolError, InvalidMessage, UnknownContract)
+"""What a message from a peer may be refused with: the last two are answered, and the link stays."""
 FRAMES_MAX = 64
 PATIENCE_S = 5.0
 PIECES_MAX = 64
@@ -164,6 +156,7 @@ def _envelopes() -> tuple[bytes, ...]:
     )
 
 
+@target("wire.envelope", "an envelope and what is in it", _envelopes, *DECODED)
 def _envelope(data: bytes) -> None:
     codec = _codec()
     match codec.decode(data):
@@ -190,6 +183,7 @@ def _around() -> tuple[bytes, ...]:
     return tuple(block(head[:-LONG_HEAD_BYTES]) + block(tail) for head, _, tail in cut)
 
 
+@target("wire.pieces", "a message around long bytes, which were copied by themselves", _around)
 def _pieces(data: bytes) -> None:
     """A message that was copied in pieces says what it says as a whole, wherever it was cut."""
     script, codec = Script(data), _codec()
@@ -236,6 +230,7 @@ def _messages() -> tuple[bytes, ...]:
     return tuple(msgspec.msgpack.encode(message) for message in messages)
 
 
+@target("contracts.message", "a message of any contract", _messages, *DECODED)
 def _message(data: bytes) -> None:
     message = _codec().decode_contract(data)
     if type(message) not in registered().values() or not fingerprint(type(message)):
@@ -251,6 +246,14 @@ def _argument_seeds() -> tuple[bytes, ...]:
     )
 
 
+@target(
+    "arguments",
+    "the recorded arguments of an actor's constructor",
+    _argument_seeds,
+    ValueError,
+    RecursionError,
+    *DECODED,
+)
 def _arguments(data: bytes) -> None:
     args, kwargs = unpack_arguments(data, _unbound, _codec().decode_contract)
     if not isinstance(args, list) or not all(isinstance(key, str) for key in kwargs):
@@ -268,16 +271,29 @@ def _packets() -> tuple[bytes, ...]:
     return (b"\0" + template.encode(fork), *(b"\1" + template.encode(reply) for reply in replies))
 
 
+@target("template.packet", "a request to the template, or one of its replies", _packets, RemoteProtocolError)
 def _packet(data: bytes) -> None:
     decode = template.decode_request if data[:1] == b"\0" else template.decode_reply
     decode(data[1:])
 
 
+@target(
+    "host.report",
+    "what a rank reports to its host",
+    lambda: (msgspec.msgpack.encode({"kind": "step", "loss": 1.5, "members": [0, 1], "at_ns": 5}),),
+    RemoteProtocolError,
+)
 def _report(data: bytes) -> None:
     if not all(isinstance(key, str) for key in host_contracts.read_report(data)):
         raise Broken("a report has keys that are no text")
 
 
+def _output_seeds() -> tuple[bytes, ...]:
+    long = b"x" * 60_000
+    return (blocks([b"one\ntwo\n", b"three"]), blocks([long, long, b"\n", long]), blocks([b"\n" * 500]))
+
+
+@target("host.output", "what ranks print", _output_seeds)
 def _output(data: bytes) -> None:
     assembler, put_in, came_out = LineAssembler(), 0, 0
     for piece in read_blocks(data, PIECES_MAX):
@@ -290,11 +306,6 @@ def _output(data: bytes) -> None:
     came_out += sum(len(line) for line in assembler.end())
     if came_out > put_in:
         raise Broken(f"{came_out} bytes of lines came out of {put_in}")
-
-
-def _output_seeds() -> tuple[bytes, ...]:
-    long = b"x" * 60_000
-    return (blocks([b"one\ntwo\n", b"three"]), blocks([long, long, b"\n", long]), blocks([b"\n" * 500]))
 
 
 # ---- a whole conversation
@@ -310,6 +321,9 @@ def _conversations() -> tuple[bytes, ...]:
     return (*each, b"".join(each), b"".join(reversed(each)), raw + b"\4\xff\xff\3" + each[0])
 
 
+@target(
+    "peer.conversation", "an attached peer that says anything at all", _conversations, bytes_per_byte=4096
+)
 def _conversation(data: bytes) -> None:
     """An attached peer that holds the cookie says anything at all; our actors go on."""
     asyncio.run(_converse(Script(data)))
@@ -405,62 +419,3 @@ async def _settle(theirs: ShmLink, ours: ShmLink) -> None:
     except (LinkClosed, LinkFull):
         return
     await asyncio.wait_for(heard, PATIENCE_S)
-
-
-DECODED = (RemoteProtocolError, InvalidMessage, UnknownContract)
-"""What a message from a peer may be refused with: the last two are answered, and the link stays."""
-
-TARGETS = (
-    *HANGS_TARGETS,
-    Target(
-        name="wire.envelope",
-        what="an envelope and what is in it",
-        allowed=DECODED,
-        seeds=_envelopes,
-        run=_envelope,
-    ),
-    Target(
-        name="wire.pieces",
-        what="a message around long bytes, which were copied by themselves",
-        allowed=(),
-        seeds=_around,
-        run=_pieces,
-    ),
-    Target(
-        name="contracts.message",
-        what="a message of any contract",
-        allowed=DECODED,
-        seeds=_messages,
-        run=_message,
-    ),
-    Target(
-        name="arguments",
-        what="the recorded arguments of an actor's constructor",
-        allowed=(ValueError, RecursionError, *DECODED),
-        seeds=_argument_seeds,
-        run=_arguments,
-    ),
-    Target(
-        name="peer.conversation",
-        what="an attached peer that says anything at all",
-        allowed=(),
-        seeds=_conversations,
-        run=_conversation,
-        bytes_per_byte=4096,
-    ),
-    Target(
-        name="host.report",
-        what="what a rank reports to its host",
-        allowed=(RemoteProtocolError,),
-        seeds=lambda: (msgspec.msgpack.encode({"kind": "step", "loss": 1.5, "members": [0, 1], "at_ns": 5}),),
-        run=_report,
-    ),
-    Target(
-        name="template.packet",
-        what="a request to the template, or one of its replies",
-        allowed=(RemoteProtocolError,),
-        seeds=_packets,
-        run=_packet,
-    ),
-    Target(name="host.output", what="what ranks print", allowed=(), seeds=_output_seeds, run=_output),
-)

@@ -7,10 +7,9 @@ import contextlib
 import functools
 import io
 import itertools
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,7 +26,7 @@ from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.collectives.repair import events as rm
 from zbmd.tools.entry import zbmd as cli
-from zbmd.tools.fuzzing.target import Broken, Script, Target
+from zbmd.tools.fuzzing.target import Broken, Script, folder, target
 from zbmd.tools.fuzzing.targets import wires
 from zbmd.tools.fuzzing.targets.actors import Echo, Ping
 from zbmd.tools.replay.players import (
@@ -67,6 +66,9 @@ COMMANDS: tuple[list[str], ...] = (
     ["--json"],
 )
 MEMBERSHIP_CONFIG = {"world_size": 2, "on_loss": "replace", "restarts_max": 3, "period_ns": 10**9}
+MEMBERS = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
+EventT = TypeVar("EventT")
+ActionT = TypeVar("ActionT")
 COMMIT_CONFIG = commit_config(StepCommit(rank=0, version=0, digest=bytes(16), handle=b"h", last_version=2))
 
 
@@ -76,9 +78,9 @@ COMMIT_CONFIG = commit_config(StepCommit(rank=0, version=0, digest=bytes(16), ha
 @functools.cache
 def _recorded() -> dict[str, bytes]:
     """The files of a small capture by their names: several machines, frames, marks, a death, an actor."""
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
-        asyncio.run(_record(Path(made)))
-        return {file.relative_to(made).as_posix(): file.read_bytes() for file in Path(made).rglob("*.z*")}
+    with folder() as made:
+        asyncio.run(_record(made))
+        return {file.relative_to(made).as_posix(): file.read_bytes() for file in made.rglob("*.z*")}
 
 
 async def _record(directory: Path) -> None:
@@ -122,104 +124,95 @@ def _record_hello(log: capture.Recorder) -> None:
         said = dialer.handle(hello.BytesReceived(data=answer), now_ns=1)
 
 
+def _play(
+    log: capture.Recorder,
+    kind: MachineKind[EventT, ActionT],
+    name: str,
+    config: dict[str, Any],
+    events: Iterable[EventT],
+    *,
+    tick_ns: int = 1,
+) -> capture.Tap[EventT, ActionT]:
+    """Record a machine of this kind that is given `events`, one each `tick_ns`."""
+    tap = capture.Tap(log, kind, name, kind.build(config), config)
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number * tick_ns)
+        tap.mark(number)
+    return tap
+
+
 def _record_membership(log: capture.Recorder) -> capture.Tap[host_events.Event, host_events.Action]:
-    tap = capture.Tap(log, MEMBERSHIP, "host", MEMBERSHIP.build(MEMBERSHIP_CONFIG), MEMBERSHIP_CONFIG)
     events: list[host_events.Event] = [host_events.StartRequested()]
     events += [host_events.Forked(rank=rank, incarnation=1) for rank in range(2)]
     events += [host_events.Joined(rank=rank, incarnation=1, address=f"a{rank}") for rank in range(2)]
     events += [host_events.Linked(rank=rank, incarnation=1, epoch=1) for rank in range(2)]
     events += [host_events.LossProven(rank=1, incarnation=1)]
-    for number, event in enumerate(events):
-        tap.handle(event, now_ns=number)
-        tap.mark(number)
-    return tap
+    return _play(log, MEMBERSHIP, "host", MEMBERSHIP_CONFIG, events)
 
 
 def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.CommitAction]:
-    tap = capture.Tap(log, STEP_COMMIT, "step-commit", STEP_COMMIT.build(COMMIT_CONFIG), COMMIT_CONFIG)
     held = cm.Held(version=0, digest=bytes(16), slot=0, handle=b"h", known=0, fresh=True)
-    members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
-    vote = cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"1" * 16, part=b"p")
-    events: list[cm.CommitEvent] = [
-        cm.EpochInstalled(epoch=1, members=members),
+    events: tuple[cm.CommitEvent, ...] = (
+        cm.EpochInstalled(epoch=1, members=MEMBERS),
         cm.ReportReceived(sender=1, epoch=1, held=held),
         cm.StepEnded(epoch=1, version=1, digest=b"1" * 16, part=b"q"),
-        vote,
-        cm.PeerEnded(member=members[1], reason="killed"),
-    ]
-    for number, event in enumerate(events):
-        tap.handle(event, now_ns=number)
-    return tap
+        cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"1" * 16, part=b"p"),
+        cm.PeerEnded(member=MEMBERS[1], reason="killed"),
+    )
+    return _play(log, STEP_COMMIT, "step-commit", COMMIT_CONFIG, events)
 
 
 def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.RepairAction]:
-    config = {"rank": 0}
-    tap = capture.Tap(log, REPAIR, "elastic0", REPAIR.build(config), config)
-    members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     call = rm.Call(text="sum", on_loss=rm.OnLoss.SURVIVORS, inputs=rm.Inputs.PRESERVE)
     new = rm.Report(born=0, sequence=1, phase=rm.Phase.IDLE)
-    events: list[rm.RepairEvent] = [
-        rm.EpochEntered(epoch=1, members=members),
+    events: tuple[rm.RepairEvent, ...] = (
+        rm.EpochEntered(epoch=1, members=MEMBERS),
         rm.Exchanged(epoch=1, reports=(new, new)),
         rm.Called(call=call),
         rm.Ended(epoch=1, outcome=rm.Outcome.HELD),
-        rm.EpochEntered(epoch=2, members=members[:1]),
-    ]
-    for number, event in enumerate(events):
-        tap.handle(event, now_ns=number)
-    return tap
+        rm.EpochEntered(epoch=2, members=MEMBERS[:1]),
+    )
+    return _play(log, REPAIR, "elastic0", {"rank": 0}, events)
 
 
 def _record_tags(log: capture.Recorder) -> capture.Tap[em.ElasticTagEvent, em.ElasticTagAction]:
-    config = {"rank": 0}
-    tap = capture.Tap(log, ELASTIC_TAGS, "elastic0.tags", ELASTIC_TAGS.build(config), config)
-    members = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
     first = (1 << em.SESSION_BITS) + 1
-    events: list[em.ElasticTagEvent] = [
-        em.Settled(epoch=1, members=members),
+    events: tuple[em.ElasticTagEvent, ...] = (
+        em.Settled(epoch=1, members=MEMBERS),
         tm.SendPosted(key=1, to=1, tag=3),
         em.Greeted(source=1, epoch=1, since=1),
         tm.Arrived(source=1, number=first, tag=3),
         tm.Arrived(source=1, number=first + 1, tag=4),
         tm.ReceivePosted(key=2, source=1, tag=4),
         tm.ReceivePosted(key=3, source=None, tag=5),
-        em.MemberLost(member=members[1]),
-        em.Settled(epoch=2, members=members[:1]),
-    ]
-    for number, event in enumerate(events):
-        tap.handle(event, now_ns=number)
-    return tap
+        em.MemberLost(member=MEMBERS[1]),
+        em.Settled(epoch=2, members=MEMBERS[:1]),
+    )
+    return _play(log, ELASTIC_TAGS, "elastic0.tags", {"rank": 0}, events)
 
 
 def _record_cluster(log: capture.Recorder) -> None:
     me, other = Node(NodeKey(1, 1), "a:1", "one"), Node(NodeKey(2, 1), "b:2", "two")
-    config = cluster_config(me, RECOVERY_BUDGET_NS_DEFAULT, witnessed=False)
-    tap = capture.Tap(log, CLUSTER, "cluster", CLUSTER.build(config), config)
-    events: list[cluster.Event] = [
+    events: tuple[cluster.Event, ...] = (
         cluster.Found(),
         cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train.py"))),
         cluster.Received(sender=other, message=cluster.Join(node=other)),
         TimerFired(),
         cluster.Suspected(key=other.key, reason="silent"),
         cluster.LeaveRequested(),
-    ]
-    for number, event in enumerate(events):
-        tap.handle(event, now_ns=number * SECOND_NS)
+    )
+    config = cluster_config(me, RECOVERY_BUDGET_NS_DEFAULT, witnessed=False)
+    _play(log, CLUSTER, "cluster", config, events, tick_ns=SECOND_NS)
 
 
 def _record_training(log: capture.Recorder) -> None:
     programs = programs_of("1f1b", Shape(stages=2, chunks=1, microbatches=2))
-    config = stage_config(programs, 0)
-    stage = capture.Tap(log, STAGE, "stage0/1", STAGE.build(config), config)
     heard = Heard(stage=1, what=Told.ACTIVATIONS_RELEASED, count=0)
-    for event in (StepBegun(), Computed(), Computed(), heard):
-        stage.handle(event, now_ns=0)
-    config = mirror_config(Mirror(place=0, ranks=2))
-    mirror = capture.Tap(log, MIRROR, "mirror", MIRROR.build(config), config)
+    steps = (StepBegun(), Computed(), Computed(), heard)
+    stage = _play(log, STAGE, "stage0/1", stage_config(programs, 0), steps, tick_ns=0)
     held = (Held(own=(0, None), known=0, copies=(None, None)),) * 2
     events: tuple[Event, ...] = (Entered(held=held, hosts=(0, 0)), AllHold(version=0), Copied(digest=7))
-    for number, happened in enumerate(events):
-        mirror.handle(happened, now_ns=number)
+    mirror = _play(log, MIRROR, "mirror", mirror_config(Mirror(place=0, ranks=2)), events)
     log.state(mirror.stream, MIRROR, mirror.machine, 3)
     log.state(stage.stream, STAGE, stage.machine, 3)
 
@@ -249,12 +242,12 @@ def _streams() -> tuple[bytes, ...]:
 
 @contextlib.contextmanager
 def _laid_out(files: dict[str, bytes]) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+    with folder() as made:
         for name, data in files.items():
-            path = Path(made) / name
+            path = made / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        yield Path(made)
+        yield made
 
 
 def _capture_of(stream: bytes) -> dict[str, bytes]:
@@ -287,17 +280,28 @@ def _read(directory: Path) -> None:
         _ = process.ending
 
 
+@target("capture.file", "a segment file, damaged anywhere", lambda: (_segment_file()[1],), CaptureError)
 def _file(data: bytes) -> None:
     name, _ = _segment_file()
     with _laid_out({name: data}) as directory:
         _read(directory)
 
 
+@target(
+    "capture.records", "a whole segment with hostile records", _streams, CaptureDamaged, bytes_per_byte=1024
+)
 def _records(data: bytes) -> None:
     with _laid_out(_capture_of(data)) as directory:
         _read(directory)
 
 
+@target(
+    "replay.machines",
+    "machines played again from hostile records",
+    _streams,
+    CaptureError,
+    bytes_per_byte=4096,
+)
 def _replay(data: bytes) -> None:
     with _laid_out(_capture_of(data)) as directory:
         for verdict in capture.replay_log(directory, secrets={"cookie": wires.COOKIE}):
@@ -327,6 +331,7 @@ def _states() -> tuple[bytes, ...]:
     )
 
 
+@target("replay.state", "the state that a machine is played from", _states, CaptureError, bytes_per_byte=1024)
 def _state(data: bytes) -> None:
     script = Script(data)
     kind, config, _ = _machines()[script.number(1) % len(_machines())]
@@ -335,6 +340,13 @@ def _state(data: bytes) -> None:
     kind.states.restore(kind.build(config), script.rest())
 
 
+def _command_seeds() -> tuple[bytes, ...]:
+    return tuple(bytes([number]) + stream for number in range(len(COMMANDS)) for stream in _streams())
+
+
+@target(
+    "replay.command", "zbmd replay, with its options, on hostile records", _command_seeds, bytes_per_byte=4096
+)
 def _command(data: bytes) -> None:
     script = Script(data)
     options = COMMANDS[script.number(1) % len(COMMANDS)]
@@ -344,14 +356,10 @@ def _command(data: bytes) -> None:
         cookie.chmod(0o600)
         arguments = ["replay", str(directory), "--cookie", str(cookie)]
         arguments += [option.format(out=out) for option in options]
-        code = _quietly(lambda: cli.main(arguments))
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            code = cli.main(arguments)
         if code not in (0, 1, 2):
             raise Broken(f"zbmd replay ended with {code}")
-
-
-def _quietly(run: Callable[[], int]) -> int:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return run()
 
 
 def _bodies() -> tuple[bytes, ...]:
@@ -365,6 +373,14 @@ def _bodies() -> tuple[bytes, ...]:
     return tuple(found)
 
 
+@target(
+    "capture.body",
+    "the header or the index of a segment, its checksum right",
+    _bodies,
+    CaptureError,
+    ValueError,
+    RecursionError,
+)
 def _body(data: bytes) -> None:
     """A header or an index whose checksum is right."""
     body = data[1:]
@@ -379,73 +395,19 @@ def _body(data: bytes) -> None:
         raise Broken("an index is no index")
 
 
-def _text(data: bytes) -> None:
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
-        inner = Path(made) / "in" / "side"
-        inner.mkdir(parents=True)
-        try:
-            text_to_capture(data.decode(errors="replace"), inner)
-        finally:
-            outside = [path for path in Path(made).rglob("*.zlog") if inner not in path.parents]
-            if outside:
-                raise Broken(f"it wrote {outside}")
-
-
 def _texts() -> tuple[bytes, ...]:
     with _laid_out(_recorded()) as directory:
         return (capture_to_text(directory).encode(),)
 
 
-def _command_seeds() -> tuple[bytes, ...]:
-    return tuple(bytes([number]) + stream for number in range(len(COMMANDS)) for stream in _streams())
-
-
-TARGETS = (
-    Target(
-        name="capture.file",
-        what="a segment file, damaged anywhere",
-        allowed=(CaptureError,),
-        seeds=lambda: (_segment_file()[1],),
-        run=_file,
-    ),
-    Target(
-        name="capture.records",
-        what="a whole segment with hostile records",
-        allowed=(CaptureDamaged,),
-        seeds=_streams,
-        run=_records,
-        bytes_per_byte=1024,
-    ),
-    Target(
-        name="capture.body",
-        what="the header or the index of a segment, its checksum right",
-        allowed=(CaptureError, ValueError, RecursionError),
-        seeds=_bodies,
-        run=_body,
-    ),
-    Target(name="capture.text", what="a capture as text", allowed=(CaptureError,), seeds=_texts, run=_text),
-    Target(
-        name="replay.machines",
-        what="machines played again from hostile records",
-        allowed=(CaptureError,),
-        seeds=_streams,
-        run=_replay,
-        bytes_per_byte=4096,
-    ),
-    Target(
-        name="replay.state",
-        what="the state that a machine is played from",
-        allowed=(CaptureError,),
-        seeds=_states,
-        run=_state,
-        bytes_per_byte=1024,
-    ),
-    Target(
-        name="replay.command",
-        what="zbmd replay, with its options, on hostile records",
-        allowed=(),
-        seeds=_command_seeds,
-        run=_command,
-        bytes_per_byte=4096,
-    ),
-)
+@target("capture.text", "a capture as text", _texts, CaptureError)
+def _text(data: bytes) -> None:
+    with folder() as made:
+        inner = made / "in" / "side"
+        inner.mkdir(parents=True)
+        try:
+            text_to_capture(data.decode(errors="replace"), inner)
+        finally:
+            outside = [path for path in made.rglob("*.zlog") if inner not in path.parents]
+            if outside:
+                raise Broken(f"it wrote {outside}")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -30,7 +28,7 @@ from zbmd.actors.cluster.node.persistent_state import NodeRecord, NodeState, Sta
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import Change, ClusterView
 from zbmd.actors.errors import UnknownContract
-from zbmd.tools.fuzzing.target import Broken, Target, blocks, read_blocks
+from zbmd.tools.fuzzing.target import Broken, blocks, folder, read_blocks, target, text_target
 from zbmd.tools.node.join_token import Token, read_token, write_token
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
@@ -54,19 +52,24 @@ ENVIRONMENTS = (
 )
 
 
-def _text(parse: Callable[[str], None]) -> Callable[[bytes], None]:
-    def run(data: bytes) -> None:
-        parse(data.decode(errors="replace"))
-
-    return run
-
-
+@text_target(
+    "hostlist",
+    "a list of hosts as Slurm writes it",
+    (b"a[001-003,7]-ib,b12,c[1-2][3-4]", b"n1,n2", b"[1-3]", b"a[08-11]b[0-1]"),
+    UserError,
+)
 def _hosts(text: str) -> None:
     hosts = parse_hostlist(text, hosts_max=HOSTS_MAX)
     if len(hosts) > HOSTS_MAX or parse_hostlist(format_hostlist(hosts)) != hosts:
         raise Broken(f"{len(hosts)} hosts, formatted {format_hostlist(hosts)[:200]}")
 
 
+@text_target(
+    "bootstrap.environment",
+    "the environment that a launcher gives",
+    lambda: tuple(text.encode() for text in ENVIRONMENTS),
+    UserError,
+)
 def _environment(text: str) -> None:
     pairs = (line.partition("=") for line in text.split("\n", VARIABLES_MAX))
     environment = {name: value for name, _, value in pairs}
@@ -81,32 +84,31 @@ def _environment(text: str) -> None:
         raise Broken(f"{found}")
 
 
+@text_target(
+    "etcd.url", "the address of a store", (b"etcd://a:2379/job", b"etcds://a,[::1]:1,10.0.0.1/b/c"), UserError
+)
 def _url(text: str) -> None:
     found = parse_etcd_url(text)
     if parse_etcd_url(str(found)) != found:
         raise Broken(f"{found!r} is written {found}")
 
 
+def _replies() -> tuple[bytes, ...]:
+    header = b'"header":{"cluster_id":"1","member_id":"2","revision":"3","raft_term":"2"}'
+    pair = b'{"key":"Zm9v","mod_revision":"2","value":"YmFy","lease":"7"}'
+    found = b'{"response_range":{"kvs":[' + pair + b'],"count":"1"}}'
+    return (
+        b"{" + header + b"}",
+        b"{" + header + b',"succeeded":true,"responses":[{"response_put":{}},' + found + b"]}",
+        b'!{"error":"etcdserver: requested lease not found","message":"no","code":5}',
+    )
+
+
+@target("etcd.reply", "an answer of etcd's", _replies, EtcdError, RemoteProtocolError)
 def _reply(data: bytes) -> None:
     outcome = decode_reply(200 if data[:1] != b"!" else 404, data.removeprefix(b"!"), TransactionResult)
     if len(outcome.found()) > len(data):
         raise Broken(f"{outcome}")
-
-
-def _record(data: bytes) -> None:
-    refused: RemoteProtocolError | None = None
-    reads: tuple[Callable[[], object], ...] = (
-        lambda: read_record(data, ClusterRecord),
-        lambda: read_record(data, MemberRecord),
-        lambda: read_record(data, WitnessRecord),
-    )
-    for read in reads:
-        try:
-            read()
-        except RemoteProtocolError as error:
-            refused = error
-    if refused is not None:
-        raise refused
 
 
 @functools.cache
@@ -127,54 +129,21 @@ def _records() -> tuple[bytes, ...]:
     return (msgspec.json.encode(both), msgspec.json.encode(cluster), msgspec.json.encode(join_address))
 
 
-def _replies() -> tuple[bytes, ...]:
-    header = b'"header":{"cluster_id":"1","member_id":"2","revision":"3","raft_term":"2"}'
-    pair = b'{"key":"Zm9v","mod_revision":"2","value":"YmFy","lease":"7"}'
-    found = b'{"response_range":{"kvs":[' + pair + b'],"count":"1"}}'
-    return (
-        b"{" + header + b"}",
-        b"{" + header + b',"succeeded":true,"responses":[{"response_put":{}},' + found + b"]}",
-        b'!{"error":"etcdserver: requested lease not found","message":"no","code":5}',
+@target("etcd.record", "a record in etcd, which others can write", _records, RemoteProtocolError)
+def _record(data: bytes) -> None:
+    refused: RemoteProtocolError | None = None
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: read_record(data, ClusterRecord),
+        lambda: read_record(data, MemberRecord),
+        lambda: read_record(data, WitnessRecord),
     )
-
-
-BOOTSTRAPS_TARGETS = (
-    Target(
-        name="hostlist",
-        what="a list of hosts as Slurm writes it",
-        allowed=(UserError,),
-        seeds=lambda: (b"a[001-003,7]-ib,b12,c[1-2][3-4]", b"n1,n2", b"[1-3]", b"a[08-11]b[0-1]"),
-        run=_text(_hosts),
-    ),
-    Target(
-        name="bootstrap.environment",
-        what="the environment that a launcher gives",
-        allowed=(UserError,),
-        seeds=lambda: tuple(text.encode() for text in ENVIRONMENTS),
-        run=_text(_environment),
-    ),
-    Target(
-        name="etcd.url",
-        what="the address of a store",
-        allowed=(UserError,),
-        seeds=lambda: (b"etcd://a:2379/job", b"etcds://a,[::1]:1,10.0.0.1/b/c"),
-        run=_text(_url),
-    ),
-    Target(
-        name="etcd.reply",
-        what="an answer of etcd's",
-        allowed=(EtcdError, RemoteProtocolError),
-        seeds=_replies,
-        run=_reply,
-    ),
-    Target(
-        name="etcd.record",
-        what="a record in etcd, which others can write",
-        allowed=(RemoteProtocolError,),
-        seeds=_records,
-        run=_record,
-    ),
-)
+    for read in reads:
+        try:
+            read()
+        except RemoteProtocolError as error:
+            refused = error
+    if refused is not None:
+        raise refused
 
 
 MESSAGES_MAX = 16
@@ -228,12 +197,27 @@ def _hail() -> bytes:
     return msgspec.msgpack.encode(hail)
 
 
+@target(
+    "cluster.message",
+    "what one node says to another",
+    lambda: (*_messages(), _hail()),
+    RemoteProtocolError,
+    UnknownContract,
+)
 def _message(data: bytes) -> None:
     contract = contracts.decode(data)
     if contracts.decode(msgspec.msgpack.encode(contract)) != contract:
         raise Broken(f"{contract} is not what comes of its own bytes")
 
 
+@target(
+    "cluster.machine",
+    "a member that says anything, to the machine of another",
+    lambda: (blocks(_messages()), *(blocks([one]) for one in _messages())),
+    RemoteProtocolError,
+    UnknownContract,
+    bytes_per_byte=1024,
+)
 def _machine(data: bytes) -> None:
     """Whatever another member says, one message a block: the machine holds together."""
     machine = ClusterMachine(NODES[1], derive())
@@ -253,6 +237,14 @@ def _machine(data: bytes) -> None:
         machine.check_invariants()
 
 
+def _beat_seeds() -> tuple[bytes, ...]:
+    writer = BeatWriter(BEAT_KEY)
+    beats = [writer.write(7, 6), writer.write(7, 7), writer.write(2**64 - 1, 0)]
+    whole = b"".join(beats)
+    return (blocks(beats), blocks([whole]), blocks([whole[:5], whole[5:40], whole[40:]]))
+
+
+@target("cluster.beats", "a lane for heartbeats", _beat_seeds, RemoteProtocolError)
 def _beats(data: bytes) -> None:
     """A lane for heartbeats, in the pieces that the network happens to make of it."""
     reader, pieces = BeatReader(BEAT_KEY), list(read_blocks(data, MESSAGES_MAX))
@@ -262,16 +254,17 @@ def _beats(data: bytes) -> None:
         raise Broken(f"{reader.beats} beats came of {sum(map(len, pieces))} bytes")
 
 
-def _beat_seeds() -> tuple[bytes, ...]:
-    writer = BeatWriter(BEAT_KEY)
-    beats = [writer.write(7, 6), writer.write(7, 7), writer.write(2**64 - 1, 0)]
-    whole = b"".join(beats)
-    return (blocks(beats), blocks([whole]), blocks([whole[:5], whole[5:40], whole[40:]]))
-
-
+@target(
+    "node.state",
+    "a node's state directory",
+    lambda: (
+        msgspec.json.encode(NodeRecord(id=7, incarnation=3, join_addresses=("10.0.0.1:29400",))),
+        msgspec.json.encode(NodeRecord(id=1, incarnation=0)),
+    ),
+    StateError,
+)
 def _state(data: bytes) -> None:
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
-        directory = Path(made)
+    with folder() as directory:
         directory.chmod(0o700)
         (directory / "node.json").write_bytes(data)
         state = NodeState.open(directory)
@@ -283,56 +276,13 @@ def _state(data: bytes) -> None:
             state.close()
 
 
-def _token(data: bytes) -> None:
-    token, addresses = read_token(data.decode(errors="replace"))
-    if len(addresses) != len(token.addresses):
-        raise Broken("addresses were lost")
-
-
 def _token_seeds() -> tuple[bytes, ...]:
     tokens = (Token(COOKIE, ("10.0.0.1:29400", "[::1]:7")), Token(COOKIE * 2, ()))
     return tuple(write_token(token).encode() for token in tokens)
 
 
-TARGETS = (
-    *BOOTSTRAPS_TARGETS,
-    Target(
-        name="cluster.message",
-        what="what one node says to another",
-        allowed=(RemoteProtocolError, UnknownContract),
-        seeds=lambda: (*_messages(), _hail()),
-        run=_message,
-    ),
-    Target(
-        name="cluster.machine",
-        what="a member that says anything, to the machine of another",
-        allowed=(RemoteProtocolError, UnknownContract),
-        seeds=lambda: (blocks(_messages()), *(blocks([one]) for one in _messages())),
-        run=_machine,
-        bytes_per_byte=1024,
-    ),
-    Target(
-        name="cluster.beats",
-        what="a lane for heartbeats",
-        allowed=(RemoteProtocolError,),
-        seeds=_beat_seeds,
-        run=_beats,
-    ),
-    Target(
-        name="node.state",
-        what="a node's state directory",
-        allowed=(StateError,),
-        seeds=lambda: (
-            msgspec.json.encode(NodeRecord(id=7, incarnation=3, join_addresses=("10.0.0.1:29400",))),
-            msgspec.json.encode(NodeRecord(id=1, incarnation=0)),
-        ),
-        run=_state,
-    ),
-    Target(
-        name="node.token",
-        what="a token that somebody has pasted",
-        allowed=(UserError,),
-        seeds=_token_seeds,
-        run=_token,
-    ),
-)
+@target("node.token", "a token that somebody has pasted", _token_seeds, UserError)
+def _token(data: bytes) -> None:
+    token, addresses = read_token(data.decode(errors="replace"))
+    if len(addresses) != len(token.addresses):
+        raise Broken("addresses were lost")

@@ -39,9 +39,20 @@ from zbmd.collectives.repair.operations_uneven import blocks_of
 from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsReply
 from zbmd.collectives.repair.verdict import decide
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
-from zbmd.tools.fuzzing.target import Broken, Script, Target, blocks, read_blocks
+from zbmd.tools.fuzzing.target import Broken, Script, blocks, read_blocks, target
 from zbmd.tools.fuzzing.targets.actors import DECODED
 from zbmd.tools.runs import flights as flight
+from zbmd.training.pipeline.program import (
+    ScheduleError,
+    ScheduleFlawed,
+    Shape,
+    format_program,
+    parse_programs,
+)
+from zbmd.training.pipeline.rings import RingOffer, decode_offers, encode_offers
+from zbmd.training.pipeline.schedules import programs_of
+from zbmd.training.pipeline.simulate import Costs, simulate
+from zbmd.training.pipeline.verifier import verify
 from zbmd.training.replicated.workload import open_state
 from zbmd.training.run.journal import read_parts
 from zbmd.training.run.ledger import VotePart
@@ -94,6 +105,9 @@ def _from(sender: int, message: Contract) -> bytes:
     return bytes([sender]) + msgspec.msgpack.encode(message)
 
 
+@target(
+    "commit.conversation", "reports, votes and finishes of a group's other ranks", _commit_seeds, *DECODED
+)
 def _commit(data: bytes) -> None:
     """A rank in a group of three of which the others send anything; our own work always ends well."""
     machine = StepCommit(rank=0, version=0, digest=bytes(16), handle=b"own", last_version=LAST_VERSION)
@@ -138,6 +152,12 @@ def _told_seeds() -> tuple[bytes, ...]:
     )
 
 
+@target(
+    "priority.told",
+    "the calls that a member of a group has made, and their priorities",
+    _told_seeds,
+    RemoteProtocolError,
+)
 def _told(data: bytes) -> None:
     """One member tells anything, and we of three calls: one of ours, or a typed error."""
     machine = priority_machine.PriorityMachine()
@@ -172,6 +192,12 @@ def _report_seeds() -> tuple[bytes, ...]:
     )
 
 
+@target(
+    "repair.report",
+    "where a member stands in an operation that is to be repaired",
+    _report_seeds,
+    RemoteProtocolError,
+)
 def _reports(data: bytes) -> None:
     """One member sends anything, and another and we a sound report: a verdict, or a typed error."""
     sound = decode_report(np.frombuffer(_report_seeds()[1], np.uint8), RANKS[0]).report
@@ -190,6 +216,12 @@ def _splits_seeds() -> tuple[bytes, ...]:
     return tuple(_from(0, SplitsReply(splits=both[:k])) for k in range(3))
 
 
+@target(
+    "elastic.splits",
+    "how a group was split, as its members tell one that comes later",
+    _splits_seeds,
+    *DECODED,
+)
 def _splits(data: bytes) -> None:
     """Two elders tell rank 1 the same anything of how a group was split."""
     told = _codec().decode_contract(data[1:])
@@ -215,6 +247,12 @@ def _record_seeds() -> tuple[bytes, ...]:
     return (whole[:256],)
 
 
+@target(
+    "repair.record",
+    "what a dead rank says that it had published, in its arena",
+    _record_seeds,
+    RemoteProtocolError,
+)
 def _record(data: bytes) -> None:
     found = read_published(memoryview(data), 1 << 17, 1 << 17, 1)
     if found is None:
@@ -229,6 +267,7 @@ def _parts() -> tuple[bytes, ...]:
     return (msgspec.msgpack.encode(part),)
 
 
+@target("commit.part", "a rank's share of the ledger", _parts, RemoteProtocolError)
 def _part(data: bytes) -> None:
     read_parts((data,))
 
@@ -257,6 +296,7 @@ def _state_handles() -> tuple[bytes, ...]:
     return tuple(bytes([slot]) + msgspec.msgpack.encode([arena, inbox]) for slot in range(2))
 
 
+@target("commit.handle", "where a rank says that its state can be read", _state_handles, RemoteProtocolError)
 def _state_handle(data: bytes) -> None:
     """Which slot, and where a rank says that its slots are; then all of it is read."""
     with _two_segments() as (own, _, peer):
@@ -322,6 +362,14 @@ def _descriptors() -> tuple[bytes, ...]:
     return tuple(bytes([kind]) + number + good for number in numbers for kind, good in kinds)
 
 
+@target(
+    "collective.descriptor",
+    "a rank's descriptor of an operation, in shared memory",
+    _descriptors,
+    CollectiveError,
+    RemoteProtocolError,
+    DeadlineExceeded,
+)
 def _operation(data: bytes) -> None:
     """An all-reduce with a rank whose descriptor and notification are the script's.
 
@@ -360,6 +408,13 @@ def _flights() -> tuple[bytes, ...]:
     return (msgspec.json.encode(dump),)
 
 
+@target(
+    "flight.dump",
+    "a file that a rank's flight recorder was written to",
+    _flights,
+    UserError,
+    bytes_per_byte=4096,
+)
 def _flight(data: bytes) -> None:
     dump = flight_dump.read_dump(data, "the dump")
     flight.text([dump], last=flight.LAST_DEFAULT)
@@ -386,6 +441,7 @@ def _tagged_seeds() -> tuple[bytes, ...]:
     return tuple(blocks(each[:k]) for each in (plain, elastic) for k in range(1, len(each) + 1))
 
 
+@target("tagged.messages", "arrays that other members of a group send with tags", _tagged_seeds, *DECODED)
 def _tagged(data: bytes) -> None:
     """Messages of others to a member that has sent one of its own."""
     machine = TagMachine(RANKS)
@@ -402,6 +458,12 @@ def _tagged(data: bytes) -> None:
         machine.check_invariants()
 
 
+@target(
+    "tagged.elastic",
+    "greetings and arrays that other members of an elastic group send with tags",
+    _tagged_seeds,
+    *DECODED,
+)
 def _tagged_elastic(data: bytes) -> None:
     """Messages of others to a member of an elastic group, that has sent one of its own."""
     machine = elastic_tag_machine.ElasticTagMachine(RANKS[0])
@@ -426,83 +488,38 @@ def _tagged_elastic(data: bytes) -> None:
         machine.check_invariants()
 
 
-TARGETS = (
-    Target(
-        name="tagged.messages",
-        what="arrays that other members of a group send with tags",
-        allowed=DECODED,
-        seeds=_tagged_seeds,
-        run=_tagged,
-    ),
-    Target(
-        name="tagged.elastic",
-        what="greetings and arrays that other members of an elastic group send with tags",
-        allowed=DECODED,
-        seeds=_tagged_seeds,
-        run=_tagged_elastic,
-    ),
-    Target(
-        name="flight.dump",
-        what="a file that a rank's flight recorder was written to",
-        allowed=(UserError,),
-        seeds=_flights,
-        run=_flight,
-        bytes_per_byte=4096,
-    ),
-    Target(
-        name="priority.told",
-        what="the calls that a member of a group has made, and their priorities",
-        allowed=(RemoteProtocolError,),
-        seeds=_told_seeds,
-        run=_told,
-    ),
-    Target(
-        name="repair.report",
-        what="where a member stands in an operation that is to be repaired",
-        allowed=(RemoteProtocolError,),
-        seeds=_report_seeds,
-        run=_reports,
-    ),
-    Target(
-        name="elastic.splits",
-        what="how a group was split, as its members tell one that comes later",
-        allowed=DECODED,
-        seeds=_splits_seeds,
-        run=_splits,
-    ),
-    Target(
-        name="repair.record",
-        what="what a dead rank says that it had published, in its arena",
-        allowed=(RemoteProtocolError,),
-        seeds=_record_seeds,
-        run=_record,
-    ),
-    Target(
-        name="commit.conversation",
-        what="reports, votes and finishes of a group's other ranks",
-        allowed=DECODED,
-        seeds=_commit_seeds,
-        run=_commit,
-    ),
-    Target(
-        name="commit.part",
-        what="a rank's share of the ledger",
-        allowed=(RemoteProtocolError,),
-        seeds=_parts,
-        run=_part,
-    ),
-    Target(
-        name="commit.handle",
-        what="where a rank says that its state can be read",
-        allowed=(RemoteProtocolError,),
-        seeds=_state_handles,
-        run=_state_handle,
-    ),
-    Target(
-        name="collective.descriptor",
-        what="a rank's descriptor of an operation, in shared memory",
-        allowed=(CollectiveError, RemoteProtocolError, DeadlineExceeded),
-        seeds=_descriptors,
-        run=_operation,
-    ),
-)
+# ---- pipelines: programs as text, and the rings that a stage offers
+
+
+def _offer_seeds() -> tuple[bytes, ...]:
+    handle = RegionHandle(slot=1, incarnation=2, offset=4096, nbytes=1024, writable=True)
+    return (encode_offers([RingOffer(False, 1, handle), RingOffer(True, 0, handle)]),)
+
+
+@target("pipeline.rings", "where a stage says that its rings lie", _offer_seeds, RemoteProtocolError)
+def _offers(data: bytes) -> None:
+    found = decode_offers(data, 1)
+    offers = [RingOffer(*boundary, handle) for boundary, handle in found.items()]
+    if decode_offers(encode_offers(offers), 1) != found:
+        raise Broken(f"{found}")
+
+
+def _pipeline_seeds() -> tuple[bytes, ...]:
+    shapes = (("1f1b", 2, 2, 2), ("zb-h1", 3, 1, 3), ("gpipe", 1, 2, 1))
+    return tuple(
+        "".join(map(format_program, programs_of(name, Shape(stages=p, chunks=v, microbatches=m)))).encode()
+        for name, p, v, m in shapes
+    )
+
+
+@target("pipeline", "programs of a pipeline as text", _pipeline_seeds, ScheduleError, ScheduleFlawed)
+def _pipeline(data: bytes) -> None:
+    programs = parse_programs(data.decode(errors="replace"))
+    if parse_programs("".join(map(format_program, programs))) != programs:
+        raise Broken(f"{programs}")
+    shape = programs[0].shape
+    verify(programs, activations_max=(shape.chunks * shape.microbatches,) * len(programs))
+    costs = Costs.even(shape.parts, forward=1, input_gradient=1, weight_gradient=1, transfer=1)
+    timeline = simulate(programs, costs)
+    if timeline.makespan < max(timeline.busy):
+        raise Broken(f"{timeline}")

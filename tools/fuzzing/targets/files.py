@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
@@ -29,8 +28,9 @@ from zbmd.collectives.programs.program import (
     parse_program,
 )
 from zbmd.tools.cli import settings
-from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.target import Broken, as_file, file_target, folder, target, text_target
 from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
+from zbmd.tools.runs.profile import table_of
 from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.plan import read_plan
@@ -53,6 +53,27 @@ from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.model.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.model.weights import load_weights, save_weights
 from zbmd.training.optim.mixed_precision import LossScale
+from zbmd.training.profiler.lines import (
+    IDLE,
+    VERSION,
+    Overlap,
+    RunLine,
+    StepLine,
+    UnitLine,
+    lines_path,
+    read_profiles,
+)
+from zbmd.training.profiler.peak import MachineDescription, decode_peaks
+from zbmd.training.profiler.ring import (
+    MAGIC,
+    RECORD,
+    RING_AT,
+    RING_BYTES,
+    GroupLine,
+    OperationLine,
+    decode_ring,
+)
+from zbmd.training.profiler.summary import summary_of
 from zbmd.training.redundancy.state_file import StateFile, StateName
 from zbmd.training.run.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.run.repeated_oom import read_note
@@ -71,28 +92,11 @@ ELEMENTS = 12
 HEADER = LogHeader(format=1, run_id="run", base_version=0, plan=PLAN, seed=1)
 
 
-@contextmanager
-def _file(data: bytes, name: str = "file") -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
-        path = Path(made) / name
-        path.write_bytes(data)
-        path.chmod(0o600)
-        yield path
-
-
 def _written(name: str, write: Callable[[Path], object]) -> bytes:
     """What `write` makes of the file `name` in a directory of its own."""
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
-        write(Path(made))
-        return (Path(made) / name).read_bytes()
-
-
-def _on_file(read: Callable[[Path], object], name: str = "file") -> Callable[[bytes], None]:
-    def run(data: bytes) -> None:
-        with _file(data, name) as path:
-            read(path)
-
-    return run
+    with folder() as made:
+        write(made)
+        return (made / name).read_bytes()
 
 
 # ---- settings and secrets
@@ -107,15 +111,16 @@ def _settings_seeds() -> tuple[bytes, ...]:
     )
 
 
+@file_target("settings.toml", "a settings file", _settings_seeds, UserError)
 def _merge(path: Path) -> None:
     settings.merge({}, {}, path).lines()
 
 
-def _cookie(data: bytes) -> None:
-    with _file(data) as path:
-        cookie = load_or_create_cookie(path)
-        if not 32 <= len(cookie) <= 1024:
-            raise Broken(f"a cookie of {len(cookie)} bytes")
+@file_target("cookie", "a cookie file", (b"a" * 64 + b"\n", b"!" * 32, b"~" * 1024 + b"\n"), CookieError)
+def _cookie(path: Path) -> None:
+    cookie = load_or_create_cookie(path)
+    if not 32 <= len(cookie) <= 1024:
+        raise Broken(f"a cookie of {len(cookie)} bytes")
 
 
 # ---- what runs leave behind
@@ -143,6 +148,13 @@ def _append(path: Path, first: int = 1) -> None:
         log.close()
 
 
+@file_target(
+    "ledger",
+    "a commit log, read and gone on with",
+    lambda: (_written("log", lambda d: _append(d / "log")),),
+    UserError,
+    LedgerBroken,
+)
 def _ledger(path: Path) -> None:
     """Read it; then go on with it as a run would, which may not cost a record that could be read."""
     try:
@@ -168,6 +180,7 @@ def _checkpoint_seeds() -> tuple[bytes, ...]:
     )
 
 
+@file_target("checkpoint", "a checkpoint", _checkpoint_seeds, UserError)
 def _checkpoint(path: Path) -> None:
     checkpoint_version(path)
     found = load_checkpoint(path, plan=PLAN, elements=ELEMENTS)
@@ -180,8 +193,8 @@ STATE_NAME = StateName(run=7, place=0, ranks=2, elements=ELEMENTS)
 
 @functools.cache
 def _state_seeds() -> tuple[bytes, ...]:
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
-        file = StateFile(Path(made), STATE_NAME, again=False)
+    with folder() as made:
+        file = StateFile(made, STATE_NAME, again=False)
         for version in (2, 3):
             file.begin(version % 2)
             file.slots[version % 2][:] = version
@@ -190,6 +203,13 @@ def _state_seeds() -> tuple[bytes, ...]:
         return (file.path.read_bytes(),)
 
 
+@file_target(
+    "zero.state",
+    "the optimizer's state of a rank, in a file",
+    _state_seeds,
+    UserError,
+    file="zero-0-of-2.state",
+)
 def _state(path: Path) -> None:
     """A replacement finds anything under its predecessor's name: what it takes for whole has its digest."""
     file = StateFile(path.parent, STATE_NAME, again=True)
@@ -209,22 +229,22 @@ SLOTS = ParameterLayout.of({"a": (2, 3), "b": (5,)}).slots
 @functools.cache
 def _shard_files() -> tuple[bytes, bytes]:
     """What names the shard of a checkpoint, and the shard."""
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+    with folder() as made:
         flats = [np.arange(slot.size, dtype=np.float32) for slot in SLOTS]
         pieces = [
             Piece(slot.name, flat_slice(slot.size, 0, slot.size), (flat, flat, flat))
             for slot, flat in zip(SLOTS, flats, strict=True)
         ]
-        write_shard(Path(made) / SHARD_NAME, pieces)
+        write_shard(made / SHARD_NAME, pieces)
         names = ShardNames(
             format=SHARDS_FORMAT, version=3, plan=PLAN, loss_scale=(8.0, 1.0, 2.0), files=(SHARD_NAME,)
         )
-        write_names(Path(made), names)
-        return (Path(made) / SHARDS_NAME).read_bytes(), (Path(made) / SHARD_NAME).read_bytes()
+        write_names(made, names)
+        return (made / SHARDS_NAME).read_bytes(), (made / SHARD_NAME).read_bytes()
 
 
 def _shards(names: bytes, shard: bytes) -> None:
-    with _file(names, SHARDS_NAME) as path:
+    with as_file(names, SHARDS_NAME) as path:
         (path.parent / SHARD_NAME).write_bytes(shard)
         with contextlib.closing(open_state(path, plan=PLAN, layout=ParameterLayout(SLOTS))) as state:
             LossScale().read(np.array(state.loss_scale))
@@ -241,6 +261,7 @@ def _weights_seeds() -> tuple[bytes, ...]:
     return (_written("w", lambda d: save_weights(d / "w", flat, MODEL, step=3)),)
 
 
+@file_target("weights", "a file of weights", _weights_seeds, UserError)
 def _weights(path: Path) -> None:
     flat, config, _ = load_weights(path)
     if flat.size != ParameterLayout.of(parameter_shapes(config)).size:
@@ -256,16 +277,25 @@ def _gpt2_files() -> tuple[bytes, bytes]:
     return described, _written(GPT2_WEIGHTS_NAME, lambda d: save_gpt2(d, flat, config))
 
 
+@target(
+    "gpt2.config",
+    "the description of a GPT-2 in Hugging Face's layout",
+    lambda: (_gpt2_files()[0],),
+    UserError,
+)
 def _gpt2_config(data: bytes) -> None:
     _load_gpt2(data, _gpt2_files()[1])
 
 
+@target(
+    "gpt2.weights", "the weights of a GPT-2 in Hugging Face's layout", lambda: (_gpt2_files()[1],), UserError
+)
 def _gpt2_weights(data: bytes) -> None:
     _load_gpt2(_gpt2_files()[0], data)
 
 
 def _load_gpt2(described: bytes, weights: bytes) -> None:
-    with _file(described, CONFIG_NAME) as path:
+    with as_file(described, CONFIG_NAME) as path:
         (path.parent / GPT2_WEIGHTS_NAME).write_bytes(weights)
         flat, config = load_gpt2(path.parent)
         if flat.size != ParameterLayout.of(parameter_shapes(config)).size:
@@ -281,6 +311,7 @@ def _corpus_seeds() -> tuple[bytes, ...]:
     return (_written(CORPUS_FILE, prepare),)
 
 
+@file_target("corpus", "a prepared corpus", _corpus_seeds, UserError, file=CORPUS_FILE)
 def _corpus(path: Path) -> None:
     corpus = Corpus(path, context=4)
     if len(corpus.data) != corpus.header.nbytes:
@@ -290,21 +321,23 @@ def _corpus(path: Path) -> None:
 @functools.cache
 def _token_files() -> tuple[bytes, bytes, bytes]:
     """A manifest, its one shard of tokens, and their tokenizer."""
-    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
-        (Path(made) / "text").write_bytes(b"some text to train on, long enough. " * 8)
-        prepare_tokens(str(Path(made) / "text"), Path(made), vocabulary=260, context=4)
+    with folder() as made:
+        (made / "text").write_bytes(b"some text to train on, long enough. " * 8)
+        prepare_tokens(str(made / "text"), made, vocabulary=260, context=4)
         names = (MANIFEST_NAME, shard_name(0), TOKENIZER_NAME)
-        manifest, shard, tokenizer = ((Path(made) / name).read_bytes() for name in names)
+        manifest, shard, tokenizer = ((made / name).read_bytes() for name in names)
         return manifest, shard, tokenizer
 
 
+@target("tokens", "a directory of tokens", lambda: (_token_files()[0],), UserError)
 def _tokens(data: bytes) -> None:
-    with _file(data, MANIFEST_NAME) as path:
+    with as_file(data, MANIFEST_NAME) as path:
         (path.parent / shard_name(0)).write_bytes(_token_files()[1])
         corpus = TokenCorpus(path.parent, context=4)
         corpus.windows(np.arange(corpus.split.window_count))
 
 
+@target("tokenizer", "a tokenizer", lambda: (_token_files()[2],), UserError)
 def _tokenizer(data: bytes) -> None:
     made = BPETokenizer(data, "the tokenizer")
     if made.separator < 0:
@@ -326,13 +359,11 @@ _PLAN = (
 # ---- texts
 
 
-def _text(parse: Callable[[str], object]) -> Callable[[bytes], None]:
-    def run(data: bytes) -> None:
-        parse(data.decode(errors="replace"))
-
-    return run
-
-
+@text_target(
+    "options",
+    "sizes, times, counts and choices, on the command line and in the environment",
+    (b"64MiB", b"1.5 GiB", b"500ms", b"1min", b"3", b"replace", b"digest", b"4096"),
+)
 def _options(text: str) -> None:
     """Each way to write a number, a size, a time or a choice; one refusal must not hide the next."""
     parsers: tuple[Callable[[str], object], ...] = (
@@ -355,6 +386,12 @@ def _options(text: str) -> None:
             continue
 
 
+@text_target(
+    "tcp.address",
+    "the address of a listener",
+    (b"node1:29400", b"[::1]:29400", b"10.0.0.1:0", b"[fe80::1%eth0]:1", b"*:29400"),
+    UserError,
+)
 def _address(text: str) -> None:
     found = parse_address(text)
     if found.host and parse_address(str(found)) != found:
@@ -366,21 +403,26 @@ def _address(text: str) -> None:
 _ENVIRONMENT = RankEnvironment(rank=0, world_size=1, incarnation=1, job=7, node_address="n").variables()
 
 
+@text_target(
+    "sim.faults",
+    "a plan of simulated faults",
+    (
+        b"crash:process=rank1,at=5ms,for=2ms",
+        b"8",
+        b"crash:process=rank1,at=1ns,for=1ms;crash:process=rank2,at=2s,for=1us",
+    ),
+    UserError,
+)
 def _faults(text: str) -> None:
     found = parse_faults(text)
     if not isinstance(found, int) and parse_faults(format_plan(found)) != found:
         raise Broken(f"{found} is written {format_plan(found)}")
 
 
+@text_target("faults", "ZBMD_FAULT", (b"rank2:vote.sent,rank1#2:recovery.pull:3",), UserError)
 def _kill_points(text: str) -> None:
     found = faults.parse(text)
     if faults.parse(",".join(map(str, found))) != found:
-        raise Broken(f"{found}")
-
-
-def _program(text: str) -> None:
-    found = parse_program(text)
-    if parse_program(format_program(found)) != found:
         raise Broken(f"{found}")
 
 
@@ -406,173 +448,110 @@ def _program_seeds() -> tuple[bytes, ...]:
     return (format_program(program).encode(),)
 
 
-TARGETS = (
-    Target(
-        name="settings.toml",
-        what="a settings file",
-        allowed=(UserError,),
-        seeds=_settings_seeds,
-        run=_on_file(_merge),
-    ),
-    Target(
-        name="options",
-        what="sizes, times, counts and choices, on the command line and in the environment",
-        allowed=(),
-        seeds=lambda: (b"64MiB", b"1.5 GiB", b"500ms", b"1min", b"3", b"replace", b"digest", b"4096"),
-        run=_text(_options),
-    ),
-    Target(
-        name="tcp.address",
-        what="the address of a listener",
-        allowed=(UserError,),
-        seeds=lambda: (b"node1:29400", b"[::1]:29400", b"10.0.0.1:0", b"[fe80::1%eth0]:1", b"*:29400"),
-        run=_text(_address),
-    ),
-    Target(
-        name="cookie",
-        what="a cookie file",
-        allowed=(CookieError,),
-        seeds=lambda: (b"a" * 64 + b"\n", b"!" * 32, b"~" * 1024 + b"\n"),
-        run=_cookie,
-    ),
-    Target(
-        name="ledger",
-        what="a commit log, read and gone on with",
-        allowed=(UserError, LedgerBroken),
-        seeds=lambda: (_written("log", lambda d: _append(d / "log")),),
-        run=_on_file(_ledger),
-    ),
-    Target(
-        name="metrics.tail",
-        what="the end of a run's metrics, to go on with",
-        allowed=(),
-        seeds=lambda: (b'{"step":1,"loss":2.5}\n{"step":2.0,"held_out_loss":2.4}\n{"step":3,"lo',),
-        run=_on_file(last_steps),
-    ),
-    Target(
-        name="ledger.plan",
-        what="the plan in a commit log",
-        allowed=(UserError,),
-        seeds=lambda: (_PLAN.encode(),),
-        run=_text(read_plan),
-    ),
-    Target(
-        name="memory.note",
-        what="the note of a rank that ran out of memory",
-        allowed=(),
-        seeds=lambda: (b'{"job":7,"rank":1,"incarnation":1,"step":3}',),
-        run=_on_file(read_note),
-    ),
-    Target(
-        name="checkpoint",
-        what="a checkpoint",
-        allowed=(UserError,),
-        seeds=_checkpoint_seeds,
-        run=_on_file(_checkpoint),
-    ),
-    Target(
-        name="checkpoint.names",
-        what="what names the shards of a checkpoint",
-        allowed=(UserError,),
-        seeds=lambda: (_shard_files()[0],),
-        run=lambda data: _shards(data, _shard_files()[1]),
-    ),
-    Target(
-        name="checkpoint.shard",
-        what="a shard of a checkpoint",
-        allowed=(UserError,),
-        seeds=lambda: (_shard_files()[1],),
-        run=lambda data: _shards(_shard_files()[0], data),
-    ),
-    Target(
-        name="zero.state",
-        what="the optimizer's state of a rank, in a file",
-        allowed=(UserError,),
-        seeds=_state_seeds,
-        run=_on_file(_state, "zero-0-of-2.state"),
-    ),
-    Target(
-        name="gpt2.config",
-        what="the description of a GPT-2 in Hugging Face's layout",
-        allowed=(UserError,),
-        seeds=lambda: (_gpt2_files()[0],),
-        run=_gpt2_config,
-    ),
-    Target(
-        name="gpt2.weights",
-        what="the weights of a GPT-2 in Hugging Face's layout",
-        allowed=(UserError,),
-        seeds=lambda: (_gpt2_files()[1],),
-        run=_gpt2_weights,
-    ),
-    Target(
-        name="tokens",
-        what="a directory of tokens",
-        allowed=(UserError,),
-        seeds=lambda: (_token_files()[0],),
-        run=_tokens,
-    ),
-    Target(
-        name="tokenizer",
-        what="a tokenizer",
-        allowed=(UserError,),
-        seeds=lambda: (_token_files()[2],),
-        run=_tokenizer,
-    ),
-    Target(
-        name="weights",
-        what="a file of weights",
-        allowed=(UserError,),
-        seeds=_weights_seeds,
-        run=_on_file(_weights),
-    ),
-    Target(
-        name="corpus",
-        what="a prepared corpus",
-        allowed=(UserError,),
-        seeds=_corpus_seeds,
-        run=_on_file(_corpus, CORPUS_FILE),
-    ),
-    Target(
-        name="result",
-        what="the result of a run",
-        allowed=(UserError,),
-        seeds=_result_seeds,
-        run=_on_file(lambda path: load_result(path.parent), RESULT_NAME),
-    ),
-    Target(
-        name="metrics",
-        what="the metrics of a run",
-        allowed=(UserError,),
-        seeds=lambda: (
-            b'{"step":1,"loss":6.2,"grad_norm":0.3}\n{"step":1,"held_out_loss":6.1}\n',
-            b'{"step":2,"loss":1e308}\n\n{"step":2,"loss":0.5}\n{"st',
-        ),
-        run=_on_file(lambda path: picture_of_metrics(read_metrics(path), [], None)),
-    ),
-    Target(
-        name="sim.faults",
-        what="a plan of simulated faults",
-        allowed=(UserError,),
-        seeds=lambda: (
-            b"crash:process=rank1,at=5ms,for=2ms",
-            b"8",
-            b"crash:process=rank1,at=1ns,for=1ms;crash:process=rank2,at=2s,for=1us",
-        ),
-        run=_text(_faults),
-    ),
-    Target(
-        name="faults",
-        what="ZBMD_FAULT",
-        allowed=(UserError,),
-        seeds=lambda: (b"rank2:vote.sent,rank1#2:recovery.pull:3",),
-        run=_text(_kill_points),
-    ),
-    Target(
-        name="program",
-        what="a collective's program as text",
-        allowed=(ProgramError,),
-        seeds=_program_seeds,
-        run=_text(_program),
-    ),
+@text_target("program", "a collective's program as text", _program_seeds, ProgramError)
+def _program(text: str) -> None:
+    found = parse_program(text)
+    if parse_program(format_program(found)) != found:
+        raise Broken(f"{found}")
+
+
+file_target(
+    "metrics.tail",
+    "the end of a run's metrics, to go on with",
+    (b'{"step":1,"loss":2.5}\n{"step":2.0,"held_out_loss":2.4}\n{"step":3,"lo',),
+)(last_steps)
+text_target("ledger.plan", "the plan in a commit log", lambda: (_PLAN.encode(),), UserError)(read_plan)
+file_target(
+    "memory.note",
+    "the note of a rank that ran out of memory",
+    (b'{"job":7,"rank":1,"incarnation":1,"step":3}',),
+)(read_note)
+target("checkpoint.names", "what names the shards of a checkpoint", lambda: (_shard_files()[0],), UserError)(
+    lambda data: _shards(data, _shard_files()[1])
 )
+target("checkpoint.shard", "a shard of a checkpoint", lambda: (_shard_files()[1],), UserError)(
+    lambda data: _shards(_shard_files()[0], data)
+)
+file_target("result", "the result of a run", _result_seeds, UserError, file=RESULT_NAME)(
+    lambda path: load_result(path.parent)
+)
+file_target(
+    "metrics",
+    "the metrics of a run",
+    (
+        b'{"step":1,"loss":6.2,"grad_norm":0.3}\n{"step":1,"held_out_loss":6.1}\n',
+        b'{"step":2,"loss":1e308}\n\n{"step":2,"loss":0.5}\n{"st',
+    ),
+    UserError,
+)(lambda path: picture_of_metrics(read_metrics(path), [], None))
+
+
+# ---- what a profiled run leaves behind: the lines of its steps, and the rings of its spans
+
+BETWEEN = b"\nring\n"
+"""Between the text and the ring of a seed, so that mutations need not find their way through zeros."""
+MACHINE = MachineDescription(processor="p", processors=2, blas="b")
+RUN = RunLine(
+    version=VERSION,
+    rank=0,
+    incarnation=1,
+    world_size=1,
+    host="h",
+    boot_id="b",
+    pid=1,
+    monotonic_ns=1,
+    unix_ns=2,
+    ranks_on_host=1,
+    machine=MACHINE,
+    peak=1e9,
+    units=(UnitLine("embed", 0, 0, 0, 0), UnitLine("head", 2, 0, 4, 0)),
+)
+STEP = StepLine(
+    step=1,
+    begin_ns=10,
+    end_ns=20,
+    ns={"forward": 4, "comm": 2, IDLE: 4},
+    unit_ns={"forward": (1, 3)},
+    passes={"forward": (1, 1)},
+    flops=2,
+    hardware_flops=2,
+    overlap=Overlap(under_way_ns=4, waited_ns=2, hidden_ns=1),
+)
+
+
+def _line_seeds() -> tuple[bytes, ...]:
+    run, step = msgspec.json.encode(RUN), msgspec.json.encode(STEP)
+    return (b"\n".join((run, step, step, run, step, b"")), run)
+
+
+@target("profile.lines", "the lines of a profiled rank, and their table", _line_seeds, UserError)
+def _lines(data: bytes) -> None:
+    with folder() as made:
+        path = lines_path(made, 0, 1)
+        path.parent.mkdir()
+        path.write_bytes(data)
+        table_of(summary_of(read_profiles(made), lambda machine: None))
+
+
+def _ring_seeds() -> tuple[bytes, ...]:
+    lines = (RUN, GroupLine(channel=0, epoch=1, members=(0,)), OperationLine(name="all_reduce"))
+    text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    records = np.zeros(2, RECORD)
+    records["begin_ns"], records["end_ns"], records["track"] = 5, 9, (0, 1)
+    ring = len(records).to_bytes(8, "little") + records.tobytes()
+    return (MAGIC + len(text).to_bytes(8, "little") + text + BETWEEN + ring,)
+
+
+@target("profile.spans", "the spans of a profiled rank", _ring_seeds, UserError)
+def _ring(data: bytes) -> None:
+    text, _, ring = data.partition(BETWEEN)
+    decode_ring(text.ljust(RING_AT, b"\0")[:RING_AT] + ring.ljust(RING_BYTES, b"\0")[:RING_BYTES], "ring")
+
+
+@target(
+    "profile.peaks",
+    "the peaks of machines that were measured before",
+    lambda: (msgspec.json.encode([{"machine": msgspec.to_builtins(MACHINE), "flops_per_s": 1e11}]),),
+)
+def _peaks(data: bytes) -> None:
+    decode_peaks(data)

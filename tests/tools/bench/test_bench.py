@@ -97,7 +97,7 @@ def test_over_tcp_the_protections_take_turns() -> None:
     ]
     commands = [peer.command for peer in result.peers]
     assert commands[:2] == ["ZBMD_PROTECTION=none", "ZBMD_PROTECTION=tls"]
-    assert "socket_pair" in commands[2]
+    assert "peers.pairs sockets" in commands[2]
     frames = bench("p2p", *arguments, "--cases", "frame", "--cases", "echo", "--cases", "p2p-arena")
     assert told(frames.rows) == [
         *((case, OURS, size) for case in ("p2p-arena", "echo") for size in (8, 1 << 20)),

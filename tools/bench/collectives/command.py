@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,13 +22,7 @@ from zbmd.collectives.communicator.algorithm_choice import override_of_environme
 from zbmd.collectives.communicator.cost_model import MANY_HOSTS, Model
 from zbmd.collectives.communicator.pieces import Ask, choice_of, shape_of
 from zbmd.collectives.programs.reductions import BYTES_CODE
-from zbmd.tools.bench.peer_catalogue import (
-    ONE_THREAD,
-    _first_line,
-    _mpich_abi_library,
-    _need_command,
-    _need_module,
-)
+from zbmd.tools.bench.peer_catalogue import ONE_THREAD, Site, find_peer
 from zbmd.tools.bench.peers.control import CASES, CASES_FOREIGN, MODEL, bus_factor
 from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, now_utc, this_machine
 from zbmd.tools.bench.run import progress, rows_of
@@ -99,9 +92,10 @@ def measure(
 ) -> tuple[list[Measurement], list[Contestant]]:
     """Everyone in turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
-        contestants = [_contestant(name, ranks, Path(scratch), stack) for name in peers]
+        site = Site(transport="shm", scratch=Path(scratch), ranks=ranks, collectives=True)
+        found = [find_peer(name, site) for name in peers]
         everyone = {OURS: stack.enter_context(_our_ranks(ranks, max(sizes)))}
-        everyone.update((told.name, workers) for told, workers in contestants)
+        everyone.update((peer.name, stack.enter_context(peer.workers())) for peer in found)
         rows: list[Measurement] = []
         with progress(len(sizes) * len(cases) * rounds * (2 + len(peers))) as tell:
             for case in cases:
@@ -113,7 +107,7 @@ def measure(
                             tell(f"{case} {nbytes} {name}")
                             samples[name].append(everyone[name].ask(case, nbytes, iterations)[0])
                     rows += rows_of(case, nbytes, samples)
-    return rows, [told for told, _ in contestants]
+    return rows, [Contestant(name=p.name, version=p.version, command=p.shown) for p in found]
 
 
 def measured_model(ranks: int) -> Model:
@@ -134,45 +128,6 @@ def titled(row: Measurement, ranks: int) -> Measurement:
     found = None if row.algbw_gbytes_per_s is None else row.algbw_gbytes_per_s * bus_factor(row.case, ranks)
     words = f"{(CASES | CASES_FOREIGN)[row.case]}, {ranks} ranks"
     return msgspec.structs.replace(row, case=words, busbw_gbytes_per_s=found)
-
-
-def _contestant(
-    name: str, ranks: int, scratch: Path, stack: contextlib.ExitStack
-) -> tuple[Contestant, Workers]:
-    """A peer, started. Raises `PeerMissing` with the command that installs it."""
-    environment = dict(ONE_THREAD)
-    program = [sys.executable, "-m", "zbmd.tools.bench.peers.mpi4py_collectives", "--control", CONTROL]
-    if name == "gloo":
-        _need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
-        version = "torch.distributed"
-        one = [sys.executable, "-m", "zbmd.tools.bench.peers.gloo_collectives", "--control", CONTROL]
-        one += ["--ranks", str(ranks), "--store", str(scratch / "gloo-store")]
-        commands = [[*one, "--rank", str(rank)] for rank in range(ranks)]
-    elif name == "openmpi":
-        install = "apt-get install openmpi-bin libopenmpi-dev"
-        mpirun = _need_command(("mpirun.openmpi",), "Open MPI", install)
-        version = _first_line([mpirun, "--version"])
-        start = [mpirun, "-n", str(ranks), "--mca", "pml", "ob1", "--mca", "btl", "self,vader"]
-        start += ["--bind-to", "core"] if ranks <= _cores() else ["--oversubscribe", "--bind-to", "none"]
-        start += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        environment["MPI4PY_MPIABI"] = "openmpi"
-        commands = [[*start, *program]]
-    else:
-        mpirun = _need_command(
-            ("mpirun.mpich", "mpiexec.hydra"), "MPICH", "apt-get install mpich libmpich-dev"
-        )
-        version = "MPICH " + _first_line([mpirun, "--version"], "Version:").removeprefix("Version:").strip()
-        environment |= {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": _mpich_abi_library(scratch)}
-        start = [mpirun, "-n", str(ranks), *(["-bind-to", "core"] if ranks <= _cores() else [])]
-        commands = [[*start, *program]]
-    if name != "gloo":
-        _need_module("mpi4py", "mpi4py", "pip install 'zbmd[bench]'")
-    workers = stack.enter_context(Workers(name, commands, ranks=ranks, environment=environment))
-    return Contestant(name=name, version=version, command=" ".join(commands[0])), workers
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def add_arguments(kind: argparse.ArgumentParser, *, rounds_default: int) -> None:

@@ -9,6 +9,7 @@ waits for its next line it sleeps in the kernel: it never polls while another on
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -138,6 +139,7 @@ REPLY_BYTES_MAX: Final = 64 << 20
 
 Measure = Callable[[str, int, int], list[float]]
 """Takes what to measure, bytes and iterations; returns nanoseconds, one number an operation."""
+MeasureOnLoop = Callable[[str, int, int], Awaitable[list[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +185,12 @@ def serve(control: str, rank: int, measure: Measure) -> None:
     with connect(control, rank) as sock, sock.makefile("rb") as lines:
         while line := lines.readline(COMMAND_BYTES_MAX):
             sock.sendall(encode_reply(measure(*parse_command(line))))
+
+
+async def serve_on_loop(control: str, rank: int, measure: MeasureOnLoop) -> None:
+    """As `serve`, with what is awaited."""
+    reader, writer = await asyncio.open_unix_connection(sock=connect(control, rank))
+    while line := await reader.readline():
+        writer.write(encode_reply(await measure(*parse_command(line))))
+        await writer.drain()
+    writer.close()

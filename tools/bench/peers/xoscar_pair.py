@@ -9,10 +9,9 @@ import argparse
 import asyncio
 import importlib
 import os
-import time
 from typing import Any
 
-from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command, warmups
+from zbmd.tools.bench.peers.control import serve_on_loop, timed_on_loop
 
 xoscar: Any = importlib.import_module("xoscar")
 _Actor: Any = xoscar.Actor
@@ -30,17 +29,6 @@ class Echo(_Actor):  # type: ignore[misc]  # xoscar is loaded by name, so its cl
         return os.getpid()
 
 
-async def _round_trips(actor: Any, nbytes: int, iterations: int) -> list[float]:
-    payload, samples = bytes(nbytes), list[float]()
-    for _ in range(warmups(iterations)):
-        await actor.echo(payload)
-    for _ in range(iterations):
-        began_ns = time.perf_counter_ns()
-        await actor.echo(payload)
-        samples.append(time.perf_counter_ns() - began_ns)
-    return samples
-
-
 async def _serve(control: str) -> None:
     pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=2)
     async with pool:
@@ -50,12 +38,12 @@ async def _serve(control: str) -> None:
             uid="echo",
             allocate_strategy=xoscar.allocate_strategy.ProcessIndex(1),
         )
-        reader, writer = await asyncio.open_unix_connection(sock=connect(control, 0))
-        while line := await reader.readline():
-            _, nbytes, iterations = parse_command(line)
-            writer.write(encode_reply(await _round_trips(actor, nbytes, iterations)))
-            await writer.drain()
-        writer.close()
+
+        async def measure(what: str, nbytes: int, iterations: int) -> list[float]:
+            payload = bytes(nbytes)
+            return await timed_on_loop(iterations, lambda: actor.echo(payload), 1)
+
+        await serve_on_loop(control, 0, measure)
 
 
 def main() -> None:

@@ -25,10 +25,11 @@ from zbmd.tools.bench.peer_catalogue import NOTICE_FLOOR, compile_floor
 from zbmd.tools.bench.result import Measurement
 from zbmd.tools.bench.run import Tell
 from zbmd.tools.bench.stats import OURS, Ratio, median, percentile, ratio_of_medians
-from zbmd.tools.bench.transport.victim import READY
+from zbmd.tools.bench.transport.deaths import READY
 from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers
 from zbmd.transport.native._native import now_ns
 
+DEATHS: Final = "zbmd.tools.bench.transport.deaths"
 NOTICES: Final = (OURS, "zbmd-wait", "zbmd-loop", "zbmd-eof")
 FLOORS: Final = ("floor-futex", "floor-pidfd", "floor-eof")
 LOADS: Final = ("training", "idle")
@@ -107,7 +108,7 @@ class _Ours:
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._address = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(8)}"
-        command = [sys.executable, "-m", "zbmd.tools.bench.transport.survivor", "--control", CONTROL]
+        command = [sys.executable, "-m", DEATHS, "--control", CONTROL]
         environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._survivor = stack.enter_context(
             Workers("survivor", [[*command, "--address", self._address]], ranks=1, environment=environment)
@@ -123,7 +124,7 @@ class _Ours:
         """Kill one victim; nanoseconds to each of `NOTICES`."""
         self._incarnation += 1
         number = str(self._incarnation)
-        command = [sys.executable, "-m", "zbmd.tools.bench.transport.victim", "--address", self._address]
+        command = [sys.executable, "-m", DEATHS, "--address", self._address]
         command += ["--incarnation", number, "--bytes", str(nbytes)]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as victim:
             try:

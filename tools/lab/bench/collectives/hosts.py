@@ -30,7 +30,7 @@ from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import join
 from zbmd.collectives.group.group import group
 from zbmd.tools.bench.collectives.ranks import SPARE_BYTES, Rank
-from zbmd.tools.bench.peer_catalogue import ONE_THREAD, _need_module
+from zbmd.tools.bench.peer_catalogue import ONE_THREAD, need_module
 from zbmd.tools.bench.peers.control import CASES, CPU, bus_factor, serve
 from zbmd.tools.bench.result import this_machine
 from zbmd.tools.bench.stats import OURS, iterations_for, median, parse_sizes, ratio_of_medians, size_in_words
@@ -102,10 +102,10 @@ def _ours(hosts: Sequence[LabHost], ranks: int, protection: str, bytes_max: int,
 
 def _gloo(hosts: Sequence[LabHost], ranks: int, folder: str, python: str) -> Workers:
     if python == sys.executable:
-        _need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
+        need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
     commands: list[list[str]] = []
     for rank in range(HOSTS * ranks):
-        one = [*hosts[rank // ranks].enter(), python, "-m", "zbmd.tools.bench.peers.gloo_collectives"]
+        one = [*hosts[rank // ranks].enter(), python, "-m", "zbmd.tools.bench.peers.collectives", "gloo"]
         one += ["--control", CONTROL, "--ranks", str(HOSTS * ranks), "--rank", str(rank)]
         commands.append([*one, "--store", os.path.join(folder, "gloo-store")])
     environment = {**ONE_THREAD, "GLOO_SOCKET_IFNAME": DEVICE}

@@ -1,9 +1,11 @@
-"""The process that is to notice deaths: it watches victims as any rank does, and says when it was told.
+"""The processes of `zbmd bench detect`: a survivor that is to notice deaths, and the victims that are killed.
 
-`python -m zbmd.tools.bench.transport.survivor --control NAME --address NAME`. Commands: `load 1|0` starts and
-stops a training step's work, `watch INCARNATION` waits for that victim's link and watches it, `notice
-INCARNATION` answers with CLOCK_MONOTONIC of the native notice, the end of a native wait, the loop's callback
-and the end of the link, in this order.
+`python -m zbmd.tools.bench.transport.deaths --address NAME --control NAME` watches victims as any rank does,
+and reports when it was told. Commands: `load 1|0` starts and stops a training step's work, `watch
+INCARNATION` waits for that victim's link and watches it, `notice INCARNATION` answers with CLOCK_MONOTONIC of
+the native notice, the end of a native wait, the loop's callback and the end of the link, in this order.
+With `--incarnation N --bytes B` instead of `--control` it is a victim: it joins the survivor, touches its
+memory, prints `READY` and waits for its end.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
+import threading
 from typing import Final
 
+import numpy as np
 import uvloop
 
-from zbmd.tools.bench.load import TrainingLoad
-from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command
+from zbmd.tools.bench.peers.control import serve_on_loop
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.host.prctl import end_with_parent
 from zbmd.transport.identity import Identity
@@ -24,7 +28,7 @@ from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import WAIT_LOST, now_ns
-from zbmd.transport.shm.connect import listen
+from zbmd.transport.shm.connect import dial, listen
 from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
 
 COOKIE: Final = bytes(32)
@@ -33,6 +37,45 @@ CHANNEL: Final = 0
 NEVER: Final = 1
 """A value that no victim ever notifies."""
 VICTIM_S_MAX: Final = 120
+WINDOWS: Final = 2
+"""Sequences a pass of the load, as in a shard of the demo's training."""
+READY: Final = "ready\n"
+
+
+class TrainingLoad:
+    """Forward and backward passes of the demo's model, one after the other, between `start` and `stop`.
+
+    numpy releases the GIL in its kernels, so this competes for cores, caches and, between kernels, the GIL,
+    as a rank's compute thread does.
+    """
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._first_pass = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="training-load", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and wait until its first pass is over."""
+        self._thread.start()
+        self._first_pass.wait()
+
+    def stop(self) -> None:
+        """End the thread after the pass under way, and wait for that."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        from zbmd.training.config import GPTConfig  # for the survivor alone
+        from zbmd.training.model.gpt import GPT
+
+        config = GPTConfig()
+        model = GPT(config)
+        params = model.init(seed=0)
+        grads = np.zeros_like(params)
+        tokens = np.random.default_rng(0).integers(0, 256, (WINDOWS, config.context + 1))
+        while not self._stop.is_set():
+            model.loss_and_grads(params, grads, tokens, global_batch=WINDOWS)
+            self._first_pass.set()
 
 
 class Victim:
@@ -124,26 +167,43 @@ class Survivor:
             await asyncio.to_thread(self._load.start)
 
 
-async def _serve(control: str, address: str) -> None:
+async def _survive(address: str, control: str) -> None:
     survivor = Survivor(address)
     try:
-        reader, writer = await asyncio.open_unix_connection(sock=connect(control, 0))
-        while line := await reader.readline():
-            writer.write(encode_reply(await survivor.do(*parse_command(line))))
-            await writer.drain()
-        writer.close()
+        await serve_on_loop(control, 0, survivor.do)
     finally:
         await survivor.close()
 
 
+async def _be_killed(address: str, incarnation: int, nbytes: int) -> None:
+    segment = Segment.create(slot=VICTIM_SLOT, incarnation=incarnation, arena_bytes=0, inbox_bytes=0)
+    life = LifeThread(segment)
+    memory = np.ones(nbytes, np.uint8)
+    identity = Identity(name="victim", pid=os.getpid(), uid=os.getuid(), incarnation=incarnation)
+    link = await dial(address, Endpoint(identity=identity, cookie=COOKIE, segment=segment))
+    link.on_frame = lambda header, payload: None
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    link.on_closed = lambda error: ended.set_result(None)
+    sys.stdout.write(READY)
+    sys.stdout.flush()
+    await ended
+    life.goodbye()
+    del memory
+
+
 def main() -> None:
-    """Serve the benchmark."""
+    """Serve the benchmark; or live until killed, or until the survivor has gone."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--control", required=True)
     parser.add_argument("--address", required=True)
+    parser.add_argument("--control")
+    parser.add_argument("--incarnation", type=int)
+    parser.add_argument("--bytes", type=int)
     arguments = parser.parse_args()
     end_with_parent(os.getppid())
-    uvloop.run(_serve(arguments.control, arguments.address))
+    if arguments.control is not None:
+        uvloop.run(_survive(arguments.address, arguments.control))
+    else:
+        uvloop.run(_be_killed(arguments.address, arguments.incarnation, arguments.bytes))
 
 
 if __name__ == "__main__":

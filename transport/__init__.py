@@ -23,9 +23,8 @@ if TYPE_CHECKING:
         choose_copy_route,
     )
     from zbmd.transport.cuda.array import DeviceHandle, decode_handle, encode_handle
-    from zbmd.transport.cuda.exports import DeviceExports
     from zbmd.transport.cuda.peer import CudaPeer
-    from zbmd.transport.cuda.region import CudaRegion
+    from zbmd.transport.cuda.region import CudaRegion, DeviceExports
     from zbmd.transport.cuda.runtime import CudaRuntime
     from zbmd.transport.cuda.staging import DevicePipe
     from zbmd.transport.errors import (
@@ -43,8 +42,7 @@ if TYPE_CHECKING:
         ZbmdError,
     )
     from zbmd.transport.identity import Identity
-    from zbmd.transport.link.endpoint import Endpoint
-    from zbmd.transport.link.interface import Link, LinkLimits
+    from zbmd.transport.link.interface import Endpoint, Link, LinkLimits
     from zbmd.transport.memory.arena import empty, from_array
     from zbmd.transport.memory.region import RegionHandle, RemoteRegion
     from zbmd.transport.memory.segment import Segment
@@ -113,9 +111,8 @@ _HOMES = {
         "choose_copy_route",
     ),
     "zbmd.transport.cuda.array": ("DeviceHandle", "decode_handle", "encode_handle"),
-    "zbmd.transport.cuda.exports": ("DeviceExports",),
     "zbmd.transport.cuda.peer": ("CudaPeer",),
-    "zbmd.transport.cuda.region": ("CudaRegion",),
+    "zbmd.transport.cuda.region": ("CudaRegion", "DeviceExports"),
     "zbmd.transport.cuda.runtime": ("CudaRuntime",),
     "zbmd.transport.cuda.staging": ("DevicePipe",),
     "zbmd.transport.errors": (
@@ -133,8 +130,7 @@ _HOMES = {
         "ZbmdError",
     ),
     "zbmd.transport.identity": ("Identity",),
-    "zbmd.transport.link.endpoint": ("Endpoint",),
-    "zbmd.transport.link.interface": ("Link", "LinkLimits"),
+    "zbmd.transport.link.interface": ("Endpoint", "Link", "LinkLimits"),
     "zbmd.transport.memory.arena": ("empty", "from_array"),
     "zbmd.transport.memory.region": ("RegionHandle", "RemoteRegion"),
     "zbmd.transport.memory.segment": ("Segment",),

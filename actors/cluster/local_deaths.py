@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.actors.cluster.state.node_id import NodeKey
-from zbmd.transport.host.topology.kernel_files import read_text
-from zbmd.transport.host.topology.pci import link_name
+from zbmd.transport.host.topology.kernel_files import link_name, read_text
 
 WATCHED_MAX: Final = 256
 _START_FIELD: Final = 19

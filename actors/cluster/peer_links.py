@@ -24,7 +24,7 @@ from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import UnknownContract
 from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpSettings

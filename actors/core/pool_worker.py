@@ -20,7 +20,7 @@ from zbmd.actors.core.pools import LENGTH_BYTES
 from zbmd.actors.core.wire import encode_body
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.host.prctl import end_with_parent, set_process_name
+from zbmd.transport.host.process import end_with_parent, set_process_name
 
 
 def _no_refs(wanted: type, _: Any) -> NoReturn:

@@ -63,7 +63,7 @@ from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, derive
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.host import process_limits as descriptors
+from zbmd.transport.host import process as descriptors
 from zbmd.transport.identity import Identity
 from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.shm.death_notice import DeathNotice

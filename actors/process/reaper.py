@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final, NoReturn
 
-from zbmd.transport.host.prctl import adopt_orphans, end_with_parent, set_process_name
+from zbmd.transport.host.process import adopt_orphans, end_with_parent, set_process_name
 
 END_S_MAX: Final = 10.0
 """How long it waits for killed processes; freeing the memory of a large one takes a while."""

@@ -30,7 +30,7 @@ from zbmd.actors.process.exit import USAGE_EXIT_CODE, needs_no_traceback, script
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import RANKS_MAX
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
-from zbmd.transport.host.prctl import end_with_parent, set_process_name
+from zbmd.transport.host.process import end_with_parent, set_process_name
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
 FDS_PER_REQUEST_MIN = 2

@@ -24,9 +24,9 @@ from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.process_pool.devices import CHECK, CheckDevice, Device, DeviceChecked
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.host.prctl import set_process_name
+from zbmd.transport.host.process import set_process_name
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.shm.connect import dial
 
 COOKIE_LINE_BYTES_MAX: Final = 1024

@@ -28,7 +28,7 @@ from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.shm.connect import Listener, listen
 from zbmd.transport.shm.link import ShmLink
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.host import process_limits as descriptors
+from zbmd.transport.host import process as descriptors
 from zbmd.transport.identity import Identity
 from zbmd.transport.memory.arena import arena_joined, arena_left
 from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment

@@ -23,12 +23,12 @@ from zbmd.transport.host.rdma_device_choice import (
     why_no_rdma,
 )
 from zbmd.transport.identity import PeerInfo
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.rdma.connect import NoRdma, OwnRdma, Rdma, open_rdma_plane
 from zbmd.transport.rdma.handshake import RdmaMemory
 from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
 from zbmd.transport.rdma.transfer import TransferCounts
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 from zbmd.transport.tcp.address import PROTECTION_VARIABLE, TcpSettings
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from zbmd.actors.view import rank_name
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.errors import LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.identity import PeerInfo
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.rdma import connect as remote_link
@@ -33,7 +33,7 @@ from zbmd.transport.rdma.link import RdmaLink
 from zbmd.transport.rdma.remote_memory import Mirror, RemoteMemory, RemotePeer
 from zbmd.transport.rdma.transfer import TransferCounts
 from zbmd.transport.tcp.address import tcp_settings
-from zbmd.transport.tcp.regions import join_bulk
+from zbmd.transport.tcp.connect import join_bulk
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 

@@ -20,9 +20,8 @@ import structlog
 
 from zbmd.actors.process.exit import needs_no_traceback
 from zbmd.transport.capture.errors import CaptureError
-from zbmd.transport.capture.log import LogRecorder
+from zbmd.transport.capture.log import LogRecorder, RingRecorder, dump_on_crash
 from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
-from zbmd.transport.capture.ring import RingRecorder, dump_on_crash
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
 from zbmd.transport.identity import Identity

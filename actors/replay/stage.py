@@ -31,9 +31,8 @@ from zbmd.actors.replay.life import ActorLife
 from zbmd.actors.replay.native._turns import SERVING, Strand
 from zbmd.actors.replay.tracing import Tracing
 from zbmd.actors.system import ActorSystem
-from zbmd.transport.sim.clock import StillDice
 from zbmd.transport.sim.loop import SimLoop
-from zbmd.transport.sim.process import waiting
+from zbmd.transport.sim.process import StillDice, waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")

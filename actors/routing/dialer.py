@@ -22,8 +22,7 @@ from zbmd.actors.routing.contracts import ROUTES_ACTOR, Enrol, Enrolled
 from zbmd.actors.routing.routes import Routes
 from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import Link
+from zbmd.transport.link.interface import Endpoint, Link
 from zbmd.transport.shm import connect as shm
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress

@@ -34,7 +34,7 @@ from zbmd.collectives.programs.simulate import Outcome, Result, Simulation
 from zbmd.collectives.programs.spec import Spec, Tree
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.sim.scenarios.scenario import EVENTS_MAX
+from zbmd.transport.sim.scenario import EVENTS_MAX
 
 Array = NDArray[np.float32]
 Buffers = Mapping[int, Array]

@@ -14,13 +14,12 @@ from support.rdma.rdma_harness import RdmaHarness, rdma_link_pair, rdma_offers
 from support.rdma.rdma_world import given_devices, interface_of
 
 from zbmd.transport.errors import LinkClosed, PeerLost
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.rdma import connect as remote_link
 from zbmd.transport.rdma import message_device as rdma_device
 from zbmd.transport.rdma.connect import RemoteLink
 from zbmd.transport.rdma.link import RdmaLink
-from zbmd.transport.rdma.neighbour_lookup import LookUp, looks_up
+from zbmd.transport.rdma.message_device import LookUp, looks_up
 from zbmd.transport.rdma.setup import QueuePairAt
 from zbmd.transport.tcp.link import TcpLink
 

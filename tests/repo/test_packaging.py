@@ -68,7 +68,7 @@ assert "site-packages" in zbmd.__file__, zbmd.__file__
 behind_an_extra = (
     "zbmd.collectives.torch.",
     "zbmd.tools.bench.peers.xoscar_pair", "zbmd.torch", "zbmd.transport.rdma.native._rdma",
-    "zbmd.transport.rdma.p", "zbmd.transport.rdma.registrations",
+    "zbmd.transport.rdma.p", "zbmd.transport.rdma.plane",
 )
 for found in pkgutil.walk_packages(zbmd.__path__, "zbmd."):
     if not found.name.startswith(behind_an_extra):

@@ -75,7 +75,7 @@ ALLOWED = [
     ("transport/walk.pyx", "cdef class Walk(Base):\n" + "    cdef int n\n" * 90),
     ("collectives/torch/backend.py", "import torch\n"),
     ("training/autograd/array_module.py", "def f():\n    import cupy\n"),
-    ("transport/rdma/pyverbs_compat.py", "import pyverbs.device\n"),
+    ("transport/rdma/message_device.py", "import pyverbs.device\n"),
     ("tests/training/test_torch.py", 'torch = import_module("torch")\n'),
     ("actors/view.py", MACHINE.format(imports="import enum")),
     ("actors/view.py", MACHINE.format(imports="if TYPE_CHECKING:\n    from random import Random")),

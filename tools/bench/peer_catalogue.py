@@ -32,7 +32,7 @@ from zbmd.tools.bench.transport.perftest import BANDWIDTH, LATENCY, MESSAGES
 from zbmd.tools.bench.workers import CONTROL, Workers
 from zbmd.transport.errors import UserError
 from zbmd.transport.native import _native
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 from zbmd.transport.secure.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from zbmd.transport.tcp.address import PROTECTION_VARIABLE
 

@@ -36,7 +36,9 @@ LOAD_FACTOR: Final = 2
 """Burners a core."""
 FORM_S: Final = 60.0
 """For the ranks and nodes to come together under load."""
-BURNER: Final = "import zbmd.transport.host.prctl as p, os; p.end_with_parent(os.getppid())\nwhile True: pass"
+BURNER: Final = (
+    "import zbmd.transport.host.process as p, os; p.end_with_parent(os.getppid())\nwhile True: pass"
+)
 ARENA_BYTES: Final = 16 << 20
 STOPPED: Final = "the soak is over"
 

@@ -14,7 +14,7 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.doctor.report import Finding, FindingState, Section
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
-from zbmd.transport.host.process_limits import files_of
+from zbmd.transport.host.process import files_of
 from zbmd.transport.host.topology import Affinity, Distance, Gpu, HostPages, Topology, nvidia_driver_version
 from zbmd.transport.host.topology.cpus import Cache, Cpus, NumaNode
 from zbmd.transport.host.topology.kernel_files import format_cpu_list, parse_int, read_text

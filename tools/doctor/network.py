@@ -25,8 +25,7 @@ from zbmd.transport.host.link_choice import (
 )
 from zbmd.transport.host.topology import Interface, InterfaceKind, Topology
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import Link
+from zbmd.transport.link.interface import Endpoint, Link
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.shm.connect import dial, listen
 

@@ -37,7 +37,7 @@ from zbmd.transport.sim import (
     run_scenario,
     shrink,
 )
-from zbmd.transport.sim.scenarios.shrinker import RUNS_MAX as SHRINK_RUNS_MAX
+from zbmd.transport.sim.scenario import RUNS_MAX as SHRINK_RUNS_MAX
 
 SEED_BITS = 48
 BROKEN = 1

@@ -22,7 +22,7 @@ import msgspec
 
 from zbmd.tools.sim.scenarios import SCENARIOS, run_once, scenario_named
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.sim import Options, RunOutcome, ScenarioReport
 
 JOBS_MAX = 1024

@@ -35,7 +35,7 @@ from zbmd.training.optim import (
 from zbmd.training.optim.elementwise import AdamWState, Shard, StateArray, slot_blocks
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.transport.errors import LocalProtocolError, UserError
-from zbmd.transport.host.topology.pages import counted
+from zbmd.transport.host.topology.cpus import counted
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
 

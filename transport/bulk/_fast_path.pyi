@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from zbmd.transport.memory.region import RegionHandle
-from zbmd.transport.secure.mac import Seal
+from zbmd.transport.secure.protection import Seal
 
 QUICK_BYTES_MAX: int
 """A longer put is for the machine."""

@@ -84,7 +84,7 @@ from zbmd.transport.bulk.transfers import (
     fragment_record,
 )
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
-from zbmd.transport.secure.session_keys import STRIPES_MAX
+from zbmd.transport.secure.protection import STRIPES_MAX
 
 STORY_EVENTS: Final = 8
 

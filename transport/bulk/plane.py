@@ -1,7 +1,7 @@
 """The data-plane thread: one a process, moves the bulk bytes of all its peers on other hosts.
 
 It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB.
-Under a MAC a second thread tags what is moved meanwhile, without the GIL, too (`secure.payload_mac`).
+Under a MAC a second thread tags what is moved meanwhile, without the GIL, too (`secure.session_keys`).
 
 A thread that waits for what the plane brings may take its turns itself (`driving`, `drive`): a message then
 costs no wake-up on its way. The plane's own thread stands by meanwhile, and is back when nobody drives.
@@ -23,7 +23,7 @@ import structlog
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, ZbmdError
 from zbmd.transport.host.topology.cpus import usable_cpus
 from zbmd.transport.native import _native
-from zbmd.transport.secure.mac import TagHelper
+from zbmd.transport.secure.protection import TagHelper
 
 EVENTS_PER_WAKE: Final = 64
 """Sockets that are served before the thread looks at what was asked for."""

@@ -18,8 +18,7 @@ from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWrite
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.host.tcp_silence import Silence, read_progress
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.mac import RecordMac, TagHelper
-from zbmd.transport.secure.session_keys import Keys, Session
+from zbmd.transport.secure.protection import Keys, RecordMac, Session, TagHelper
 
 # A stripe: one more authenticated connection beside a control connection, handed over as a bare socket.
 

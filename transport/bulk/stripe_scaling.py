@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from zbmd.transport.secure.session_keys import STRIPES_MAX
+from zbmd.transport.secure.protection import STRIPES_MAX
 
 # How many stripes a bulk connection gets, and with how many of them it begins (`stripe_scaling` tells what
 # follows).

@@ -16,7 +16,7 @@ Reading. `open_log` gives each process's records; `merged` puts those of several
 estimates how far their clocks are apart; `replay_log` plays every machine again and compares.
 `capture_to_text` makes a capture a fixture that can be kept with a test's source.
 
-What it costs and loses: see `log` (a crash loses at most `FLUSH_S`) and `ring`. The format: see `format`.
+What it costs and loses: see `log`. The format: see `format`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,20 @@ from zbmd.transport.capture.errors import (
 )
 from zbmd.transport.capture.files import DiskLimits, capture_to_text, text_to_capture
 from zbmd.transport.capture.format import Anchor, Origin
-from zbmd.transport.capture.log import FLUSH_S, LogLimits, LogRecorder, Overflow
-from zbmd.transport.capture.merge import ClockSkew, Filter, filtered, merged, skews
-from zbmd.transport.capture.reader import Capture, Ending, Entry, ProcessLog, StepPlace, open_log
+from zbmd.transport.capture.log import FLUSH_S, LogLimits, LogRecorder, Overflow, RingRecorder, dump_on_crash
+from zbmd.transport.capture.reader import (
+    Capture,
+    ClockSkew,
+    Ending,
+    Entry,
+    Filter,
+    ProcessLog,
+    StepPlace,
+    filtered,
+    merged,
+    open_log,
+    skews,
+)
 from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
 from zbmd.transport.capture.records import PROCESS_STREAM, Record, RecordType
 from zbmd.transport.capture.registry import MachineKind, register
@@ -48,7 +59,6 @@ from zbmd.transport.capture.replay import (
     replay_process,
     replay_stream,
 )
-from zbmd.transport.capture.ring import RingRecorder, dump_on_crash
 from zbmd.transport.capture.tap import Tap, ThreadTap
 
 __all__ = [

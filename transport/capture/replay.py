@@ -16,8 +16,7 @@ import msgspec
 import xxhash
 
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureMismatch
-from zbmd.transport.capture.merge import Filter
-from zbmd.transport.capture.reader import Entry, ProcessLog, open_log
+from zbmd.transport.capture.reader import Entry, Filter, ProcessLog, open_log
 from zbmd.transport.capture.recorder import TEXT_CHARS_MAX
 from zbmd.transport.capture.records import (
     ActionsGiven,

@@ -17,7 +17,7 @@ import structlog
 
 from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.handshake.hello import HungUp
-from zbmd.transport.host import process_limits as descriptors
+from zbmd.transport.host import process as descriptors
 from zbmd.transport.native._native import now_ns
 
 # Half-open connections: those that have not proved themselves yet, and which of them gives way first.

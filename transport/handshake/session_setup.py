@@ -14,7 +14,7 @@ import msgspec
 
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.identity import PeerInfo
-from zbmd.transport.secure.session_keys import (
+from zbmd.transport.secure.protection import (
     SESSION_ID_BYTES,
     STRIPES_MAX,
     TOKEN_BYTES,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.transport.host.topology.interfaces import Addresses, Interface, read_interfaces
-from zbmd.transport.host.topology.kernel_files import parse_int, read_fields, read_text
-from zbmd.transport.host.topology.pci import link_name
+from zbmd.transport.host.topology.kernel_files import link_name, parse_int, read_fields, read_text
 from zbmd.transport.host.topology.rdma import RdmaDevice, read_rdma_devices, verbs_missing
 
 INSTALL_VERBS: Final = "apt install python3-pyverbs"

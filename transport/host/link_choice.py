@@ -17,7 +17,7 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import HostFacts
 from zbmd.transport.host.rdma_device_choice import RdmaPath, WantedDevice, rdma_paths, why_no_rdma
 from zbmd.transport.host.topology.interfaces import Interface, InterfaceKind
-from zbmd.transport.host.topology.pci import PciLocation
+from zbmd.transport.host.topology.kernel_files import PciLocation
 
 INTERFACES_VARIABLE: Final = "ZBMD_SOCKET_IFNAME"
 

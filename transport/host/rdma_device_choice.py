@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import HostFacts
-from zbmd.transport.host.topology.pci import PciLocation
+from zbmd.transport.host.topology.kernel_files import PciLocation
 from zbmd.transport.host.topology.rdma import Gid, RdmaDevice, RdmaPort
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
-from zbmd.transport.host.process_limits import exhaustion_is_typed
+from zbmd.transport.host.process import exhaustion_is_typed
 from zbmd.transport.host.topology.cpus import groups
 from zbmd.transport.native._native import Mapping
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from zbmd.transport.host.topology.cpus import counted
 from zbmd.transport.host.topology.kernel_files import read_chosen, read_cpu_list, read_int
-from zbmd.transport.host.topology.pages import counted
 from zbmd.transport.memory.memfd import SEALS, fill_memfd, in_words, map_own, open_memfd
 from zbmd.transport.native._native import (
     HUGE_BYTES,

@@ -15,8 +15,7 @@ import structlog
 
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.identity import PeerInfo
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.rdma.handshake import RdmaMemory, SetupChannel, set_up_as_dialer, set_up_as_listener
 from zbmd.transport.rdma.link import RdmaLink

@@ -16,7 +16,7 @@ from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.identity import PeerInfo
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.rdma.link import RdmaLink
 from zbmd.transport.rdma.queue_pair import QueuePair

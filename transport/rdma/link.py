@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link.base import LinkSide
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.rdma.credit import MESSAGE_BYTES, CreditFlow, unpack_immediate
 from zbmd.transport.rdma.message_device import RdmaDevice

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import ipaddress
 import mmap
+import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
 from ipaddress import IPv6Address
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,10 +28,133 @@ from zbmd.transport.host.topology.rdma import rdma_devices
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.spin import SpinPolicy
 from zbmd.transport.native import _native
+from zbmd.transport.native._native import now_ns
 from zbmd.transport.rdma.credit import BUFFERS, CREDITS, MESSAGE_BYTES
-from zbmd.transport.rdma.neighbour_lookup import looks_up, reach
-from zbmd.transport.rdma.pyverbs_compat import open_channel, verbs
 from zbmd.transport.rdma.setup import QueuePairAt
+
+# ---- the verbs that are used, by pyverbs: the one place that knows how its releases differ.
+#
+# pyverbs is imported when the first device is opened. Its release goes with the distribution's rdma-core; the
+# constants have been in two modules so far, and its completion channel does not tell its descriptor.
+
+INSTALL: Final = (
+    "RDMA needs pyverbs: install the distribution's python3-pyverbs, for the distribution's own Python, or "
+    "pip install 'zbmd[rdma]' where libibverbs and its headers are."
+)
+CHANNEL_NAME: Final = "infinibandevent"
+
+
+class Verbs:
+    """The classes and constants."""
+
+    def __init__(self) -> None:
+        try:
+            self.c: Any = import_module("pyverbs.libibverbs_enums")
+        except ImportError:
+            self.c = import_module("pyverbs.enums")
+        self.Context: Any = import_module("pyverbs.device").Context
+        self.PD: Any = import_module("pyverbs.pd").PD
+        self.MR: Any = import_module("pyverbs.mr").MR
+        cq, qp = import_module("pyverbs.cq"), import_module("pyverbs.qp")
+        self.CQ: Any = cq.CQ
+        self.CompChannel: Any = cq.CompChannel
+        self.QP: Any = qp.QP
+        self.QPCap: Any = qp.QPCap
+        self.QPInitAttr: Any = qp.QPInitAttr
+        self.QPAttr: Any = qp.QPAttr
+        addr, wr, srq = (import_module(f"pyverbs.{name}") for name in ("addr", "wr", "srq"))
+        self.AHAttr: Any = addr.AHAttr
+        self.GID: Any = addr.GID
+        self.GlobalRoute: Any = addr.GlobalRoute
+        self.SGE: Any = wr.SGE
+        self.SendWR: Any = wr.SendWR
+        self.RecvWR: Any = wr.RecvWR
+        self.SRQ: Any = srq.SRQ
+        self.SrqInitAttr: Any = srq.SrqInitAttr
+        self.SrqAttr: Any = srq.SrqAttr
+        self.Error: type[Exception] = import_module("pyverbs.pyverbs_error").PyverbsError
+
+
+@cache
+def verbs() -> Verbs:
+    """Raises `UserError` where pyverbs is not, or does not fit this Python."""
+    try:
+        return Verbs()
+    except ImportError as error:
+        raise UserError(f"{INSTALL} ({error})") from error
+
+
+def open_channel(context: Any) -> tuple[Any, int]:
+    """A completion channel that never blocks, and its descriptor."""
+    before = _channels()
+    channel = verbs().CompChannel(context)
+    found = _channels() - before
+    if len(found) != 1:
+        channel.close()
+        raise UserError(f"the descriptor of a completion channel cannot be told: {len(found)} new ones.")
+    fd = found.pop()
+    os.set_blocking(fd, False)
+    return channel, fd
+
+
+def _channels() -> set[int]:
+    found: set[int] = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if CHANNEL_NAME in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+    return found
+
+
+# ---- finding who has a peer's address, before a queue pair is connected to it
+#
+# Over Ethernet the kernel asks the network for it (ARP, neighbour discovery) and gives up after a second, which
+# one lost packet is enough for: so it is asked again. And it is asked by a thread that holds no lock of Python:
+# connecting a queue pair would ask as well, while the event loop stands still. Source: ib_resolve_eth_dmac of
+# Linux (drivers/infiniband/core/verbs.c), whose time is 1000 ms.
+
+LOOK_UPS: Final = 3
+"""At most so many, each of up to a second."""
+LOOK_UP_SHARE: Final = 2
+"""None begins after this part of the time that is left: the peer may have to look us up then."""
+
+LookUp = Callable[[QueuePairAt], int]
+"""Blocks; 0, or an errno. See `_rdma_device.Device.look_up`."""
+
+
+def looks_up(name: str, address: str) -> LookUp | None:
+    """By the port of a device that has this address; None where zbmd was built without libibverbs: connecting
+    asks once, then.
+
+    Raises `UserError` if the device cannot be opened.
+    """
+    try:
+        from zbmd.transport.rdma.native._rdma_device import Device
+        from zbmd.transport.rdma.port import choose_port
+    except ImportError:
+        return None
+    device = Device(name)
+    at = choose_port(device, address)
+    return lambda peer: device.look_up(at.path_to(peer, 0))
+
+
+async def reach(device: str, look_up: LookUp, peer: QueuePairAt, deadline_ns: int) -> None:
+    """Return once it is known who has the peer's address, or something else is wrong, which connecting tells.
+
+    Raises `UserError` if nobody has answered.
+    """
+    until_ns = now_ns() + (deadline_ns - now_ns()) // LOOK_UP_SHARE
+    asked = 0
+    while asked == 0 or (asked < LOOK_UPS and now_ns() < until_ns):
+        if await asyncio.to_thread(look_up, peer) != errno.ETIMEDOUT:
+            return
+        asked += 1
+    gid = ipaddress.IPv6Address(peer.gid)
+    raise UserError(
+        f"the RDMA device {device} cannot reach {gid.ipv4_mapped or gid}: the network was asked {asked} × "
+        "who has that address, and nobody answered. Is the peer's port up, and in the same network?"
+    )
+
 
 QUEUE_PAIRS_MAX: Final = 96
 """Of a device: links that stand, or are about to end."""

@@ -15,8 +15,7 @@ from typing import Any, Final, Protocol
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.rdma.credit import MESSAGE_BYTES, Immediate
-from zbmd.transport.rdma.message_device import CONTROL_SLOTS, SEND_SLOTS, RdmaDevice, address_of
-from zbmd.transport.rdma.pyverbs_compat import verbs
+from zbmd.transport.rdma.message_device import CONTROL_SLOTS, SEND_SLOTS, RdmaDevice, address_of, verbs
 from zbmd.transport.rdma.setup import RETRIES, TIMEOUT, QueuePairAt, why_broken
 
 INLINE_BYTES: Final = 220

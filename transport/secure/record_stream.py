@@ -26,8 +26,7 @@ from typing import Final
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import MAX_FRAME_BYTES
-from zbmd.transport.secure.mac import TAG_BYTES, Buffer, RecordMac
-from zbmd.transport.secure.session_keys import Keys
+from zbmd.transport.secure.protection import TAG_BYTES, Buffer, Keys, RecordMac
 
 RECORD_HEADER_BYTES: Final = 8
 SCRATCH_BYTES: Final = 1 << 16

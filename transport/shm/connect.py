@@ -29,9 +29,9 @@ from zbmd.transport.errors import (
 from zbmd.transport.handshake.acceptor import Acceptor
 from zbmd.transport.handshake.driver import readable, say_hello
 from zbmd.transport.handshake.hello import MAX_BODY_BYTES
-from zbmd.transport.host.process_limits import check_left, exhaustion_is_typed
+from zbmd.transport.host.process import check_left, exhaustion_is_typed
 from zbmd.transport.identity import PeerInfo, Side
-from zbmd.transport.link.endpoint import Endpoint as Endpoint
+from zbmd.transport.link.interface import Endpoint as Endpoint
 from zbmd.transport.memory.memfd import create_memfd, map_own
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native._native import Mapping, now_ns

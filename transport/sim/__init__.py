@@ -53,10 +53,6 @@ report prints the command line that repeats it. After FoundationDB's simulation 
 
 from __future__ import annotations
 
-from zbmd.transport.sim.clock import (
-    WALL_START_NS,
-    LocalClock,
-)
 from zbmd.transport.sim.faults import (
     ALL_FAULTS,
     MACHINE_FAULTS,
@@ -140,23 +136,23 @@ from zbmd.transport.sim.parts.segment import (
     SimMemory,
 )
 from zbmd.transport.sim.process import (
+    WALL_START_NS,
+    LocalClock,
     current_process,
 )
-from zbmd.transport.sim.scenarios.scenario import (
+from zbmd.transport.sim.scenario import (
+    AdmitsPlans,
     Checker,
     Options,
     RunOutcome,
     Scenario,
     ScenarioReport,
     ScenarioStage,
+    Shrunk,
     SimulatedWorld,
+    admitted,
     parse_faults,
     run_scenario,
-)
-from zbmd.transport.sim.scenarios.shrinker import (
-    AdmitsPlans,
-    Shrunk,
-    admitted,
     shrink,
 )
 from zbmd.transport.sim.world import (

@@ -30,9 +30,18 @@ from contextvars import Context, copy_context
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, cast
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.sim.clock import Disguise, LocalClock, in_place_of_real_time
 from zbmd.transport.sim.model import SIM_START_NS, Deadlock, Livelock, NotSimulated
-from zbmd.transport.sim.process import LoopProcess, SimFuture, SimTask, discard, process_of, waiting
+from zbmd.transport.sim.process import (
+    Disguise,
+    LocalClock,
+    LoopProcess,
+    SimFuture,
+    SimTask,
+    discard,
+    in_place_of_real_time,
+    process_of,
+    waiting,
+)
 
 # What an event loop on a virtual clock has not: it would reach outside of the simulation.
 

@@ -29,7 +29,7 @@ from zbmd.transport.sim.faults import (
     kind_of,
     names_of,
 )
-from zbmd.transport.sim.hosts import Entry, Factory, Flying, Host
+from zbmd.transport.sim.hosts import Entry, Factory, Flying, Host, Kills
 from zbmd.transport.sim.model import (
     CALM,
     MAX_EVENTS_DEFAULT,
@@ -58,8 +58,7 @@ from zbmd.transport.sim.model import (
     Stimulus,
     TimerFired,
 )
-from zbmd.transport.sim.scenarios.kills import Kills
-from zbmd.transport.sim.weather import NetworkPath, PathFlooded, Weather
+from zbmd.transport.sim.network import NetworkPath, PathFlooded, Weather
 
 BEFORE_ALL = -1.0
 """The tie of what comes before everything else of its moment."""

@@ -13,7 +13,6 @@ from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
-from zbmd.transport.sim.clock import LocalClock
 from zbmd.transport.sim.faults import (
     WORLD_FAULTS,
     Clog,
@@ -50,11 +49,10 @@ from zbmd.transport.sim.model import (
     RunEnd,
     SimulationFailure,
 )
-from zbmd.transport.sim.network import Datagram, DatagramInbox, Network, OnLink
+from zbmd.transport.sim.network import Datagram, DatagramInbox, Network, OnLink, PathFlooded, Weather
 from zbmd.transport.sim.parts.disk import SimDisk
 from zbmd.transport.sim.parts.segment import MEMORY_BYTES_DEFAULT, SimMemory, SimSegment
-from zbmd.transport.sim.process import LoopProcess, run_to_end
-from zbmd.transport.sim.weather import PathFlooded, Weather
+from zbmd.transport.sim.process import LocalClock, LoopProcess, run_to_end
 
 CALLBACK_NS = 1_000
 """The virtual time that a callback of a process takes, half to one and a half times."""

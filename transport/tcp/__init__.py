@@ -1,5 +1,5 @@
 """Links between hosts over TCP, and the stripes beside them that carry bulk data.
 
-`connect` listens and dials, `link` moves frames as protected records, `regions` joins a bulk connection to a
-link. Imports `handshake`, `secure`, `bulk` and `host`. Begin with `connect`.
+`connect` listens, dials and joins a bulk connection to a link; `link` moves frames as protected records.
+Imports `handshake`, `secure`, `bulk` and `host`. Begin with `connect`.
 """

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.link_choice import INTERFACES_VARIABLE, InterfaceFilter, parse_interface_filter
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 from zbmd.transport.secure.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls, tls_files
 
 # How this process uses TCP: protection, certificates, interfaces; from ZBMD_* or given.

@@ -4,12 +4,14 @@ A frame leaves at once, by one sendmsg, if it is the first in its turn of the lo
 together at the turn's end. What the kernel does not take waits in a bounded backlog, and then in the queue of
 the base. Reading stops while nobody takes frames, so that the peer's kernel, then its queue, fill up, and its
 `send` raises `LinkFull`. The goodbye is a record like others; what comes after it is the end of the stream.
+After a `close`, `linger` lets the last records leave.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -18,18 +20,114 @@ from typing import Final
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.stripe_io import OnStripe, Stripe
 from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
-from zbmd.transport.handshake.byte_socket import PIECES_PER_WRITE_MAX, lost_reason
+from zbmd.transport.handshake.driver import PIECES_PER_WRITE_MAX, ByteSocket, lost_reason
 from zbmd.transport.host.tcp_silence import LOOKS, Silence, read_progress
 from zbmd.transport.link.base import LinkSide
-from zbmd.transport.link.endpoint import Endpoint, MemoryShare
+from zbmd.transport.link.interface import Endpoint, MemoryShare
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.memory.scattered import Scattered
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.mac import Buffer
+from zbmd.transport.secure.protection import Buffer
 from zbmd.transport.secure.record_stream import SecureStream
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings
-from zbmd.transport.tcp.linger import drop_sent, linger
 from zbmd.transport.tcp.setup import Ready
+
+# ---- lingering: the end of a link after its close
+#
+# A socket that is closed with something unread resets its connection, and what is on its way to the peer is
+# lost with it. So the closing side sends what it has, says that this is all, and then reads and forgets until
+# the peer has closed too. By a deadline, and for a bounded number of connections at once.
+
+LINGERING_MAX: Final = 256
+"""Of a process; a connection beyond it is closed at once."""
+_FORGOTTEN: Final = memoryview(bytearray(1 << 16))
+
+
+def linger(
+    byte_socket: ByteSocket, backlog: deque[Buffer], loop: asyncio.AbstractEventLoop, duration_ns: int
+) -> None:
+    """Take over a socket that no one watches any more, with what is still to be sent."""
+    if len(_lingering) >= LINGERING_MAX:
+        byte_socket.close()
+        return
+    _Linger(byte_socket, backlog, loop, duration_ns)
+
+
+def drop_sent(backlog: deque[Buffer], nbytes: int) -> None:
+    """Take the first `nbytes` off what is to be sent."""
+    while nbytes:
+        piece = backlog[0]
+        if len(piece) <= nbytes:
+            nbytes -= len(piece)
+            backlog.popleft()
+        else:
+            backlog[0] = memoryview(piece)[nbytes:]
+            nbytes = 0
+
+
+class _Linger:
+    """One connection; the loop holds it while it lasts."""
+
+    def __init__(
+        self,
+        byte_socket: ByteSocket,
+        backlog: deque[Buffer],
+        loop: asyncio.AbstractEventLoop,
+        duration_ns: int,
+    ) -> None:
+        self._socket = byte_socket
+        self._fd = byte_socket.sock.fileno()
+        self._backlog = backlog
+        self._loop = loop
+        self._finished = False
+        _lingering.add(self)
+        self._timer = loop.call_later(duration_ns / 1e9, self._close)
+        loop.add_reader(self._fd, self._read)
+        loop.add_writer(self._fd, self._write)
+        self._write()
+
+    def __del__(self) -> None:
+        self._socket.close()  # the loop has ended before we had
+
+    def _write(self) -> None:
+        if self._finished:
+            return
+        try:
+            while self._backlog:
+                taken = self._socket.write(list(islice(self._backlog, PIECES_PER_WRITE_MAX)))
+                if taken is None:
+                    return
+                drop_sent(self._backlog, taken)
+        except (OSError, ZbmdError):
+            self._close()
+            return
+        self._finished = True
+        self._loop.remove_writer(self._fd)
+        self._socket.finish()
+
+    def _read(self) -> None:
+        try:
+            for _ in range(READS_PER_WAKE):
+                taken = self._socket.read_into(_FORGOTTEN)
+                if taken is None:
+                    return
+                if taken == 0:
+                    self._close()
+                    return
+        except (OSError, ZbmdError):
+            self._close()
+
+    def _close(self) -> None:
+        if self in _lingering:
+            _lingering.discard(self)
+            self._timer.cancel()
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
+            self._socket.close()
+
+
+_lingering: weakref.WeakSet[_Linger] = weakref.WeakSet()
+
 
 BACKLOG_BYTES_MAX: Final = 1 << 16
 """Records that wait for the kernel, but for the last; more frames wait in the queue unsealed."""

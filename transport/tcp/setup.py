@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from zbmd.transport.errors import DeadlineExceeded
-from zbmd.transport.handshake.byte_socket import ByteSocket, PlainSocket, TlsSocket
-from zbmd.transport.handshake.driver import HelloResult, say_hello
+from zbmd.transport.handshake.driver import ByteSocket, HelloResult, PlainSocket, TlsSocket, say_hello
 from zbmd.transport.handshake.hello import HelloTimeout, HungUp
 from zbmd.transport.handshake.session_setup import (
     SETUP_BYTES_MAX,
@@ -24,9 +23,9 @@ from zbmd.transport.handshake.session_setup import (
     make_offer,
 )
 from zbmd.transport.identity import PeerInfo, Side
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
+from zbmd.transport.secure.protection import Keys, Protection, Secrets, Session
 from zbmd.transport.secure.record_stream import RECORD_HEADER_BYTES, Opener, RecordKind, Sealer
-from zbmd.transport.secure.session_keys import Keys, Protection, Secrets, Session
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, numeric
 from zbmd.transport.tcp.sockets import settle
 

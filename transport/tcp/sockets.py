@@ -14,7 +14,7 @@ from typing import Any, Final
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import DeadlineExceeded, OutOfDescriptors, PeerLost, UserError
 from zbmd.transport.handshake.driver import writable
-from zbmd.transport.host import process_limits as descriptors
+from zbmd.transport.host import process as descriptors
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp.address import TcpAddress
 

@@ -1,6 +1,6 @@
 from typing import Final
 
-from zbmd.transport.secure.mac import Buffer
+from zbmd.transport.secure.protection import Buffer
 
 BEAT_BYTES: Final[int]
 BEAT_KEY_BYTES: Final[int]

@@ -14,8 +14,8 @@ from zbmd.actors.cluster.heartbeats.rdma import RdmaHeartbeats
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.secure.session_keys import STRIPES_MAX
+from zbmd.transport.link.interface import Endpoint
+from zbmd.transport.secure.protection import STRIPES_MAX
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.link import TcpLink
 

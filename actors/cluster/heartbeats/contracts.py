@@ -12,7 +12,7 @@ import msgspec
 
 from zbmd.actors.contracts import Contract
 from zbmd.transport.rdma.setup import QueuePairAt
-from zbmd.transport.secure.session_keys import SESSION_ID_BYTES
+from zbmd.transport.secure.protection import SESSION_ID_BYTES
 
 WHY_MAX: Final = 400
 """Length of a reason."""

@@ -38,7 +38,7 @@ from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.identity import Side
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.session_keys import Keys, Session
+from zbmd.transport.secure.protection import Keys, Session
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 

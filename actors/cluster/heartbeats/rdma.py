@@ -22,7 +22,7 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.rdma_device_choice import LINK_LOCKED_BYTES, rdma_paths
 from zbmd.transport.identity import Side
-from zbmd.transport.secure.session_keys import Keys, Protection, Session
+from zbmd.transport.secure.protection import Keys, Protection, Session
 
 if TYPE_CHECKING:
     from zbmd.transport.rdma.native._rdma_beat import BeatEnd

@@ -53,7 +53,7 @@ from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError, UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.host import process_limits as descriptors
+from zbmd.transport.host import process as descriptors
 from zbmd.transport.shm.death_notice import DeathNotice
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")

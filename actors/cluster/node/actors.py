@@ -35,8 +35,7 @@ from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import Link
+from zbmd.transport.link.interface import Endpoint, Link
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
 

@@ -15,7 +15,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import PeerLost, UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 from zbmd.transport.tcp.link import TcpLink

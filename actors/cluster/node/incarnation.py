@@ -31,7 +31,7 @@ from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp.address import TcpSettings

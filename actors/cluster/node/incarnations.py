@@ -70,7 +70,7 @@ from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
 from zbmd.transport.tcp.link import TcpLink

@@ -28,7 +28,7 @@ from zbmd.transport.handshake.cookie import cookie_path
 from zbmd.transport.handshake.hello import ContractsDiffer, WrongCookie, WrongVersion
 from zbmd.transport.host.topology.interfaces import read_interfaces
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings

@@ -18,7 +18,7 @@ from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.transport.clock.deadlines import MILLISECOND_NS, SECOND_NS
 from zbmd.transport.handshake.session_setup import control_session, stripe_session
 from zbmd.transport.identity import PeerInfo, Side
-from zbmd.transport.secure.session_keys import Protection, Secrets, Session
+from zbmd.transport.secure.protection import Protection, Secrets, Session
 from zbmd.transport.tcp.address import TcpSettings
 
 BUDGET_NS = 200 * MILLISECOND_NS

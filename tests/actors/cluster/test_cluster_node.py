@@ -32,7 +32,7 @@ from zbmd.actors.contracts import fingerprints
 from zbmd.transport.clock.deadlines import SECOND_NS, derive
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address
 

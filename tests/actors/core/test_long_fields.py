@@ -25,7 +25,7 @@ from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.scattered import Scattered, copied
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.shm import connect as shm

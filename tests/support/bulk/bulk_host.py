@@ -14,7 +14,7 @@ from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.identity import Identity, Side
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
-from zbmd.transport.secure.session_keys import Keys, Protection, Purpose, Session
+from zbmd.transport.secure.protection import Keys, Protection, Purpose, Session
 
 PATIENCE_NS = 30 * 10**9
 """Far more than anything here takes; a test that waits so long has failed."""

@@ -42,7 +42,7 @@ from zbmd.transport.bulk.records import BulkError
 from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWriter
 from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.memory.region import RegionHandle
-from zbmd.transport.secure.mac import RecordMac
+from zbmd.transport.secure.protection import RecordMac
 
 REGION_BYTES = 1 << 16
 Tamper = Callable[[bytes], bytes]

@@ -22,9 +22,8 @@ from support.links.region_harness import (
     run_between,
 )
 from zbmd.transport.cuda.array import DeviceHandle
-from zbmd.transport.cuda.exports import DeviceExports
 from zbmd.transport.cuda.peer import CudaPeer
-from zbmd.transport.cuda.region import CudaRegion
+from zbmd.transport.cuda.region import CudaRegion, DeviceExports
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import address_of

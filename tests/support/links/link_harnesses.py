@@ -7,7 +7,7 @@ from support.rdma.rdma_harness import RdmaHarness
 from support.rdma.rdma_world import given_devices
 from support.tcp.tcp_harness import TcpHarness
 from support.tcp.tcp_machine import has_ipv6
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 
 OVER_RDMA: tuple[LinkHarness, ...] = (RdmaHarness("uvloop"),)
 WITHOUT_DEVICES: tuple[LinkHarness, ...] = (

@@ -36,8 +36,8 @@ from zbmd.transport.shm.connect import Endpoint, link_pair
 from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
 from zbmd.transport.sim import SimProcess, World
 from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.connect import join_bulk
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.regions import join_bulk
 
 if TYPE_CHECKING:
     from zbmd.transport.rdma.plane import RdmaPlane

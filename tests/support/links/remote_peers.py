@@ -12,7 +12,7 @@ from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.identity import Side
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.rdma.remote_memory import Mirror, RemoteMemory
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 
 
 class Wiring:

@@ -18,8 +18,8 @@ from zbmd.actors.host.events import HostEvent, RankStarted
 from zbmd.actors.host.links import host_identity
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.process.reaper import descendants
+from zbmd.transport.capture.log import RingRecorder
 from zbmd.transport.capture.recorder import Clocks, origin_of
-from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.clock.hlc import HybridClock
 
 EventT = TypeVar("EventT", bound=HostEvent)

@@ -22,11 +22,11 @@ from zbmd.transport.clock.deadlines import derive, parse_recovery_budget
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.connect import join_bulk
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.regions import join_bulk
 
 REGION_BYTES = 16 << 20
 STRIPES = 4

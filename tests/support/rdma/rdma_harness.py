@@ -10,7 +10,7 @@ from support.links.link_harness import COOKIE, INCARNATION, SMALL, Listening, On
 from support.rdma.rdma_world import given_devices
 from support.tcp.tcp_harness import TcpHarness
 from zbmd.transport.link.base import LinkSide
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.rdma.connect import Rdma, dial_rdma, listen_rdma, open_rdma_plane
 from zbmd.transport.rdma.handshake import RdmaMemory

@@ -19,7 +19,7 @@ from typing import Final
 
 from zbmd.actors.process.blas_threads import default_to_one_thread
 from zbmd.tools.lab.rdma_vm import guest
-from zbmd.transport.rdma.pyverbs_compat import verbs
+from zbmd.transport.rdma.message_device import verbs
 
 JOBS: Final = ("tests/rdma/test_rdma_ranks.py", "tests/rdma/test_rdma_heartbeats.py")
 CABLES: Final = ("tests/rdma/test_rdma_beats.py", "tests/rdma/test_rdma_faults.py")

@@ -17,11 +17,10 @@ from support.links.link_harness import (
     Who,
 )
 from support.tcp.tcp_certificates import job_tls
-from zbmd.transport.handshake.byte_socket import ByteSocket
+from zbmd.transport.handshake.driver import ByteSocket
 from zbmd.transport.link.base import LinkSide
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import LinkLimits
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.link.interface import Endpoint, LinkLimits
+from zbmd.transport.secure.protection import Protection
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpSettings
 

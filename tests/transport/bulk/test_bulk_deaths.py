@@ -20,7 +20,7 @@ from zbmd.transport.identity import Side
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 
 Fork = Callable[[Callable[[], None]], int]
 PUT_BYTES = 2 << 20

@@ -32,7 +32,7 @@ from zbmd.transport.host.tcp_silence import Progress
 from zbmd.transport.identity import Side
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native import _native
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from zbmd.transport.bulk.stream import CHUNK_BYTES, PayloadArrived, StripeReader
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import CHANNELS
-from zbmd.transport.secure.mac import TAG_BYTES, TAG_CHUNK_BYTES, RecordMac, TagHelper
+from zbmd.transport.secure.protection import TAG_BYTES, TAG_CHUNK_BYTES, RecordMac, TagHelper
 
 KEY = bytes(range(32))
 

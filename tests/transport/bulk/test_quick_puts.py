@@ -21,8 +21,7 @@ from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import DONE
 from zbmd.transport.native import _native
-from zbmd.transport.secure.mac import TAG_BYTES, RecordMac
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import TAG_BYTES, Protection, RecordMac
 
 KEY = bytes(range(32))
 REGION_BYTES = 1 << 12

@@ -15,13 +15,13 @@ from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.stripe_scaling import STRIPES_DEFAULT_MAX, buffer_bytes_max, stripes_for
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.native import _native
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpSettings
+from zbmd.transport.tcp.connect import join_bulk
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.regions import join_bulk
 
 NBYTES = 3 << 20
 

@@ -18,8 +18,7 @@ from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture import records as rec
 from zbmd.transport.capture.files import DiskLimits, LogFiles
 from zbmd.transport.capture.format import BlockInfo
-from zbmd.transport.capture.merge import Filter, filtered, merged, skews
-from zbmd.transport.capture.reader import ProcessLog
+from zbmd.transport.capture.reader import Filter, ProcessLog, filtered, merged, skews
 from zbmd.transport.capture.records import RawRecord, RecordType
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.frames import FrameHeader, pack_header

@@ -12,9 +12,9 @@ import pytest
 
 from zbmd.transport import capture
 from zbmd.transport.capture import records as rec
+from zbmd.transport.capture.log import RING_PARTS
 from zbmd.transport.capture.native._recording import PACKED_FRAME_BYTES_MAX, PackedFrames
 from zbmd.transport.capture.recorder import RECORD_WEIGHT_BYTES
-from zbmd.transport.capture.ring import RING_PARTS
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.scattered import Scattered

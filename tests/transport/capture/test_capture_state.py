@@ -22,8 +22,7 @@ from zbmd.tools.replay import players as replay_kinds
 from zbmd.transport import capture
 from zbmd.transport.capture import tap as tap_module
 from zbmd.transport.capture.records import EventTaken, StateTaken
-from zbmd.transport.capture.registry import MachineKind
-from zbmd.transport.capture.state import STATE_BYTES_MAX, StateCodec, StateTag
+from zbmd.transport.capture.registry import STATE_BYTES_MAX, MachineKind, StateCodec, StateTag
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 

@@ -12,7 +12,7 @@ from support.bulk.bulk_host import BulkHost, deadline, join
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.rdma.remote_memory import MIRROR_BYTES, Mirror, RemoteMemory
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.protection import Protection
 
 NBYTES = 6 << 20
 

@@ -9,7 +9,7 @@ import pytest
 from support.links.link_harness import COOKIE, SMALL, Ear, Who
 
 from zbmd.transport.identity import PeerInfo
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.rdma import connect as remote_link
 from zbmd.transport.rdma.connect import NoRdma, RemoteLink
 from zbmd.transport.rdma.setup import (

@@ -33,7 +33,6 @@ from zbmd.transport.cuda.copies import (
     SetPeerCell,
     SignalAsked,
 )
-from zbmd.transport.cuda.exports import DeviceExports
 from zbmd.transport.cuda.opened import (
     AllGone,
     Close,
@@ -44,6 +43,7 @@ from zbmd.transport.cuda.opened import (
     TakenBack,
     Use,
 )
+from zbmd.transport.cuda.region import DeviceExports
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, UserError
 from zbmd.transport.native import _native
 from zbmd.transport.sim.parts.cuda_model import DeviceRace, ModelHost, ModelProcess, Undefined

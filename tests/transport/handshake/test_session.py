@@ -32,7 +32,7 @@ from zbmd.transport.handshake.session_setup import (
     make_offer,
 )
 from zbmd.transport.identity import Identity, Side
-from zbmd.transport.secure.session_keys import (
+from zbmd.transport.secure.protection import (
     STRIPES_MAX,
     Keys,
     Protection,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from zbmd.transport.host.process_limits import ThreadPriority, raise_thread_priority
+from zbmd.transport.host.process import ThreadPriority, raise_thread_priority
 
 
 def policy_here() -> int:

@@ -10,7 +10,7 @@ from support.links.link_harness import COOKIE, Ear
 
 from zbmd.transport.errors import LinkFull, LocalProtocolError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint, NodeMemory
+from zbmd.transport.link.interface import Endpoint, NodeMemory
 from zbmd.transport.tcp.connect import dial, listen
 from zbmd.transport.tcp.link import TcpLink
 

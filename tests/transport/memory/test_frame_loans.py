@@ -22,8 +22,7 @@ from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN, process_ended
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import RING_BLOCKS

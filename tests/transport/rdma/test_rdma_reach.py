@@ -8,7 +8,7 @@ import pytest
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.rdma.neighbour_lookup import LOOK_UPS, reach
+from zbmd.transport.rdma.message_device import LOOK_UPS, reach
 from zbmd.transport.rdma.setup import QueuePairAt
 
 HOUR_NS = 3600 * 10**9

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES
-from zbmd.transport.secure.mac import TAG_BYTES, RecordMac
+from zbmd.transport.secure.protection import TAG_BYTES, Keys, RecordMac
 from zbmd.transport.secure.record_stream import (
     JOINED_BYTES_MAX,
     RECORD_HEADER_BYTES,
@@ -28,7 +28,6 @@ from zbmd.transport.secure.record_stream import (
     Sealer,
     SecureStream,
 )
-from zbmd.transport.secure.session_keys import Keys
 
 A, B = b"a" * 32, b"b" * 32
 DIALER, LISTENER = Keys(send=A, receive=B), Keys(send=B, receive=A)

@@ -44,7 +44,7 @@ from zbmd.transport.sim import (
     run_scenario,
     shrink,
 )
-from zbmd.transport.sim.scenarios import shrinker
+from zbmd.transport.sim.scenario import candidates
 
 MS = 1_000_000
 EVERY_NS = 1 * MS
@@ -422,7 +422,7 @@ def test_with_fewer_ranks_faults_strike_those_that_stay() -> None:
         Partition(groups=(("rank0", "rank1"), ("rank4", "rank5")), at_ns=0, for_ns=1),
         Partition(groups=(("rank0", "rank1", "rank2"), ("rank4", "rank5")), at_ns=0, for_ns=1),
     )
-    found = {options.ranks: faults for options, faults in shrinker.candidates(Options(ranks=6), plan)}
+    found = {options.ranks: faults for options, faults in candidates(Options(ranks=6), plan)}
     assert found[4] == (
         Crash(process="rank1", at_ns=0, for_ns=1),
         Crash(process="node", at_ns=0, for_ns=1),

@@ -23,9 +23,9 @@ from zbmd.transport.handshake.session_setup import JoinRefused, ProtectionDiffer
 from zbmd.transport.host.link_choice import parse_interface_filter
 from zbmd.transport.host.tcp_silence import Progress, Silence, read_progress
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.secure.session_keys import STRIPES_MAX, Protection, Purpose
+from zbmd.transport.secure.protection import STRIPES_MAX, Protection, Purpose
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address, source_of
 from zbmd.transport.tcp.link import TcpLink

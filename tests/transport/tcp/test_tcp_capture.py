@@ -13,7 +13,7 @@ from zbmd.transport.capture.reader import ProcessLog
 from zbmd.transport.capture.records import FrameIn
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.tcp.connect import dial, listen, open_stripe
 from zbmd.transport.tcp.link import TcpLink
 

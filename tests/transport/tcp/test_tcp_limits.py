@@ -19,8 +19,7 @@ from zbmd.transport.errors import OutOfDescriptors, PeerLost, RemoteProtocolErro
 from zbmd.transport.handshake.hello import HELLO_VERSION, MAX_BODY_BYTES
 from zbmd.transport.handshake.session_setup import PeerBusy
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.tcp.connect import Listener, dial, listen
 from zbmd.transport.tcp.link import TcpLink
 

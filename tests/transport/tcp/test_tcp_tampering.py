@@ -11,8 +11,8 @@ from support.tcp.tcp_middle import Middle, Tamper
 
 from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.secure.mac import TAG_BYTES
+from zbmd.transport.link.interface import Endpoint
+from zbmd.transport.secure.protection import TAG_BYTES, Protection
 from zbmd.transport.secure.record_stream import (
     DuplicatedRecord,
     ForgedRecord,
@@ -21,7 +21,6 @@ from zbmd.transport.secure.record_stream import (
     ReplayedRecord,
     TruncatedRecord,
 )
-from zbmd.transport.secure.session_keys import Protection
 from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.connect import dial, listen
 from zbmd.transport.tcp.link import TcpLink

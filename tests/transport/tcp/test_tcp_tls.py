@@ -16,8 +16,8 @@ from support.tcp.tcp_certificates import DAY, JOB_NAME, Authority, make_authorit
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.hello import HelloError, HungUp, WrongCookie
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.link.interface import Endpoint
+from zbmd.transport.secure.protection import Protection
 from zbmd.transport.secure.tls import (
     ExpiredCertificate,
     NoCertificate,

@@ -51,8 +51,8 @@ from zbmd.tools.bench.peers.actor_asks import (
 )
 from zbmd.tools.bench.workers import ContenderFailed
 from zbmd.tools.cli.options import add_json
+from zbmd.transport.capture.log import RingRecorder
 from zbmd.transport.capture.recorder import Clocks, origin_of
-from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
 from zbmd.transport.identity import Identity

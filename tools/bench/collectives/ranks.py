@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from zbmd.collectives.communicator.blocking import Blocking
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.tools.bench.peers.control import CPU, FOREIGN, MODEL, elements, measured, serve
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.segment import PeerSegment, Segment
 

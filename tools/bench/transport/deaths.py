@@ -22,10 +22,9 @@ import uvloop
 
 from zbmd.tools.bench.peers.control import serve_on_loop
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import Link
+from zbmd.transport.link.interface import Endpoint, Link
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import WAIT_LOST, now_ns
 from zbmd.transport.shm.connect import dial, listen

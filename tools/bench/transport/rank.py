@@ -26,10 +26,9 @@ from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.link.interface import Link
+from zbmd.transport.link.interface import Endpoint, Link
 from zbmd.transport.memory.placement import PAGE_BYTES
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
@@ -41,8 +40,8 @@ from zbmd.transport.shm import connect as shm
 from zbmd.transport.shm.death_notice import LifeThread
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import tcp_settings
+from zbmd.transport.tcp.connect import join_bulk
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.regions import join_bulk
 
 # Connect the two ranks through the public API. Rank 0 listens and writes its address to a pipe that both have
 # inherited; rank 1 dials.

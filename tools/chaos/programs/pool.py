@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 from zbmd.tools.chaos.programs.families import AGAIN, Kill
 from zbmd.tools.chaos.programs.rank import AUTO, MESSAGE_BYTES_MAX, OPERATION_S_MAX, RIGHT, Rank
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.memory.segment import Segment
 
 ARENA_BYTES: Final = 1 << 20

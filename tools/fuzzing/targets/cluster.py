@@ -34,7 +34,7 @@ from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 from zbmd.transport.machine import TimerFired
 from zbmd.transport.rdma.setup import GID_BYTES, QueuePairAt
-from zbmd.transport.secure.session_keys import SESSION_ID_BYTES
+from zbmd.transport.secure.protection import SESSION_ID_BYTES
 
 # ---- host lists, environments of launchers, replies and records of etcd
 

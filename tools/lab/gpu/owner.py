@@ -12,7 +12,7 @@ import sys
 import zlib
 
 from zbmd.transport.cuda.array import DeviceSpan, encode_handle
-from zbmd.transport.cuda.exports import DeviceExports
+from zbmd.transport.cuda.region import DeviceExports
 from zbmd.transport.cuda.runtime import CudaRuntime
 from zbmd.transport.native._native import address_of
 

@@ -36,8 +36,8 @@ from zbmd.actors.host.events import HostEvent, RankDown, RankReport, RankStarted
 from zbmd.actors.host.links import host_identity
 from zbmd.actors.host.supervisor import PRELOAD
 from zbmd.actors.process.output import OutputLine, emit_plainly
+from zbmd.transport.capture.log import RingRecorder
 from zbmd.transport.capture.recorder import Clocks, origin_of
-from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.clock.deadlines import parse_recovery_budget
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.handshake.cookie import load_or_create_cookie

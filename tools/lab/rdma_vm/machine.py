@@ -27,7 +27,7 @@ import zbmd
 from zbmd.tools.lab.rdma_vm import guest
 from zbmd.tools.lab.rdma_vm.image import Archive, Image
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 
 # Bytecode of zbmd and its tests is compiled on the host: the machine would take ten times as long, and
 # without it (a fresh checkout, `PYTHONDONTWRITEBYTECODE`) each of its processes would compile hundreds of

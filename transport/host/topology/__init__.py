@@ -10,11 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zbmd.transport.host.topology.cpus import Cpus, NumaNode, read_cpus, read_numa_nodes
+from zbmd.transport.host.topology.cpus import (
+    Cpus,
+    HostPages,
+    NumaNode,
+    read_cpus,
+    read_numa_nodes,
+    read_pages,
+)
 from zbmd.transport.host.topology.gpus import Gpu, nvidia_driver_version, read_gpus
 from zbmd.transport.host.topology.interfaces import Addresses, Interface, InterfaceKind, read_interfaces
-from zbmd.transport.host.topology.pages import HostPages, read_pages
-from zbmd.transport.host.topology.pci import Distance, PciLocation, distance
+from zbmd.transport.host.topology.kernel_files import Distance, PciLocation, distance
 from zbmd.transport.host.topology.rdma import RdmaDevice, RdmaPort, read_rdma_devices
 
 __all__ = [

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zbmd.transport.host.topology.kernel_files import entries, parse_int, read_fields, read_text
-from zbmd.transport.host.topology.pci import PciDevice, PciLocation, read_pci_devices
+from zbmd.transport.host.topology.kernel_files import (
+    PciDevice,
+    PciLocation,
+    entries,
+    parse_int,
+    read_fields,
+    read_pci_devices,
+    read_text,
+)
 
 NVIDIA, AMD = "NVIDIA", "AMD"
 _VENDORS = {0x10DE: NVIDIA, 0x1002: AMD}

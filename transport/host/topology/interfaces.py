@@ -12,8 +12,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from zbmd.transport.host.topology.kernel_files import entries, read_fields, read_int, read_text
-from zbmd.transport.host.topology.pci import PciLocation, link_name, place_of
+from zbmd.transport.host.topology.kernel_files import (
+    PciLocation,
+    entries,
+    link_name,
+    place_of,
+    read_fields,
+    read_int,
+    read_text,
+)
 
 # The IP addresses of this machine's interfaces, from the kernel by rtnetlink (RFC 3549, rtnetlink(7)).
 

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.topology.kernel_files import entries, parse_int, read_int, read_text
-from zbmd.transport.host.topology.pci import PciLocation, place_of
+from zbmd.transport.host.topology.kernel_files import (
+    PciLocation,
+    entries,
+    parse_int,
+    place_of,
+    read_int,
+    read_text,
+)
 
 # The RDMA devices of this host, by pyverbs, which is imported only when it is asked for.
 #

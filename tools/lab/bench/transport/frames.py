@@ -23,9 +23,9 @@ import uvloop
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import median, parse_sizes
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.host.prctl import end_with_parent
+from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.shm.connect import dial, listen
 from zbmd.transport.shm.link import ShmLink

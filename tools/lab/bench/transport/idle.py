@@ -21,7 +21,7 @@ import uvloop
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.shm.connect import link_pair
 from zbmd.transport.shm.link import ShmLink
 

@@ -37,12 +37,12 @@ from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.connect import join_bulk
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.regions import join_bulk
 
 STRIPES: Final = (1, 2, 4, 8)
 CHOSEN: Final = 0

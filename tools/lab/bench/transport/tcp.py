@@ -2,7 +2,7 @@
 
     python -m zbmd.tools.lab.bench.transport.tcp [--seconds S] [--json]
 
-The MACs are those that were compared for the records between hosts (`transport/secure/mac.py`). The
+The MACs are those that were compared for the records between hosts (`transport/secure/session_keys.py`). The
 links run through the public API over loopback, both ends in this process on one uvloop, TCP_NODELAY on: round
 trips of 64 bytes one at a time, and frames of the largest size one after the other. `again_us` is the same
 once more.
@@ -27,9 +27,8 @@ import uvloop
 from zbmd.transport.errors import LinkFull
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES, FrameHeader
 from zbmd.transport.identity import Identity
-from zbmd.transport.link.endpoint import Endpoint
-from zbmd.transport.secure.mac import TAG_BYTES, RecordMac
-from zbmd.transport.secure.session_keys import KEY_BYTES, Protection
+from zbmd.transport.link.interface import Endpoint
+from zbmd.transport.secure.protection import KEY_BYTES, TAG_BYTES, Protection, RecordMac
 from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.connect import dial, listen
 from zbmd.transport.tcp.link import TcpLink

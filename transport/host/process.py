@@ -1,11 +1,13 @@
-"""File descriptors that run out: one typed error, with what to do about it."""
+"""The calling process: its name, its parent's death, its threads' priority, its file descriptors."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
+import signal
 import threading
 from collections.abc import Generator
 from enum import Enum
@@ -13,7 +15,44 @@ from typing import Final
 
 from zbmd.transport.errors import OutOfDescriptors
 
-# Threads that must run when due, on a busy machine too: those whose silence is taken for a death.
+# ---- prctl(2): name, parent-death signal, child subreaper
+
+NAME_BYTES_MAX: Final = 15
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def set_process_name(name: str) -> None:
+    """Set the name that `ps -o comm` and `top` show, cut to `NAME_BYTES_MAX` bytes."""
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:NAME_BYTES_MAX]))
+
+
+def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that forked it ends.
+
+    Exits at once if the parent has already ended.
+    """
+    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number))
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends (child subreaper)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def _prctl(option: int, argument: ctypes.c_char_p | ctypes.c_ulong) -> None:
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+# ---- threads that must run when due, on a busy machine too: those whose silence is taken for a death
 
 PRIORITY: Final = 1
 """The lowest of the real-time ones: above all that computes, below all that the kernel does."""
@@ -45,6 +84,8 @@ def raise_thread_priority() -> ThreadPriority:
         return ThreadPriority.NICE
     return ThreadPriority.REAL_TIME
 
+
+# ---- file descriptors that run out: one typed error, with what to do about it
 
 FILES_A_PEER: Final = 8
 """That a process may hold for each rank of its job: links and stripes, or a host's pipes and pidfds."""

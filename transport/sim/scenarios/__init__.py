@@ -1,1 +1,0 @@
-"""The package `scenarios` of `zbmd.transport.sim`."""

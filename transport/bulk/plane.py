@@ -1,7 +1,7 @@
 """The data-plane thread: one a process, moves the bulk bytes of all its peers on other hosts.
 
 It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB.
-Under a MAC a second thread tags what is moved meanwhile, without the GIL, too (`secure.session_keys`).
+Under a MAC a second thread tags what is moved meanwhile, without the GIL, too (`secure.protection`).
 
 A thread that waits for what the plane brings may take its turns itself (`driving`, `drive`): a message then
 costs no wake-up on its way. The plane's own thread stands by meanwhile, and is back when nobody drives.

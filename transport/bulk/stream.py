@@ -6,7 +6,7 @@ before its tag is found right. A payload is already in its destination when its 
 fails, `Forged` is raised, the payload is never reported, and so its notification is never given; what has
 come to lie in the destination is then of no account, as after a put that a dying peer left half done.
 
-A payload's tag (`secure.session_keys`) goes behind it, so it is made by chunk while the payload is on its way.
+A payload's tag (`secure.protection`) goes behind it, so it is made by chunk while the payload is on its way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK_BYTES: Final = 1 << 22
 """Bytes that are moved at a time."""
 SCRATCH_BYTES: Final = 1 << 14
 """Buffer for unwanted payloads, a piece at a time."""
-# The kind of a header's tag (`record_mac`); of payloads: `secure.session_keys`. A stripe's keys are its own.
+# The kind of a header's tag (`record_mac`); of payloads: `secure.protection`. A stripe's keys are its own.
 _HEADER: Final = 1
 
 

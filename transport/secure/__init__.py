@@ -1,4 +1,4 @@
 """Protection between hosts: session keys, MACs, the record stream and TLS.
 
-Imports `identity`, `frames` and `errors` alone. Begin with `session_keys` and `record_stream`.
+Imports `identity`, `frames` and `errors` alone. Begin with `protection` and `record_stream`.
 """

@@ -2,7 +2,7 @@
 
     python -m zbmd.tools.lab.bench.transport.tcp [--seconds S] [--json]
 
-The MACs are those that were compared for the records between hosts (`transport/secure/session_keys.py`). The
+The MACs are those that were compared for the records between hosts (`transport/secure/protection.py`). The
 links run through the public API over loopback, both ends in this process on one uvloop, TCP_NODELAY on: round
 trips of 64 bytes one at a time, and frames of the largest size one after the other. `again_us` is the same
 once more.

@@ -1,12 +1,12 @@
 """The two recorders: `LogRecorder` writes a log, `RingRecorder` keeps the last records in memory.
 
-The log's records are appended by the loop's thread; another thread encodes, compresses and writes them. A record
-is handed to the kernel within `FLUSH_S`, not synced: it survives the process, not the machine. So a SIGKILL loses
-at most the last `FLUSH_S` of records, and what was written before is whole.
+The log's records are appended by the loop's thread; another thread encodes, compresses and writes them. A
+record is handed to the kernel within `FLUSH_S`, not synced: it survives the process, not the machine. So a
+SIGKILL loses at most the last `FLUSH_S` of records, and what was written before is whole.
 
-The ring costs an append a record and encodes no frame, so it is always on. `dump_on_crash` writes it down at an
-unhandled exception and at those fatal signals after which Python still runs. A SIGKILL, and a fault inside native
-code (SIGSEGV, SIGBUS), lose it: only a log on disk outlives those.
+The ring costs an append a record and encodes no frame, so it is always on. `dump_on_crash` writes it down at
+an unhandled exception and at those fatal signals after which Python still runs. A SIGKILL, and a fault inside
+native code (SIGSEGV, SIGBUS), lose it: only a log on disk outlives those.
 """
 
 from __future__ import annotations

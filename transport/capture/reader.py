@@ -49,8 +49,9 @@ from zbmd.transport.frames import HEADER_BYTES, unpack_header
 # Order: by hybrid logical clock, so that what caused something always stands before it; what is concurrent
 # stands in the order of the processes' wall clocks, as far as those agree.
 #
-# Skew: each frame that both ends recorded gives one delay, from the sender's wall clock to the receiver's, and
-# delays bound offsets (`zbmd.transport.clock.offsets`). Processes on one monotonic clock need no estimate.
+# Skew: each frame that both ends recorded gives one delay, from the sender's wall clock to the receiver's,
+# and delays bound offsets (`zbmd.transport.clock.offsets`). Processes on one monotonic clock need no
+# estimate.
 
 SKEW_RECORDS_MAX = 500_000
 """Entries of each log that are searched for frames that reveal the clock's skew."""

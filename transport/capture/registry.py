@@ -22,10 +22,10 @@ from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import Machine
 
-# A machine's state as MessagePack. A state is data from anywhere, like all of a log: nothing in it names code. Its objects are of classes that
-# the kind knows beforehand, told by number: the machine's own, the data classes that its module names, and what
-# its events and actions are made of. No constructor of a machine is run; attributes are set, and only those
-# that the class, or a machine just built, has.
+# A machine's state as MessagePack. A state is data from anywhere, like all of a log: nothing in it names
+# code. Its objects are of classes that the kind knows beforehand, told by number: the machine's own, the data
+# classes that its module names, and what its events and actions are made of. No constructor of a machine is
+# run; attributes are set, and only those that the class, or a machine just built, has.
 #
 # Whatever is not a plain value is an array `[what, …]`, see `StateTag`. What can change is written once, and
 # referred to where it stands again: two parts of a state that share a list still share it afterwards.

@@ -1,7 +1,7 @@
 """Registered device memory: `DeviceExports` at its owner, `CudaRegion` at a peer, by CUDA's IPC.
 
-`CudaRegion` is a `zbmd.transport.memory.region.RemoteRegion`. What is put or got is a buffer of the host or an array of a device. A buffer that is not page-locked is
-copied by CUDA through memory of its own.
+`CudaRegion` is a `zbmd.transport.memory.region.RemoteRegion`. What is put or got is a buffer of the host or
+an array of a device. A buffer that is not page-locked is copied by CUDA through memory of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Run a hello over whatever carries its bytes; the machine decides everything.
 
-`ByteSocket` is a connected, non-blocking stream socket, with or without TLS, as links and hellos use it. `HELLO` is the kind under which captures record the machine.
+`ByteSocket` is a connected, non-blocking stream socket, with or without TLS, as links and hellos use it.
+`HELLO` is the kind under which captures record the machine.
 """
 
 from __future__ import annotations

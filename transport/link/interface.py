@@ -1,7 +1,7 @@
-"""What the layers above see of links: `Link`, its limits, and the `Endpoint` that all links of a process share.
+"""What the layers above see of links: `Link`, its limits, and the `Endpoint` that all links share.
 
-A link is a bounded, ordered, at-most-once channel of frames to one incarnation of a peer. `shm`, `tcp`, `rdma` and
-the simulator provide it.
+A link is a bounded, ordered, at-most-once channel of frames to one incarnation of a peer. `shm`, `tcp`,
+`rdma` and the simulator provide it.
 """
 
 from __future__ import annotations

@@ -108,10 +108,10 @@ def _channels() -> set[int]:
 
 # ---- finding who has a peer's address, before a queue pair is connected to it
 #
-# Over Ethernet the kernel asks the network for it (ARP, neighbour discovery) and gives up after a second, which
-# one lost packet is enough for: so it is asked again. And it is asked by a thread that holds no lock of Python:
-# connecting a queue pair would ask as well, while the event loop stands still. Source: ib_resolve_eth_dmac of
-# Linux (drivers/infiniband/core/verbs.c), whose time is 1000 ms.
+# Over Ethernet the kernel asks the network for it (ARP, neighbour discovery) and gives up after a second,
+# which one lost packet is enough for: so it is asked again. And it is asked by a thread that holds no lock of
+# Python: connecting a queue pair would ask as well, while the event loop stands still. Source:
+# ib_resolve_eth_dmac of Linux (drivers/infiniband/core/verbs.c), whose time is 1000 ms.
 
 LOOK_UPS: Final = 3
 """At most so many, each of up to a second."""

@@ -32,12 +32,13 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.identity import PeerInfo, Side
 
-# ---- the tag of a bulk payload: one a chunk, and one over those, so that they are made beside the system calls.
+# ---- the tag of a bulk payload: one a chunk, and one over those, so that they are made beside the system
+# calls.
 #
-# A payload of up to `TAG_CHUNK_BYTES` has the tag of its bytes. A longer one is cut there; each chunk has a tag
-# with a nonce of its own, and the tag of the payload is that of all of these, joined. It is the only one that
-# is sent. (Two levels of universal hashing: Wegman, Carter, "New hash functions and their use in authentication
-# and set equality", 1981.)
+# A payload of up to `TAG_CHUNK_BYTES` has the tag of its bytes. A longer one is cut there; each chunk has a
+# tag with a nonce of its own, and the tag of the payload is that of all of these, joined. It is the only one
+# that is sent. (Two levels of universal hashing: Wegman, Carter, "New hash functions and their use in
+# authentication and set equality", 1981.)
 #
 # A process has one `TagHelper`, a thread that makes tags without the GIL while the data-plane thread is in a
 # system call. Nobody waits for it: what it has not made when it is needed is made again by whoever needs it.

@@ -19,13 +19,14 @@ from typing import Any, Protocol, TypeVar
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.sim.model import Waiting
 
-# ---- virtual clocks: one true time for the world, a clock of its own for each process, and the `time` module.
+# ---- virtual clocks: one true time for the world, a clock of its own for each process, and the `time`
+# module.
 #
 # While a simulation runs, `time.monotonic()`, `time.time()`, `time.perf_counter()`, their `_ns` forms and
-# `time.sleep()` mean the clock of the simulated process that runs, `random`'s functions and `os.urandom()` the
-# seed's streams. So code that was written for the real ones runs unchanged. Only the simulation's thread is
-# concerned, and a function that was imported by name (`from time import monotonic`) is out of reach.
-# After madsim, which puts itself in front of libc's `clock_gettime` and `getrandom` for the same end.
+# `time.sleep()` mean the clock of the simulated process that runs, `random`'s functions and `os.urandom()`
+# the seed's streams. So code that was written for the real ones runs unchanged. Only the simulation's thread
+# is concerned, and a function that was imported by name (`from time import monotonic`) is out of reach. After
+# madsim, which puts itself in front of libc's `clock_gettime` and `getrandom` for the same end.
 
 WALL_START_NS = 1_700_000_000_000_000_000
 """What a wall clock that is right shows at virtual time 0."""

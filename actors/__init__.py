@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from zbmd.actors.core.deferred import Deferred as Deferred
     from zbmd.actors.core.deferred import DeferredReply as DeferredReply
     from zbmd.actors.core.mailbox import MailboxSpec as MailboxSpec
+    from zbmd.actors.core.ref import Down as Down
+    from zbmd.actors.core.ref import Exited as Exited
+    from zbmd.actors.core.ref import Monitor as Monitor
+    from zbmd.actors.core.ref import Reason as Reason
+    from zbmd.actors.core.ref import ReasonKind as ReasonKind
     from zbmd.actors.core.ref import Ref as Ref
-    from zbmd.actors.core.signals import Down as Down
-    from zbmd.actors.core.signals import Exited as Exited
-    from zbmd.actors.core.signals import Monitor as Monitor
-    from zbmd.actors.core.signals import Reason as Reason
-    from zbmd.actors.core.signals import ReasonKind as ReasonKind
-    from zbmd.actors.core.signals import Signal as Signal
-    from zbmd.actors.core.signals import Undelivered as Undelivered
+    from zbmd.actors.core.ref import Signal as Signal
+    from zbmd.actors.core.ref import Undelivered as Undelivered
     from zbmd.actors.core.system import ActorInfo as ActorInfo
     from zbmd.actors.core.timers import Timer as Timer
     from zbmd.actors.directory.driver import GroupChange as GroupChange
@@ -184,13 +184,13 @@ _HOMES = {
         "DeferredReply",
     ),
     "zbmd.actors.core.mailbox": ("MailboxSpec",),
-    "zbmd.actors.core.ref": ("Ref",),
-    "zbmd.actors.core.signals": (
+    "zbmd.actors.core.ref": (
         "Down",
         "Exited",
         "Monitor",
         "Reason",
         "ReasonKind",
+        "Ref",
         "Signal",
         "Undelivered",
     ),

@@ -25,9 +25,8 @@ import uvloop
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.mailbox import MailboxSpec
-from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.ref import Down, Ref
 from zbmd.actors.core.scopes import owner_of
-from zbmd.actors.core.signals import Down
 from zbmd.actors.core.system import STOP_S, ActorInfo
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.supervision.supervisor import ChildSpec

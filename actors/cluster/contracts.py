@@ -1,4 +1,4 @@
-"""Further contracts between nodes, and the validation of every message that a node receives.
+"""Contracts between nodes beside `messages`, and the validation of every message that a node receives.
 
 Rules that a schema cannot express are checked here, so that no impossible message reaches a machine.
 """
@@ -6,7 +6,7 @@ Rules that a schema cannot express are checked here, so that no impossible messa
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,8 @@ from zbmd.actors.cluster.state.view import EPOCH_MAX, Change, ClusterView
 from zbmd.actors.contracts import Contract, ContractDecoder
 from zbmd.actors.errors import InvalidMessage
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.rdma.setup import QueuePairAt
+from zbmd.transport.secure.protection import SESSION_ID_BYTES
 
 ID_MAX: Final = (1 << 63) - 1
 TEXT_CHARS_MAX: Final = 4096
@@ -178,3 +180,48 @@ def _cast(cast: m.Cast) -> None:
 def is_name(text: str) -> bool:
     """Whether this is a valid node name: 1 to 64 letters, digits or `_.@-`, a letter or digit first."""
     return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None
+
+
+# --- an RDMA route for heartbeats beside the TCP connection -----------------------------------------------
+
+
+WHY_MAX: Final = 400
+"""Length of a reason."""
+
+LaneId: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+"""The session id of a heartbeat connection (stripe)."""
+_Why = Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
+
+
+class BeatsAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a node receives heartbeats over RDMA: its queue pair, and the memory they are written to."""
+
+    at: QueuePairAt
+    address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    key: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class BeatsOffer(Contract, id="zbmd.cluster.beats_offer"):
+    """Heartbeats may be written to `at`; None declines, with the reason in `why`."""
+
+    lane: LaneId
+    at: BeatsAt | None = None
+    why: _Why = ""
+
+
+class BeatsAnswer(Contract, id="zbmd.cluster.beats_answer"):
+    """The other side's answer. It receives at once, and sends its own once the first side is ready."""
+
+    lane: LaneId
+    at: BeatsAt | None = None
+    why: _Why = ""
+
+
+class BeatsReady(Contract, id="zbmd.cluster.beats_ready"):
+    """The offering side receives heartbeats now; a non-empty `why` declines after all."""
+
+    lane: LaneId
+    why: _Why = ""
+
+
+BeatsSaid: TypeAlias = BeatsOffer | BeatsAnswer | BeatsReady

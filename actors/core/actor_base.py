@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overlo
 from zbmd.actors.contracts import Contract, fingerprint, older_versions, renewed
 from zbmd.actors.core.deferred import DeferredReply
 from zbmd.actors.core.mailbox import MailboxSpec
-from zbmd.actors.core.signals import Reason, Signal
+from zbmd.actors.core.ref import Reason, Signal
 from zbmd.actors.errors import ContractError, UnknownActorClass
 from zbmd.transport.errors import LocalProtocolError
 

@@ -20,8 +20,7 @@ from zbmd.actors.core.deferred import DeferredBook, DeferredReply
 from zbmd.actors.core.mailbox import MailboxSpec, ReplyTo
 from zbmd.actors.core.native._mailbox import SIGNALS_MAX, Delivery, Mailbox
 from zbmd.actors.core.native._serving import CellCore, Serving
-from zbmd.actors.core.ref import Messenger, Ref
-from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind, Signal
+from zbmd.actors.core.ref import Down, Exited, Messenger, Reason, ReasonKind, Ref, Signal
 from zbmd.actors.core.timers import TimerBook
 from zbmd.actors.errors import ActorError, ActorFailed, ActorStartFailed, NotUnderstood, StashFull
 from zbmd.transport.errors import LocalProtocolError

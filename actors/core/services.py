@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor_base import ActorBase
 from zbmd.actors.core.cell import ActorCell
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Monitor, Reason
+from zbmd.actors.core.ref import Down, Monitor, Reason, Ref
 from zbmd.transport.errors import ZbmdError
 
 

@@ -25,10 +25,9 @@ from zbmd.actors.core.cell import LINKS_MAX, ActorCell
 from zbmd.actors.core.mailbox import MAILBOX_BYTES, MailboxSpec
 from zbmd.actors.core.messaging import Messaging
 from zbmd.actors.core.peer import Peer
-from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.ref import Down, Monitor, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.core.scopes import at_home
 from zbmd.actors.core.services import ClassBook, Service
-from zbmd.actors.core.signals import Down, Monitor, Reason, ReasonKind, Undelivered
 from zbmd.actors.core.timers import Expired
 from zbmd.actors.errors import ActorError, DeadActor, NameTaken, SystemStopped, TooManyPending
 from zbmd.transport.capture.recorder import Recorder

@@ -23,9 +23,8 @@ from zbmd.actors.core.context import current_delivery, deadline_ns
 from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.mailbox import MAILBOX_MESSAGES_MAX, MailboxSpec
 from zbmd.actors.core.native._mailbox import Delivery
-from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.ref import Down, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.core.services import Service
-from zbmd.actors.core.signals import Down, Reason, ReasonKind, Undelivered
 from zbmd.actors.directory import events as ev
 from zbmd.actors.directory.events import (
     DIRECTORY,

@@ -16,7 +16,7 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
-from zbmd.actors.hangs.stacks import look_outside
+from zbmd.actors.hangs.loop_watch import look_outside
 from zbmd.actors.hangs.verdict import (
     AskStanding,
     HangAction,
@@ -35,15 +35,7 @@ from zbmd.actors.hangs.verdict import (
     StopRun,
     Ticked,
 )
-from zbmd.actors.hangs.wire import (
-    PACKET_BYTES_MAX,
-    Ask,
-    Beat,
-    Hello,
-    Standing,
-    decode_from_rank,
-    encode,
-)
+from zbmd.actors.hangs.wire import PACKET_BYTES_MAX, Ask, Beat, Hello, Standing, decode_from_rank, encode
 from zbmd.transport.errors import RemoteProtocolError
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.hang")

@@ -6,7 +6,7 @@ to its root: an operation to the members that never entered it, a handler that w
 actor that owes it. What waits in a ring is a deadlock. Each root is told of once, and once more when it is
 over.
 
-Time counts from tick to tick, as in `progress.py`, so a host that was suspended accuses nobody.
+Time counts from tick to tick, as in `progress`, so a host that was suspended accuses nobody.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 from zbmd.actors.contracts import contract_tag
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.system import CoreSystem
+from zbmd.actors.hangs.loop_watch import asked_address, task_frames, thread_frames
 from zbmd.actors.hangs.progress import Sample
-from zbmd.actors.hangs.stacks import asked_address, task_frames, thread_frames
 from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, cut
 from zbmd.transport.errors import LocalProtocolError
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, Protocol
 
 import structlog
@@ -29,7 +32,7 @@ from zbmd.actors.rank.host_contracts import (
     StatusRequest,
 )
 from zbmd.actors.routing.contracts import ROUTES_ACTOR
-from zbmd.actors.routing.route_actor import RoutesActor, RouteTable
+from zbmd.actors.routing.routes import RoutesActor, RouteTable
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX, rank_name, rank_of
 from zbmd.transport.capture.recorder import Recorder
@@ -42,6 +45,33 @@ from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.segment import NODE_SLOT, Segment
 from zbmd.transport.shm.connect import Endpoint, Listener, listen
 from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
+
+# --- addresses: abstract sockets, named so that only ranks of the same user and cookie dial them ----------
+
+
+HOSTS_MAX: Final = 256
+_TAG_BYTES: Final = 4
+_LABEL: Final = b"zbmd host address"
+_REST: Final = "[0-9a-f]{16}(?:-[0-9a-f]+-[0-9a-f]+-[0-9a-f]+)?"
+
+
+def host_address(cookie: bytes, job: int, *more: str) -> str:
+    """Return the address of a job's host. more: three hexadecimal words, if one machine has several."""
+    return "-".join((_prefix(cookie), f"{job:016x}", *more))
+
+
+def find_hosts(cookie: bytes) -> list[str]:
+    """List the addresses of this user's hosts with this cookie, at most `HOSTS_MAX`, from /proc/net/unix."""
+    wanted = re.compile(f" @({re.escape(_prefix(cookie))}-{_REST})$")
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sorted({match[1] for line in lines if (match := wanted.search(line))})[:HOSTS_MAX]
+
+
+def _prefix(cookie: bytes) -> str:
+    # A process with another cookie could not link up, and would only fill the log of the host by trying.
+    tag = hmac.digest(cookie, _LABEL, "sha256")[:_TAG_BYTES]
+    return f"zbmd-{os.getuid()}-{tag.hex()}"
+
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
 

@@ -22,7 +22,6 @@ from zbmd.actors.hangs.collector import HangCollector
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import HangNotice, OnHang
 from zbmd.actors.host import membership_events as membership
-from zbmd.actors.host.address import host_address
 from zbmd.actors.host.events import (
     HostEvent,
     Observer,
@@ -33,7 +32,7 @@ from zbmd.actors.host.events import (
     RunResult,
     ViewChanged,
 )
-from zbmd.actors.host.links import HostLinks, host_identity
+from zbmd.actors.host.links import HostLinks, host_address, host_identity
 from zbmd.actors.host.membership import MEMBERSHIP, MembershipMachine
 from zbmd.actors.host.membership_events import Phase
 from zbmd.actors.host.processes import RankProcess, RankProcesses, resident_bytes

@@ -24,7 +24,7 @@ REPLIES_PER_WAKE_MAX = 64
 REPLY_BYTES_MAX = 4096
 
 _MAIN = (
-    "import sys; from zbmd.actors.process.reaper import leave_reaper_behind; "
+    "import sys; from zbmd.actors.process.early_template import leave_reaper_behind; "
     "leave_reaper_behind(int(sys.argv[1]), int(sys.argv[2])); "
     "from zbmd.actors.process.template import serve_host; serve_host(int(sys.argv[1]), sys.argv[3:])"
 )

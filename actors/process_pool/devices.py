@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import structlog
 
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.core.signals import Down, Reason, ReasonKind
+from zbmd.actors.core.ref import Down, Reason, ReasonKind
 from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.errors import ActorError
 from zbmd.actors.process_pool.forks import Fork, Forks

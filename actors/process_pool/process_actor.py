@@ -30,7 +30,7 @@ from typing import Final, assert_never
 import structlog
 
 from zbmd.actors.core.actor import Actor
-from zbmd.actors.core.signals import Down, Reason, ReasonKind
+from zbmd.actors.core.ref import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorStartFailed
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process_pool import placement as p
@@ -140,7 +140,7 @@ class Placements:
 
 def lifetime_linked(command: Sequence[str]) -> list[str]:
     """Return the command, so that it ends with this process, however that ends."""
-    return [sys.executable, "-m", "zbmd.actors.process_pool.lifetime_link", str(os.getpid()), *command]
+    return [sys.executable, "-m", "zbmd.transport.host.process", str(os.getpid()), *command]
 
 
 class Command:

@@ -18,8 +18,8 @@ from zbmd.actors.contracts import Contract, contract_tag, fingerprint
 from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.actor_base import handler_table, remote_class_id
 from zbmd.actors.core.wire import RefData
-from zbmd.actors.replay.constructor_args import unpack_arguments
 from zbmd.actors.replay.events import ActorAction, ActorEvent
+from zbmd.actors.replay.life import unpack_arguments
 from zbmd.actors.replay.stage import Stage
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.capture.errors import CaptureMismatch

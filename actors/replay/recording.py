@@ -27,12 +27,10 @@ from zbmd.actors.core.actor import SEED_BYTES
 from zbmd.actors.core.actor_base import ActorBase, handler_table, remote_class_id
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Exited, Reason, Signal, Undelivered
+from zbmd.actors.core.ref import Down, Exited, Reason, Ref, Signal, Undelivered
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
-from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments
-from zbmd.actors.replay.life import ActorLife
+from zbmd.actors.replay.life import ActorLife, NotPlain, pack_arguments
 from zbmd.actors.replay.native._turns import SERVING, Strand, Turns
 from zbmd.actors.replay.tracing import Tracing
 from zbmd.actors.system import ActorSystem

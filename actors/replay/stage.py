@@ -22,8 +22,7 @@ from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.native._mailbox import Delivery
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Exited, Reason, Signal, Undelivered
+from zbmd.actors.core.ref import Down, Exited, Reason, Ref, Signal, Undelivered
 from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.errors import ActorError
 from zbmd.actors.replay import events as ev

@@ -12,8 +12,7 @@ from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.native._asking import Asking
 from zbmd.actors.core.native._serving import Tell
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Monitor, Reason
+from zbmd.actors.core.ref import Down, Monitor, Reason, Ref
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
 from zbmd.actors.replay.life import ActorLife

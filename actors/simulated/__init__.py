@@ -2,6 +2,6 @@
 
 What runs is what runs in production: `ClusterMachine` and `Detector` (over datagrams, `node`), `NodeActors`
 with its `ActorSystem`, `Directory` and links, `Supervisor`, the machines of an upgrade and their actors. What
-is the simulation's own: who does what when (`clients`), what it is told by those who take part (`workers`),
+is the simulation's own: who does what when (`clients`), the actors that report to it (`workers`),
 and what must hold (`ledgers`). `scenario` puts them together.
 """

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from zbmd.actors.core.actor_base import ActorBase
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, ReasonKind
+from zbmd.actors.core.ref import Down, ReasonKind, Ref
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.local import CodeBook
 from zbmd.transport.sim import SimProcess, World

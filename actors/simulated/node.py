@@ -1,4 +1,4 @@
-"""A node of the simulation: membership over datagrams, and the door by which actors reach other nodes."""
+"""A node of the simulation: membership over datagrams, and the address where actors reach other nodes."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import ActorBase, find_remote_class, remote_class_id
 from zbmd.actors.core.context import sender_process
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Reason
+from zbmd.actors.core.ref import Down, Reason, Ref
 from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.core.wire import TEXT_CHARS_MAX
 from zbmd.actors.errors import UnknownActorClass, UpgradeRefused, UpgradeUndone

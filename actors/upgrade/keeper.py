@@ -18,8 +18,8 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
+from zbmd.actors.core.ref import Down
 from zbmd.actors.core.services import Service
-from zbmd.actors.core.signals import Down
 from zbmd.actors.errors import UpgradeRefused
 from zbmd.actors.upgrade import ledger as u
 from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER

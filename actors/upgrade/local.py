@@ -17,7 +17,7 @@ from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor_base import ActorBase, Handler, find_remote_class, handler_table, remote_class_id
 from zbmd.actors.core.context import current_delivery
 from zbmd.actors.core.deferred import DEFERRED, DeferredReply
-from zbmd.actors.core.signals import Down, Reason, ReasonKind, Signal
+from zbmd.actors.core.ref import Down, Reason, ReasonKind, Signal
 from zbmd.actors.errors import ActorFailed, UnknownActorClass, UpgradeRefused
 
 if TYPE_CHECKING:

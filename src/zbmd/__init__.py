@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from zbmd.actors.cluster.session_routes import connect
     from zbmd.actors.contracts import Contract
     from zbmd.actors.core.actor import on
-    from zbmd.actors.core.ref import Ref
-    from zbmd.actors.core.signals import Down, Exited, Undelivered
+    from zbmd.actors.core.ref import Down, Exited, Ref, Undelivered
     from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull, UpgradeRefused, UpgradeUndone
     from zbmd.actors.rank.member import Worker, join
     from zbmd.actors.session import Session
@@ -102,12 +101,11 @@ __all__ = [
 # A name is imported when it is first used: a tool that needs one layer does not load the others.
 _HOMES = {
     "zbmd.actors.core.actor": ("on",),
-    "zbmd.actors.core.signals": ("Down", "Exited", "Undelivered"),
+    "zbmd.actors.core.ref": ("Down", "Exited", "Ref", "Undelivered"),
     "zbmd.actors.cluster.session_routes": ("connect",),
     "zbmd.actors.contracts": ("Contract",),
     "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull", "UpgradeRefused", "UpgradeUndone"),
     "zbmd.actors.rank.member": ("Worker", "join"),
-    "zbmd.actors.core.ref": ("Ref",),
     "zbmd.actors.session": ("Session",),
     "zbmd.actors.supervision.events": ("BackOff", "Restart", "Strategy"),
     "zbmd.actors.supervision.supervisor": ("ChildSpec",),

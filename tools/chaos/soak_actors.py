@@ -27,8 +27,7 @@ from typing import Final
 import structlog
 import uvloop
 
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down
+from zbmd.actors.core.ref import Down, Ref
 from zbmd.actors.errors import ActorError
 from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.events import BackOff

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import structlog
 
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.actors.system import ActorSystem
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Backward, Parameter, Tape, Tensor

@@ -10,7 +10,7 @@ import rich.console
 import rich.table
 
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.host.address import find_hosts
+from zbmd.actors.host.links import find_hosts
 from zbmd.actors.rank.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError

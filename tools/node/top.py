@@ -211,7 +211,7 @@ async def open_sources(*, here: bool, at: str | None) -> list[Source]:
 
 
 def _job_of(address: str) -> str:
-    """The scope of the job that a host's address names (`zbmd.actors.host.address`)."""
+    """The scope of the job that a host's address names (`zbmd.actors.host.links`)."""
     return scope_of_job(int(address.split("-")[3], 16))
 
 

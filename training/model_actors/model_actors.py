@@ -15,8 +15,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down
+from zbmd.actors.core.ref import Down, Ref
 from zbmd.actors.supervision.events import BackOff, Strategy
 from zbmd.actors.supervision.supervisor import ChildSpec, Supervisor
 from zbmd.actors.system import ActorSystem

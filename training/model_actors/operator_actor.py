@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import structlog
 
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.training.model.gpt import Operator
 from zbmd.training.model_actors.device_choice import (
     CheckDevice,

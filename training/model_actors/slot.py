@@ -27,7 +27,7 @@ import structlog
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.signals import Down, Reason, ReasonKind
+from zbmd.actors.core.ref import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorFailed, DeadActor
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec

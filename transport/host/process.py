@@ -1,4 +1,8 @@
-"""The calling process: its name, its parent's death, its threads' priority, its file descriptors."""
+"""The calling process: its name, its parent's death, its threads' priority, its file descriptors.
+
+`python -m zbmd.transport.host.process PARENT COMMAND [ARGUMENT …]` becomes a command that ends with the process
+that started it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import errno
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Generator
 from enum import Enum
@@ -138,3 +143,16 @@ def check_left(wanted_for: str) -> None:
     """Raise `OutOfDescriptors` if none is free: the kernel drops those of a message without a word."""
     with exhaustion_is_typed(wanted_for):
         os.close(os.memfd_create("zbmd-probe", os.MFD_CLOEXEC))
+
+
+def main() -> None:
+    """Request a SIGKILL at the parent's end, which outlasts `execvp`, and become the command."""
+    end_with_parent(int(sys.argv[1]))
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[2]} cannot be run: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias, assert_never
 
-from zbmd.actors.cluster.heartbeats.contracts import (
+from zbmd.actors.cluster.contracts import (
     WHY_MAX,
     BeatsAnswer,
     BeatsAt,

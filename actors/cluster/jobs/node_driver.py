@@ -40,7 +40,7 @@ from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import LineWriter, OutputSink
 from zbmd.actors.process.template_client import TemplateLost
 from zbmd.actors.rank.host_contracts import EnterView, MemberDown, ViewInstalled
-from zbmd.actors.routing.route_actor import RouteTable
+from zbmd.actors.routing.routes import RouteTable
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock

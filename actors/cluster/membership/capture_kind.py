@@ -9,8 +9,7 @@ import msgspec
 
 from zbmd.actors.cluster import messages
 from zbmd.actors.cluster.membership.machine import ClusterMachine
-from zbmd.actors.cluster.membership.member_report import OwnReport
-from zbmd.actors.cluster.membership.reports import Reports
+from zbmd.actors.cluster.membership.reports import OwnReport, Reports
 from zbmd.actors.cluster.membership.rounds import Acceptor, Round
 from zbmd.actors.cluster.membership.timers import Agenda, Waits
 from zbmd.actors.cluster.membership.witness import TieBreak

@@ -14,11 +14,15 @@ from typing import Final, Protocol, TypeAlias, assert_never
 import structlog
 
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, Hail, check
-from zbmd.actors.cluster.heartbeats.connections import HeartbeatConnections
-from zbmd.actors.cluster.heartbeats.contracts import BeatsSaid
+from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, BeatsSaid, Hail, check
+from zbmd.actors.cluster.heartbeats.connections import (
+    NO_DEVICE,
+    HeartbeatConnections,
+    NoDevice,
+    OwnDevice,
+    RdmaHeartbeats,
+)
 from zbmd.actors.cluster.heartbeats.driver import Heartbeats
-from zbmd.actors.cluster.heartbeats.rdma import NO_DEVICE, NoDevice, OwnDevice, RdmaHeartbeats
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
 from zbmd.actors.cluster.membership.capture_kind import CLUSTER, cluster_config
 from zbmd.actors.cluster.membership.machine import ClusterMachine, MemberState

@@ -17,17 +17,9 @@ from typing import Final, Protocol, TypeAlias
 import structlog
 
 from zbmd.actors.cluster.contracts import TEXT_CHARS_MAX
-from zbmd.actors.cluster.heartbeats.rdma import NO_DEVICE, NoDevice, OwnDevice, own_device
-from zbmd.actors.cluster.jobs.output import JobOutput
+from zbmd.actors.cluster.heartbeats.connections import NO_DEVICE, NoDevice, OwnDevice, own_device
 from zbmd.actors.cluster.membership.machine import LEFT, MemberState
-from zbmd.actors.cluster.node.admin_actor import AdminServer
-from zbmd.actors.cluster.node.admission import (
-    JoinApplication,
-    advertised,
-    has_namesake,
-    is_loopback,
-    refuse_join,
-)
+from zbmd.actors.cluster.node.admin_actor import AdminServer, job_infos, member_infos
 from zbmd.actors.cluster.node.capture import incarnation_recorder
 from zbmd.actors.cluster.node.clocks import wall_ns
 from zbmd.actors.cluster.node.contracts import (
@@ -50,21 +42,26 @@ from zbmd.actors.cluster.node.contracts import (
 from zbmd.actors.cluster.node.incarnation import Incarnation, MakeWitness
 from zbmd.actors.cluster.node.join import (
     JOIN_ADDRESSES_MAX,
+    JoinApplication,
     Joiner,
     JoinFailed,
     JoinOffer,
     JoinTimedOut,
+    advertised,
     find_member,
+    has_namesake,
+    is_loopback,
     loopback_name,
     own_addresses,
+    refuse_join,
 )
 from zbmd.actors.cluster.node.persistent_state import NodeStateStore
-from zbmd.actors.cluster.node.status import job_infos, member_infos
 from zbmd.actors.cluster.peer_links import process_name
 from zbmd.actors.cluster.state.job_table import CommandRefused, Order, Stop, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, quorum
 from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.process.output import JobOutput
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.clock.hlc import HybridClock

@@ -14,8 +14,7 @@ from typing import Final, assert_never
 import structlog
 import uvloop
 
-from zbmd.actors.cluster.jobs.output import JobOutput
-from zbmd.actors.cluster.membership.member_report import COMMANDS_WAITING_MAX
+from zbmd.actors.cluster.membership.reports import COMMANDS_WAITING_MAX
 from zbmd.actors.cluster.node.incarnations import (
     IncarnationBegan,
     IncarnationEnded,
@@ -33,6 +32,7 @@ from zbmd.actors.cluster.state.job_table import CommandRefused, Order, problem_o
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
+from zbmd.actors.process.output import JobOutput
 from zbmd.transport.host.process import raise_thread_priority
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")

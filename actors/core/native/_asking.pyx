@@ -12,7 +12,6 @@ from heapq import heappush
 
 from msgspec import Raw
 
-from zbmd.actors.core import long_fields as _long
 from zbmd.actors.core import wire as _wire
 from zbmd.actors.core.native._mailbox cimport Delivery, LocalReply
 from zbmd.actors.core.native._coroutine cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_of
@@ -37,8 +36,8 @@ cdef int _QUANTA = QUANTA_PER_TIMEOUT_LOG2
 cdef Py_ssize_t _PAYLOAD_MAX = MAX_PAYLOAD_BYTES
 cdef object _encode = _wire._encode
 cdef object _with_body = _wire.with_body
-cdef dict _bytes_fields = _long._fields
-cdef Py_ssize_t _LONG = _long.LONG_BYTES
+cdef dict _bytes_fields = _wire._fields
+cdef Py_ssize_t _LONG = _wire.LONG_BYTES
 cdef dict _declared = _contracts.__dict__  # of which `_generation` is another with each contract
 cdef object _decode = _wire._decode_envelope
 cdef object _Ask = _wire.Ask

@@ -6,9 +6,8 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor_base import ActorBase, Handler
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.native._mailbox import Delivery, Mailbox
-from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.ref import Reason, Ref
 from zbmd.actors.core.services import Tracer
-from zbmd.actors.core.signals import Reason
 from zbmd.actors.core.timers import DeadlineWheel
 from zbmd.actors.replay.life import ActorLife
 

@@ -7,8 +7,8 @@ from collections import deque
 
 import pytest
 
+from zbmd.actors.cluster.contracts import BeatsAt, BeatsOffer, BeatsSaid
 from zbmd.actors.cluster.heartbeats import route_machine as w
-from zbmd.actors.cluster.heartbeats.contracts import BeatsAt, BeatsOffer, BeatsSaid
 from zbmd.transport.rdma.setup import QueuePairAt
 
 HISTORIES = 400

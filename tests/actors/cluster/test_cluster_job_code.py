@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from zbmd.actors.cluster.jobs import code_digest as job_code
-from zbmd.actors.cluster.jobs import output as job_output
 from zbmd.actors.cluster.jobs.code_digest import REST, CodeDiffers, check_code, code_of
-from zbmd.actors.cluster.jobs.output import JobOutput
 from zbmd.actors.cluster.state.job_table import COMMAND_BYTES_MAX, JobSpec, Submit, order_bytes
-from zbmd.actors.process.output import OutputLine
+from zbmd.actors.process import output as job_output
+from zbmd.actors.process.output import JobOutput, OutputLine
 from zbmd.transport.errors import UserError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zbmd.actors.cluster.heartbeats import detector as d
 from zbmd.actors.cluster.membership.machine import ClusterMachine
-from zbmd.actors.cluster.membership.member_report import COMMANDS_WAITING_MAX
+from zbmd.actors.cluster.membership.reports import COMMANDS_WAITING_MAX
 from zbmd.actors.cluster.messages import (
     Action,
     Enter,

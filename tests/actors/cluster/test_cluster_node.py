@@ -20,9 +20,18 @@ from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, Hail
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
 from zbmd.actors.cluster.messages import Beat
 from zbmd.actors.cluster.node import join as door
-from zbmd.actors.cluster.node.admission import JoinApplication, advertised, has_namesake, refuse_join
 from zbmd.actors.cluster.node.incarnations import IncarnationEnded, JoinDelayed, NodeConfig
-from zbmd.actors.cluster.node.join import Joiner, JoinFailed, JoinTimedOut, find_member, own_addresses
+from zbmd.actors.cluster.node.join import (
+    JoinApplication,
+    Joiner,
+    JoinFailed,
+    JoinTimedOut,
+    advertised,
+    find_member,
+    has_namesake,
+    own_addresses,
+    refuse_join,
+)
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState, StateBusy, StateError, state_path
 from zbmd.actors.cluster.peer_links import node_key

@@ -10,8 +10,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import deadline_ns, trace_id
 from zbmd.actors.core.mailbox import MailboxSpec
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind
+from zbmd.actors.core.ref import Down, Exited, Reason, ReasonKind, Ref
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,

@@ -13,7 +13,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.errors import DeadActor, InvalidMessage, MissingDeadline
-from zbmd.actors.hangs.stacks import asked_address
+from zbmd.actors.hangs.loop_watch import asked_address
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 

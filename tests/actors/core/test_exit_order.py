@@ -7,7 +7,7 @@ import asyncio
 from support.processes.hash_seeds import printed_under_hash_seeds
 
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.signals import Exited
+from zbmd.actors.core.ref import Exited
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.sim import SimLoop
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.long_fields import LONG_BYTES, long_field
+from zbmd.actors.core.wire import LONG_BYTES, long_field
 from zbmd.actors.errors import InvalidMessage
 from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture

@@ -12,8 +12,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import trace_id
 from zbmd.actors.core.native._serving import ENDED_MAX, RESTING_MAX
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind, Ref
 from zbmd.actors.errors import DeadActor
 from zbmd.actors.system import ActorSystem
 

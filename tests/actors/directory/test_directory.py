@@ -12,8 +12,7 @@ from support.actors.actor_recordings import until
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind, Ref
 from zbmd.actors.directory import events as ev
 from zbmd.actors.directory.driver import NEWS_WAITING_MAX, GroupChange
 from zbmd.actors.directory.events import DIRECTORY, GroupNews

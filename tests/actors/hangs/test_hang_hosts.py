@@ -16,7 +16,7 @@ from zbmd.actors.cluster.jobs.contracts import (
     HangSeen,
     HangStanding,
 )
-from zbmd.actors.cluster.jobs.hang_relay import HangRelay, judge_of
+from zbmd.actors.cluster.jobs.hosted_job import HangRelay, judge_of
 from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, RankState
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.hangs.verdict import (

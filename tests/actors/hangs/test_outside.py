@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.hangs.stacks import look_outside
+from zbmd.actors.hangs.loop_watch import look_outside
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.process.reaper import descendants
+from zbmd.actors.process.early_template import descendants
 from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.process_pool.forks import Fork, Forks
 from zbmd.actors.system import ActorSystem

@@ -13,7 +13,7 @@ from support.machines.job_world import FOLLOWS_VIEWS, JOB, world
 
 from zbmd.actors.cluster.state.job_table import Stop
 from zbmd.actors.host.events import RankDown, RankStarted, ViewChanged
-from zbmd.actors.process.reaper import descendants
+from zbmd.actors.process.early_template import descendants
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_MIN
 

@@ -19,8 +19,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import deadline_ns, trace_id
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.peer import Peer
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind, Undelivered
+from zbmd.actors.core.ref import Down, Exited, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,

@@ -21,8 +21,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import STOPPING_S
 from zbmd.actors.core.mailbox import MailboxSpec
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind, Undelivered
+from zbmd.actors.core.ref import Down, Exited, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.replay.events import ref_data
 from zbmd.actors.supervision.supervisor import ChildSpec

@@ -21,11 +21,10 @@ from support.actors.actor_recordings import assert_identical, events_of, record,
 from support.actors.counting_actor import Add, Counter, Nap, Never, Throw, Thrown, Total
 
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import ReasonKind
+from zbmd.actors.core.ref import ReasonKind, Ref
 from zbmd.actors.core.wire import ReasonData, RefData
-from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.replay.events import SaidCodec, said
+from zbmd.actors.replay.life import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.replay.machine import allow_modules, find_actor_class
 from zbmd.actors.replay.recording import ACTOR, captured_system
 from zbmd.actors.system import ActorSystem

@@ -13,7 +13,7 @@ from support.cluster.memory_cluster import MemoryCluster, MemoryNode
 from zbmd.actors.cluster.node.actors import NodeActors
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.signals import Down, Exited, ReasonKind
+from zbmd.actors.core.ref import Down, Exited, ReasonKind
 from zbmd.actors.errors import UnknownActorClass
 from zbmd.actors.routing.contracts import Enrol, Route
 from zbmd.actors.routing.dialer import ExternalDialer, Lease

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Reason, ReasonKind
+from zbmd.actors.core.ref import Down, Reason, ReasonKind, Ref
 from zbmd.actors.simulated.ledgers import Groups, Lives, Names, Nodes, Talks, Ties
 from zbmd.actors.simulated.scenario import ActorsScenario
 from zbmd.transport.sim import Options, RunOutcome, SimProcess, World, run_scenario

@@ -10,8 +10,7 @@ import pytest
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind, Ref
 from zbmd.actors.errors import ActorFailed, ActorStartFailed
 from zbmd.actors.supervision.events import AutoShutdown, Restart, Strategy
 from zbmd.actors.supervision.supervisor import Children, ChildSpec, Supervisor, WhichChildren

@@ -9,8 +9,7 @@ import pytest
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import remote_class_id
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import ReasonKind
+from zbmd.actors.core.ref import ReasonKind, Ref
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,

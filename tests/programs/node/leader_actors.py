@@ -6,8 +6,7 @@ import contextlib
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import on
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down
+from zbmd.actors.core.ref import Down, Ref
 from zbmd.actors.directory.events import GroupNews
 from zbmd.actors.errors import NameInUse
 from zbmd.actors.system import Actor, ActorSystem

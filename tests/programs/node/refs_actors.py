@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import on
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Down, Exited
+from zbmd.actors.core.ref import Down, Exited, Ref
 from zbmd.actors.system import Actor, ActorSystem
 
 

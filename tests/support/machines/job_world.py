@@ -16,8 +16,8 @@ from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.state.job_table import Job, JobPhase, JobSpec, Submit
 from zbmd.actors.host.events import HostEvent, RankStarted
 from zbmd.actors.host.links import host_identity
+from zbmd.actors.process.early_template import descendants
 from zbmd.actors.process.output import OutputLine
-from zbmd.actors.process.reaper import descendants
 from zbmd.transport.capture.log import RingRecorder
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.clock.hlc import HybridClock

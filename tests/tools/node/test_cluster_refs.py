@@ -14,8 +14,7 @@ from programs import PROGRAMS
 from programs.node import refs_actors as app
 from support.cluster.cluster_nodes import BUDGET, Nodes, Run
 
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Monitor, ReasonKind
+from zbmd.actors.core.ref import Monitor, ReasonKind, Ref
 from zbmd.actors.session import Session
 from zbmd.tools.node.top import once
 from zbmd.transport.errors import UserError, ZbmdError

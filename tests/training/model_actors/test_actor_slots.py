@@ -10,7 +10,7 @@ import pytest
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import on
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.actors.supervision.events import BackOff, Restart
 from zbmd.actors.system import ActorSystem
 from zbmd.training.model_actors.model_actors import SupervisorActor

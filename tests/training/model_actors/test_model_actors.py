@@ -12,7 +12,7 @@ import pytest
 from programs import flaky_job
 from support.devices.flaky_operators import Flaky
 
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.supervision.supervisor import Children, WhichChildren

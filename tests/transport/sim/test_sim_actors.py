@@ -9,7 +9,7 @@ from support.processes.hash_seeds import printed_under_hash_seeds
 
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.signals import Down
+from zbmd.actors.core.ref import Down
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec

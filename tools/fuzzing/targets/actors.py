@@ -13,9 +13,8 @@ import msgspec
 from zbmd.actors.contracts import Contract, fingerprint, registered
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.long_fields import LONG_BYTES
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.core.ref import Reason, ReasonKind, Ref
+from zbmd.actors.core.wire import LONG_BYTES
 from zbmd.actors.errors import ActorError, InvalidMessage, UnknownContract
 from zbmd.actors.hangs import wire as hang_wire
 from zbmd.actors.hangs.verdict import AskStanding, HangMachine, RankStood, RankWatched, Ticked
@@ -24,7 +23,7 @@ from zbmd.actors.process import template
 from zbmd.actors.process.exit import without_mark
 from zbmd.actors.process.output import LINE_BYTES_MAX, LineAssembler
 from zbmd.actors.rank import host_contracts as host_contracts
-from zbmd.actors.replay.constructor_args import pack_arguments, unpack_arguments
+from zbmd.actors.replay.life import pack_arguments, unpack_arguments
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
 from zbmd.tools.fuzzing.mutate import retyped

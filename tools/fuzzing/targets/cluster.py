@@ -21,8 +21,8 @@ from zbmd.actors.bootstrap.merge import bootstrap_of
 from zbmd.actors.bootstrap.readings import LauncherFacts, NodeRange, Stated
 from zbmd.actors.cluster import contracts as contracts
 from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.contracts import BeatsAnswer, BeatsAt, BeatsOffer, BeatsReady, BeatsSaid
 from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_BYTES, BEAT_KEY_BYTES, BeatReader, BeatWriter
-from zbmd.actors.cluster.heartbeats.contracts import BeatsAnswer, BeatsAt, BeatsOffer, BeatsReady, BeatsSaid
 from zbmd.actors.cluster.membership.machine import ClusterMachine
 from zbmd.actors.cluster.node.persistent_state import NodeRecord, NodeState, StateError
 from zbmd.actors.cluster.state.node_id import Node, NodeKey

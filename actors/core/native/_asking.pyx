@@ -14,8 +14,8 @@ from msgspec import Raw
 
 from zbmd.actors.core import wire as _wire
 from zbmd.actors.core.native._mailbox cimport Delivery, LocalReply
-from zbmd.actors.core.native._coroutine cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_of
-from zbmd.actors.core.native._serving cimport CellCore, Post
+from zbmd.actors.core.native._coroutine cimport RETURNED, YIELDED, go_on, say
+from zbmd.actors.core.native._serving cimport CellCore, Coroutine, Post
 from zbmd.actors import contracts as _contracts
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import ActorError, DeadActor, InvalidMessage, MailboxFull, MissingDeadline, TooManyPending
@@ -423,7 +423,7 @@ cdef enum:
     OVER = 3
 
 
-cdef class Asking:  # no free list: what comes from one again is not finalized again
+cdef class Asking(Coroutine):  # no free list: what comes from one again is not finalized again
     cdef Post _system
     cdef readonly object ref
     cdef object _message, _wanted, _timeout, _waiting
@@ -441,14 +441,6 @@ cdef class Asking:  # no free list: what comes from one again is not finalized a
         elif self._state != OVER:
             self.close()
 
-    def send(self, value):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(value, None, &result), result)
-
-    def throw(self, kind, value=None, trace=None):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, as_error(kind, value), &result), result)
-
     def close(self):
         cdef int state = self._state
         self._state = OVER
@@ -457,16 +449,6 @@ cdef class Asking:  # no free list: what comes from one again is not finalized a
         elif state == AT_LENGTH:
             self._waiting.close()
         self._asked = self._waiting = None
-
-    def __await__(self):
-        return self
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, None, &result), result)
 
     @property
     def cr_frame(self):
@@ -480,7 +462,7 @@ cdef class Asking:  # no free list: what comes from one again is not finalized a
     def cr_running(self):
         return False
 
-    cdef int _advance(self, value, error, PyObject **result) except -1:
+    cdef int advance(self, value, error, PyObject **result) except -1:
         cdef int how
         if self._state == NEW:
             self._state = OVER
@@ -534,13 +516,6 @@ cdef class Asking:  # no free list: what comes from one again is not finalized a
             asks = f"{self.ref!r} answered {contract_tag(self._message)}"
             raise InvalidMessage(f"{asks} with {type(reply).__name__}, not {self._wanted.__name__}")
         return say(RETURNED, reply, result)
-
-
-cdef int _asking_send(self, value, PyObject **result) except -1:
-    return (<Asking>self)._advance(value, None, result)
-
-
-set_send(Asking, _asking_send)
 
 
 cdef class Asker(Post):

@@ -1,6 +1,13 @@
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
 from zbmd.actors.core.native._mailbox cimport Delivery, Mailbox
+
+
+cdef class Coroutine:
+    """What a task or an `await` drives. A class of it says how it goes on, as PyIter_Send does."""
+
+    cdef int advance(self, value, error, PyObject **result) except -1
 
 
 cdef class CellCore:

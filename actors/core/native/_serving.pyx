@@ -1,6 +1,5 @@
 """What runs at every message: a tell within the process, and the turns of an actor. See _serving.pyi."""
 
-cimport cython
 from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
 from cpython.ref cimport Py_DECREF
@@ -47,6 +46,36 @@ cdef inline int64_t _now_ns() except -1:
     return time.monotonic_ns()  # which a simulation replaces
 
 
+cdef class Coroutine:
+    cdef int advance(self, value, error, PyObject **result) except -1:
+        raise NotImplementedError
+
+    def send(self, value):
+        cdef PyObject *result = NULL
+        return value_of(self.advance(value, None, &result), result)
+
+    def throw(self, kind, value=None, trace=None):
+        cdef PyObject *result = NULL
+        return value_of(self.advance(None, as_error(kind, value), &result), result)
+
+    def __await__(self):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef PyObject *result = NULL
+        return value_of(self.advance(None, None, &result), result)
+
+
+cdef int _send(self, value, PyObject **result) except -1:
+    return (<Coroutine>self).advance(value, None, result)
+
+
+set_send(Coroutine, _send)  # every class of it inherits this
+
+
 cdef class CellCore:
     def __cinit__(self, *_, **__):
         self.accepts = True
@@ -81,8 +110,7 @@ cdef class CellCore:
         return 0
 
 
-@cython.freelist(64)
-cdef class Serving:
+cdef class Serving(Coroutine):
     cdef CellCore _cell
     cdef object _coroutine
     cdef Delivery _delivery
@@ -95,27 +123,9 @@ cdef class Serving:
         self._cell = cell
         self._begin_turn()
 
-    def send(self, value):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(value, None, &result), result)
-
-    def throw(self, kind, value=None, trace=None):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, as_error(kind, value), &result), result)
-
     def close(self):
         if self._coroutine is not None:
             self._coroutine.close()
-
-    def __await__(self):
-        return self
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, None, &result), result)
 
     @property
     def cr_await(self):
@@ -140,7 +150,7 @@ cdef class Serving:
         self._begin_turn()
         return True
 
-    cdef int _advance(self, value, error, PyObject **result) except -1:
+    cdef int advance(self, value, error, PyObject **result) except -1:
         cdef int how
         if self._rest is not None:
             how = self._rises(value, error, result)
@@ -256,10 +266,6 @@ cdef class Serving:
         return HANDLED if room is None else say(RETURNED, room, result)
 
 
-cdef int _serving_send(self, value, PyObject **result) except -1:
-    return (<Serving>self)._advance(value, None, result)
-
-
 cdef class Post:
     def __cinit__(self, *_, **__):
         self._cells = {}
@@ -362,8 +368,7 @@ cdef class Post:
         return cell.mailbox
 
 
-@cython.freelist(64)
-cdef class Tell:
+cdef class Tell(Coroutine):
     cdef Post _post
     cdef object _ref, _message, _coroutine
     cdef int _state
@@ -378,28 +383,10 @@ cdef class Tell:
         if self._state == NEW:
             PyErr_WarnEx(RuntimeWarning, b"coroutine 'Ref.tell' was never awaited", 1)
 
-    def send(self, value):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(value, None, &result), result)
-
-    def throw(self, kind, value=None, trace=None):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, as_error(kind, value), &result), result)
-
     def close(self):
         self._state = OVER
         if self._coroutine is not None:
             self._coroutine.close()
-
-    def __await__(self):
-        return self
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, None, &result), result)
 
     @property
     def cr_frame(self):
@@ -413,7 +400,7 @@ cdef class Tell:
     def cr_running(self):
         return False
 
-    cdef int _advance(self, value, error, PyObject **result) except -1:
+    cdef int advance(self, value, error, PyObject **result) except -1:
         cdef Mailbox mailbox
         if self._coroutine is not None:
             return go_on(self._coroutine, value, error, result)
@@ -431,11 +418,3 @@ cdef class Tell:
                 self._state = WAITS
                 return say(YIELDED, None, result)
         return say(RETURNED, None, result)
-
-
-cdef int _tell_send(self, value, PyObject **result) except -1:
-    return (<Tell>self)._advance(value, None, result)
-
-
-set_send(Serving, _serving_send)
-set_send(Tell, _tell_send)

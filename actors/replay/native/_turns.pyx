@@ -11,7 +11,8 @@ from msgspec import Raw
 from xxhash import xxh3_128_digest
 
 from zbmd.actors.replay import events as _ev
-from zbmd.actors.core.native._coroutine cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_of
+from zbmd.actors.core.native._coroutine cimport RETURNED, YIELDED, go_on, say
+from zbmd.actors.core.native._serving cimport Coroutine
 from zbmd.actors.replay.events import encode_body, encode_text, ref_text
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.transport.capture.native._recording cimport Taking
@@ -263,7 +264,7 @@ cdef class Turns:
         return self._ref_text
 
 
-cdef class Wrapped:
+cdef class Wrapped(Coroutine):
     cdef object _coroutine
 
     @property
@@ -300,28 +301,10 @@ cdef class Strand(Wrapped):
         self._turns = life if isinstance(life, Turns) else None
         self._coroutine = awaitable if hasattr(awaitable, "send") else _awaiting(awaitable)
 
-    def send(self, value):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(value, None, &result), result)
-
-    def throw(self, kind, value=None, trace=None):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, as_error(kind, value), &result), result)
-
     def close(self):
         self._coroutine.close()
 
-    def __await__(self):
-        return self
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, None, &result), result)
-
-    cdef int _advance(self, value, error, PyObject **result) except -1:
+    cdef int advance(self, value, error, PyObject **result) except -1:
         cdef int how = YIELDED
         if self._turns is not None:
             self._turns._resumes(self)
@@ -372,31 +355,13 @@ cdef class Call(Wrapped):
         self._timeout = timeout
         self._state = NEW
 
-    def send(self, value):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(value, None, &result), result)
-
-    def throw(self, kind, value=None, trace=None):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, as_error(kind, value), &result), result)
-
     def close(self):
         self._coroutine.close()
         if self._state == TOLD:
             self._strand.busy = False
         self._state = DONE
 
-    def __await__(self):
-        return self
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        cdef PyObject *result = NULL
-        return value_of(self._advance(None, None, &result), result)
-
-    cdef int _advance(self, value, error, PyObject **result) except -1:
+    cdef int advance(self, value, error, PyObject **result) except -1:
         cdef int how
         if self._state == NEW and error is None:
             self._begin()
@@ -464,18 +429,6 @@ cdef class Call(Wrapped):
             self._life.call_failed(self._strand, self._number, failure)
         self._state = DONE
         return 0
-
-
-cdef int _strand_send(self, value, PyObject **result) except -1:
-    return (<Strand>self)._advance(value, None, result)
-
-
-cdef int _call_send(self, value, PyObject **result) except -1:
-    return (<Call>self)._advance(value, None, result)
-
-
-set_send(Strand, _strand_send)
-set_send(Call, _call_send)
 
 
 async def _awaiting(awaitable):

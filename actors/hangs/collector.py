@@ -16,25 +16,8 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
+from zbmd.actors.hangs import verdict
 from zbmd.actors.hangs.loop_watch import look_outside
-from zbmd.actors.hangs.verdict import (
-    AskStanding,
-    HangAction,
-    HangEvent,
-    HangMachine,
-    HangNotice,
-    LookOutside,
-    OnHang,
-    RankGone,
-    RankHeard,
-    RankSeen,
-    RankStood,
-    RankWatched,
-    Replace,
-    ReportHang,
-    StopRun,
-    Ticked,
-)
 from zbmd.actors.hangs.wire import PACKET_BYTES_MAX, Ask, Beat, Hello, Standing, decode_from_rank, encode
 from zbmd.transport.errors import RemoteProtocolError
 
@@ -59,7 +42,7 @@ class HangResponder(Protocol):
         """Return whether this incarnation of the rank is one that lives."""
         ...
 
-    def hung(self, notice: HangNotice) -> None:
+    def hung(self, notice: verdict.HangNotice) -> None:
         """Tell of it."""
         ...
 
@@ -84,11 +67,11 @@ class HangPeers(Protocol):
         """Return the display name of a rank's host; empty while there is only one host."""
         ...
 
-    def tell(self, event: HangEvent) -> None:
+    def tell(self, event: verdict.HangEvent) -> None:
         """Pass it on to the host that judges."""
         ...
 
-    def ask(self, action: AskStanding | LookOutside | Replace) -> bool:
+    def ask(self, action: verdict.AskStanding | verdict.LookOutside | verdict.Replace) -> bool:
         """Have another host do it; False if it is not for another one."""
         ...
 
@@ -112,7 +95,7 @@ class HangCollector:
         node_address: str,
         *,
         deadline_ns: int,
-        on_hang: OnHang,
+        on_hang: verdict.OnHang,
         desk: HangResponder,
         elsewhere: HangPeers | None = None,
     ) -> None:
@@ -121,14 +104,14 @@ class HangCollector:
         self._elsewhere = elsewhere
         self._deadline_ns = deadline_ns
         self._on_hang = on_hang
-        self._machine = HangMachine(deadline_ns=deadline_ns, on_hang=on_hang) if deadline_ns else None
+        self._machine = verdict.HangMachine(deadline_ns=deadline_ns, on_hang=on_hang) if deadline_ns else None
         self._connections: dict[int, _Connection] = {}
         self._listener: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     @property
-    def notices(self) -> tuple[HangNotice, ...]:
+    def notices(self) -> tuple[verdict.HangNotice, ...]:
         """Return the hangs that are not over."""
         return () if self._machine is None else self._machine.notices
 
@@ -161,38 +144,38 @@ class HangCollector:
 
     def ended(self, rank: int, incarnation: int) -> None:
         """The process is gone."""
-        self._put(RankGone(rank=rank, incarnation=incarnation))
+        self._put(verdict.RankGone(rank=rank, incarnation=incarnation))
 
     def placed(self, *, anew: bool) -> None:
         """The job's hosts have changed. anew: another one judges, or this one does: with what is still so."""
         if self._machine is None:
             return
         if anew:
-            self._machine = HangMachine(deadline_ns=self._deadline_ns, on_hang=self._on_hang)
+            self._machine = verdict.HangMachine(deadline_ns=self._deadline_ns, on_hang=self._on_hang)
         for connection in list(self._connections.values()):
             if connection.rank is None:
                 continue
             rank, incarnation = connection.rank
             self._put(self._watched(rank, incarnation))
             if anew and connection.standing is not None:
-                self._put(RankStood(rank=rank, incarnation=incarnation, standing=connection.standing))
+                self._put(verdict.RankStood(rank=rank, incarnation=incarnation, standing=connection.standing))
 
-    def hear(self, event: HangEvent) -> None:
+    def hear(self, event: verdict.HangEvent) -> None:
         """Another host passes this on."""
         self._judge(event)
 
-    def obey(self, action: AskStanding | LookOutside | Replace) -> None:
+    def obey(self, action: verdict.AskStanding | verdict.LookOutside | verdict.Replace) -> None:
         """The host that judges wants this of a rank here."""
         self._perform(action)
 
-    def _watched(self, rank: int, incarnation: int) -> RankWatched:
+    def _watched(self, rank: int, incarnation: int) -> verdict.RankWatched:
         host = "" if self._elsewhere is None else self._elsewhere.host_of(rank)
-        return RankWatched(rank=rank, incarnation=incarnation, host=host)
+        return verdict.RankWatched(rank=rank, incarnation=incarnation, host=host)
 
     def _tick(self) -> None:
         assert self._machine is not None
         self._timer = self._loop.call_later(self._machine.look_ns / 1e9, self._tick)
-        self._put(Ticked())
+        self._put(verdict.Ticked())
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -238,10 +221,10 @@ class HangCollector:
         rank, incarnation = connection.rank
         match message:
             case Beat():
-                self._put(RankHeard(rank=rank, incarnation=incarnation))
+                self._put(verdict.RankHeard(rank=rank, incarnation=incarnation))
             case Standing():
                 connection.standing = message
-                self._put(RankStood(rank=rank, incarnation=incarnation, standing=message))
+                self._put(verdict.RankStood(rank=rank, incarnation=incarnation, standing=message))
             case _:
                 assert_never(message)
 
@@ -252,14 +235,14 @@ class HangCollector:
         if connection.rank is not None:
             self.ended(*connection.rank)
 
-    def _put(self, event: HangEvent) -> None:
+    def _put(self, event: verdict.HangEvent) -> None:
         """Report an event of this host to the judging host."""
         if self._machine is not None and self._elsewhere is not None and not self._elsewhere.judges:
             self._elsewhere.tell(event)
         else:
             self._judge(event)
 
-    def _judge(self, event: HangEvent) -> None:
+    def _judge(self, event: verdict.HangEvent) -> None:
         if self._machine is None:
             return
         actions = self._machine.handle(event, now_ns=time.monotonic_ns())
@@ -267,33 +250,33 @@ class HangCollector:
         for action in actions:
             self._perform(action)
 
-    def _perform(self, action: HangAction) -> None:
+    def _perform(self, action: verdict.HangAction) -> None:
         if (
-            isinstance(action, AskStanding | LookOutside | Replace)
+            isinstance(action, verdict.AskStanding | verdict.LookOutside | verdict.Replace)
             and self._elsewhere is not None
             and self._elsewhere.ask(action)
         ):
             return
         match action:
-            case AskStanding():
+            case verdict.AskStanding():
                 self._ask(action)
-            case LookOutside(rank=rank, incarnation=incarnation):
+            case verdict.LookOutside(rank=rank, incarnation=incarnation):
                 connection = self._of(rank, incarnation)
                 words = None if connection is None else look_outside(connection.pid)
                 if words is None:
-                    self._put(RankGone(rank=rank, incarnation=incarnation))
+                    self._put(verdict.RankGone(rank=rank, incarnation=incarnation))
                 else:
-                    self._put(RankSeen(rank=rank, incarnation=incarnation, words=words))
-            case ReportHang(notice=notice):
+                    self._put(verdict.RankSeen(rank=rank, incarnation=incarnation, words=words))
+            case verdict.ReportHang(notice=notice):
                 self._desk.hung(notice)
-            case Replace(rank=rank, incarnation=incarnation):
+            case verdict.Replace(rank=rank, incarnation=incarnation):
                 self._desk.end_rank(rank, incarnation)
-            case StopRun(reason=reason):
+            case verdict.StopRun(reason=reason):
                 self._desk.end_run(reason)
             case _:
                 assert_never(action)
 
-    def _ask(self, action: AskStanding) -> None:
+    def _ask(self, action: verdict.AskStanding) -> None:
         connection = self._of(action.rank, action.incarnation)
         if connection is not None:
             with contextlib.suppress(OSError):  # one that does not read is looked at from outside

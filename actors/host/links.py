@@ -16,21 +16,7 @@ from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
-from zbmd.actors.rank.host_contracts import (
-    HOST_ACTOR,
-    MEMBER_ACTOR,
-    NODE_NAME,
-    ActorsReply,
-    ActorsRequest,
-    Join,
-    Linked,
-    LinkLost,
-    NodeStatus,
-    Report,
-    ReportsAsk,
-    ReportsTaken,
-    StatusRequest,
-)
+from zbmd.actors.rank import host_contracts
 from zbmd.actors.routing.contracts import ROUTES_ACTOR
 from zbmd.actors.routing.routes import RoutesActor, RouteTable
 from zbmd.actors.system import ActorSystem
@@ -82,7 +68,12 @@ ACTORS_ASK_S = 0.25
 def host_identity(job: int) -> Identity:
     """Return the host's identity for the handshake."""
     return Identity(
-        name=NODE_NAME, pid=os.getpid(), uid=os.getuid(), incarnation=1, job=job, contracts=fingerprints()
+        name=host_contracts.NODE_NAME,
+        pid=os.getpid(),
+        uid=os.getuid(),
+        incarnation=1,
+        job=job,
+        contracts=fingerprints(),
     )
 
 
@@ -93,19 +84,19 @@ class HostHandler(Protocol):
         """Whether this incarnation of the rank is alive."""
         ...
 
-    def joined(self, message: Join) -> None:
+    def joined(self, message: host_contracts.Join) -> None:
         """A rank asks to be in the next view."""
         ...
 
-    def linked(self, message: Linked) -> None:
+    def linked(self, message: host_contracts.Linked) -> None:
         """A rank waits to enter a view."""
         ...
 
-    def link_lost(self, message: LinkLost) -> None:
+    def link_lost(self, message: host_contracts.LinkLost) -> None:
         """A rank lost its link to a member on another host."""
         ...
 
-    def reported(self, message: Report) -> None:
+    def reported(self, message: host_contracts.Report) -> None:
         """A rank sent a report."""
         ...
 
@@ -113,7 +104,7 @@ class HostHandler(Protocol):
         """The native watcher saw a rank's process end."""
         ...
 
-    async def status(self) -> NodeStatus:
+    async def status(self) -> host_contracts.NodeStatus:
         """Return the host's status."""
         ...
 
@@ -130,33 +121,33 @@ class HostActor(Actor):
     def __init__(self, handler: HostHandler) -> None:
         self._handler = handler
 
-    @on(Join)
-    async def join(self, message: Join) -> None:
+    @on(host_contracts.Join)
+    async def join(self, message: host_contracts.Join) -> None:
         """A rank is up."""
         self._handler.joined(message)
 
-    @on(Linked)
-    async def linked(self, message: Linked) -> None:
+    @on(host_contracts.Linked)
+    async def linked(self, message: host_contracts.Linked) -> None:
         """A rank is linked."""
         self._handler.linked(message)
 
-    @on(LinkLost)
-    async def link_lost(self, message: LinkLost) -> None:
+    @on(host_contracts.LinkLost)
+    async def link_lost(self, message: host_contracts.LinkLost) -> None:
         """A rank lost a link."""
         self._handler.link_lost(message)
 
-    @on(Report)
-    async def report(self, message: Report) -> None:
+    @on(host_contracts.Report)
+    async def report(self, message: host_contracts.Report) -> None:
         """Telemetry."""
         self._handler.reported(message)
 
-    @on(ReportsAsk)
-    async def reports(self, message: ReportsAsk) -> ReportsTaken:
+    @on(host_contracts.ReportsAsk)
+    async def reports(self, message: host_contracts.ReportsAsk) -> host_contracts.ReportsTaken:
         """Confirm that all earlier reports have arrived."""
-        return ReportsTaken()
+        return host_contracts.ReportsTaken()
 
-    @on(StatusRequest)
-    async def status(self, message: StatusRequest) -> NodeStatus:
+    @on(host_contracts.StatusRequest)
+    async def status(self, message: host_contracts.StatusRequest) -> host_contracts.NodeStatus:
         """Return the status for `zbmd-node status`."""
         return await self._handler.status()
 
@@ -195,7 +186,7 @@ class HostLinks:
         self._address = address
         self._listener: Listener | None = None
         self.system = ActorSystem(
-            NODE_NAME,
+            host_contracts.NODE_NAME,
             incarnation=identity.incarnation,
             recorder=recorder,
             scope=scope_of_job(identity.job),
@@ -203,7 +194,7 @@ class HostLinks:
 
     async def open(self) -> None:
         """Start listening."""
-        await self.system.spawn(HostActor, self._handler, name=HOST_ACTOR)
+        await self.system.spawn(HostActor, self._handler, name=host_contracts.HOST_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
         if self._finder is not None:
             await self.system.spawn(RoutesActor, self._finder, name=ROUTES_ACTOR)
@@ -230,9 +221,11 @@ class HostLinks:
 
     async def actors(self, rank: int) -> tuple[str, ...] | None:
         """Return the names of a rank's actors; None if it does not answer within `ACTORS_ASK_S`."""
-        ref = self.system.ref(f"{rank_name(rank)}/{MEMBER_ACTOR}")
+        ref = self.system.ref(f"{rank_name(rank)}/{host_contracts.MEMBER_ACTOR}")
         try:
-            reply = await ref.ask(ActorsRequest(), reply=ActorsReply, timeout=ACTORS_ASK_S)
+            reply = await ref.ask(
+                host_contracts.ActorsRequest(), reply=host_contracts.ActorsReply, timeout=ACTORS_ASK_S
+            )
         except ZbmdError:
             return None
         return reply.names
@@ -241,7 +234,7 @@ class HostLinks:
         while True:
             rank, message = await self._outbox.get()
             try:
-                await self.system.ref(f"{rank_name(rank)}/{MEMBER_ACTOR}").tell(message)
+                await self.system.ref(f"{rank_name(rank)}/{host_contracts.MEMBER_ACTOR}").tell(message)
             except ZbmdError as error:
                 # It died meanwhile; its replacement gets the next view.
                 log.debug(

@@ -30,28 +30,12 @@ from zbmd.actors.hangs.collector import collector_address
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.hangs.watchdog import Watchdog
 from zbmd.actors.process.log import RankLogFile, log_to_stderr, rank_logger
+from zbmd.actors.rank import host_contracts
 from zbmd.actors.rank.environment import (
     RankEnvironment,
     arena_bytes,
     progress_deadline_ns,
     recovery_budget_ns,
-)
-from zbmd.actors.rank.host_contracts import (
-    ACTORS_NAMED_MAX,
-    HOST_ACTOR,
-    MEMBER_ACTOR,
-    NODE_NAME,
-    REPORT_BYTES_MAX,
-    ActorsReply,
-    ActorsRequest,
-    EnterView,
-    Join,
-    Linked,
-    LinkLost,
-    MemberDown,
-    Report,
-    ReportsAsk,
-    ViewInstalled,
 )
 from zbmd.actors.rank.links import (
     Callbacks,
@@ -114,18 +98,18 @@ class MemberActor(Actor):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    @on(ViewInstalled)
-    async def view_installed(self, message: ViewInstalled) -> None:
+    @on(host_contracts.ViewInstalled)
+    async def view_installed(self, message: host_contracts.ViewInstalled) -> None:
         """A view was installed."""
         self._worker.installed(message.view)
 
-    @on(EnterView)
-    async def enter_view(self, message: EnterView) -> None:
+    @on(host_contracts.EnterView)
+    async def enter_view(self, message: host_contracts.EnterView) -> None:
         """All members are linked."""
         self._worker.all_linked(message.epoch)
 
-    @on(MemberDown)
-    async def member_down(self, message: MemberDown) -> None:
+    @on(host_contracts.MemberDown)
+    async def member_down(self, message: host_contracts.MemberDown) -> None:
         """A peer died."""
         self._worker.down(message)
 
@@ -136,11 +120,11 @@ class MemberActor(Actor):
         if rank is not None:
             self._worker.memory_offered(rank, message)
 
-    @on(ActorsRequest)
-    async def actors(self, message: ActorsRequest) -> ActorsReply:
+    @on(host_contracts.ActorsRequest)
+    async def actors(self, message: host_contracts.ActorsRequest) -> host_contracts.ActorsReply:
         """Return actor names for `zbmd-node status`."""
         names = [info.name for info in self.system.describe()]
-        return ActorsReply(names=tuple(names[:ACTORS_NAMED_MAX]))
+        return host_contracts.ActorsReply(names=tuple(names[: host_contracts.ACTORS_NAMED_MAX]))
 
 
 class Worker:
@@ -251,10 +235,12 @@ class Worker:
             if after >= self._view.epoch:
                 raise LocalProtocolError("this process runs alone: a world of one has no other view")
             return ComingView(view=self._view, memories={})
-        host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+        host = self.system.ref(f"{host_contracts.NODE_NAME}/{host_contracts.HOST_ACTOR}")
         while True:
             view, memories = await self._links.ready(after=after)
-            await host.tell(Linked(rank=self.rank, incarnation=self.incarnation, epoch=view.epoch))
+            await host.tell(
+                host_contracts.Linked(rank=self.rank, incarnation=self.incarnation, epoch=view.epoch)
+            )
             if await self._links.entered(view.epoch):
                 return ComingView(view=view, memories=memories)
 
@@ -309,8 +295,10 @@ class Worker:
         of one, reports are discarded.
         """
         data = msgspec.msgpack.encode(payload)
-        if len(data) > REPORT_BYTES_MAX:
-            raise LocalProtocolError(f"a report must take at most {REPORT_BYTES_MAX} bytes, not {len(data)}")
+        if len(data) > host_contracts.REPORT_BYTES_MAX:
+            raise LocalProtocolError(
+                f"a report must take at most {host_contracts.REPORT_BYTES_MAX} bytes, not {len(data)}"
+            )
         if self.alone:
             return
         if len(self._reports) >= REPORTS_WAITING_MAX:
@@ -331,8 +319,8 @@ class Worker:
                 while self._reports:
                     self._reports_sent.clear()
                     await self._reports_sent.wait()
-                host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
-                await host.ask(ReportsAsk(), timeout=self.deadlines.flush_ns / 1e9)
+                host = self.system.ref(f"{host_contracts.NODE_NAME}/{host_contracts.HOST_ACTOR}")
+                await host.ask(host_contracts.ReportsAsk(), timeout=self.deadlines.flush_ns / 1e9)
         except (TimeoutError, ZbmdError) as error:
             log.info("the host did not confirm the reports", reason=str(error))
             return False
@@ -382,7 +370,7 @@ class Worker:
             self._view = View(epoch=1, members=(member,))
             self.epoch = 1
             return
-        await self.system.spawn(MemberActor, self, name=MEMBER_ACTOR)
+        await self.system.spawn(MemberActor, self, name=host_contracts.MEMBER_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
         await self._links.code.open()
         address = f"{self._environment.node_address}-{self.system.name}-{self.incarnation}"
@@ -393,14 +381,14 @@ class Worker:
             self._ways.listen(address)
         host = await dial(self._environment.node_address, self._endpoint)
         self.system.attach(host)
-        join_message = Join(
+        join_message = host_contracts.Join(
             rank=self.rank,
             incarnation=self.incarnation,
             address=address,
             host=self._environment.host,
             tcp_address=tcp_address,
         )
-        await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(join_message)
+        await self.system.ref(f"{host_contracts.NODE_NAME}/{host_contracts.HOST_ACTOR}").tell(join_message)
         self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="reports")
 
     def installed(self, view: View) -> None:
@@ -413,7 +401,7 @@ class Worker:
         """The host reports that all members of the view are linked."""
         self._links.may_enter(epoch)
 
-    def down(self, message: MemberDown) -> None:
+    def down(self, message: host_contracts.MemberDown) -> None:
         """The host reports that a member died."""
         if message.confirmed:
             self._links.confirmed(message.rank, message.incarnation)
@@ -474,9 +462,9 @@ class Worker:
             task.add_done_callback(self._telling.discard)
 
     async def _tell_of_lost_link(self, peer: int, epoch: int) -> None:
-        lost = LinkLost(rank=self.rank, incarnation=self.incarnation, epoch=epoch, peer=peer)
+        lost = host_contracts.LinkLost(rank=self.rank, incarnation=self.incarnation, epoch=epoch, peer=peer)
         try:
-            await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(lost)
+            await self.system.ref(f"{host_contracts.NODE_NAME}/{host_contracts.HOST_ACTOR}").tell(lost)
         except ZbmdError as error:
             log.info("could not report a lost link to the host", peer=rank_name(peer), reason=str(error))
 
@@ -491,12 +479,14 @@ class Worker:
         return call
 
     async def _send_reports(self) -> None:
-        host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+        host = self.system.ref(f"{host_contracts.NODE_NAME}/{host_contracts.HOST_ACTOR}")
         while not self._leaving or self._reports:
             await self._reports_changed.wait()
             self._reports_changed.clear()
             while self._reports:
-                message = Report(rank=self.rank, incarnation=self.incarnation, payload=self._reports[0])
+                message = host_contracts.Report(
+                    rank=self.rank, incarnation=self.incarnation, payload=self._reports[0]
+                )
                 try:
                     await host.tell(message)
                 except ZbmdError as error:

@@ -23,26 +23,7 @@ from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.ref import Reason, Ref, Signal
 from zbmd.actors.core.wire import RefData, reason_data
-from zbmd.actors.replay.events import (
-    ActorAction,
-    ActorEvent,
-    Answered,
-    Crashed,
-    Ended,
-    FailedLater,
-    Replied,
-    RepliedLater,
-    ReplyDeferred,
-    Said,
-    Stashed,
-    StopAsked,
-    TimerCancelled,
-    TimerSet,
-    Unstashed,
-    encode_body,
-    encode_text,
-    said,
-)
+from zbmd.actors.replay import events
 from zbmd.actors.replay.native._turns import SERVING, Strand
 
 P = ParamSpec("P")
@@ -94,17 +75,17 @@ class ActorLife(ABC):
     def replied(self, delivery: Delivery, reply: Any) -> None:
         """The handler has returned."""
         if delivery.reply_to is not None:
-            self.act(Replied, message=self.text(reply))
+            self.act(events.Replied, message=self.text(reply))
         self.settle()
 
     def failed(self, reason: Reason) -> None:
         """The handler, or `started()`, has raised."""
-        self.act(Crashed, reason=reason_data(reason))
+        self.act(events.Crashed, reason=reason_data(reason))
         self.current = None  # but its turn may have one more outcome: that it has ended
 
     def ended(self, reason: Reason) -> None:
         """The life is over."""
-        self.act(Ended, reason=reason_data(reason))
+        self.act(events.Ended, reason=reason_data(reason))
         self.settle()
         self.closed = True
 
@@ -118,38 +99,38 @@ class ActorLife(ABC):
         """`Actor.after` and `every`; whether it is to fire."""
         if self.turn("after()") is not None:
             text = self.text(message)
-            self.act(TimerSet, timer=timer, delay_s=float(delay_s), again=again, message=text)
+            self.act(events.TimerSet, timer=timer, delay_s=float(delay_s), again=again, message=text)
         return not self.replays
 
     def cancels_timer(self, timer: int) -> None:
         """`Timer.cancel`."""
         if self.turn("Timer.cancel()") is not None:
-            self.act(TimerCancelled, timer=timer)
+            self.act(events.TimerCancelled, timer=timer)
 
     def defers(self, reply: int) -> None:
         """`Actor.defer`."""
         if self.turn("defer()") is not None:
-            self.act(ReplyDeferred, reply=reply)
+            self.act(events.ReplyDeferred, reply=reply)
 
     def replies_later(self, reply: int, message: Contract | None) -> None:
         """`Deferred.reply`."""
         if self.turn("reply()") is not None:
-            self.act(RepliedLater, reply=reply, message=self.text(message))
+            self.act(events.RepliedLater, reply=reply, message=self.text(message))
 
     def fails_later(self, reply: int, error: Exception) -> None:
         """`Deferred.fail`."""
         if self.turn("fail()") is not None:
-            self.act(FailedLater, reply=reply, error=f"{type(error).__name__}: {error}")
+            self.act(events.FailedLater, reply=reply, error=f"{type(error).__name__}: {error}")
 
     def stashes(self) -> None:
         """`Actor.stash`."""
         if self.turn("stash()") is not None:
-            self.act(Stashed)
+            self.act(events.Stashed)
 
     def unstashes(self) -> None:
         """`Actor.unstash`."""
         if self.turn("unstash()") is not None:
-            self.act(Unstashed)
+            self.act(events.Unstashed)
 
     def wall_ns(self) -> int:
         """Return the wall clock at the turn's beginning, ns since 1970."""
@@ -158,7 +139,7 @@ class ActorLife(ABC):
     def asks_to_stop(self, text: str) -> None:
         """`Actor.stop`."""
         if self.turn("stop()") is not None:
-            self.act(StopAsked, text=text)
+            self.act(events.StopAsked, text=text)
 
     def turn(self, what: str) -> Strand | None:
         """The strand whose turn it is, None if `what` is done for it by a call that is recorded itself."""
@@ -180,7 +161,7 @@ class ActorLife(ABC):
         strand: Strand,
         number: int,
         perform: Callable[[], Awaitable[Any]],
-        done: Callable[[int, Any], Said[ActorEvent]],
+        done: Callable[[int, Any], events.Said[events.ActorEvent]],
     ) -> Any:
         """Await `perform()` for the actor; `done` makes an event of its result."""
 
@@ -195,7 +176,7 @@ class ActorLife(ABC):
     def text(self, message: Any) -> str:
         """A message as it is compared; empty if it cannot be."""
         try:
-            return encode_text(message)
+            return events.encode_text(message)
         except Exception as error:  # noqa: BLE001 (a message's own types may raise anything)
             self.lose_track(f"a {type(message).__name__} cannot be encoded: {error}")
             return ""
@@ -203,19 +184,19 @@ class ActorLife(ABC):
     def body(self, message: Any) -> bytes:
         """A message as it is recorded; empty if it cannot be."""
         try:
-            return encode_body(message)
+            return events.encode_body(message)
         except Exception as error:  # noqa: BLE001 (as above)
             self.lose_track(f"a {type(message).__name__} cannot be encoded: {error}")
             return b""
 
-    def answered(self, number: int, reply: Contract | None) -> Said[ActorEvent]:
+    def answered(self, number: int, reply: Contract | None) -> events.Said[events.ActorEvent]:
         """Return the event of an answer."""
         if reply is None:
-            return said(Answered, call=number, contract="", body=b"")
-        return said(Answered, call=number, contract=contract_tag(reply), body=self.body(reply))
+            return events.said(events.Answered, call=number, contract="", body=b"")
+        return events.said(events.Answered, call=number, contract=contract_tag(reply), body=self.body(reply))
 
     @abstractmethod
-    def act(self, kind: Callable[P, ActorAction], *args: P.args, **fields: P.kwargs) -> None:
+    def act(self, kind: Callable[P, events.ActorAction], *args: P.args, **fields: P.kwargs) -> None:
         """Part of the running turn's outcome; see `said`."""
 
     def adopt(self, coroutine: Any) -> Any:
@@ -307,7 +288,7 @@ def _packed(value: Any, where: str, depth: int) -> Any:
         return msgspec.msgpack.Ext(_REF, msgspec.msgpack.encode(value.key()))
     if isinstance(value, Contract):
         try:
-            return msgspec.msgpack.Ext(_CONTRACT, encode_body(value))
+            return msgspec.msgpack.Ext(_CONTRACT, events.encode_body(value))
         except Exception as error:
             raise NotPlain(f"its constructor's argument {where}, a {contract_tag(value)}: {error}") from error
     raise NotPlain(

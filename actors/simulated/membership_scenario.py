@@ -22,30 +22,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Protocol, TypeAlias, assert_never
 
+from zbmd.actors.cluster import messages
 from zbmd.actors.cluster.heartbeats import detector as d
 from zbmd.actors.cluster.heartbeats.detector import Detector
 from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.membership import witness
 from zbmd.actors.cluster.membership.machine import LEFT, ClusterMachine, MemberState
-from zbmd.actors.cluster.messages import (
-    Action,
-    AskWitness,
-    Beat,
-    Enter,
-    Event,
-    Found,
-    Installed,
-    LeaveRequested,
-    Message,
-    Ordered,
-    Received,
-    Send,
-    Stopped,
-    Suspected,
-    Trusted,
-    Watch,
-    WitnessGave,
-)
 from zbmd.actors.cluster.state.job_table import Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
@@ -55,7 +37,7 @@ from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired
 
-Packet: TypeAlias = tuple[Node, NodeKey, Message | HostLinked]
+Packet: TypeAlias = tuple[Node, NodeKey, messages.Message | HostLinked]
 """Who sends it, which life it is for, and what is said."""
 
 AGAIN_NS = 300_000_000
@@ -212,9 +194,9 @@ class NodeProcess:
                 self._new_life()
                 self._start(now_ns)
             case sim.Commanded(command="leave"):
-                self._feed(LeaveRequested(), now_ns)
+                self._feed(messages.LeaveRequested(), now_ns)
             case sim.Commanded(command=Submit() as order):
-                self._feed(Ordered(order=order), now_ns)
+                self._feed(messages.Ordered(order=order), now_ns)
             case sim.PeerEnded():
                 pass  # a closed connection proves nothing across hosts
             case _:
@@ -224,25 +206,25 @@ class NodeProcess:
     def _start(self, now_ns: int) -> None:
         if self._founds:
             self._founds = False
-            self._feed(Found(), now_ns)
+            self._feed(messages.Found(), now_ns)
         elif not self.cluster.begun and name_of(self._id) not in self.cluster.protected:
             self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
             return
         else:
             doors = self.cluster.doors(self._id, self._lives)
-            self._feed(Enter(doors=doors), now_ns)
+            self._feed(messages.Enter(doors=doors), now_ns)
         self._beat(now_ns)
 
-    def _arrived(self, sender: Node, message: Message | HostLinked, now_ns: int) -> None:
+    def _arrived(self, sender: Node, message: messages.Message | HostLinked, now_ns: int) -> None:
         self._detect(d.Beats(key=sender.key, arrivals_ns=(now_ns,)), now_ns)
         self.detector.check_heard(sender.key)
         if not isinstance(message, HostLinked):
-            self._feed(Received(sender=sender, message=message), now_ns)
+            self._feed(messages.Received(sender=sender, message=message), now_ns)
 
     def _beat(self, now_ns: int) -> None:
         if self.machine.state is MemberState.STOPPED:
             return
-        beat = Beat(known=self.machine.view.epoch, entered=self.machine.entered)
+        beat = messages.Beat(known=self.machine.view.epoch, entered=self.machine.entered)
         for observer in self._observers:
             self._send(observer, beat)
         self._detect(d.Looked(), now_ns)
@@ -261,13 +243,13 @@ class NodeProcess:
                 case d.Limit():
                     pass
                 case d.Silent(key=key, reason=reason):
-                    self._feed(Suspected(key=key, reason=reason), now_ns)
+                    self._feed(messages.Suspected(key=key, reason=reason), now_ns)
                 case d.Audible(key=key):
-                    self._feed(Trusted(key=key), now_ns)
+                    self._feed(messages.Trusted(key=key), now_ns)
                 case _:
                     assert_never(action)
 
-    def _feed(self, event: Event, now_ns: int) -> None:
+    def _feed(self, event: messages.Event, now_ns: int) -> None:
         machine = self.machine
         known = machine.view.epoch
         actions = machine.handle(event, now_ns=now_ns)
@@ -276,25 +258,25 @@ class NodeProcess:
         for action in actions:
             self._perform(action, now_ns)
 
-    def _perform(self, action: Action, now_ns: int) -> None:
+    def _perform(self, action: messages.Action, now_ns: int) -> None:
         match action:
-            case Send(to=to, message=message):
+            case messages.Send(to=to, message=message):
                 self._send(to, message)
             case SetTimer(at_ns=at_ns):
                 self._effects.append(sim.SetTimer(name="machine", at_ns=at_ns))
-            case Watch(subjects=subjects, observers=observers):
+            case messages.Watch(subjects=subjects, observers=observers):
                 self._beat_ns = d.beat_ns(self.cluster.deadlines, busy=self.machine.view.jobs.busy)
                 self._subjects = tuple(node.key for node in subjects)
                 self._detect(d.Observe(subjects=self._subjects, beat_ns=self._beat_ns), now_ns)
                 self.detector.check_invariants()
                 self._observers = observers
-            case Installed(view=view, reason=reason):
+            case messages.Installed(view=view, reason=reason):
                 self.cluster.acts(self.me.key, view)
                 self._act_on(view)
                 self._effects.append(sim.Note(value=f"acts on {view}: {reason}"))
-            case AskWitness(epoch=epoch):
+            case messages.AskWitness(epoch=epoch):
                 self._ask_witness(witness.EpochWanted(epoch=epoch), now_ns)
-            case Stopped(reason=reason):
+            case messages.Stopped(reason=reason):
                 self._stopped(reason, now_ns)
             case _:
                 assert_never(action)
@@ -308,7 +290,7 @@ class NodeProcess:
                 case SetTimer(at_ns=at_ns):
                     self._effects.append(sim.SetTimer(name="witness again", at_ns=at_ns))
                 case witness.TieBreakerNamed(epoch=epoch, holder=holder, reason=reason):
-                    self._feed(WitnessGave(epoch=epoch, holder=holder, reason=reason), now_ns)
+                    self._feed(messages.WitnessGave(epoch=epoch, holder=holder, reason=reason), now_ns)
                 case _:
                     assert_never(action)
 
@@ -331,9 +313,9 @@ class NodeProcess:
         assert name_of(self._id) not in self.cluster.protected, f"{self.me.key} stops: {reason}"
         self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
 
-    def _send(self, to: Node, message: Message | HostLinked) -> None:
+    def _send(self, to: Node, message: messages.Message | HostLinked) -> None:
         self.cluster.sent[type(message)] += 1
-        nbytes = 64 if isinstance(message, Beat) else 512
+        nbytes = 64 if isinstance(message, messages.Beat) else 512
         self._effects.append(sim.Send(to=name_of(to.id), message=(self.me, to.key, message), nbytes=nbytes))
 
 

@@ -30,35 +30,7 @@ from zbmd.actors.errors import (
     TooManyPending,
     UnknownActorClass,
 )
-from zbmd.actors.supervision.events import (
-    Action,
-    AddRequested,
-    AutoShutdown,
-    BackOff,
-    CancelTimer,
-    ChildExited,
-    ChildPolicy,
-    ChildStarted,
-    ChildStartFailed,
-    DeleteRequested,
-    Escalate,
-    Event,
-    KillChild,
-    LeaveDown,
-    Refusal,
-    Refuse,
-    Restart,
-    RestartRequested,
-    SetTimer,
-    StartChild,
-    StartRequested,
-    StopChild,
-    Stopped,
-    StopRequested,
-    Strategy,
-    TerminateRequested,
-    TimerFired,
-)
+from zbmd.actors.supervision import events
 from zbmd.actors.supervision.machine import SUPERVISION, SupervisionMachine
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
@@ -87,7 +59,7 @@ class ChildSpec:
     name: str
     actor: type[ActorBase]
     args: tuple[Any, ...] = ()
-    restart: Restart = Restart.PERMANENT
+    restart: events.Restart = events.Restart.PERMANENT
     shutdown_s: float | None = None
     process: str | None = None
     significant: bool = False
@@ -100,10 +72,10 @@ class ChildSpec:
         return _stopping_s(self.args[0]) if issubclass(self.actor, Supervisor) else SHUTDOWN_S
 
     @property
-    def policy(self) -> ChildPolicy:
+    def policy(self) -> events.ChildPolicy:
         """Return the part of it that the supervision machine uses."""
         shutdown_ns = None if math.isinf(self.longest_s) else int(self.longest_s * 1e9)
-        return ChildPolicy(
+        return events.ChildPolicy(
             child=self.name, restart=self.restart, shutdown_ns=shutdown_ns, significant=self.significant
         )
 
@@ -129,7 +101,7 @@ class AddChild(Contract, id="zbmd.add_child"):
         default_factory=list[Plain]
     )
     class_id: str = ""
-    restart: Restart = Restart.PERMANENT
+    restart: events.Restart = events.Restart.PERMANENT
     shutdown_s: float = SHUTDOWN_S
     process: str | None = None
 
@@ -190,12 +162,12 @@ class Supervisor(Actor):
     def __init__(
         self,
         children: Sequence[ChildSpec],
-        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        strategy: events.Strategy = events.Strategy.ONE_FOR_ONE,
         intensity: int = 3,
         period_s: float = 5.0,
-        back_off: BackOff | None = None,
+        back_off: events.BackOff | None = None,
         template: ChildSpec | None = None,
-        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
+        auto_shutdown: events.AutoShutdown = events.AutoShutdown.NEVER,
     ) -> None:
         self._template = template
         self._specs = {spec.name: spec for spec in children}
@@ -213,7 +185,7 @@ class Supervisor(Actor):
         self._tap = Tap(None, SUPERVISION, "", self._machine, self._config)
         self._running: dict[str, _Running] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._events: deque[tuple[Event, Deferred | None]] = deque()  # a few per child
+        self._events: deque[tuple[events.Event, Deferred | None]] = deque()  # a few per child
         self._offered: ChildSpec | None = None
         self._wait_up: dict[str, list[Deferred]] = {}
         self._wait_down: dict[str, list[Deferred]] = {}
@@ -228,13 +200,13 @@ class Supervisor(Actor):
         name = f"supervisor {self.ref.actor}#{self.ref.incarnation}"
         self._tap = Tap(self.system.recorder, SUPERVISION, name, self._machine, self._config)
         self._running_cell().watch(self._abandon_starts)
-        self._handle(StartRequested())
+        self._handle(events.StartRequested())
         if self._not_up_yet:
             await self._up
 
     async def stopping(self, reason: Reason) -> None:
         """Stop all children."""
-        self._handle(StopRequested(reason=str(reason)))
+        self._handle(events.StopRequested(reason=str(reason)))
         await self._down
 
     @on(WhichChildren)
@@ -253,28 +225,28 @@ class Supervisor(Actor):
             deferred.fail(error)
             return deferred
         self.stopping_s = max(self.stopping_s, spec.longest_s + MARGIN_S)
-        self._handle(AddRequested(policy=spec.policy), deferred)
+        self._handle(events.AddRequested(policy=spec.policy), deferred)
         return deferred
 
     @on(TerminateChild)
     async def terminate_child(self, message: TerminateChild) -> DeferredReply | None:
         """Stop a child and leave it down."""
         deferred = self.defer()
-        self._handle(TerminateRequested(child=message.name), deferred)
+        self._handle(events.TerminateRequested(child=message.name), deferred)
         return deferred
 
     @on(RestartChild)
     async def restart_child(self, message: RestartChild) -> ChildUp | DeferredReply:
         """Start a child that is down."""
         deferred = self.defer()
-        self._handle(RestartRequested(child=message.name), deferred)
+        self._handle(events.RestartRequested(child=message.name), deferred)
         return deferred
 
     @on(DeleteChild)
     async def delete_child(self, message: DeleteChild) -> DeferredReply | None:
         """Forget a child that is down."""
         deferred = self.defer()
-        self._handle(DeleteRequested(child=message.name), deferred)
+        self._handle(events.DeleteRequested(child=message.name), deferred)
         return deferred
 
     def _added(self, message: AddChild) -> ChildSpec:
@@ -297,7 +269,7 @@ class Supervisor(Actor):
             process=message.process,
         )
 
-    def _handle(self, event: Event, deferred: Deferred | None = None) -> None:
+    def _handle(self, event: events.Event, deferred: Deferred | None = None) -> None:
         """Handle events one after the other: performing an action may cause the next.
 
         later: the answer to whoever asked for what the event says.
@@ -313,8 +285,8 @@ class Supervisor(Actor):
         finally:
             self._handling = False
 
-    def _handle_one(self, event: Event, deferred: Deferred | None) -> None:
-        if isinstance(event, ChildExited | ChildStartFailed):
+    def _handle_one(self, event: events.Event, deferred: Deferred | None) -> None:
+        if isinstance(event, events.ChildExited | events.ChildStartFailed):
             del self._running[event.child]
         actions = self._tap.handle(event, now_ns=time.monotonic_ns())
         self._tap.check_invariants()
@@ -324,24 +296,26 @@ class Supervisor(Actor):
             self._perform(action)
         if len(self._machine.states) < len(self._specs):
             self._specs = {name: s for name, s in self._specs.items() if name in self._machine.states}
-        if isinstance(event, ChildStarted):
+        if isinstance(event, events.ChildStarted):
             self._tell_up(event.child)
 
-    def _answer_later(self, event: Event, deferred: Deferred, actions: Sequence[Action]) -> None:
+    def _answer_later(
+        self, event: events.Event, deferred: Deferred, actions: Sequence[events.Action]
+    ) -> None:
         """Reply to the requester, at once or when it is settled."""
-        refused = next((a for a in actions if isinstance(a, Refuse)), None)
+        refused = next((a for a in actions if isinstance(a, events.Refuse)), None)
         offered, self._offered = self._offered, None
         if refused is not None:
             deferred.fail(_refusal(refused, self.ref.address))
             return
         match event:
-            case AddRequested():
+            case events.AddRequested():
                 assert offered is not None
                 self._specs[offered.name] = offered
                 self._wait_up.setdefault(event.policy.child, []).append(deferred)
-            case RestartRequested():
+            case events.RestartRequested():
                 self._wait_up.setdefault(event.child, []).append(deferred)
-            case TerminateRequested() if event.child in self._running:
+            case events.TerminateRequested() if event.child in self._running:
                 self._wait_down.setdefault(event.child, []).append(deferred)
             case _:
                 deferred.reply(None)
@@ -358,9 +332,9 @@ class Supervisor(Actor):
         for deferred in self._wait_down.pop(child, ()):
             deferred.reply(None)
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: events.Action) -> None:
         match action:
-            case StartChild():
+            case events.StartChild():
                 if action.incarnation > 1:
                     _log.warning(
                         "restarting", child=action.child, incarnation=action.incarnation, reason=action.reason
@@ -370,25 +344,25 @@ class Supervisor(Actor):
                 running.start = self.system.loop.create_task(start, name=f"start {action.child}")
                 running.start.add_done_callback(partial(self._start_over, action.child))
                 self.system.linger(running.start)
-            case StopChild():
+            case events.StopChild():
                 self._end(action.child, Reason(ReasonKind.SHUTDOWN, action.reason))
-            case KillChild():
+            case events.KillChild():
                 self._end(action.child, Reason(ReasonKind.KILLED, action.reason))
-            case SetTimer():
+            case events.SetTimer():
                 delay_s = (action.at_ns - time.monotonic_ns()) / 1e9
-                fired = TimerFired(child=action.child, incarnation=action.incarnation)
+                fired = events.TimerFired(child=action.child, incarnation=action.incarnation)
                 self._timers[action.child] = self.system.loop.call_later(delay_s, self._handle, fired)
-            case CancelTimer():
+            case events.CancelTimer():
                 self._timers.pop(action.child).cancel()
-            case LeaveDown():
+            case events.LeaveDown():
                 _log.info("left down", child=action.child, reason=action.reason)
                 self._first_start_over(action.child)  # a sibling's end may have stopped it before it was up
                 self._tell_down(action.child, action.reason)
-            case Refuse():
+            case events.Refuse():
                 _log.info("refused", child=action.child, why=action.why.value)
-            case Escalate():
+            case events.Escalate():
                 self._give_up(action.reason)
-            case Stopped():
+            case events.Stopped():
                 self._tap.close(action.reason)
                 self._down.set_result(action.reason)
                 if not self._up.done():
@@ -401,11 +375,11 @@ class Supervisor(Actor):
         try:
             ref = await self._spawn(spec, running)
         except Exception as error:  # noqa: BLE001 (a failed start, whatever it raised)
-            self._handle(ChildStartFailed(child=spec.name, reason=f"{type(error).__name__}: {error}"))
+            self._handle(events.ChildStartFailed(child=spec.name, reason=f"{type(error).__name__}: {error}"))
             return
         running.ref = ref
         running.start = None
-        self._handle(ChildStarted(child=spec.name))
+        self._handle(events.ChildStarted(child=spec.name))
         self._first_start_over(spec.name)
         if running.down is not None:
             self._on_down(spec.name, running, running.down)
@@ -419,7 +393,7 @@ class Supervisor(Actor):
     def _start_over(self, child: str, start: asyncio.Task[None]) -> None:
         """Report the end of a cancelled start: its task may not have reached its first line."""
         if start.cancelled():
-            self._handle(ChildStartFailed(child=child, reason="its start was cancelled"))
+            self._handle(events.ChildStartFailed(child=child, reason="its start was cancelled"))
 
     def _abandon_starts(self, _: Down) -> None:
         """At the end of this actor, cancel all starts in all processes."""
@@ -446,7 +420,7 @@ class Supervisor(Actor):
         running.down = down
         if running.ref is not None:  # else `_start` has yet to say how the start went
             reason = down.reason
-            self._handle(ChildExited(child=child, normal=reason.is_normal, reason=str(reason)))
+            self._handle(events.ChildExited(child=child, normal=reason.is_normal, reason=str(reason)))
 
     def _end(self, child: str, reason: Reason) -> None:
         running = self._running[child]
@@ -464,18 +438,18 @@ class Supervisor(Actor):
             self._running_cell().request_stop(Reason(ReasonKind.FAILED, reason))
 
 
-def _refusal(refused: Refuse, address: str) -> ActorError:
+def _refusal(refused: events.Refuse, address: str) -> ActorError:
     child = refused.child
     match refused.why:
-        case Refusal.UNKNOWN:
+        case events.Refusal.UNKNOWN:
             return NoSuchChild(f"{address} has no child {child}")
-        case Refusal.PRESENT:
+        case events.Refusal.PRESENT:
             return ChildExists(f"{address} has a child {child}, which is down: restart or delete it")
-        case Refusal.UP:
+        case events.Refusal.UP:
             return ChildExists(f"the child {child} of {address} is up, or on its way")
-        case Refusal.STOPPING:
+        case events.Refusal.STOPPING:
             return DeadActor(f"{address} stops")
-        case Refusal.TOO_MANY:
+        case events.Refusal.TOO_MANY:
             return TooManyPending(f"{address} has as many children as it may have")
         case _:
             assert_never(refused.why)

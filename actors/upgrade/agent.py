@@ -13,35 +13,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, assert_never
 
-from zbmd.actors.upgrade.events import (
-    AskFate,
-    Broke,
-    ChangeActors,
-    Changed,
-    Check,
-    End,
-    Fate,
-    FateAsked,
-    FateTold,
-    FollowerSettled,
-    KeepNew,
-    LeaderLost,
-    LocalAction,
-    LocalBroke,
-    LocalChanged,
-    LocalChecked,
-    LocalEvent,
-    LocalSettled,
-    Order,
-    Ordered,
-    SaySettled,
-    Settled,
-    TakeBack,
-    TellFate,
-    TellOther,
-    ToCoordinator,
-    Voted,
-)
+from zbmd.actors.upgrade import events
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
@@ -80,41 +52,41 @@ class UpgradeAgent:
         self._any_kept = False
         self._decided = False
         self.step = Step.FRESH
-        self.fate = Fate.OPEN
+        self.fate = events.Fate.OPEN
 
-    def handle(self, event: LocalEvent, *, now_ns: int) -> list[LocalAction]:
+    def handle(self, event: events.LocalEvent, *, now_ns: int) -> list[events.LocalAction]:
         """Handle one event and return the actions."""
-        actions: list[LocalAction] = []
+        actions: list[events.LocalAction] = []
         if self.step is Step.OVER:
             return actions
         match event:
-            case Ordered():
+            case events.Ordered():
                 if event.leader not in self._lost:
                     self._ordered(event.order, actions)
-            case LocalChecked():
+            case events.LocalChecked():
                 if self.step is Step.CHECKING:
                     self.step = Step.READY
-                    self._say(Voted(process=self._me, why=event.why), actions)
-            case LocalChanged():
+                    self._say(events.Voted(process=self._me, why=event.why), actions)
+            case events.LocalChanged():
                 if self.step is Step.CHANGING:
                     self.step = Step.CHANGED
-                    self._say(Changed(process=self._me, actors=event.actors, why=event.why), actions)
-            case LocalBroke():
-                if self.fate is Fate.OPEN:
-                    self._say(Broke(process=self._me, why=event.why), actions)
-            case LocalSettled():
+                    self._say(events.Changed(process=self._me, actors=event.actors, why=event.why), actions)
+            case events.LocalBroke():
+                if self.fate is events.Fate.OPEN:
+                    self._say(events.Broke(process=self._me, why=event.why), actions)
+            case events.LocalSettled():
                 self._settled(actions)
-            case LeaderLost():
+            case events.LeaderLost():
                 self._gone(event.process, actions)
-            case FateAsked():
+            case events.FateAsked():
                 self._postponed.add(event.leader)
                 self._answer(actions)
-            case FateTold():
+            case events.FateTold():
                 if event.process in self._asked:
-                    self._any_kept |= event.fate is Fate.KEPT
+                    self._any_kept |= event.fate is events.Fate.KEPT
                     self._asked.discard(event.process)
                     self._lead_on(actions)
-            case FollowerSettled():
+            case events.FollowerSettled():
                 self._awaited.discard(event.process)
                 self._lead_on(actions)
             case _:
@@ -123,7 +95,7 @@ class UpgradeAgent:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a rule that holds between any two events does not."""
-        assert (self.fate is Fate.OPEN) == (self.step not in (Step.SETTLING, Step.SETTLED, Step.OVER))
+        assert (self.fate is events.Fate.OPEN) == (self.step not in (Step.SETTLING, Step.SETTLED, Step.OVER))
         assert not self._leading or self._leader == self._me
         assert not (self._asked | self._awaited) & self._lost
         assert self._leading or not (self._asked or self._awaited)
@@ -132,49 +104,49 @@ class UpgradeAgent:
     def _leader(self) -> str:
         return next(name for name in self._chain if name not in self._lost)
 
-    def _say(self, what: ToCoordinator, actions: list[LocalAction]) -> None:
+    def _say(self, what: events.ToCoordinator, actions: list[events.LocalAction]) -> None:
         """Report to the coordinator; another leader needs only the reports of the end."""
         if self._leader == COORDINATOR:
             actions.append(what)
-        elif self._leader != self._me and isinstance(what, Settled):
-            actions.append(SaySettled(leader=self._leader))
+        elif self._leader != self._me and isinstance(what, events.Settled):
+            actions.append(events.SaySettled(leader=self._leader))
 
-    def _ordered(self, order: Order, actions: list[LocalAction]) -> None:
+    def _ordered(self, order: events.Order, actions: list[events.LocalAction]) -> None:
         match order:
-            case Order.PREPARE:
+            case events.Order.PREPARE:
                 self.step = Step.CHECKING
-                actions.append(Check())
-            case Order.CHANGE:
+                actions.append(events.Check())
+            case events.Order.CHANGE:
                 self.step = Step.CHANGING
-                actions.append(ChangeActors())
-            case Order.KEEP:
-                self._settle(Fate.KEPT, actions)
-            case Order.TAKE_BACK:
-                self._settle(Fate.TAKEN_BACK, actions)
-            case Order.DISMISS:
+                actions.append(events.ChangeActors())
+            case events.Order.KEEP:
+                self._settle(events.Fate.KEPT, actions)
+            case events.Order.TAKE_BACK:
+                self._settle(events.Fate.TAKEN_BACK, actions)
+            case events.Order.DISMISS:
                 self.step = Step.OVER
-                actions.append(End())
+                actions.append(events.End())
             case _:
                 assert_never(order)
 
-    def _settle(self, fate: Fate, actions: list[LocalAction]) -> None:
-        if self.fate is not Fate.OPEN and fate is not self.fate:
+    def _settle(self, fate: events.Fate, actions: list[events.LocalAction]) -> None:
+        if self.fate is not events.Fate.OPEN and fate is not self.fate:
             raise RemoteProtocolError(f"{self._leader} says {fate.value}; it was {self.fate.value} before")
         if self.step is Step.SETTLED:
-            self._say(Settled(process=self._me), actions)  # a new leader asks for it again
+            self._say(events.Settled(process=self._me), actions)  # a new leader asks for it again
         elif self.step is not Step.SETTLING:
             self.step, self.fate = Step.SETTLING, fate
-            actions.append(KeepNew() if fate is Fate.KEPT else TakeBack())
+            actions.append(events.KeepNew() if fate is events.Fate.KEPT else events.TakeBack())
 
-    def _settled(self, actions: list[LocalAction]) -> None:
+    def _settled(self, actions: list[events.LocalAction]) -> None:
         if self.step is Step.SETTLING:
             self.step = Step.SETTLED
-            self._say(Settled(process=self._me), actions)
+            self._say(events.Settled(process=self._me), actions)
             self._lead_on(actions)
 
     # When others are gone.
 
-    def _gone(self, process: str, actions: list[LocalAction]) -> None:
+    def _gone(self, process: str, actions: list[events.LocalAction]) -> None:
         if process == self._me or process not in self._chain:
             return
         self._lost.add(process)
@@ -187,45 +159,45 @@ class UpgradeAgent:
         if not self._leading:
             self._leading = True
             self._asked = set(self._others())
-            actions.extend(AskFate(process=p) for p in self._others())
+            actions.extend(events.AskFate(process=p) for p in self._others())
         self._lead_on(actions)
 
     def _others(self) -> list[str]:
         return [p for p in self._chain if p != self._me and p not in self._lost]
 
-    def _answer(self, actions: list[LocalAction]) -> None:
+    def _answer(self, actions: list[events.LocalAction]) -> None:
         """Reply to the leader, once all earlier leaders are known to have ended."""
         if self._leader in self._postponed:
             self._postponed.discard(self._leader)
-            actions.append(TellFate(leader=self._leader, fate=self.fate))
+            actions.append(events.TellFate(leader=self._leader, fate=self.fate))
 
-    def _lead_on(self, actions: list[LocalAction]) -> None:
+    def _lead_on(self, actions: list[events.LocalAction]) -> None:
         """Decide once all have reported; release all once all are done."""
         if not self._leading or self._asked:
             return
         if not self._decided:
             self._decided = True
-            kept = self._any_kept or self.fate is Fate.KEPT
+            kept = self._any_kept or self.fate is events.Fate.KEPT
             self._awaited = set(self._others())
-            order = Order.KEEP if kept else Order.TAKE_BACK
-            actions.extend(TellOther(process=p, order=order) for p in self._others())
-            self._settle(Fate.KEPT if kept else Fate.TAKEN_BACK, actions)
+            order = events.Order.KEEP if kept else events.Order.TAKE_BACK
+            actions.extend(events.TellOther(process=p, order=order) for p in self._others())
+            self._settle(events.Fate.KEPT if kept else events.Fate.TAKEN_BACK, actions)
         if not self._awaited and self.step is Step.SETTLED:
-            actions.extend(TellOther(process=p, order=Order.DISMISS) for p in self._others())
+            actions.extend(events.TellOther(process=p, order=events.Order.DISMISS) for p in self._others())
             self.step = Step.OVER
-            actions.append(End())
+            actions.append(events.End())
 
 
 def _build_upgrade_agent(config: Mapping[str, Any]) -> UpgradeAgent:
     return UpgradeAgent(config["me"], config["processes"])
 
 
-UPGRADE_AGENT: MachineKind[LocalEvent, LocalAction] = register(
+UPGRADE_AGENT: MachineKind[events.LocalEvent, events.LocalAction] = register(
     "upgrade-agent",
     1,
     _build_upgrade_agent,
-    events=LocalEvent,
-    actions=LocalAction,
+    events=events.LocalEvent,
+    actions=events.LocalAction,
     states=(UpgradeAgent,),
 )
 """One process's part in it; its configuration: the arguments of `UpgradeAgent`."""

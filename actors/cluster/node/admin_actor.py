@@ -11,30 +11,7 @@ from typing import Final, Protocol
 import structlog
 
 from zbmd.actors.cluster.contracts import TEXT_CHARS_MAX
-from zbmd.actors.cluster.node.contracts import (
-    ADMIN_ACTOR,
-    ActorsAddressReply,
-    ActorsAddressRequest,
-    AdmissionReply,
-    AdmissionRequest,
-    ClockReply,
-    ClockRequest,
-    JobInfo,
-    JobsReply,
-    JobsRequest,
-    LeaveRequest,
-    Leaving,
-    MemberInfo,
-    MembersReply,
-    MembersRequest,
-    OrderReply,
-    OrderRequest,
-    OutputReply,
-    OutputRequest,
-    RankInfo,
-    TokenReply,
-    TokenRequest,
-)
+from zbmd.actors.cluster.node import contracts
 from zbmd.actors.cluster.node.incarnation import Incarnation
 from zbmd.actors.cluster.state.job_table import RankEntry, Stop, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
@@ -47,16 +24,16 @@ from zbmd.transport.tcp.link import TcpLink
 # --- members and jobs as this node sees them --------------------------------------------------------------
 
 
-def member_infos(incarnation: Incarnation) -> tuple[MemberInfo, ...]:
+def member_infos(incarnation: Incarnation) -> tuple[contracts.MemberInfo, ...]:
     """The members, by id."""
     return tuple(_info(incarnation, node) for node in incarnation.machine.view.nodes)
 
 
-def job_infos(view: ClusterView, only: int) -> tuple[JobInfo, ...]:
+def job_infos(view: ClusterView, only: int) -> tuple[contracts.JobInfo, ...]:
     """The jobs of a view, or the one job of that id."""
     found = [job for job in view.jobs.jobs if only in (0, job.id)]
     return tuple(
-        JobInfo(
+        contracts.JobInfo(
             job=job.id,
             target=job.spec.target[:TEXT_CHARS_MAX],
             phase=job.phase.value,
@@ -73,9 +50,9 @@ def job_infos(view: ClusterView, only: int) -> tuple[JobInfo, ...]:
     )
 
 
-def _rank(view: ClusterView, entry: RankEntry) -> RankInfo:
+def _rank(view: ClusterView, entry: RankEntry) -> contracts.RankInfo:
     node = None if entry.node is None else view.by_id.get(entry.node.id)
-    return RankInfo(
+    return contracts.RankInfo(
         rank=entry.rank,
         state=entry.state.value,
         incarnation=entry.incarnation,
@@ -89,7 +66,7 @@ def _called(view: ClusterView, key: NodeKey) -> str:
     return (node.name if node is not None and node.key == key else "") or str(key)
 
 
-def _info(incarnation: Incarnation, node: Node) -> MemberInfo:
+def _info(incarnation: Incarnation, node: Node) -> contracts.MemberInfo:
     key, own = node.key, node.key == incarnation.me.key
     heard_ns, limit_ns = incarnation.beats.silence(key)
     dialed, accepted, why = incarnation.links.links(key)
@@ -100,7 +77,7 @@ def _info(incarnation: Incarnation, node: Node) -> MemberInfo:
         state = "not observed"
     else:
         state = "silent" if heard_ns >= limit_ns else "heard"
-    return MemberInfo(
+    return contracts.MemberInfo(
         node=node,
         state=state,
         heard_ms=-1 if heard_ns is None else heard_ns // 1_000_000,
@@ -120,39 +97,39 @@ log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 class AdminHandler(Protocol):
     """Answers the requests that the admin actor takes. Called on the cluster's loop."""
 
-    def admission(self, request: AdmissionRequest) -> AdmissionReply:
+    def admission(self, request: contracts.AdmissionRequest) -> contracts.AdmissionReply:
         """Whether a node may join as it is, and why not."""
         ...
 
-    def members(self) -> MembersReply:
+    def members(self) -> contracts.MembersReply:
         """The cluster as this node sees it."""
         ...
 
-    def clock(self) -> ClockReply:
+    def clock(self) -> contracts.ClockReply:
         """This host's wall clock."""
         ...
 
-    def leave_asked(self) -> Leaving:
+    def leave_asked(self) -> contracts.Leaving:
         """Leave the cluster in order, then end the node."""
         ...
 
-    def token(self) -> TokenReply:
+    def token(self) -> contracts.TokenReply:
         """What another host needs to join."""
         ...
 
-    async def order(self, order: Submit | Stop) -> OrderReply:
+    async def order(self, order: Submit | Stop) -> contracts.OrderReply:
         """Have the cluster agree on an order."""
         ...
 
-    def jobs(self, request: JobsRequest) -> JobsReply:
+    def jobs(self, request: contracts.JobsRequest) -> contracts.JobsReply:
         """The jobs of the cluster."""
         ...
 
-    def printed(self, request: OutputRequest) -> OutputReply:
+    def printed(self, request: contracts.OutputRequest) -> contracts.OutputReply:
         """What a job's ranks printed on this node."""
         ...
 
-    def actors_address(self) -> ActorsAddressReply:
+    def actors_address(self) -> contracts.ActorsAddressReply:
         """Where this node's actors listen."""
         ...
 
@@ -163,48 +140,48 @@ class AdminActor(Actor):
     def __init__(self, handler: AdminHandler) -> None:
         self._handler = handler
 
-    @on(AdmissionRequest)
-    async def admission(self, request: AdmissionRequest) -> AdmissionReply:
+    @on(contracts.AdmissionRequest)
+    async def admission(self, request: contracts.AdmissionRequest) -> contracts.AdmissionReply:
         """See `AdminHandler.admission`."""
         return self._handler.admission(request)
 
-    @on(MembersRequest)
-    async def members(self, _: MembersRequest) -> MembersReply:
+    @on(contracts.MembersRequest)
+    async def members(self, _: contracts.MembersRequest) -> contracts.MembersReply:
         """See `AdminHandler.members`."""
         return self._handler.members()
 
-    @on(ClockRequest)
-    async def wall_clock(self, _: ClockRequest) -> ClockReply:
+    @on(contracts.ClockRequest)
+    async def wall_clock(self, _: contracts.ClockRequest) -> contracts.ClockReply:
         """See `AdminHandler.clock`."""
         return self._handler.clock()
 
-    @on(LeaveRequest)
-    async def leave(self, _: LeaveRequest) -> Leaving:
+    @on(contracts.LeaveRequest)
+    async def leave(self, _: contracts.LeaveRequest) -> contracts.Leaving:
         """See `AdminHandler.leave_asked`."""
         return self._handler.leave_asked()
 
-    @on(TokenRequest)
-    async def token(self, _: TokenRequest) -> TokenReply:
+    @on(contracts.TokenRequest)
+    async def token(self, _: contracts.TokenRequest) -> contracts.TokenReply:
         """See `AdminHandler.token`."""
         return self._handler.token()
 
-    @on(OrderRequest)
-    async def order(self, request: OrderRequest) -> OrderReply:
+    @on(contracts.OrderRequest)
+    async def order(self, request: contracts.OrderRequest) -> contracts.OrderReply:
         """See `AdminHandler.order`."""
         return await self._handler.order(request.order)
 
-    @on(JobsRequest)
-    async def jobs(self, request: JobsRequest) -> JobsReply:
+    @on(contracts.JobsRequest)
+    async def jobs(self, request: contracts.JobsRequest) -> contracts.JobsReply:
         """See `AdminHandler.jobs`."""
         return self._handler.jobs(request)
 
-    @on(OutputRequest)
-    async def printed(self, request: OutputRequest) -> OutputReply:
+    @on(contracts.OutputRequest)
+    async def printed(self, request: contracts.OutputRequest) -> contracts.OutputReply:
         """See `AdminHandler.printed`."""
         return self._handler.printed(request)
 
-    @on(ActorsAddressRequest)
-    async def actors_address(self, _: ActorsAddressRequest) -> ActorsAddressReply:
+    @on(contracts.ActorsAddressRequest)
+    async def actors_address(self, _: contracts.ActorsAddressRequest) -> contracts.ActorsAddressReply:
         """See `AdminHandler.actors_address`."""
         return self._handler.actors_address()
 
@@ -246,7 +223,7 @@ class AdminServer:
         while self._waiting and not self._closed:
             if self._system is None:
                 system = ActorSystem(self._name, incarnation=self._incarnation)
-                await system.spawn(AdminActor, self._handler, name=ADMIN_ACTOR)
+                await system.spawn(AdminActor, self._handler, name=contracts.ADMIN_ACTOR)
                 self._system = system
             while self._waiting:
                 self._admit(self._system, self._waiting.pop())

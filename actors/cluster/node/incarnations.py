@@ -19,26 +19,10 @@ import structlog
 from zbmd.actors.cluster.contracts import TEXT_CHARS_MAX
 from zbmd.actors.cluster.heartbeats.connections import NO_DEVICE, NoDevice, OwnDevice, own_device
 from zbmd.actors.cluster.membership.machine import LEFT, MemberState
+from zbmd.actors.cluster.node import contracts
 from zbmd.actors.cluster.node.admin_actor import AdminServer, job_infos, member_infos
 from zbmd.actors.cluster.node.capture import incarnation_recorder
 from zbmd.actors.cluster.node.clocks import wall_ns
-from zbmd.actors.cluster.node.contracts import (
-    ADDRESSES_MAX,
-    MEMBERS_SHOWN_MAX,
-    ActorsAddressReply,
-    AdmissionReply,
-    AdmissionRequest,
-    ClockReply,
-    JobsReply,
-    JobsRequest,
-    Leaving,
-    MembersReply,
-    OrderReply,
-    OutputReply,
-    OutputRequest,
-    PrintedLine,
-    TokenReply,
-)
 from zbmd.actors.cluster.node.incarnation import Incarnation, MakeWitness
 from zbmd.actors.cluster.node.join import (
     JOIN_ADDRESSES_MAX,
@@ -426,7 +410,7 @@ class Incarnations:
 
     # -- `AdminHandler` --------------------------------------------------------------------------------------
 
-    def admission(self, request: AdmissionRequest) -> AdmissionReply:
+    def admission(self, request: contracts.AdmissionRequest) -> contracts.AdmissionReply:
         """See `AdminHandler`."""
         incarnation = self._living()
         wish = JoinApplication(
@@ -442,7 +426,7 @@ class Incarnations:
         found = refuse_join(
             wish, incarnation.machine.view, incarnation.me, own_host, budget_ns, witnessed=witnessed
         )
-        return AdmissionReply(
+        return contracts.AdmissionReply(
             node=incarnation.me,
             member=incarnation.machine.state is MemberState.MEMBER,
             recovery_budget_ns=budget_ns,
@@ -450,34 +434,34 @@ class Incarnations:
             passes=found is not None and found.passes,
         )
 
-    def members(self) -> MembersReply:
+    def members(self) -> contracts.MembersReply:
         """See `AdminHandler`."""
         incarnation = self._living()
         machine, view = incarnation.machine, incarnation.machine.view
-        return MembersReply(
+        return contracts.MembersReply(
             answered_by=incarnation.me,
             state=machine.state.value,
             known=view.epoch,
             entered=machine.entered,
             recovery_budget_ns=self._deadlines.recovery_budget_ns,
             heartbeat_ns=self._deadlines.heartbeat_ns,
-            members=member_infos(incarnation)[:MEMBERS_SHOWN_MAX],
+            members=member_infos(incarnation)[: contracts.MEMBERS_SHOWN_MAX],
             quorum=quorum(view, machine.candidates()).reason if view.nodes else "",
             story=tuple(machine.story),
             dropped=incarnation.links.dropped,
         )
 
-    def leave_asked(self) -> Leaving:
+    def leave_asked(self) -> contracts.Leaving:
         """See `AdminHandler`."""
         incarnation = self._living()
         asyncio.get_running_loop().call_soon(self.leave)  # behind the answer
-        return Leaving(node=incarnation.me, pid=os.getpid())
+        return contracts.Leaving(node=incarnation.me, pid=os.getpid())
 
-    def clock(self) -> ClockReply:
+    def clock(self) -> contracts.ClockReply:
         """See `AdminHandler`."""
-        return ClockReply(node=self._living().me, wall_ns=self._config.wall_clock())
+        return contracts.ClockReply(node=self._living().me, wall_ns=self._config.wall_clock())
 
-    def token(self) -> TokenReply:
+    def token(self) -> contracts.TokenReply:
         """See `AdminHandler`."""
         incarnation = self._living()
         addresses = [
@@ -485,46 +469,46 @@ class Incarnations:
             *(n.address for n in incarnation.machine.view.nodes if n.id != incarnation.me.id),
         ]
         outside = [each for each in addresses if not is_loopback(parse_address(each).host)]
-        return TokenReply(
-            addresses=tuple(dict.fromkeys(outside or addresses))[:ADDRESSES_MAX],
+        return contracts.TokenReply(
+            addresses=tuple(dict.fromkeys(outside or addresses))[: contracts.ADDRESSES_MAX],
             recovery_budget_ns=self._deadlines.recovery_budget_ns,
         )
 
-    async def order(self, order: Submit | Stop) -> OrderReply:
+    async def order(self, order: Submit | Stop) -> contracts.OrderReply:
         """See `AdminHandler`. The process's own loop numbers all orders of an incarnation."""
         me = self._living().me
         try:
             number = await asyncio.wrap_future(self._host.order(order))
         except UserError as error:
-            return OrderReply(origin=me.key, number=0, refused=str(error)[:TEXT_CHARS_MAX])
-        return OrderReply(origin=me.key, number=number)
+            return contracts.OrderReply(origin=me.key, number=0, refused=str(error)[:TEXT_CHARS_MAX])
+        return contracts.OrderReply(origin=me.key, number=number)
 
-    def jobs(self, request: JobsRequest) -> JobsReply:
+    def jobs(self, request: contracts.JobsRequest) -> contracts.JobsReply:
         """See `AdminHandler`."""
         incarnation = self._living()
         view, me = incarnation.machine.view, incarnation.me.key
-        return JobsReply(
+        return contracts.JobsReply(
             view=view.epoch,
             jobs=job_infos(view, request.job),
             applied=view.jobs.applied(me) >= request.number,
             refused=view.jobs.refusal(me, request.number) or "",
         )
 
-    def printed(self, request: OutputRequest) -> OutputReply:
+    def printed(self, request: contracts.OutputRequest) -> contracts.OutputReply:
         """See `AdminHandler`."""
         first, lines = self._host.output.since(request.job, request.number)
-        return OutputReply(
+        return contracts.OutputReply(
             first=first,
             lines=tuple(
-                PrintedLine(rank=line.rank, is_error=line.stream == "stderr", text=line.text)
+                contracts.PrintedLine(rank=line.rank, is_error=line.stream == "stderr", text=line.text)
                 for line in lines
             ),
         )
 
-    def actors_address(self) -> ActorsAddressReply:
+    def actors_address(self) -> contracts.ActorsAddressReply:
         """See `AdminHandler`."""
         key = self._living().me.key
-        return ActorsAddressReply(process_name(key.id), key.incarnation, self._host.actors_at)
+        return contracts.ActorsAddressReply(process_name(key.id), key.incarnation, self._host.actors_at)
 
     def _living(self) -> Incarnation:
         assert self._incarnation is not None, "the admin server outlived its incarnation"

@@ -1,7 +1,7 @@
 """The calling process: its name, its parent's death, its threads' priority, its file descriptors.
 
-`python -m zbmd.transport.host.process PARENT COMMAND [ARGUMENT …]` becomes a command that ends with the process
-that started it.
+`python -m zbmd.transport.host.process PARENT COMMAND [ARGUMENT …]` becomes a command that ends with the
+process that started it.
 """
 
 from __future__ import annotations

@@ -185,15 +185,15 @@ class _Task(MeshTask[PipelineResult]):
 
     def trainer(self, groups: MeshGroups) -> MeshTrainer:
         """See `MeshTask`."""
-        return MeshTrainer(self._recipe, groups, stages=self._stages, empty=self._empty)
+        return MeshTrainer(self._recipe, groups, stages=self._stages, zeros=self._zeros, begins_later=True)
 
     def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
         """See `MeshTask`."""
         size = len(arrays_of(self._recipe.config.optimizer)) * trainer.own.size_most
-        return [self._empty(size, trainer.state_dtype) for _ in range(SLOTS)]
+        return [self._zeros(size, trainer.state_dtype) for _ in range(SLOTS)]
 
-    def _empty(self, size: int, dtype: Any) -> np.ndarray:
-        return self._worker.segment.arena.empty((size,), dtype)
+    def _zeros(self, size: int, dtype: Any) -> np.ndarray:
+        return self._worker.segment.arena.zeros(size, dtype)
 
     def committed(self, done: MeshStep) -> None:
         """Say how it goes."""

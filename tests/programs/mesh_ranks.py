@@ -9,7 +9,7 @@ import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -52,18 +52,13 @@ class Case(msgspec.Struct, kw_only=True):
 def run_case(case: Case, groups: MeshGroups, worker: Worker) -> tuple[np.ndarray, list[float]]:
     model = groups.model(case.model, recompute=case.recompute)
     recipe = Recipe(model, Corpus(Path(case.corpus), context=case.model.context), case.training)
-    arena = worker.segment.arena
-
-    def empty(size: int, dtype: Any) -> np.ndarray:
-        return arena.empty((size,), dtype)
-
     trainer = MeshTrainer(
         recipe,
         groups,
         stages=Stages(schedule=case.schedule, chunks=case.chunks),
         dtype=storage_dtype(case.dtype),
         loss_scale=case.loss_scale,
-        empty=empty,
+        zeros=worker.segment.arena.zeros,
         overlap=case.overlap,
     )
     if case.poisoned == worker.rank and case.poison == "weight":

@@ -286,7 +286,7 @@ class Mirror:
         place: int,
         ranks: int,
         known: int = 0,
-        own: tuple[int | None, int | None] = (0, None),
+        own: tuple[int | None, int | None] = (None, None),
         outlives: bool = False,
     ) -> None:
         if not 0 <= place < ranks or known < 0:

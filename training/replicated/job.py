@@ -11,8 +11,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join
 from zbmd.collectives.commit.driver import CommitDriver, StepFailed
@@ -168,7 +166,7 @@ async def run_job(
     arena_bytes = arena_bytes_needed(recipe.model.layout, options.training)
     try:
         async with join(arena=arena_bytes, enter=False) as worker:
-            return await _train(worker, options, recipe, before_step)
+            return await _train(worker, options, recipe, before_step, replacement=replacement)
     except StepFailed as error:
         again = "start again, with a smaller --checkpoint-every"
         raise UserError(_advice(str(error), options, otherwise=again)) from error
@@ -245,11 +243,18 @@ def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
 
 
 async def _train(
-    worker: Worker, options: JobOptions, recipe: Recipe, before_step: Callable[[int], None] | None
+    worker: Worker,
+    options: JobOptions,
+    recipe: Recipe,
+    before_step: Callable[[int], None] | None,
+    *,
+    replacement: bool,
 ) -> JobResult | None:
     plan = plan_of(recipe)
     # On a thread: the event loop connects to peers in the meantime, and other ranks already work.
-    store, base_version = await asyncio.to_thread(_initial_store, worker, recipe, options, plan)
+    store, base_version, digest = await asyncio.to_thread(
+        _initial_store, worker, recipe, options, plan, replacement=replacement
+    )
     journal = Journal(
         options.out,
         log_header(worker, recipe, plan, base_version),
@@ -272,7 +277,7 @@ async def _train(
     machine = StepCommit(
         rank=worker.rank,
         version=base_version,
-        digest=store.digest(store.committed),
+        digest=digest,
         handle=workload.handle(),
         last_version=recipe.config.steps,
         known_version=journal.log.last_version(),
@@ -319,17 +324,29 @@ def report_losses(worker: Worker) -> Callable[[], None]:
     return worker.on_peer_lost(report)
 
 
-def _initial_store(worker: Worker, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
-    """Return a store with its committed slot filled, and its version: initial weights, or those of a
-    checkpoint.
+NO_DIGEST = bytes(16)
+
+
+def _initial_store(
+    worker: Worker, recipe: Recipe, options: JobOptions, plan: str, *, replacement: bool
+) -> tuple[Store, int, bytes]:
+    """Return a store, the version that the run began with, and the digest of that version.
+
+    The committed slot has that version: initial weights, or those of a checkpoint. A replacement in a run
+    that cannot go back to it any more leaves the slot empty: members are at most one version behind the log.
     """
     arena, arrays, layout = worker.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
-    store = Store(layout, lambda size: arena.empty((size,), np.float32), arrays=len(arrays))
-    state, xp = store.current.state, recipe.model.xp
+    store = Store(layout, arena.zeros, arrays=len(arrays))
+    path, state, xp = options.out / LOG_NAME, store.current.state, recipe.model.xp
+    if replacement and path.exists():
+        header, records = read_log(path)
+        store.version = header.base_version
+        if records and records[-1].version > header.base_version + 1:
+            return store, store.version, NO_DIGEST
     if options.resume is None:
         state.weights[:] = xp.asarray(recipe.model.init(recipe.config.seed))
-        return store, 0
-    with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
-        take_state(saved, state, layout, arrays, xp=xp)
-        store.version = saved.version
-    return store, store.version
+    else:
+        with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
+            take_state(saved, state, layout, arrays, xp=xp)
+            store.version = saved.version
+    return store, store.version, store.digest(store.committed)

@@ -8,7 +8,6 @@ ranks, and so has the update.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 
 import msgspec
@@ -117,12 +116,9 @@ class TrainingWorkload:
         self._before_step = before_step
         self._buckets = Buckets(store.layout)
         self._buffers: list[Array] = []
-        self._total: Array = worker.segment.arena.empty((store.layout.size,), np.float32)
-        self._total[:] = 0.0
+        self._total: Array = worker.segment.arena.zeros(store.layout.size)
         self._ahead: tuple[int, np.ndarray] | None = None
         """The next step, and its samples."""
-        self._settled = False
-        """Whether a step has been committed since this rank started."""
 
     def handle(self) -> bytes:
         """Return where peers read the slots."""
@@ -273,9 +269,7 @@ class TrainingWorkload:
 
     def _buffers_for(self, plan: AccumulationPlan) -> list[Array]:
         while len(self._buffers) < plan.buffers:
-            buffer = self.worker.segment.arena.empty((self.recipe.model.layout.size,), np.float32)
-            buffer[:] = 0.0
-            self._buffers.append(buffer)
+            self._buffers.append(self.worker.segment.arena.zeros(self.recipe.model.layout.size))
         return self._buffers
 
     def _evaluate(self, work: cm.RunStep) -> tuple[float, int]:
@@ -351,7 +345,6 @@ class TrainingWorkload:
         """Swap the slots and write the record."""
         self.profiler.add(spans.COMM, self._prepared_ns, now_ns())
         await self._commit(commit.version, commit.slot)
-        self._settle()
         began_ns = now_ns()
         await self.journal.committed(commit, members, self.store.current)
         self.profiler.add(spans.CHECKPOINT, began_ns, now_ns())
@@ -360,13 +353,6 @@ class TrainingWorkload:
         await self.actors.tensors.ask(
             CommitSlot(version=version, slot=slot), reply=Committed, timeout=COMMIT_S
         )
-
-    def _settle(self) -> None:
-        """Give this rank huge pages once its first step is done and no other rank waits for its start."""
-        if not self._settled:
-            self._settled = True
-            move = self.worker.segment.use_huge_pages
-            threading.Thread(target=move, name="zbmd-huge-pages", daemon=True).start()
 
     async def adopted(self, adopted: cm.Adopted) -> None:
         """Swap the slots: the pulled version is ours."""

@@ -261,10 +261,11 @@ class _Run(MeshTask[TrainResult]):
             groups,
             stages=options.stages,
             dtype=storage_dtype(options.precision),
-            empty=self._empty,
+            zeros=self._zeros,
             overlap=options.overlap,
             loss_scale=options.loss_scale,
             offload=self._file_in(groups.world),
+            begins_later=True,
         )
         self._start(trainer)
         self._began_ns, self._first_step = now_ns(), trainer.step
@@ -286,10 +287,10 @@ class _Run(MeshTask[TrainResult]):
         """See `MeshTask`."""
         most = elements_most(self.config, self.mesh, self.options.stages)
         size = state_elements(most, trainer.dtype, self.options.training.optimizer)
-        return [self._empty(size, trainer.state_dtype) for _ in range(SLOTS)]
+        return [self._zeros(size, trainer.state_dtype) for _ in range(SLOTS)]
 
-    def _empty(self, size: int, dtype: Any) -> Array:
-        return self._worker.segment.arena.empty((size,), dtype)
+    def _zeros(self, size: int, dtype: Any) -> Array:
+        return self._worker.segment.arena.zeros(size, dtype)
 
     def agree(self, world: Group) -> None:
         """Nothing: the recipe says it all."""

@@ -77,10 +77,11 @@ class MeshTrainer:
     """Trains `recipe`, whose model is of `groups.model`, with weights and gradients of `dtype`.
 
     Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
-    begins with. Arrays are made by `empty`, which may give memory that peers can read
+    begins with. Arrays are made by `zeros`, which may give memory that peers can read
     (`worker.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap`
     the reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
-    numbers: they lie there, and hold the initial state only behind `begin_anew`.
+    numbers: they lie there. With a file, or `begins_later`, the slots hold the initial state only after
+    `begin_anew`: a predecessor or a replica may have a later one.
     """
 
     def __init__(
@@ -90,10 +91,11 @@ class MeshTrainer:
         *,
         stages: Stages = ONE_EACH,
         dtype: np.dtype[np.floating] = FLOAT32,
-        empty: Callable[[int, npt.DTypeLike], Array] = np.empty,
+        zeros: Callable[[int, npt.DTypeLike], Array] = np.zeros,
         overlap: bool = True,
         loss_scale: float = SCALE_FIRST,
         offload: Callable[[int], StateFile] | None = None,
+        begins_later: bool = False,
     ) -> None:
         self.recipe = recipe
         self.groups = groups
@@ -112,15 +114,9 @@ class MeshTrainer:
         self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
         self._plan = AccumulationPlan.of(config.shards, *self._assignment[groups.place(DATA_AXIS)])
         self._reporters = _reporters(groups.mesh, self._assignment, last=(len(self.own.every) - 1) % count)
-
-        def zeros(size: int, dtype: np.dtype[np.floating] = dtype) -> Array:
-            made = empty(size, dtype)
-            made[...] = 0.0
-            return made
-
         size = self.own.layout.size
-        self._buffers = [zeros(size) for _ in range(self._plan.buffers)]
-        self._room = None if is_alone(self._assignment) else zeros(size)
+        self._buffers = [zeros(size, dtype) for _ in range(self._plan.buffers)]
+        self._room = None if is_alone(self._assignment) else zeros(size, dtype)
         self._total = self._reduction().total
         """The gradient, of this rank's part, once an attempt has computed it."""
         elements = state_elements(size, dtype, config.optimizer)
@@ -131,11 +127,12 @@ class MeshTrainer:
             self.slots = self.file.slots
         """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
         it changes."""
-        self._apart = zeros(size) if dtype != self.state_dtype or self.file is not None else None
+        self._apart = zeros(size, dtype) if dtype != self.state_dtype or self.file is not None else None
         """What is computed with, where that is not the state's own weights."""
         self.slot = 0
         """The one in use."""
         self._initial: Sequence[Array] = ()
+        self._begins_later = begins_later or self.file is not None
         self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file, self._held_matrices())
         self._begin()
         self._ring_memory: RingMemory | None = None
@@ -223,7 +220,7 @@ class MeshTrainer:
         return [pieces[at] for at in mine]
 
     def _begin(self) -> None:
-        if self.file is None:  # else a predecessor's state may be there
+        if not self._begins_later:
             self.begin_anew()
 
     def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:

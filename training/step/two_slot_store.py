@@ -19,7 +19,7 @@ from zbmd.training.optim.elementwise import ARRAYS, AdamWState
 SLOTS = 2
 
 Allocate = Callable[[int], Array]
-"""Return a 1-D float32 array of the given number of elements."""
+"""Return zeros, 1-D float32, of the given number of elements."""
 
 
 def own_memory(elements: int) -> Array:
@@ -52,7 +52,6 @@ class Store:
     def _slot(self, allocate: Allocate) -> Slot:
         size = self.layout.size
         flat = allocate(self._arrays * size)
-        flat[:] = 0.0
         return Slot(flat, AdamWState.of(flat, size, self._arrays))
 
     @classmethod

@@ -53,27 +53,28 @@ _ELSEWHERE = (MemoryKind.WORKING, MemoryKind.MIRROR, MemoryKind.OFFLOADED)
 
 
 Make = Callable[[int, npt.DTypeLike], Array]
-"""Makes a 1-D array of so many elements; what is in it does not matter."""
-
-
-def own_memory(size: int, dtype: npt.DTypeLike) -> Array:
-    """A `Make`: of this process's own memory, where no peer reads."""
-    return np.empty(size, dtype=dtype)
+"""Make a 1-D array of so many elements."""
 
 
 @dataclass(slots=True)
 class Accountant:
-    """Hands out zeroed arrays, made by `make`, and counts them."""
+    """Hands out arrays, made by `make` or, filled with zeros, by `make_zeros`, and counts them."""
 
-    make: Make = own_memory
+    make: Make = np.empty
+    make_zeros: Make = np.zeros
     held: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     most: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     state_bytes_most: int = 0
 
     def allocate(self, kind: MemoryKind, size: int, dtype: npt.DTypeLike) -> Array:
         """Return (size,) zeros of `dtype`."""
+        array = self.make_zeros(size, dtype)
+        self.count(kind, array)
+        return array
+
+    def take(self, kind: MemoryKind, size: int, dtype: npt.DTypeLike) -> Array:
+        """Return an uninitialised array, (size,) of `dtype`."""
         array = self.make(size, dtype)
-        array[:] = 0
         self.count(kind, array)
         return array
 

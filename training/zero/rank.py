@@ -56,8 +56,9 @@ class ZeroRank:
 
     `loss_scale` is what float16 begins with. With `keep_previous` there are two slots of the shard, and an
     update writes the one that is not in use. With `offload`, the two slots lie in that file, of
-    `slot_elements`, and hold the initial state only behind `begin_anew`. An optimizer that needs whole
-    matrices calls `gather` in `update`, on all ranks together.
+    `slot_elements`. Either way they hold the initial state only after `begin_anew`: a predecessor or a
+    replica may have a later one. An optimizer that needs whole matrices calls `gather` in `update`, on all
+    ranks together.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class ZeroRank:
         self._optimizers = self._optimizers_of(optimizer, gather)
         self._seed = seed
         self._initial: Array | None = None
-        if offload is None:
+        self._begins_later = keep_previous or offload is not None
+        if not self._begins_later:
             self.begin_anew()
 
     def _optimizers_of(self, config: OptimizerConfig, gather: Gather) -> list[Optimizer]:
@@ -168,7 +170,7 @@ class ZeroRank:
         scale = self._initial_scale.read(np.array(saved.loss_scale))
         scale.write(shard[len(self._arrays) * self.shards.shard_size :])
         self._initial = shard
-        if self._offload is None:
+        if not self._begins_later:
             self.begin_anew()
 
     def pieces(self) -> list[Piece]:
@@ -255,9 +257,16 @@ class ZeroRank:
         cut = ((max(b.start, own.start), min(b.stop, own.stop), decayed) for b, decayed in blocks)
         return [(slice(lo - own.start, hi - own.start), decayed) for lo, hi, decayed in cut if lo < hi]
 
-    def _working(self, unit: int, dtype: np.dtype[np.generic] | type[np.generic]) -> Array:
-        size = self.shards.ranks * self.shards.units[unit].part
-        return self.memory.allocate(MemoryKind.WORKING, size, dtype)
+    def _gradient(self, unit: int) -> Array:
+        """Return room for a gradient of `unit`, to be overwritten; what follows its elements is zero."""
+        whole = self._unit_room(unit)
+        whole[self.shards.units[unit].size :] = 0
+        return whole
+
+    def _unit_room(self, unit: int) -> Array:
+        return self.memory.take(
+            MemoryKind.WORKING, self.shards.ranks * self.shards.units[unit].part, self.dtype
+        )
 
     # ---- weights
 
@@ -268,7 +277,7 @@ class ZeroRank:
     def room(self, unit: int) -> Array:
         """Where the gathered weights of `unit` go: (ranks * part,), part r from rank r."""
         if unit not in self._whole:
-            self._whole[unit] = self._working(unit, self.dtype)
+            self._whole[unit] = self._unit_room(unit)
         return self._whole[unit]
 
     def release(self, unit: int) -> None:
@@ -330,9 +339,9 @@ class ZeroRank:
         count = max(1, self._plan.buffers)
         kept = self._grads.get(unit)
         if kept is None:
-            return [self._working(unit, self.dtype) for _ in range(count)]
+            return [self._gradient(unit) for _ in range(count)]
         first = next(iter(self._plan.partials.values()), 0)
-        return [kept if place == first else self._working(unit, self.dtype) for place in range(count)]
+        return [kept if place == first else self._gradient(unit) for place in range(count)]
 
     def _hand_out(self, unit: int, buffers: list[Array]) -> None:
         """Keep the partial sums for the group; give back what is not sent."""

@@ -148,7 +148,7 @@ class ZeroTrainer:
         self.recipe, self.options, self.group = recipe, options, group
         place, ranks = group.members.index(worker.rank), group.size
         arena = worker.segment.arena
-        self.memory = Accountant(make=lambda size, dtype: arena.empty((size,), dtype))
+        self.memory = Accountant(make=arena.empty, make_zeros=arena.zeros)
         self.sums = ShardSum.of(recipe.config.shards, ranks)
         self.own = ZeroRank(
             recipe.model,
@@ -366,7 +366,7 @@ class ZeroTrainer:
     def _reduce(self, unit: int) -> None:
         ranks, end_ns = self.group.size, self.group.deadline_ns()
         sent = [array.reshape(ranks, -1) for array in self.own.outgoing(unit)]
-        received = [self.memory.allocate(MemoryKind.WORKING, array.size, array.dtype) for array in sent]
+        received = [self.memory.take(MemoryKind.WORKING, array.size, array.dtype) for array in sent]
 
         def operation(c: Communicator) -> Array:
             blocks = [array.reshape(ranks, -1) for array in received]

@@ -136,12 +136,21 @@ class Arena:
         self._begin = mapping.address + offset
         self._end = self._begin + nbytes
         self._lock = threading.Lock()
+        self._handed_out = offset
+        """The memory from here on was never handed out: its pages are zero, and may not even exist yet."""
         # Filled by finalizers, which may run in the middle of anything, this class included; so they only
         # append here, and the next allocation frees.
         self._returned: deque[int] = deque()
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """An uninitialised C-contiguous array in the arena, 64-byte aligned. Raises `ArenaFull`."""
+        """Return an uninitialised C-contiguous array in the arena, 64-byte aligned. Raises `ArenaFull`."""
+        return self._array(shape, dtype, zeroed=False)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """Return an array of zeros, otherwise as of `empty`. Memory that is new is not touched."""
+        return self._array(shape, dtype, zeroed=True)
+
+    def _array(self, shape: int | tuple[int, ...], dtype: DTypeLike, *, zeroed: bool) -> NDArray[Any]:
         kind = np.dtype(dtype)
         if kind.hasobject:
             raise LocalProtocolError(f"an array of {kind} holds Python objects and cannot be shared")
@@ -151,8 +160,11 @@ class Arena:
         nbytes = math.prod(dimensions) * kind.itemsize
         with self._lock:
             self._collect()
+            used_before = self._handed_out
             offset = self._allocate(nbytes)
         view = self._mapping.view(offset, nbytes, writable=True)
+        if zeroed and offset < used_before:
+            np.frombuffer(view[: used_before - offset], np.uint8)[:] = 0
         array = np.ndarray(dimensions, kind, buffer=view)
         # numpy keeps every view's base at this array, so it lives as long as any of them.
         weakref.finalize(array, self._returned.append, offset).atexit = False
@@ -218,7 +230,9 @@ class Arena:
 
     def _allocate(self, nbytes: int) -> int:
         try:
-            return self._allocator.allocate(nbytes)
+            offset = self._allocator.allocate(nbytes)
+            self._handed_out = max(self._handed_out, offset + nbytes)
+            return offset
         except ArenaFull as full:
             if not self._returned:
                 raise

@@ -3,11 +3,6 @@
 Huge pages are taken where the machine offers them: from the hugetlb pool if it has enough for an arena, else
 as transparent ones if shared memory may have them. Nothing of this is needed for correctness, so what cannot
 be had is told (`Placement.notes`) and gone without.
-
-Memory that has small pages can be moved to huge ones later (`collapse`), whatever shared memory may have: for
-a process that goes on for long. That is not done at once, for a replacement has to be there in milliseconds,
-and huge pages that nobody has used before are slow to come: 64 MiB took 4 to 140 ms on the machine of
-docs/BENCHMARKS.md, where a hypervisor takes back what is free.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ import enum
 import errno
 import fcntl
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +20,6 @@ from zbmd.transport.host.topology.kernel_files import read_chosen, read_cpu_list
 from zbmd.transport.memory.memfd import SEALS, fill_memfd, in_words, map_own, open_memfd
 from zbmd.transport.native._native import (
     HUGE_BYTES,
-    MADV_COLLAPSE,
     MADV_HUGEPAGE,
     MADV_POPULATE_WRITE,
     Mapping,
@@ -171,24 +165,6 @@ def _make_transparent(mapping: Mapping, offer: HugePageSupport, notes: list[str]
     if huge_bytes < mapping.nbytes // HUGE_BYTES * HUGE_BYTES:
         notes.append(f"{TRANSPARENT}: {in_words(huge_bytes)} of {in_words(mapping.nbytes)}")
     return huge_bytes
-
-
-def collapse(mapping: Mapping, placement: Placement) -> Placement:
-    """Move a mapping of base pages to huge pages, in place, while others use it; what it has then.
-
-    Blocks, without the GIL, for as long as copying takes. madvise(2), MADV_COLLAPSE: Linux 6.1 and later, and
-    refused where `shmem_enabled` is "deny".
-    """
-    if placement.pages is not PageKind.BASE:
-        return placement
-    notes = [note for note in placement.notes if not note.startswith(TRANSPARENT)]
-    try:
-        mapping.madvise(MADV_COLLAPSE)
-    except OSError as error:
-        notes.append(f"{TRANSPARENT}: not made ({error.strerror})")
-    huge_bytes = huge_bytes_of(mapping)
-    pages = PageKind.TRANSPARENT if huge_bytes else PageKind.BASE
-    return replace(placement, pages=pages, huge_bytes=huge_bytes, notes=tuple(notes))
 
 
 def huge_bytes_of(mapping: Mapping) -> int:

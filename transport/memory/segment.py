@@ -16,7 +16,7 @@ from zbmd.transport.memory._region import Cells, Deferred, Pinned, ShmRegion
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.frame_loans import FrameLender
 from zbmd.transport.memory.memfd import map_from_peer, sealed_size
-from zbmd.transport.memory.placement import PAGE_BYTES, PlacedMemory, collapse, place
+from zbmd.transport.memory.placement import PAGE_BYTES, PlacedMemory, place
 from zbmd.transport.memory.region import RegionHandle, Regions, RemoteRegion, require_owner
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
@@ -178,14 +178,6 @@ class Segment(Cells):
     def nbytes(self) -> int:
         """Bytes in the whole segment."""
         return self.mapping.nbytes
-
-    def use_huge_pages(self) -> None:
-        """Move it to huge pages, in place, if the kernel can: worth it for memory that is worked on for long.
-
-        Blocks, without the GIL, for as long as copying all of it takes; everyone may use it meanwhile.
-        `placement` tells what came of it. Raises `LocalProtocolError` once closed.
-        """
-        self.placement = collapse(self.mapping, self.placement)
 
     def lost_mask(self) -> int:
         """Bit s is set once the process in slot s is known to have ended."""

@@ -28,7 +28,6 @@ RING_HEADER_BYTES: Final[int]
 RING_BLOCKS: Final[int]
 MADV_HUGEPAGE: Final[int]
 MADV_POPULATE_WRITE: Final[int]
-MADV_COLLAPSE: Final[int]
 HUGE_BYTES: Final[int]
 
 class Mapping:

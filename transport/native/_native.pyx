@@ -67,7 +67,6 @@ cdef extern from "transport/native/numa.h" nogil:
     enum:
         ZBMD_MADV_HUGEPAGE
         ZBMD_MADV_POPULATE_WRITE
-        ZBMD_MADV_COLLAPSE
         ZBMD_HUGE_BYTES
     void *zbmd_map(int fd, size_t nbytes)
     int zbmd_current_node()
@@ -143,7 +142,6 @@ RING_HEADER_BYTES = ZBMD_RING_OFF_DATA
 RING_BLOCKS = ZBMD_RING_BLOCKS
 MADV_HUGEPAGE = ZBMD_MADV_HUGEPAGE
 MADV_POPULATE_WRITE = ZBMD_MADV_POPULATE_WRITE
-MADV_COLLAPSE = ZBMD_MADV_COLLAPSE
 HUGE_BYTES = ZBMD_HUGE_BYTES
 
 

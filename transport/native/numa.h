@@ -16,7 +16,6 @@
 /* linux/mman.h; the headers of an older libc do not know the last two. */
 #define ZBMD_MADV_HUGEPAGE 14
 #define ZBMD_MADV_POPULATE_WRITE 23
-#define ZBMD_MADV_COLLAPSE 25
 #define ZBMD_NODES_MAX 1024
 #define ZBMD_HUGE_BYTES (2UL << 20) /* the smallest huge page of x86-64, and of arm64 with pages of 4 KiB */
 

@@ -386,7 +386,8 @@ def test_a_rank_and_its_buddy_at_once_are_told_as_lost_state() -> None:
 def test_a_copy_with_other_bits_ends_the_run() -> None:
     mirror = zm.Mirror(place=0, ranks=2)
     fresh = mirror.held
-    assert mirror.handle(zm.Entered(held=(fresh, fresh), hosts=(0, 0)), now_ns=0) == [zm.Resume(version=0)]
+    entered = mirror.handle(zm.Entered(held=(fresh, fresh), hosts=(0, 0)), now_ns=0)
+    assert entered == [zm.StartAnew(), zm.Resume(version=0)]
     assert mirror.handle(zm.AllHold(version=0), now_ns=0) == [zm.CopyWard(ward=1, version=0, slot=0)]
     mirror.handle(zm.Copied(digest=5), now_ns=0)
     (action,) = mirror.handle(zm.Voted(votes=((4, 5), (6, 4))), now_ns=0)

@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from zbmd.transport.errors import ArenaFull, LocalProtocolError, OutOfMemory
 from zbmd.transport.memory import arena as arena_module
 from zbmd.transport.memory.arena import Allocator
+from zbmd.transport.memory.placement import PAGE_BYTES
 from zbmd.transport.memory.segment import Segment
 
 ARENA = 1 << 16
@@ -145,3 +146,17 @@ def test_arrays_outlive_their_segment() -> None:
     segment.close()
     gc.collect()
     assert array.tolist() == [7, 7, 7, 7]
+
+
+def test_zeros_are_zero_in_fresh_and_in_used_memory() -> None:
+    segment = Segment.create(slot=0, incarnation=1, arena_bytes=1 << 16, inbox_bytes=PAGE_BYTES)
+    arena = segment.arena
+    for size in (1000, 3000, 2000, 5000):  # the later ones reuse memory, in part or whole
+        array = arena.zeros((size,), np.float32)
+        assert not array.any()
+        array[:] = 7.0
+        del array
+    both = arena.empty(100, np.uint8), arena.zeros(1 << 15, np.uint8)
+    assert not both[1].any()
+    del both
+    segment.close()

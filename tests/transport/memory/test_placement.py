@@ -9,19 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.placement import (
     ARENA_BYTES_MIN,
     PAGE_BYTES,
     HugePageSupport,
     PageKind,
     PlacedMemory,
-    collapse,
     huge_bytes_of,
     place,
     probe,
 )
-from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import HUGE_BYTES, Mapping
 
@@ -96,39 +93,6 @@ def test_a_node_that_is_not_there_is_refused() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         placed.mapping.prefer_node(1 << 20)
     used(placed)
-
-
-def test_memory_in_use_is_moved_to_huge_pages_where_the_kernel_can() -> None:
-    placed = place("test", head_bytes=PAGE_BYTES, arena_bytes=ARENA_BYTES_MIN, offer=offer())
-    assert placed.placement.pages is PageKind.BASE
-
-    def moved(memory: np.ndarray) -> None:
-        memory[:] = np.arange(len(memory)) % 251
-        peers = Mapping(placed.fd, placed.mapping.nbytes, 0)
-        placement = collapse(placed.mapping, placed.placement)
-        assert placement.huge_bytes == huge_bytes_of(placed.mapping)
-        assert (placement.huge_bytes > 0) == (placement.pages is PageKind.TRANSPARENT)
-        assert (placement.huge_bytes > 0) != any("not made" in note for note in placement.notes)
-        seen = np.frombuffer(peers.view(0, peers.nbytes), np.uint8)
-        assert np.array_equal(seen, np.arange(len(memory)) % 251)
-        memory[-1] = 255
-        assert seen[-1] == 255
-        assert placement.pages is PageKind.BASE or collapse(placed.mapping, placement) is placement
-
-    used(placed, moved)
-
-
-def test_a_segment_is_moved_while_it_lives() -> None:
-    segment = Segment.create(slot=0, incarnation=1, arena_bytes=ARENA_BYTES_MIN, inbox_bytes=PAGE_BYTES)
-    array = segment.arena.empty((ARENA_BYTES_MIN // 8,), np.int64)
-    array[:] = 5
-    segment.use_huge_pages()
-    assert segment.placement.huge_bytes == huge_bytes_of(segment.mapping)
-    assert (array == 5).all()
-    del array
-    segment.close()
-    with pytest.raises(LocalProtocolError, match="closed"):
-        segment.use_huge_pages()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""Measure recovery with large state: from SIGKILL to the next committed step, in real ranks of one host.
+
+    python -m zbmd.tools.lab.bench.training.recovery             100 M parameters, 2 ranks: dp and ZeRO-3
+    python -m zbmd.tools.lab.bench.training.recovery --width 256 --layers 2 --kinds dp --kills 5
+
+Each kind of run trains, loses a rank by SIGKILL at a random moment, and trains on; that is repeated `--kills`
+times in one run. `beyond` is the recovery less an undisturbed step. The page cost is that of the first and of
+the second write of a new 1 GiB memfd: on a virtual machine whose hypervisor has not backed the memory yet,
+recoveries are as slow as its pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import uvloop
+
+from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.process.log import log_to_stderr
+from zbmd.actors.process.output import OutputLine
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.transport.errors import UserError
+from zbmd.transport.memory.memfd import available_memory, create_memfd
+from zbmd.transport.native._native import Mapping
+
+KINDS = {"dp": (), "zero1": ("--zero", "1"), "zero2": ("--zero", "2"), "zero3": ("--zero", "3")}
+GIB = 1 << 30
+STEPS_BEFORE = 4
+"""Undisturbed steps before each kill, of which the median counts."""
+LINES_KEPT = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryCost:
+    """The kills of one run. Seconds; `free_bytes`: memory available before the run."""
+
+    kind: str
+    ranks: int
+    parameters: int
+    step_s: float
+    recoveries_s: tuple[float, ...]
+    beyond_s: tuple[float, ...]
+    page_first_s: float
+    page_again_s: float
+    free_bytes: int
+
+
+def page_costs() -> tuple[float, float]:
+    """Return the seconds of the first and the second write of a new memfd of 1 GiB, allocation included."""
+    began = time.perf_counter()
+    fd = create_memfd("page-costs", GIB)
+    mapping = Mapping(fd, GIB, GIB)
+    os.close(fd)
+    words = np.frombuffer(mapping.view(0, GIB, writable=True), np.uint64)
+    words[:] = 1
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    words[:] = 2
+    return first, time.perf_counter() - began
+
+
+@dataclass(slots=True)
+class _Killer:
+    """Observer and output of a run: kills a rank again and again, and times what follows."""
+
+    ranks: int
+    kills: int
+    rng: random.Random
+    host: Host | None = None
+    lines: list[str] = field(default_factory=list[str])
+    steps_s: list[float] = field(default_factory=list[float])
+    recoveries_s: list[float] = field(default_factory=list[float])
+    _last: tuple[int, int] = (0, 0)
+    """Epoch and time of the last committed step."""
+    _calm: int = 0
+    _killed_ns: int = 0
+
+    async def write_line(self, line: OutputLine) -> None:
+        """Keep a rank's line, in case the run fails."""
+        self.lines = [*self.lines[1 - LINES_KEPT :], line.text.decode(errors="replace")]
+
+    async def __call__(self, event: HostEvent) -> None:
+        """Take a committed step: it ends a recovery, or it is one before the next kill."""
+        if not isinstance(event, RankReport) or event.payload.get("kind") != "step":
+            return
+        epoch, at_ns = int(event.payload["epoch"]), int(event.payload["at_ns"])
+        if self._killed_ns:
+            if epoch > self._last[0]:
+                self.recoveries_s.append((at_ns - self._killed_ns) / 1e9)
+                self._killed_ns, self._calm = 0, 0
+        elif self._last[1]:
+            self._calm += 1
+            if self._calm > 1:  # the first step after a recovery is part of it
+                self.steps_s.append((at_ns - self._last[1]) / 1e9)
+        self._last = epoch, at_ns
+        if not self._killed_ns and self._calm >= STEPS_BEFORE:
+            self._calm = 0
+            if len(self.recoveries_s) == self.kills:
+                assert self.host is not None
+                self.host.stop("all kills are measured")
+                return
+            later_s = self.rng.random() * statistics.median(self.steps_s)
+            asyncio.get_running_loop().call_later(later_s, self._kill)
+            self._calm = -sys.maxsize
+
+    def _kill(self) -> None:
+        assert self.host is not None
+        victim = self.host.ranks[self.rng.randrange(self.ranks)]
+        self._killed_ns = time.monotonic_ns()
+        os.kill(victim.pid, signal.SIGKILL)
+
+
+async def measure(
+    directory: Path, *, kind: str, ranks: int, kills: int, seed: int, shape: Sequence[str], parameters: int
+) -> RecoveryCost:
+    """Train, kill and measure. Raises `UserError` if the run fails."""
+    free_bytes, (first_s, again_s) = available_memory().nbytes, page_costs()
+    killer = _Killer(ranks, kills, random.Random(seed))
+    data = write_text(directory / "text")
+    config = HostConfig(
+        target="zbmd.training",
+        is_module=True,
+        arguments=(
+            *(*shape, *KINDS[kind], "--data", str(data), "--out", str(directory / "run"), "--steps", "9999"),
+            *("--checkpoint-every", "0", "--evaluate-every", "0"),
+        ),
+        world_size=ranks,
+        max_restarts=kills,
+        restart_window_s=3600.0,
+        preload=("zbmd.training.replicated.job", "zbmd.training.zero.job"),
+    )
+    host = killer.host = Host(config, output=killer, observer=killer)
+    ended = await host.run()
+    if len(killer.recoveries_s) != kills:
+        raise UserError(f"{kind} did not end well: {ended.reason}\n" + "\n".join(killer.lines))
+    step_s = statistics.median(killer.steps_s)
+    return RecoveryCost(
+        kind=kind,
+        ranks=ranks,
+        parameters=parameters,
+        step_s=step_s,
+        recoveries_s=tuple(killer.recoveries_s),
+        beyond_s=tuple(recovery - step_s for recovery in killer.recoveries_s),
+        page_first_s=first_s,
+        page_again_s=again_s,
+        free_bytes=free_bytes,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print a row for each kind. Exit code 1: a run failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zbmd.tools.lab.bench.training.recovery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["dp", "zero3"])
+    parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--kills", type=int, default=3, help="in each run (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the victims and moments (%(default)s)")
+    parser.add_argument("--width", type=int, default=1024, help="of the model (%(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print a JSON line for each row")
+    arguments = parser.parse_args(argv)
+    log_to_stderr()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    width, layers = arguments.width, arguments.layers
+    parameters = 12 * layers * width * width
+    shape = (
+        *("--width", str(width), "--layers", str(layers), "--context", "64", "--heads", "8"),
+        *("--shards", "2", "--sequences-per-shard", "1"),
+    )
+    for kind in arguments.kinds:
+        with tempfile.TemporaryDirectory(prefix="zbmd-recovery-") as scratch:
+            run = measure(
+                Path(scratch),
+                kind=kind,
+                ranks=arguments.ranks,
+                kills=arguments.kills,
+                seed=arguments.seed,
+                shape=shape,
+                parameters=parameters,
+            )
+            try:
+                cost = uvloop.run(run)
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
+        if arguments.json:
+            print(msgspec.json.encode(asdict(cost)).decode(), flush=True)
+            continue
+        print(
+            f"{kind}: {parameters / 1e6:.0f} M parameters, {cost.ranks} ranks, step {cost.step_s:.2f} s, "
+            f"recovery {', '.join(f'{s:.2f}' for s in cost.recoveries_s)} s, beyond the step "
+            f"{', '.join(f'{s:.2f}' for s in cost.beyond_s)} s; 1 GiB of new pages {cost.page_first_s:.2f}, "
+            f"again {cost.page_again_s:.2f} s; {cost.free_bytes / GIB:.1f} GiB free",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -163,14 +163,30 @@ def new_array(like: DeviceArray, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     return CallersArray(like.api.new_array(shape, dtype.str))
 
 
-def taken(x: Any, stream: Any = None) -> Any:
-    """`x` as it is now, for another thread: an array of a device as a `CallersArray`, all else itself.
+class CallersArrays(list[Any]):
+    """A list of arrays of which some lie on a device, as the caller passed it (`given`): each as `taken`."""
 
-    stream: cupy's or torch's stream, or its address, on which the array was made; by default what it says.
-    Raises `UserError`.
+    def __init__(self, given: Sequence[Any], each: Sequence[Any]) -> None:
+        super().__init__(each)
+        self.given = given
+
+
+_CALLERS: Final = frozenset((CallersArray, CallersArrays))
+_TAKEN: Final = _CALLERS | {np.ndarray, int, type(None)}
+
+
+def taken(x: Any, stream: Any = None) -> Any:
+    """Return an argument of a call as it is now, for another thread.
+
+    An array of a device becomes a `CallersArray`, a list or tuple with such arrays `CallersArrays`; anything
+    else stays itself. stream: cupy's or torch's stream, or its address, on which the array was made; by
+    default the one that it names. Raises `UserError`.
     """
-    if type(x) is np.ndarray or x is None or isinstance(x, CallersArray):
+    if type(x) in _TAKEN:
         return x
+    if isinstance(x, list | tuple):
+        each = [taken(one, stream) for one in x]
+        return CallersArrays(x, each) if any(isinstance(one, CallersArray) for one in each) else x
     try:
         if not is_device_array(x):
             return x
@@ -190,25 +206,9 @@ def stream_address(stream: Any) -> int | None:
     raise UserError(f"stream is a {type(stream).__name__}; pass cupy's or torch's stream, or its address")
 
 
-def called_here(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call that another thread is to make: arrays of devices as they are on this one.
-
-    Raises `UserError`.
-    """
-    stream = kwargs.get("stream")
-
-    def here(x: Any) -> Any:
-        if not isinstance(x, list | tuple):
-            return taken(x, stream)
-        each = [taken(one, stream) for one in x]
-        return each if any(isinstance(one, CallersArray) for one in each) else x
-
-    return [here(x) for x in args], {name: here(x) for name, x in kwargs.items()}
-
-
 def given_back(x: Any) -> Any:
-    """What the caller passed, of what `taken` made of it."""
-    return x.given if isinstance(x, CallersArray) else x
+    """Return what the caller passed, of what `taken` made of it."""
+    return x.given if type(x) in _CALLERS else x
 
 
 class DeviceBlock:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from zbmd.collectives.device.arrays import CallersArray, DeviceArray, new_array, taken
+from zbmd.collectives.device.arrays import CallersArray, DeviceArray, given_back, new_array
 from zbmd.collectives.device.arrays_in import Array, Placed, Target, as_placed, packed, require_writeable
 from zbmd.collectives.device.staging import DeviceStaging
 from zbmd.collectives.errors import OperationAborted
@@ -41,11 +42,6 @@ async def drained(call: Callable[[], ResultT]) -> ResultT:
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
-
-
-def taken_all(arrays: Sequence[Any], stream: Any = None) -> list[Any]:
-    """Each as `taken` gives it."""
-    return [taken(array, stream) for array in arrays]
 
 
 class Landings:
@@ -138,6 +134,8 @@ class Landing:
         """
         if isinstance(self._x, list):
             found: Any = [self._home_of(each, x) for each, x in zip(value, _each(self._x), strict=True)]
+            given = given_back(self._x)
+            found = given if all(map(operator.is_, found, given)) else found
         else:
             found = None if value is None else self._home_of(value, self._x)
         self.finish()

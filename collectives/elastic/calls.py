@@ -14,10 +14,11 @@ from typing import Any, Final, TypeVar, assert_never
 
 import structlog
 
-from zbmd.collectives.communicator.blocking import timeout_ns
+from zbmd.collectives.communicator.operations import timeout_ns
+from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.device.host_copy import Landing, Landings, drained
 from zbmd.collectives.elastic.operations import Result
-from zbmd.collectives.elastic.subgroups import ElasticParts, GroupChannels, Home
+from zbmd.collectives.elastic.subgroups import ElasticParts, GroupChannels, Home, on_loss_of
 from zbmd.collectives.errors import (
     Desynchronised,
     InputsOverwritten,
@@ -28,10 +29,16 @@ from zbmd.collectives.errors import (
 from zbmd.collectives.group.group import OPERATIONS_IN_FLIGHT_MAX
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.adoption import Publication, RetainedMemory
+from zbmd.collectives.repair.events import Inputs
 from zbmd.collectives.repair.machine import RepairMachine
-from zbmd.collectives.repair.operations_shared import ElasticOperation, PendingCaller, deliver_result
+from zbmd.collectives.repair.operations_shared import (
+    CallContext,
+    ElasticOperation,
+    PendingCaller,
+    deliver_result,
+)
 from zbmd.transport.cuda.api import CudaFault
-from zbmd.transport.errors import LocalProtocolError, ZbmdError
+from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.elastic")
@@ -76,13 +83,32 @@ class ElasticCalls(ElasticParts):
         if self._closed.is_set() or self._error is not None:
             raise OperationAborted(f"{self!r} has ended: {self._error or 'it is closed'}")
 
-    async def _do(
+    async def _start(
         self,
-        make: Callable[[Any, Any], ElasticOperation],
+        kind: type[ElasticOperation],
+        x: Any,
+        out: Any,
+        on_loss: str,
+        inputs: str | None,
         timeout: float | None,
-        x: Any = None,
-        out: Any = None,
+        stream: Any = None,
+        **arguments: Any,
     ) -> Result:
+        context = CallContext(
+            arena=self._worker.segment.arena,
+            rank=self._job_rank,
+            ranks=self._ranks_max,
+            row_of=self._row_of,
+            on_loss=on_loss_of(on_loss),
+            inputs=_inputs_of(inputs, kind, out),
+        )
+        if "root" in arguments:
+            arguments["root"] = self._member("root", arguments["root"])
+
+        def make(x: Any, out: Any) -> ElasticOperation:
+            return kind(context, x, out, **arguments)
+
+        x, out = taken(x, stream), taken(out, stream)
         self._require_open()
         landing, end_ns, awaiting = self._landings.of(x, out), now_ns() + timeout_ns(timeout), PendingCaller()
         if landing is None:
@@ -199,3 +225,20 @@ class ElasticCalls(ElasticParts):
                 return Desynchronised(what, {})
             case _:
                 assert_never(failed.failure)
+
+
+def _inputs_of(name: str | None, kind: type[ElasticOperation], out: Any) -> Inputs:
+    """Return the mode of an operation's inputs; None: the default. Raises `UserError` if it has no such."""
+    if name is None:
+        return Inputs.RECOMPUTE if out is None else Inputs.PRESERVE
+    try:
+        mode = Inputs(name)
+    except ValueError:
+        raise UserError(f"inputs={name!r} is not one of {[mode.value for mode in Inputs]}") from None
+    if mode is Inputs.RECOMPUTE and not kind.in_place:
+        raise UserError(
+            'inputs="recompute" is for operations in place, as all_reduce: say "preserve" or "adopt"'
+        )
+    if mode is Inputs.RECOMPUTE and out is not None:
+        raise UserError('inputs="recompute" is for operations in place: leave out `out`')
+    return mode

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, assert_never
 
 import numpy as np
@@ -17,11 +17,12 @@ import structlog
 
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
-from zbmd.collectives.communicator.blocking import OnLoop, timeout_ns
 from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.communicator.peer_reading import NOT_TRIED, Reading
-from zbmd.collectives.device.arrays import called_here
+from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.elastic.calls import ElasticCalls
+from zbmd.collectives.elastic.operations import ElasticOperations, Result
 from zbmd.collectives.elastic.split_history_actor import open_asks
 from zbmd.collectives.elastic.subgroups import GroupChannels, Home
 from zbmd.collectives.elastic.views import views_of
@@ -33,16 +34,17 @@ from zbmd.collectives.group.group import Group, hosts_of, make_group
 from zbmd.collectives.group.subgroup_driver import open_subgroups
 from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.actor import tagged_groups
+from zbmd.collectives.p2p.tagged import OnLoop
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.adoption import AdoptedInput, AdoptedInputs, Publication
 from zbmd.collectives.repair.events import Inputs, Outcome
 from zbmd.collectives.repair.machine import REPAIR, RepairState, repair_config
+from zbmd.collectives.repair.operations_shared import ElasticOperation
 from zbmd.collectives.repair.splits import Split
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report, pinned
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
-from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 
 
@@ -159,10 +161,6 @@ class ElasticGroup(ElasticCalls):
         """The plain group of this epoch, for operations that end with it. It lasts until the next loss."""
         assert self._group is not None
         return self._group
-
-    @property
-    def _arena(self) -> Arena:
-        return self._worker.segment.arena
 
     async def refresh(self, *, timeout: float | None = None) -> int:
         """Enter the newest view that a member knows of, if it is newer than the group's; its epoch.
@@ -510,7 +508,7 @@ class ElasticGroup(ElasticCalls):
                 job.adopt(c, AdoptedInputs(bequests, self._machine.contributors), end_ns)
 
 
-class ElasticBlocking:
+class ElasticBlocking(ElasticOperations[Result]):
     """`group.blocking`: the calls of `ElasticGroup` with the same arguments, results and errors.
 
     For any thread but the loop's, which must go on meanwhile; there they raise `LocalProtocolError`. They
@@ -522,32 +520,38 @@ class ElasticBlocking:
 
     def __init__(self, group: ElasticGroup, on_loop: OnLoop) -> None:
         self.on_loop = on_loop
-        self.all_reduce = self._waiting(group.all_reduce)
-        self.all_reduce_many = self._waiting(group.all_reduce_many)
-        self.reduce = self._waiting(group.reduce)
-        self.reduce_scatter = self._waiting(group.reduce_scatter)
-        self.reduce_scatter_v = self._waiting(group.reduce_scatter_v)
-        self.all_gather = self._waiting(group.all_gather)
-        self.all_gather_v = self._waiting(group.all_gather_v)
-        self.gather = self._waiting(group.gather)
-        self.scatter = self._waiting(group.scatter)
-        self.all_to_all = self._waiting(group.all_to_all)
-        self.all_to_all_v = self._waiting(group.all_to_all_v)
-        self.broadcast = self._waiting(group.broadcast)
-        self.barrier = self._waiting(group.barrier)
+        self._group = group
         self.refresh = self._waiting(group.refresh)
         self.split = self._waiting(group.split)
         self.subgroup = self._waiting(group.subgroup)
         self.send = self._waiting(group.send)
         self.recv = self._waiting(group.recv)
 
+    def _start(
+        self,
+        kind: type[ElasticOperation],
+        x: Any,
+        out: Any,
+        on_loss: str,
+        inputs: str | None,
+        timeout: float | None,
+        stream: Any = None,
+        **arguments: Any,
+    ) -> Result:
+        x, out = taken(x, stream), taken(out, stream)
+        call = partial(self._group._start, kind, x, out, on_loss, inputs, timeout, stream, **arguments)
+        return self.on_loop.wait_for(call)
+
     def _waiting(self, call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-        """`call`, begun on the loop, and waited for on the calling thread, whose arrays of devices it has."""
+        """Return `call`, begun on the loop, and waited for on the calling thread, which takes its arrays."""
+        begin: Callable[..., Coroutine[Any, Any, T]] = call
 
         @wraps(call)
         def blocking(*args: P.args, **kwargs: P.kwargs) -> T:
-            there: Any = called_here(args, kwargs)
-            return self.on_loop.wait_for(lambda: call(*there[0], **there[1]))
+            stream: Any = kwargs.get("stream")
+            given = [taken(x, stream) for x in args]
+            named = {name: taken(x, stream) for name, x in kwargs.items()}
+            return self.on_loop.wait_for(partial(begin, *given, **named))
 
         return blocking
 

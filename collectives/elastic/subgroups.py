@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.communicator.blocking import timeout_ns
+from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import taken
-from zbmd.collectives.elastic.operations import ElasticOperations, on_loss_of
+from zbmd.collectives.elastic.operations import ElasticOperations, Result
 from zbmd.collectives.elastic.split_history_actor import ElasticAsks
 from zbmd.collectives.elastic.views import ElasticViews
 from zbmd.collectives.group.subgroup_driver import Subgroups
@@ -18,6 +18,7 @@ from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.elastic import ElasticTagged
 from zbmd.collectives.p2p.tagged import Received, TaggedEnd, within
 from zbmd.collectives.programs.channels import Agreed
+from zbmd.collectives.repair.events import OnLoss
 from zbmd.collectives.repair.splits import (
     Split,
     SplitLedger,
@@ -25,6 +26,7 @@ from zbmd.collectives.repair.splits import (
     SplitRequest,
     check_repeated,
     has_ended,
+    row_of,
 )
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -54,7 +56,7 @@ class GroupChannels:
     ranks: tuple[int, ...] = ()
 
 
-class ElasticParts(ElasticOperations):
+class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
     """An elastic group, as far as it is split into others. See
     `zbmd.collectives.elastic.group.ElasticGroup`."""
 
@@ -174,16 +176,27 @@ class ElasticParts(ElasticOperations):
         return await self._part(SplitRequest(color=color, ranks=chosen), on_loss, timeout)
 
     async def _part(self, request: SplitRequest, on_loss: str, timeout: float | None) -> Self | None:
-        end_ns, mode = now_ns() + timeout_ns(timeout), on_loss_of(on_loss)
+        end_ns = now_ns() + timeout_ns(timeout)
+        on_loss_of(on_loss)  # also where the others have made the call, and it runs nothing
         subgroups, ledger = self._home.subgroups, self._ledger
         async with subgroups.turn:  # two agreements at once would offer the same channels
             number, split = ledger.call()
             if split is None:
                 offer = subgroups.channels.offer()
                 try:
-                    await self._do(
-                        lambda *_: SplitOperation(self._arena, request, offer, mode, number, ledger), timeout
+                    row = row_of(request, offer)
+                    call = self._start(
+                        SplitOperation,
+                        row,
+                        None,
+                        on_loss,
+                        "preserve",
+                        timeout,
+                        request=request,
+                        number=number,
+                        ledger=ledger,
                     )
+                    await call
                 except ZbmdError:
                     ledger.called -= 1
                     raise
@@ -211,3 +224,11 @@ class ElasticParts(ElasticOperations):
 
         for channel in (split.channel, split.mend):
             self._home.subgroups.channels.give_back(channel, all_have, last=split.base + part.epoch)
+
+
+def on_loss_of(name: str) -> OnLoss:
+    """Return the mode of this name. Raises `UserError` if there is none."""
+    try:
+        return OnLoss(name)
+    except ValueError:
+        raise UserError(f"on_loss={name!r} is not one of {[mode.value for mode in OnLoss]}") from None

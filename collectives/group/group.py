@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
-from zbmd.collectives.communicator.blocking import Blocking, OnLoop, timeout_ns
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import is_far
+from zbmd.collectives.communicator.operations import Blocking, Call, Operations, timeout_ns
 from zbmd.collectives.device.arrays import given_back, taken
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.capture import record_operations
@@ -30,7 +30,7 @@ from zbmd.collectives.group.priority_machine import PRIORITY_MAX
 from zbmd.collectives.group.subgroup_driver import Subgroups, open_subgroups
 from zbmd.collectives.group.watchdog_view import GroupWatch
 from zbmd.collectives.p2p.actor import open_tagged
-from zbmd.collectives.p2p.tagged import Received, Tagged, within
+from zbmd.collectives.p2p.tagged import OnLoop, Received, Tagged, within
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.native._native import now_ns
@@ -42,21 +42,22 @@ ResultT = TypeVar("ResultT")
 Array = NDArray[Any]
 
 
-class Group:
+class Group(Operations[Coroutine[Any, Any, Any]]):
     """The members of one epoch, from this rank's side. Make it with `zbmd.group(worker)`.
 
     Ranks in its calls are ranks of the group, 0..size-1, and so is `rank`; `members[r]` is the job's rank of
     rank r.
 
-    `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
-    Every operation takes a `timeout` in seconds, from the call to the result (`TIMEOUT_S_DEFAULT`).
-    Arrays may lie on a device (`device.arrays`); what `stream` was asked before the call comes before the
-    operation. By default that is the stream which the array names, with cupy the current one.
-    With `zbmd.group(worker, priorities=True)` operations have a `priority`, -127..127: of those that all
-    members have called, the one of the highest goes first (`priority_machine`).
-    Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
-    `OperationAborted` when a member has given up or the group is closed; after any of them the group is not
-    usable any more.
+    Await its operations. `blocking` has the same ones for a thread that may wait; a small one takes a
+    microsecond there. Arrays may lie on a device: the operation comes after the work that was queued on
+    `stream` before the call; by default the stream that the array names, with cupy the current one.
+    timeout: seconds from the call to the result (default: `TIMEOUT_S_DEFAULT`, ten minutes). priority: with
+    `zbmd.group(worker, priorities=True)`, -127..127; of the operations that all members have called, the one
+    of the highest priority goes first.
+
+    Each operation raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has
+    passed, and `OperationAborted` when a member has given up or the group is closed; after any of them the
+    group is unusable.
     """
 
     def __init__(
@@ -136,186 +137,15 @@ class Group:
         """
         return await asyncio.shield(asyncio.wrap_future(self.submit(operation, priority, end_ns)))
 
-    async def _call(
-        self, operation: Callable[[Communicator, int], Any], timeout: float | None, priority: int
+    async def _start(
+        self, call: Call, x: Any, out: Any, timeout: float | None, priority: int, stream: Any = None
     ) -> Any:
-        end_ns = self.deadline_ns(timeout)
-        return given_back(await self.run(lambda c: operation(c, end_ns), priority, end_ns))
+        x, out, end_ns = taken(x, stream), taken(out, stream), self.deadline_ns(timeout)
+        return given_back(await self.run(lambda c: call(c, x, out, end_ns), priority, end_ns))
 
     def deadline_ns(self, timeout: float | None = None) -> int:
         """The absolute CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
         return now_ns() + timeout_ns(timeout)
-
-    async def all_reduce(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        op: str = "sum",
-        algorithm: str = "auto",
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Any:
-        """Reduce `x` over all members, elementwise, and return the result, the same bits on every rank.
-
-        In place (`x` is overwritten) without `out`: after an error `x` is to be computed again. With `out`,
-        `x` stays intact until the operation is complete.
-        """
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(
-            lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns), timeout, priority
-        )
-
-    async def all_reduce_many(
-        self,
-        arrays: Sequence[Any],
-        *,
-        op: str = "sum",
-        algorithm: str = "auto",
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Sequence[Any]:
-        """`all_reduce` of every array, in place; small ones travel together
-        (`zbmd.collectives.communicator.coalescing`).
-
-        All members give arrays of the same dtypes and sizes in the same order. Returns `arrays`.
-        """
-        given = [taken(x, stream) for x in arrays]
-        await self._call(
-            lambda c, ns: c.all_reduce_many(given, op=op, algorithm=algorithm, deadline_ns=ns),
-            timeout,
-            priority,
-        )
-        return arrays
-
-    async def reduce(
-        self,
-        x: Any,
-        root: int,
-        *,
-        out: Any = None,
-        op: str = "sum",
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Any:
-        """Reduce `x` over all members at rank `root`, which returns the result (in `x` without `out`)."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(
-            lambda c, ns: c.reduce(x, root, out, op=op, deadline_ns=ns), timeout, priority
-        )
-
-    async def broadcast(
-        self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0, stream: Any = None
-    ) -> Any:
-        """Copy `x` of rank `root` to all members' `x`, and return it."""
-        x = taken(x, stream)
-        return await self._call(lambda c, ns: c.broadcast(x, root, deadline_ns=ns), timeout, priority)
-
-    async def all_gather(
-        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0, stream: Any = None
-    ) -> Any:
-        """Return (size, *x.shape): every member's `x`, in rank order."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(lambda c, ns: c.all_gather(x, out, deadline_ns=ns), timeout, priority)
-
-    async def all_gather_v(
-        self, x: Any, *, timeout: float | None = None, priority: int = 0, stream: Any = None
-    ) -> Any:
-        """Every member's rows `x`, (rows, ...), of which each may have another number, in rank order."""
-        x = taken(x, stream)
-        return await self._call(lambda c, ns: c.all_gather_v(x, deadline_ns=ns), timeout, priority)
-
-    async def gather(
-        self,
-        x: Any,
-        root: int,
-        *,
-        out: Any = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Any:
-        """As `all_gather`, at rank `root` alone; None elsewhere."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(lambda c, ns: c.gather(x, root, out, deadline_ns=ns), timeout, priority)
-
-    async def scatter(
-        self,
-        x: Any,
-        root: int,
-        *,
-        out: Any = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Any:
-        """Return this member's part of the `x` of rank `root`, (size, ...); others pass None and `out`."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(lambda c, ns: c.scatter(x, root, out, deadline_ns=ns), timeout, priority)
-
-    async def reduce_scatter(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        op: str = "sum",
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Any:
-        """Reduce `x`, (size, ...), over all members and return this member's part of it."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(
-            lambda c, ns: c.reduce_scatter(x, out, op=op, deadline_ns=ns), timeout, priority
-        )
-
-    async def reduce_scatter_v(
-        self,
-        x: Any,
-        rows: Sequence[int],
-        *,
-        out: Any = None,
-        op: str = "sum",
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Any:
-        """Reduce `x` over all members and return this member's rows of it: `rows[r]` for the r-th."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(
-            lambda c, ns: c.reduce_scatter_v(x, rows, out, op=op, deadline_ns=ns), timeout, priority
-        )
-
-    async def all_to_all(
-        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0, stream: Any = None
-    ) -> Any:
-        """Send block d of `x`, (size, ...), to member d, and return the blocks that came, in rank order."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(lambda c, ns: c.all_to_all(x, out, deadline_ns=ns), timeout, priority)
-
-    async def all_to_all_v(
-        self,
-        x: Any,
-        send_rows: Sequence[int],
-        receive_rows: Sequence[int],
-        *,
-        out: Any = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        stream: Any = None,
-    ) -> Any:
-        """As `all_to_all`, with `send_rows[d]` rows to member d and `receive_rows[s]` from member s."""
-        x, out = taken(x, stream), taken(out, stream)
-        return await self._call(
-            lambda c, ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=ns), timeout, priority
-        )
-
-    async def barrier(self, *, timeout: float | None = None, priority: int = 0) -> None:
-        """Return once every member has called this."""
-        await self._call(lambda c, ns: c.barrier(deadline_ns=ns), timeout, priority)
 
     async def send(
         self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from zbmd.collectives.communicator.blocking import timeout_ns
 from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.errors import CollectiveError, Desynchronised
 from zbmd.collectives.group import priority_machine as pm
 from zbmd.transport.errors import RemoteProtocolError

@@ -167,10 +167,11 @@ class BlockingCalls:
         algorithm: str = "auto",
         timeout: float | None = None,
         priority: int = 0,
+        stream: Any = None,
     ) -> Any:
-        """As `Group.all_reduce`."""
+        """See `Operations.all_reduce`."""
     def _all_reduce(
-        self, x: Any, out: Any, op: str, algorithm: str, timeout: float | None, priority: int
+        self, x: Any, out: Any, op: str, algorithm: str, timeout: float | None, priority: int, stream: Any
     ) -> Any:
         """A call that is not for the fast path, or says more."""
     def fast_path_failed(self) -> NoReturn:

@@ -358,12 +358,13 @@ cdef class BlockingCalls:
     def __init__(self, FastPath fast_path not None, uint64_t limit_ns):
         self._fast_path, self._limit_ns = fast_path, limit_ns
 
-    def all_reduce(self, x, *, out=None, str op not None="sum", str algorithm not None="auto", timeout=None, int priority=0):
+    def all_reduce(self, x, *, out=None, str op not None="sum", str algorithm not None="auto", timeout=None, int priority=0,
+                   stream=None):
         done = None
         if timeout is None and priority == 0 and self._fast_path.queued == 0:
             done = self._fast_path._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, 0, self._limit_ns)
         if done is None:
-            return self._all_reduce(x, out, op, algorithm, timeout, priority)
+            return self._all_reduce(x, out, op, algorithm, timeout, priority, stream)
         if not done:
             self.fast_path_failed()
         return x if out is None else out

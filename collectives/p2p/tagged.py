@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, wait
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, assert_never
+from typing import Any, Final, NamedTuple, TypeVar, assert_never
 
 import numpy as np
 import structlog
@@ -24,7 +26,7 @@ import xxhash
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import ActorError
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.communicator.blocking import OnLoop, timeout_ns
+from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import CallersArray
 from zbmd.collectives.device.arrays_in import (
     Array,
@@ -69,6 +71,7 @@ from zbmd.collectives.programs.reductions import DTYPE_NAMES, dtype_code
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
+    LocalProtocolError,
     PeerLost,
     RemoteProtocolError,
     UserError,
@@ -84,8 +87,12 @@ ACTOR_NAME = "tagged"
 INLINE_BYTES_MAX = 64 << 10
 """A longer array is lent."""
 TAG_MAX = 2**31 - 1
+LOOP_CHECK_S: Final = 1.0
+"""How often a thread that waits for the loop checks that it is open: a loop that is closed calls nobody."""
 CLOSE_S_MAX = 1.0
 """How long the members are told of a close, at most: one that does not read finds out by the next view."""
+
+ResultT = TypeVar("ResultT")
 
 
 class Received(NamedTuple):
@@ -109,6 +116,41 @@ class _Send:
     def transmitted(self) -> bool:
         """Whether its message is on its way."""
         return self.to is not None
+
+
+class OnLoop:
+    """The loop of the thread that makes this, for calls of other threads that must run there."""
+
+    def __init__(self) -> None:
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have the loop make a call, unless it is closed. From any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+    def wait_for(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Have the loop run a coroutine; return its result, or raise its error.
+
+        Raises `LocalProtocolError` on the loop's thread, which may not wait, and `OperationAborted` if the
+        loop ends first.
+        """
+        if threading.get_ident() == self._thread:
+            raise LocalProtocolError("this call passes the loop, and this is its thread: await it instead")
+        ended = OperationAborted("the loop that this call passes has ended, and took it along")
+        begun = begin()
+        try:
+            running = asyncio.run_coroutine_threadsafe(begun, self._loop)
+        except RuntimeError:  # it is closed
+            begun.close()
+            raise ended from None
+        while not wait([running], timeout=LOOP_CHECK_S).done:
+            if self._loop.is_closed():
+                raise ended
+        try:
+            return running.result()
+        except CancelledError:
+            raise ended from None
 
 
 class TaggedEnd(ABC):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -105,12 +105,50 @@ async def deliver_result(job: ElasticOperation, awaiting: PendingCaller) -> None
         job.value = await asyncio.to_thread(out.take, value)
 
 
+RowOf: TypeAlias = Callable[[int], int]
+"""The row of a rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext:
+    """What an operation takes from its group and from the mode of its call. `ranks`: how many may be members.
+
+    `rank`: of this process, in the job. `row_of`: the row, in what is given by rank, of a rank of the job.
+    """
+
+    arena: Arena
+    rank: int
+    ranks: int
+    row_of: RowOf
+    on_loss: OnLoss
+    inputs: Inputs
+
+    @property
+    def mode(self) -> str:
+        """Return the mode as it is in the text of a call."""
+        return f"{self.on_loss.value}, {self.inputs.value}"
+
+    def call(self, text: str, *, needs: int = -1, own: bool = False) -> Call:
+        """Return the call of this text in the mode."""
+        return Call(text=text, on_loss=self.on_loss, inputs=self.inputs, needs=needs, own=own)
+
+    def published(self, given: Array) -> Array | None:
+        """Return the input that peers may adopt: `given`, or a copy of it in the arena; None if nothing is
+        adopted.
+        """
+        if self.inputs is not Inputs.ADOPT:
+            return None
+        return given if self.arena.offset_of(given) is not None else self.arena.from_array(given)
+
+
 class ElasticOperation(ABC):
     """One operation: its call and its arrays. `value` is its result, once it has one.
 
     `rows`: of an uneven operation, how many rows of the result each contributor has.
     """
 
+    in_place: ClassVar[bool] = False
+    """Whether it may overwrite its inputs (`Inputs.RECOMPUTE`)."""
     call: Call
     value: Any = None
     rows: tuple[int, ...] = ()
@@ -118,6 +156,10 @@ class ElasticOperation(ABC):
     """The input in the arena that peers may adopt."""
     out: OutArray | None = None
     """Where the result goes once the operation has ended, if not where it was computed."""
+
+    @abstractmethod
+    def __init__(self, context: CallContext, x: Any, out: Any, **arguments: Any) -> None:
+        """Check the arguments of a call, as landed on the host. Raises `UserError`, `ArenaFull`."""
 
     def returned(self, contributors: tuple[int, ...]) -> None:  # noqa: B027
         """Called on the loop when all members have the result of these ranks, before the caller gets it."""
@@ -139,33 +181,33 @@ class ElasticOperation(ABC):
         raise UserError(f"{self.call.text} cannot adopt")
 
 
-def published_in(arena: Arena, given: Array, inputs: Inputs) -> Array | None:
-    """Return the input that peers may adopt: `given`, or a copy of it in the arena; None if nothing is
-    adopted.
-    """
-    if inputs is not Inputs.ADOPT:
-        return None
-    return given if arena.offset_of(given) is not None else arena.from_array(given)
+def require_reducible(given: Array, op: str) -> None:
+    """Raise `UserError` unless `op` can reduce arrays of this dtype."""
+    dtype_code(given.dtype)
+    reduction_code(op, given.dtype)
+
+
+def described(given: Array) -> str:
+    """Return the dtype and the shape of an array, as they are in the text of a call."""
+    return f"{given.dtype}{list(given.shape)}"
 
 
 class AllReduce(ElasticOperation):
     """`Communicator.all_reduce`. In place (`recompute`) without an `out`."""
 
-    def __init__(
-        self, arena: Arena, x: Any, out: Any, op: str, on_loss: OnLoss, inputs: Inputs, algorithm: str
-    ) -> None:
+    in_place = True
+
+    def __init__(self, context: CallContext, x: Any, out: Any, *, op: str, algorithm: str) -> None:
         given = as_array(x, "x")
-        dtype_code(given.dtype)
-        reduction_code(op, given.dtype)
-        if inputs is not Inputs.RECOMPUTE and out is None:
+        require_reducible(given, op)
+        if context.inputs is not Inputs.RECOMPUTE and out is None:
             out = np.empty(given.shape, given.dtype)
         elif out is not None:
             require_size(as_array(out, "out"), given.dtype, given.size, "out")
-        self.published = published_in(arena, given, inputs)
+        self.published = context.published(given)
         self._x, self._out, self._op, self._algorithm = x, out, op, algorithm
         self._given = given
-        text = f"all_reduce({given.dtype}[{given.size}], {op}, {on_loss.value}, {inputs.value})"
-        self.call = Call(text=text, on_loss=on_loss, inputs=inputs)
+        self.call = context.call(f"all_reduce({given.dtype}[{given.size}], {op}, {context.mode})")
         self.value = x if out is None else out
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
@@ -187,18 +229,14 @@ class AllReduce(ElasticOperation):
 class AllGather(ElasticOperation):
     """`Communicator.all_gather`, into a new array with a row for each contributor.
 
-    `out`: has a row for each of the `ranks` that may contribute.
+    `out`: has a row for each rank that may contribute.
     """
 
-    def __init__(
-        self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs, out: Any = None, ranks: int = 0
-    ) -> None:
+    def __init__(self, context: CallContext, x: Any, out: Any) -> None:
         self._given = as_array(x, "x")
-        self.out = out_of_ranks(out, ranks, self._given)
-        self.published = published_in(arena, self._given, inputs)
-        what = f"{self._given.dtype}{list(self._given.shape)}"
-        text = f"all_gather({what}, {on_loss.value}, {inputs.value})"
-        self.call = Call(text=text, on_loss=on_loss, inputs=inputs)
+        self.out = out_of_ranks(out, context.ranks, self._given)
+        self.published = context.published(self._given)
+        self.call = context.call(f"all_gather({described(self._given)}, {context.mode})")
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
@@ -220,10 +258,10 @@ class AllGather(ElasticOperation):
 class Broadcast(ElasticOperation):
     """`Communicator.broadcast`."""
 
-    def __init__(self, x: Any, root: int, on_loss: OnLoss) -> None:
+    def __init__(self, context: CallContext, x: Any, out: None, *, root: int) -> None:
         given = as_array(x, "x")
-        text = f"broadcast({given.dtype}[{given.size}], root={root}, {on_loss.value})"
-        self.call = Call(text=text, on_loss=on_loss, inputs=Inputs.PRESERVE, needs=root)
+        text = f"broadcast({given.dtype}[{given.size}], root={root}, {context.on_loss.value})"
+        self.call = context.call(text, needs=root)
         self._root = root
         self.value = x
 
@@ -239,8 +277,8 @@ class Broadcast(ElasticOperation):
 class Barrier(ElasticOperation):
     """`Communicator.barrier`."""
 
-    def __init__(self, on_loss: OnLoss) -> None:
-        self.call = Call(text=f"barrier({on_loss.value})", on_loss=on_loss, inputs=Inputs.PRESERVE)
+    def __init__(self, context: CallContext, x: None, out: None) -> None:
+        self.call = context.call(f"barrier({context.on_loss.value})")
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `ElasticOperation`."""
@@ -254,31 +292,25 @@ class Barrier(ElasticOperation):
 class AllReduceMany(ElasticOperation):
     """`Communicator.all_reduce_many`: in place (`recompute`), or into new arrays."""
 
+    in_place = True
+
     def __init__(
-        self,
-        arena: Arena,
-        arrays: Sequence[Any],
-        op: str,
-        on_loss: OnLoss,
-        inputs: Inputs,
-        algorithm: str,
+        self, context: CallContext, arrays: Sequence[Any], out: None, *, op: str, algorithm: str
     ) -> None:
         if len(arrays) > ARRAYS_MAX:
             raise UserError(f"{len(arrays)} arrays at once; {ARRAYS_MAX} at most")
         self._given = [as_array(x, f"array {k}") for k, x in enumerate(arrays)]
         for given in self._given:
-            dtype_code(given.dtype)
-            reduction_code(op, given.dtype)
+            require_reducible(given, op)
         self._op, self._algorithm = op, algorithm
-        self._in_place = inputs is Inputs.RECOMPUTE
+        self._in_place = context.inputs is Inputs.RECOMPUTE
         self._results = self._given if self._in_place else [np.empty(x.shape, x.dtype) for x in self._given]
         self.value = arrays if self._in_place else self._results
-        if inputs is Inputs.ADOPT:
-            self.published = arena.empty(sum(x.nbytes for x in self._given), np.uint8)
+        if context.inputs is Inputs.ADOPT:
+            self.published = context.arena.empty(sum(x.nbytes for x in self._given), np.uint8)
             _pack(self.published, self._given)
-        told = xxhash.xxh3_64_hexdigest(" ".join(f"{x.dtype}[{x.size}]" for x in self._given).encode())
-        text = f"all_reduce_many({len(arrays)} arrays #{told}, {op}, {on_loss.value}, {inputs.value})"
-        self.call = Call(text=text, on_loss=on_loss, inputs=inputs)
+        digest = xxhash.xxh3_64_hexdigest(" ".join(f"{x.dtype}[{x.size}]" for x in self._given).encode())
+        self.call = context.call(f"all_reduce_many({len(arrays)} arrays #{digest}, {op}, {context.mode})")
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `ElasticOperation`."""

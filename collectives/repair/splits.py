@@ -23,29 +23,29 @@ from zbmd.collectives.errors import Desynchronised, OperationAborted
 from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.native._stepper import COUNTER_MAX
 from zbmd.collectives.programs.channels import STAMP_MAX, SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Offer
-from zbmd.collectives.repair.events import Call, Inputs, OnLoss
-from zbmd.collectives.repair.operations_shared import AllGather
+from zbmd.collectives.repair.operations_shared import AllGather, CallContext
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
-from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import CHANNELS, load_cell
 
 
 class SplitOperation(AllGather):
-    """All members exchange their requests; a member that returns has entered the result in `ledger`."""
+    """All members exchange their requests; a member that returns has entered the result in `ledger`.
+
+    `x`: this member's request, see `row_of`.
+    """
 
     def __init__(
         self,
-        arena: Arena,
+        context: CallContext,
+        x: Array,
+        out: None,
+        *,
         request: SplitRequest,
-        offer: Offer,
-        on_loss: OnLoss,
         number: int,
         ledger: SplitLedger,
     ) -> None:
-        super().__init__(arena, row_of(request, offer), on_loss, Inputs.PRESERVE)
-        self.call = Call(
-            text=f"{request.text} #{number}, {on_loss.value}", on_loss=on_loss, inputs=Inputs.PRESERVE
-        )
+        super().__init__(context, x, out)
+        self.call = context.call(f"{request.text} #{number}, {context.on_loss.value}")
         self._request, self._ledger = request, ledger
 
     def returned(self, contributors: tuple[int, ...]) -> None:

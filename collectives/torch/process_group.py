@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from zbmd.collectives.communicator.blocking import TIMEOUT_S_MAX
 from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import Array, TensorBuffer
 from zbmd.collectives.torch.work import COMPLETERS, Work, told

@@ -19,7 +19,7 @@ import zbmd
 from zbmd.actors.core.system import STOP_S
 from zbmd.actors.host.links import ACTORS_ASK_S
 from zbmd.actors.process.template_client import READY_S_MAX
-from zbmd.collectives.communicator.blocking import TIMEOUT_S_DEFAULT
+from zbmd.collectives.communicator.operations import TIMEOUT_S_DEFAULT
 from zbmd.tools.cli.settings import merge
 from zbmd.tools.doctor.checks import accelerator_findings, limit_findings, machine_findings
 from zbmd.tools.doctor.extras import extra_findings, find_extras

@@ -80,7 +80,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/core/wire.py": ("wire.envelope", "wire.pieces", "peer.conversation"),
     "collectives/group/priority_driver.py": ("priority.told",),
     "collectives/repair/adoption.py": ("repair.record",),
-    "collectives/repair/operations_uneven.py": ("repair.record",),
+    "collectives/repair/operations_per_rank.py": ("repair.record",),
     "collectives/repair/wire.py": ("repair.report",),
     "collectives/repair/splits.py": ("elastic.splits",),
     "collectives/commit/wire.py": ("commit.conversation",),

@@ -14,8 +14,8 @@ from support.processes.one_killed import run_and_kill_the_last
 
 import zbmd
 from zbmd.actors.host.events import Outcome
-from zbmd.collectives.communicator.blocking import OnLoop
 from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.p2p.tagged import OnLoop
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
 

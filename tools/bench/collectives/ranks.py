@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.communicator.blocking import Blocking
 from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.operations import Blocking
 from zbmd.tools.bench.peers.control import CPU, FOREIGN, MODEL, elements, measured, serve
 from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.memory.arena import Arena

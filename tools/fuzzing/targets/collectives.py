@@ -35,7 +35,7 @@ from zbmd.collectives.programs.program import IN, OUT
 from zbmd.collectives.repair.adoption import Publication, read_published
 from zbmd.collectives.repair.events import Call as RepairCall
 from zbmd.collectives.repair.events import Inputs, OnLoss, Phase, Report
-from zbmd.collectives.repair.operations_uneven import blocks_of
+from zbmd.collectives.repair.operations_per_rank import blocks_of
 from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsReply
 from zbmd.collectives.repair.verdict import decide
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report

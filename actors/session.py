@@ -205,8 +205,12 @@ class Session:
         if self._loop.is_closed() or self._pid != os.getpid():
             return
         with contextlib.suppress(LocalProtocolError):  # another thread closes it as well
-            self.run(self.system.stop())
+            self.run(self._leave())
         self._end()
+
+    async def _leave(self) -> None:
+        """Stop the actors; called once, before the loop ends."""
+        await self.system.stop()
 
     def _end(self) -> None:
         if self._thread.is_alive():

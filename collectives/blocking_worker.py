@@ -11,8 +11,6 @@ an elastic group pass the loop, which repairs them.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -22,7 +20,6 @@ from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import View
 from zbmd.collectives.elastic.group import ElasticBlocking, ElasticGroup, elastic_group
 from zbmd.collectives.group.group import Group, GroupBlocking, group
-from zbmd.transport.errors import LocalProtocolError
 
 
 class BlockingGroup(GroupBlocking):
@@ -96,7 +93,8 @@ class BlockingWorker(Session):
     """This process as a member of its job, for code that blocks. Made by `zbmd.init`.
 
     It is a `Session` too: `spawn`, `ask`, `tell`, `ref` and the other calls use the actor system of the
-    membership. `worker.worker` is the `Worker` of the async API.
+    membership. `worker.worker` is the `Worker` of the async API. `close` leaves the job: it closes the groups
+    and stops the actors.
     """
 
     worker: Worker
@@ -145,13 +143,8 @@ class BlockingWorker(Session):
             self, self.run(elastic_group(self.worker, channel=channel, timeout=timeout))
         )
 
-    def close(self) -> None:
-        """Leave the job: close its groups, stop the actors, end the loop's thread. Again, it does nothing."""
-        if self._loop.is_closed() or self._pid != os.getpid():
-            return
-        with contextlib.suppress(LocalProtocolError):  # another thread closes it as well
-            self.run(self._membership.aclose())
-        self._end()
+    async def _leave(self) -> None:
+        await self._membership.aclose()
 
     def __repr__(self) -> str:
         return f"<BlockingWorker {'closed' if self._loop.is_closed() else repr(self.worker)}>"

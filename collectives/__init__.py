@@ -9,10 +9,9 @@ then `elastic`, `commit`, `scale` and `torch`. Begin with `group/group.py`; for 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from zbmd.lazy_imports import lazy_imports
 
-if TYPE_CHECKING:
+with lazy_imports(globals()):
     from zbmd.collectives.blocking_worker import BlockingElasticGroup as BlockingElasticGroup
     from zbmd.collectives.blocking_worker import BlockingGroup as BlockingGroup
     from zbmd.collectives.blocking_worker import BlockingWorker as BlockingWorker
@@ -34,61 +33,3 @@ if TYPE_CHECKING:
     from zbmd.collectives.group.group import Group as Group
     from zbmd.collectives.group.group import GroupBlocking as GroupBlocking
     from zbmd.collectives.p2p.tagged import Received as Received
-
-__all__ = [
-    "BlockingElasticGroup",
-    "BlockingGroup",
-    "BlockingWorker",
-    "CollectiveError",
-    "Desynchronised",
-    "ElasticBlocking",
-    "ElasticGroup",
-    "EpochExhausted",
-    "Flaw",
-    "Group",
-    "GroupBlocking",
-    "InputsOverwritten",
-    "MembersLost",
-    "NotReplaced",
-    "OperationAborted",
-    "ProgramError",
-    "Received",
-    "Result",
-    "VerificationError",
-    "elastic_group",
-    "init",
-]
-
-_HOMES = {
-    "zbmd.collectives.blocking_worker": ("BlockingElasticGroup", "BlockingGroup", "BlockingWorker", "init"),
-    "zbmd.collectives.elastic.group": ("ElasticBlocking", "ElasticGroup", "elastic_group"),
-    "zbmd.collectives.elastic.operations": ("Result",),
-    "zbmd.collectives.errors": (
-        "CollectiveError",
-        "Desynchronised",
-        "EpochExhausted",
-        "Flaw",
-        "InputsOverwritten",
-        "MembersLost",
-        "NotReplaced",
-        "OperationAborted",
-        "ProgramError",
-        "VerificationError",
-    ),
-    "zbmd.collectives.group.group": ("Group", "GroupBlocking"),
-    "zbmd.collectives.p2p.tagged": ("Received",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -169,22 +169,21 @@ def definition(
 
 
 def public_names(tree: ast.Module) -> list[str]:
-    """Return the strings of a module's `__all__`."""
+    """Return the strings of a module's `__all__`, or what its `with lazy_imports(…):` has."""
     for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(node, ast.AnnAssign):
-            target = node.target
-        if (
-            isinstance(target, ast.Name)
-            and target.id == "__all__"
-            and isinstance(node, ast.Assign | ast.AnnAssign)
-        ):
-            constants = ast.walk(node.value) if node.value is not None else []
-            return [
-                item.value
-                for item in constants
-                if isinstance(item, ast.Constant) and isinstance(item.value, str) and item.value[0] != "_"
-            ]
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                public: ast.AST = value
+            case ast.AnnAssign(target=ast.Name(id="__all__"), value=ast.expr() as value):
+                public = value
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="lazy_imports")))]):
+                public = node
+            case _:
+                continue
+        walked = list(ast.walk(public))
+        names = [item.value for item in walked if isinstance(item, ast.Constant)]
+        names += [item.asname or item.name for item in walked if isinstance(item, ast.alias)]
+        return [name for name in names if isinstance(name, str) and name[0] != "_"]
     return []
 
 

@@ -103,6 +103,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     load_average: float
     """Of the minute before."""
 
+    def __str__(self) -> str:
+        """Of the heading of a table."""
+        software = f"Linux {self.kernel}, Python {self.python}"
+        return f"{self.cpu}, {self.cores} cores, {software}, load {self.load_average:g}"
+
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON object that `--json` prints."""
@@ -159,11 +164,9 @@ def figures(result: BenchResult) -> Iterator[Figure]:
 
 def heading(result: BenchResult) -> list[str]:
     """Lines that say where, when and against whom."""
-    machine = result.machine
     lines = [
         f"# {result.command}",
-        f"# {result.date}  {machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, "
-        f"Python {machine.python}, load {machine.load_average:g}",
+        f"# {result.date}  {result.machine}",
         f"# {result.rounds} rounds, everyone in turn. ratio: our time over theirs, below 1 we are faster, "
         "and its 95 % interval; in our own row A against A, the noise",
     ]
@@ -191,10 +194,7 @@ def _columns(width: int) -> str:
 def _line(row: Measurement, width: int) -> str:
     ratio = ""
     if row.time_ratio is not None:
-        found = row.time_ratio
-        ratio = f"{found.value:.2f} ({found.low:.2f} … {found.high:.2f})" + (
-            " noise" if row.who == OURS else ""
-        )
+        ratio = f"{row.time_ratio}{' noise' * (row.who == OURS)}"
     algbw, busbw = (
         "" if bandwidth is None else f"{bandwidth:.2f}"
         for bandwidth in (row.algbw_gbytes_per_s, row.busbw_gbytes_per_s)

@@ -39,6 +39,11 @@ class Ratio(Struct, frozen=True, kw_only=True):
     low: float
     high: float
 
+    def __format__(self, spec: str) -> str:
+        """`1.23 (1.20 … 1.27)`; spec: of each number."""
+        value, low, high = (format(number, spec or ".2f") for number in (self.value, self.low, self.high))
+        return f"{value} ({low} … {high})"
+
 
 def parse_size(text: str, *, least: int = 1) -> int:
     """Bytes in `8`, `64K`, `16M` or `1GiB`; units are powers of 1024. Raises `UserError`."""

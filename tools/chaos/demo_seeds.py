@@ -8,7 +8,6 @@ Prints one JSON line a run and one for all of them. Exit code 1: a run ended wit
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 import uvloop
 
 from zbmd.actors.process.log import log_to_stderr
+from zbmd.tools.cli.options import script_parser
 from zbmd.tools.demo.command import STEPS, WORLD_SIZE, DemoOptions, plan_kill, report, run_job
 from zbmd.transport.errors import UserError
 
@@ -62,11 +62,7 @@ def run_seeds(options: DemoOptions, seeds: Sequence[int]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the seeds."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.chaos.demo_seeds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("chaos.demo_seeds", __doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="kill seeds 0 … n-1 (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (%(default)s)")
     parser.add_argument("--data", help="file, directory or glob to train on (default: Python's own library)")

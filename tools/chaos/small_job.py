@@ -6,19 +6,18 @@ Its data, model and steps are always the same, so that its weights can be compar
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from zbmd.actors.host.events import HostEvent, RankDown, RankReport
+from zbmd.actors.host.events import HostEvent, RankDown
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.early_template import EarlyTemplate
-from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.run_ranks import RanksOutput
 from zbmd.tools.chaos.sweep import passes as kill_passes
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.config import GPTConfig, TrainingConfig
@@ -37,9 +36,6 @@ JOB_MODULE = training_job.__name__
 """Imported here too, since its imports declare the points."""
 STEPS = 5
 SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--shards", "6")
-TOLD_LINES = 30
-"""Lines of the ranks' output that are kept of a run."""
-
 RESTARTS_MAX = 8
 RUN_S_MAX = 400.0
 """A run takes a second or two where nothing else does. One that takes this long hangs."""
@@ -58,26 +54,6 @@ class JobOutcome:
     def deaths(self) -> int:
         """Number of ranks that ended unexpectedly."""
         return len(self.failures)
-
-
-@dataclass(slots=True)
-class _Run:
-    """Observer and output of a run."""
-
-    see: Callable[[HostEvent], None] | None
-    digest: str = ""
-    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=TOLD_LINES))
-
-    async def write_line(self, line: OutputLine) -> None:
-        """Keep a rank's line, in case the run fails."""
-        self.lines.append(f"[rank{line.rank}]: {line.text.decode(errors='replace')}")
-
-    async def __call__(self, event: HostEvent) -> None:
-        """Keep the result."""
-        if self.see is not None:
-            self.see(event)
-        if isinstance(event, RankReport) and event.payload.get("kind") == "result":
-            self.digest = event.payload["weights_sha256"]
 
 
 async def run_small_job(
@@ -108,7 +84,7 @@ async def run_small_job(
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
-    run = _Run(see)
+    output = RanksOutput(see)
     target, arguments, preload = _job_of(
         out, data, zero=zero, offload=offload, mesh=mesh, precision=precision, optimizer=optimizer
     )
@@ -125,17 +101,18 @@ async def run_small_job(
         environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
         preload=(preload,),
     )
-    host = Host(config, output=run, observer=run, template=template)
+    host = Host(config, output=output, observer=output, template=template)
     stop = f"the run hung: it was not over after {limit_s} s"
     limit = asyncio.get_running_loop().call_later(limit_s, lambda: host.stop(stop, kill=True))
     ended = await host.run()
     limit.cancel()
-    told = "\n".join(run.lines)
-    if ended.exit_code != 0 or not run.digest:
+    told = "\n".join(output.lines)
+    digests = [one["weights_sha256"] for one in output.reports if one.get("kind") == "result"]
+    if ended.exit_code != 0 or not digests:
         raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
     if mesh:
         _check_records(out, fault)
-        return JobOutcome(digest=run.digest, failures=_failures(ended.failures), told=told)
+        return JobOutcome(digest=digests[-1], failures=_failures(ended.failures), told=told)
     audited = audit_run(out)
     if (audited.steps, audited.steps_lost, audited.samples_skipped, audited.samples_repeated) != (
         STEPS,
@@ -144,7 +121,7 @@ async def run_small_job(
         0,
     ):
         raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
-    return JobOutcome(digest=run.digest, failures=_failures(ended.failures), told=told)
+    return JobOutcome(digest=digests[-1], failures=_failures(ended.failures), told=told)
 
 
 def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ acknowledged by a life that was over; and when the killing ends, every ledger mu
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -34,6 +33,7 @@ from zbmd.actors.supervision.events import BackOff
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos.soak_ledger import Audit, Bookkeeper, Books, Entry, Written
+from zbmd.tools.cli.options import script_parser
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 
 ASK_S: Final = 2.0
@@ -178,7 +178,7 @@ async def soak(processes: int, seconds: float, kill_every_s: float, seed: int) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as told, and print what came of it; the exit code is 1 if a message is not accounted for."""
-    parser = argparse.ArgumentParser(prog="python -m zbmd.tools.chaos.soak_actors", description=__doc__)
+    parser = script_parser("chaos.soak_actors", __doc__)
     parser.add_argument("--processes", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--kill-every", type=float, default=0.5, metavar="S", help="seconds, on average")

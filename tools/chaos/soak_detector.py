@@ -10,7 +10,6 @@ there was one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -29,6 +28,7 @@ from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.host.events import HostEvent, RankDown, RankReport, ViewChanged
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
+from zbmd.tools.cli.options import script_parser
 from zbmd.tools.cli.settings import cores
 
 MINUTES_DEFAULT: Final = 10.0
@@ -190,7 +190,7 @@ async def soak(seconds: float, ranks: int, nodes: int, burners: int) -> Soak:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("chaos.soak_detector", __doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES_DEFAULT)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=3)

@@ -10,7 +10,6 @@ the machine. The exit code is 1 if a seed ended with other bits or did not end.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import structlog
 
 from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.cli.options import script_parser
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Backward, Parameter, Tape, Tensor
 from zbmd.training.model.gpt import GPT, Operator
@@ -237,7 +237,7 @@ async def soak(first: int, seeds: int) -> list[Soaked]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soak and print what was injected."""
-    parser = argparse.ArgumentParser(prog="python -m zbmd.tools.chaos.soak_operators", description=__doc__)
+    parser = script_parser("chaos.soak_operators", __doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="how many (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (%(default)s)")
     arguments = parser.parse_args(argv)

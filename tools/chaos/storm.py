@@ -32,6 +32,7 @@ from zbmd.actors.host.events import HostEvent, RankDown, RankStarted
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.chaos.small_job import JobOutcome, run_small_job, write_text
 from zbmd.tools.chaos.sweep.cases import Setting, every_setting
+from zbmd.tools.cli.options import script_parser
 from zbmd.training.redundancy.machine import LOST_WITH_BUDDY
 from zbmd.transport.errors import UserError
 
@@ -156,11 +157,7 @@ class Storm:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.chaos.storm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("chaos.storm", __doc__)
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="(%(default)s)")
     parser.add_argument("--runs", type=int, default=sys.maxsize, metavar="N", help="at most so many")
     parser.add_argument("--seed", type=int, help="of the settings and moments (a fresh one)")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import UserError, ZbmdError
+
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 class LazyParser(argparse.ArgumentParser):
@@ -31,6 +35,32 @@ class LazyParser(argparse.ArgumentParser):
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
+
+
+def script_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `python -m zbmd.tools.MODULE`, whose help is the module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m zbmd.tools.{module}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+ArgumentsP = ParamSpec("ArgumentsP")
+
+
+def exit_code_of(main: Callable[ArgumentsP, int]) -> Callable[ArgumentsP, int]:
+    """Decorate the `main` of a script: it prints a `ZbmdError` and returns 1; 2 if that is a `UserError`."""
+
+    @functools.wraps(main)
+    def run(*args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except ZbmdError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
+
+    return run
 
 
 Options = argparse.ArgumentParser | argparse._ArgumentGroup

@@ -8,14 +8,13 @@ Of several figures of one layer and one name, the latest counts.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, get_args
 
 from zbmd.tools.bench.figures import Figure, Layer, Machine, read_figures
-from zbmd.transport.errors import UserError
+from zbmd.tools.cli.options import exit_code_of, script_parser
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = "docs/results"
@@ -85,20 +84,13 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.dev.bench_docs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("dev.bench_docs", __doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit with 1 if they differ")
     arguments = parser.parse_args(argv)
-    try:
-        figures = [f for path in sorted((ROOT / RESULTS).glob("*.jsonl")) for f in read_figures(path)]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    figures = [f for path in sorted((ROOT / RESULTS).glob("*.jsonl")) for f in read_figures(path)]
     page, text = ROOT / PAGE, render(figures)
     if not arguments.check:
         page.write_text(text)

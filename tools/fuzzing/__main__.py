@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zbmd.tools.cli.options import script_parser
 from zbmd.tools.fuzzing import registry
 from zbmd.tools.fuzzing.coverage import ARTIFACT_PREFIX, is_installed
 from zbmd.tools.fuzzing.mutate import mutate
@@ -181,11 +182,7 @@ def campaign(targets: Sequence[Target], seconds: float, seed: int, directory: Pa
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.fuzzing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = script_parser("fuzzing", __doc__)
     made.add_argument("targets", nargs="*", metavar="TARGET", help="a target, or the first part of its name")
     made.add_argument("--list", action="store_true", help="tell the targets, and what each takes")
     made.add_argument(

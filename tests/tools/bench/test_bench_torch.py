@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.tools.lab.bench.training import torch_steps as bench_torch
-from zbmd.tools.lab.bench.training.gloo_training import check_losses
+from zbmd.tools.lab.bench.training.torch_steps import check_losses
 
 pytestmark = pytest.mark.optional
 SMALL = ["--rounds", "1", "--steps", "2", "--width", "8", "--layers", "1", "--tokens", "4"]

@@ -19,7 +19,6 @@ ended on the others. Exit code 1 at a fault.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -29,6 +28,7 @@ from pathlib import Path
 from zbmd.tools.chaos.programs.families import RANKS, RUNS, Family, Kill, families, kills_of
 from zbmd.tools.chaos.programs.ledger import KillRecord, Ledger, entry_of
 from zbmd.tools.chaos.programs.pool import KillOutcome, KillPool, PoolBroken, judge
+from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.transport.errors import UserError
 
 
@@ -95,32 +95,25 @@ def coverage(chosen: Sequence[Family], ledger: Ledger) -> list[str]:
     return [*lines, f"{'all':34}" + "".join(f"{cell:>12}" for cell in cells)]
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.chaos.programs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("chaos.programs", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, choices=RANKS, help="(2 3 4 5)")
     parser.add_argument("--only", default="", help="only programs whose name contains this")
     parser.add_argument("--stride", type=int, default=1, help="every so many-th point (%(default)s)")
     parser.add_argument("--ledger", type=Path, help="file that has, and gets, a line a kill")
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.stride < 1:
-            raise UserError(f"--stride {arguments.stride} is not at least 1")
-        chosen = list(families(arguments.ranks, arguments.only))
-        if not chosen:
-            raise UserError(f"no program's name contains {arguments.only!r}")
-        ledger = Ledger(arguments.ledger)
-        faulty = sweep(chosen, arguments.stride, ledger)
-        print("\n".join(coverage(chosen, ledger)))
-        print(f"{len(chosen)} programs of {len(ledger.entries)} runs, {faulty} faulty")
-        return 1 if faulty else 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.stride < 1:
+        raise UserError(f"--stride {arguments.stride} is not at least 1")
+    chosen = list(families(arguments.ranks, arguments.only))
+    if not chosen:
+        raise UserError(f"no program's name contains {arguments.only!r}")
+    ledger = Ledger(arguments.ledger)
+    faulty = sweep(chosen, arguments.stride, ledger)
+    print("\n".join(coverage(chosen, ledger)))
+    print(f"{len(chosen)} programs of {len(ledger.entries)} runs, {faulty} faulty")
+    return 1 if faulty else 0
 
 
 if __name__ == "__main__":

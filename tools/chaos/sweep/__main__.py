@@ -42,6 +42,7 @@ from zbmd.tools.chaos.sweep.cases import (
 from zbmd.tools.chaos.sweep.ledger import CaseVerdict, Ledger, table
 from zbmd.tools.chaos.sweep.passes import Passes, read_passes
 from zbmd.tools.chaos.sweep.worker import CaseResult, JobCase, Worker
+from zbmd.tools.cli.options import script_parser
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -147,11 +148,7 @@ def _finding(setting: Setting, fault: str, calm: str, ended: CaseResult, took_s:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.chaos.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("chaos.sweep", __doc__)
     parser.add_argument("--second", action="store_true", help="also a second kill during the recovery")
     parser.add_argument("--only", default="", help="only cases that contain this text")
     parser.add_argument("--list", action="store_true", help="print the points and end")

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zbmd.tools.cli.options import script_parser
 from zbmd.tools.lab.gpu.checks import CHECKS, Check, CheckFailed, Needs
 from zbmd.transport.cuda.runtime import visible_devices
 from zbmd.transport.errors import UserError
@@ -144,7 +145,7 @@ def table(rows: Sequence[CheckRow]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    parser = script_parser("lab.gpu", __doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", default="", help="checks whose names begin so")
     parser.add_argument("--list", action="store_true", help="name them, and run none")

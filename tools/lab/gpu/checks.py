@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import subprocess
@@ -21,10 +20,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.process.output import OutputLine
+from zbmd.actors.host.supervisor import HostConfig
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
 from zbmd.tools.lab.gpu.owner import INCARNATION
 from zbmd.training.autograd.array_module import to_host, xp_for
@@ -74,35 +73,10 @@ class Check:
 
 RANKS: Final = 2
 ARENA_BYTES: Final = 256 << 20
-LINES_KEPT: Final = 20
 
 
-class RanksFailed(Exception):
-    """The ranks ended otherwise than they should; with their last lines."""
-
-
-class _RankOutput:
-    """Takes the lines of the ranks: the one of JSON, and the last others."""
-
-    def __init__(self) -> None:
-        self.told = ""
-        self.lines: list[str] = []
-
-    async def write_line(self, line: OutputLine) -> None:
-        text = line.text.decode(errors="replace")
-        if line.rank == 0 and text.startswith('{"told"'):
-            self.told = json.loads(text)["told"]
-        else:
-            self.lines = [*self.lines[1 - LINES_KEPT :], f"{line.rank}: {text}"]
-
-
-def run_ranks(what: str, gpus: int) -> str:
-    """Run `what` on so many GPUs; raises `RanksFailed`."""
-    return asyncio.run(_run(what, gpus))
-
-
-async def _run(what: str, gpus: int) -> str:
-    told = _RankOutput()
+def run_on_ranks(what: str, gpus: int) -> str:
+    """Run `what` on so many GPUs. Raises `UserError` if the ranks fail."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     config = HostConfig(
         target=str(Path(__file__).with_name("ranks.py")),
@@ -112,10 +86,8 @@ async def _run(what: str, gpus: int) -> str:
         arena_bytes=ARENA_BYTES,
         environment={"CUDA_VISIBLE_DEVICES": first} if gpus == 1 else {},
     )
-    result = await Host(config, output=told).run()
-    if result.outcome is not Outcome.SUCCEEDED or not told.told:
-        raise RanksFailed("; ".join([f"the ranks failed: {result.reason}", *told.lines]))
-    return told.told
+    (report,) = asyncio.run(run_ranks(config))
+    return str(report["told"])
 
 
 OWN_SLOT, PEER_SLOT = 1, 2
@@ -399,7 +371,7 @@ CHECKS: Final = (
         for pair in _PEERS
     ),
     *(
-        Check(name=f"{name}, {where}", needs=needs, would=would, run=partial(run_ranks, what, 1 + device))
+        Check(name=f"{name}, {where}", needs=needs, would=would, run=partial(run_on_ranks, what, 1 + device))
         for name, what, would in (
             (
                 "collectives",

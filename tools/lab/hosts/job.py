@@ -15,7 +15,6 @@ delays, loses and slows down, where it can.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from zbmd.tools.bench.stats import median
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.network.netns import Lab, LabHost
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError, ZbmdError
@@ -380,9 +380,10 @@ def run(
         return demo.figures, digest == plain_digest(folder / "plain", steps)
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("lab.hosts.job", __doc__)
     parser.add_argument("--steps", type=int, default=STEPS_DEFAULT)
     parser.add_argument("--spare", action="store_true", help="two ranks on each of two hosts, one host idle")
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
@@ -391,26 +392,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--netem", action="store_true", help="by the kernel, not by a switch in user space")
     parser.add_argument("--calm", action="store_true", help="no cable is pulled, no host killed")
     parser.add_argument("--recovery-budget", metavar="TIME", default="1s", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.steps < STEPS_MIN and not arguments.calm:
-            raise UserError(f"--steps {arguments.steps}: give {STEPS_MIN} or more.")
-        delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
-        figures, same = run(
-            arguments.steps,
-            layout=WITH_SPARE if arguments.spare else ONE_EACH,
-            delay_ms=delay_ms,
-            loss=arguments.loss,
-            rate_mbps=arguments.rate,
-            netem=arguments.netem,
-            budget_ns=parse_recovery_budget(arguments.recovery_budget),
-            pull=not arguments.spare and not arguments.calm,
-            kill=not arguments.calm,
-        )
-    except ZbmdError as error:
-        print(f"demo_hosts_job: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    if arguments.steps < STEPS_MIN and not arguments.calm:
+        raise UserError(f"--steps {arguments.steps}: give {STEPS_MIN} or more.")
+    delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
+    figures, same = run(
+        arguments.steps,
+        layout=WITH_SPARE if arguments.spare else ONE_EACH,
+        delay_ms=delay_ms,
+        loss=arguments.loss,
+        rate_mbps=arguments.rate,
+        netem=arguments.netem,
+        budget_ns=parse_recovery_budget(arguments.recovery_budget),
+        pull=not arguments.spare and not arguments.calm,
+        kill=not arguments.calm,
+    )
     if arguments.json:
         print(json.dumps({"figures": figures, "same_weights": same}))
     else:

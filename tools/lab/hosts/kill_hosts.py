@@ -13,7 +13,6 @@ view. With `--delay` or `--loss` the network is a bad one all along. Wants root 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from zbmd.tools.bench.stats import median
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.network.netns import Lab, LabHost
 from zbmd.transport.clock.deadlines import (
     RECOVERY_BUDGET_NS_DEFAULT,
@@ -34,7 +34,7 @@ from zbmd.transport.clock.deadlines import (
     parse_duration,
     parse_recovery_budget,
 )
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import ZbmdError
 
 PATIENCE_S: Final = 60.0
 LINES_KEPT_MAX: Final = 1000
@@ -221,29 +221,26 @@ def table(figures: dict[str, list[float]], budget_ns: int) -> str:
     return "\n".join(lines)
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("lab.hosts.kill_hosts", __doc__)
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--recovery-budget", default=format_duration(RECOVERY_BUDGET_NS_DEFAULT))
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     arguments = parser.parse_args(argv)
-    try:
-        budget_ns = parse_recovery_budget(arguments.recovery_budget)
-        delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
-        figures = run(
-            arguments.hosts,
-            arguments.rounds,
-            arguments.recovery_budget,
-            delay_ms=delay_ms,
-            loss=arguments.loss,
-        )
-    except ZbmdError as error:
-        print(f"demo_hosts: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    budget_ns = parse_recovery_budget(arguments.recovery_budget)
+    delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
+    figures = run(
+        arguments.hosts,
+        arguments.rounds,
+        arguments.recovery_budget,
+        delay_ms=delay_ms,
+        loss=arguments.loss,
+    )
     print(json.dumps(figures) if arguments.json else table(figures, budget_ns))
     return 0
 

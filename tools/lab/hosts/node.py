@@ -9,7 +9,6 @@ laboratory).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import secrets
@@ -36,6 +35,7 @@ from zbmd.actors.host.events import HostEvent, RankDown, RankReport, RankStarted
 from zbmd.actors.host.links import host_identity
 from zbmd.actors.host.supervisor import PRELOAD
 from zbmd.actors.process.output import OutputLine, emit_plainly
+from zbmd.tools.cli.options import script_parser
 from zbmd.transport.capture.log import RingRecorder
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.clock.deadlines import parse_recovery_budget
@@ -123,7 +123,7 @@ async def run(address: str, join: str | None, name: str, recovery_budget_ns: int
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("lab.hosts.node", __doc__)
     parser.add_argument("address")
     parser.add_argument("--join")
     parser.add_argument("--name", required=True)

@@ -29,6 +29,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.tools.lab.network.switch import DEVICE, Cable, Command
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError, ZbmdError
@@ -308,9 +309,10 @@ class Lab:
             raise LabError("the switch has ended: its error is above")
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("lab.network.netns", __doc__)
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
@@ -318,20 +320,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND ...")
     arguments = parser.parse_args(argv)
-    try:
-        if not arguments.command:
-            raise UserError("there is no command to run on the hosts.")
-        delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
-        shaped = bool(delay_ms or arguments.loss or arguments.rate)
-        with Lab(arguments.hosts, shaped=shaped, seed=arguments.seed) as lab:
-            if shaped:
-                for host in lab.hosts:
-                    host.shape(delay_ms=delay_ms, loss=arguments.loss, rate_mbps=arguments.rate)
-            running = [host.popen(arguments.command) for host in lab.hosts]
-            return max(process.wait() for process in running)
-    except ZbmdError as error:
-        print(f"netns_lab: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    if not arguments.command:
+        raise UserError("there is no command to run on the hosts.")
+    delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
+    shaped = bool(delay_ms or arguments.loss or arguments.rate)
+    with Lab(arguments.hosts, shaped=shaped, seed=arguments.seed) as lab:
+        if shaped:
+            for host in lab.hosts:
+                host.shape(delay_ms=delay_ms, loss=arguments.loss, rate_mbps=arguments.rate)
+        running = [host.popen(arguments.command) for host in lab.hosts]
+        return max(process.wait() for process in running)
 
 
 if __name__ == "__main__":

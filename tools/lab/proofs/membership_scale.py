@@ -10,7 +10,6 @@ average, views in full counted as such; `cpu_s` what the simulation took.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -33,6 +32,7 @@ from zbmd.actors.simulated.membership_scenario import (
     node_at,
     populate,
 )
+from zbmd.tools.cli.options import script_parser
 from zbmd.transport import sim
 
 SIZES_DEFAULT = "1000,3000,10000"
@@ -160,9 +160,7 @@ def measure(size: int) -> list[ScaleRow]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.proofs.membership_scale", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = script_parser("lab.proofs.membership_scale", __doc__)
     parser.add_argument("--sizes", default=SIZES_DEFAULT, help="numbers of members (default: %(default)s)")
     given = parser.parse_args(argv)
     print(HEADER)

@@ -12,7 +12,6 @@ up to 8 faults. Either ends with 1 at the first failure, and tells how to see it
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import random
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 
 from zbmd.actors.simulated.membership_exploration import STORIES, explore, explore_pairs
 from zbmd.actors.simulated.membership_scenario import MembershipScenario
+from zbmd.tools.cli.options import script_parser
 from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scenario
 
 SIZES_DEFAULT = "2,3,4,5"
@@ -101,9 +101,7 @@ def _run_schedules(runs: int, seconds: float, first: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.proofs.membership_states", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = script_parser("lab.proofs.membership_states", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     kills = commands.add_parser("kills", help="every kill of small clusters")
     kills.add_argument("--sizes", default=SIZES_DEFAULT, help="numbers of nodes (default: %(default)s)")

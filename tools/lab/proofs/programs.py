@@ -15,7 +15,6 @@ wrong, and prints its request.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import sys
@@ -32,6 +31,7 @@ from zbmd.collectives.execution.proof import swept_requests
 from zbmd.collectives.programs import spec, verifier
 from zbmd.collectives.programs.program import encode
 from zbmd.collectives.programs.verifier import verify
+from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.transport.errors import UserError
 
 SPANS = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64))
@@ -152,11 +152,10 @@ def _bounds(text: str, separator: str) -> tuple[int, int]:
     return first, last
 
 
+@exit_code_of
 def main() -> int:
     """Sweep, one line an operation, algorithm and number of ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser("lab.proofs.programs", __doc__)
     parser.add_argument("--algorithm", help="only algorithms of this name")
     parser.add_argument("--ranks", default="1:64", metavar="FIRST:LAST", help="(%(default)s)")
     parser.add_argument("--kept", type=Path, help="file of what has been proved")
@@ -164,19 +163,12 @@ def main() -> int:
         "--part", default="1/1", metavar="K/M", help="the K-th of M parts of about the same work"
     )
     arguments = parser.parse_args()
-    try:
-        first, last = _bounds(arguments.ranks, ":")
-        part, parts = _bounds(arguments.part, "/")
-        if not 1 <= part <= parts:
-            raise UserError(f"--part {part}/{parts}: the first number is 1..{parts}")
-        units, kept = units_of(arguments.algorithm, first, last), Kept(arguments.kept)
-        prove([unit for i, unit in enumerate(units) if i % parts == part - 1], kept)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except VerificationError as error:
-        print(error, file=sys.stderr)
-        return 1
+    first, last = _bounds(arguments.ranks, ":")
+    part, parts = _bounds(arguments.part, "/")
+    if not 1 <= part <= parts:
+        raise UserError(f"--part {part}/{parts}: the first number is 1..{parts}")
+    units, kept = units_of(arguments.algorithm, first, last), Kept(arguments.kept)
+    prove([unit for i, unit in enumerate(units) if i % parts == part - 1], kept)
     known = kept.read()
     done = [known[str(unit)] for unit in units if str(unit) in known]
     if arguments.kept is not None:

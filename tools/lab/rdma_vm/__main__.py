@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from zbmd.tools.cli.options import script_parser
 from zbmd.tools.lab.rdma_vm.image import image
 from zbmd.tools.lab.rdma_vm.machine import Run, run
 from zbmd.tools.lab.rdma_vm.packages import require_programs
@@ -28,10 +29,7 @@ TIMEOUT: Final = "300s"
 
 def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rdma_vm",
-        description="Run a command in a virtual machine that has two RDMA devices in software.",
-    )
+    parser = script_parser("lab.rdma_vm", __doc__)
     parser.add_argument("--timeout", default=TIMEOUT, help=f"of the whole machine (default: {TIMEOUT})")
     parser.add_argument(
         "--accelerator", choices=("tcg", "kvm"), default="tcg", help="default: tcg, which every machine has"

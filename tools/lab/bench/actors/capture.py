@@ -33,6 +33,7 @@ from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.scenarios import commit as commit_scenario
 from zbmd.collectives.scenarios import commit_world
+from zbmd.tools.cli.options import add_json, script_parser
 from zbmd.tools.lab.bench.actors.capture_asks import (
     COOKIE,
     ORIGIN,
@@ -336,14 +337,14 @@ def _run_part(part: str, options: argparse.Namespace) -> object:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark and print tables, or JSON."""
-    parser = argparse.ArgumentParser(prog="bench_capture", description="Time capture and replay.")
+    parser = script_parser("lab.bench.actors.capture", __doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="of round trips a recorder (default 1)")
     parser.add_argument(
         "--events", type=int, default=1_000_000, help="in the log to search (default 1000000)"
     )
     parser.add_argument("--replayed", type=int, default=20_000, help="events to replay (default 20000)")
     parser.add_argument("--only", choices=PARTS, help="run this part alone")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser)
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--serve-asks", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -8,7 +8,6 @@ Each node is a process of its own. What is counted is the time that the kernel c
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -27,6 +26,7 @@ from zbmd.actors.cluster.heartbeats.detector import beat_ns
 from zbmd.actors.cluster.node.incarnations import NodeConfig, NodeEvent, ViewEntered
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState, read_running
+from zbmd.tools.cli.options import add_json, script_parser
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, derive
 from zbmd.transport.tcp.address import TcpAddress, parse_address
 
@@ -100,12 +100,10 @@ async def measure(size: int, seconds: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one line a cluster."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser("lab.bench.actors.heartbeats", __doc__)
     parser.add_argument("--nodes", default="2,3,5,9", help="sizes of clusters; default: 2,3,5,9")
     parser.add_argument("--seconds", type=float, default=60.0, help="to count for; default: 60")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    add_json(parser)
     arguments = parser.parse_args(argv)
     beat_ms = beat_ns(derive(RECOVERY_BUDGET_NS_DEFAULT), busy=False) / 1e6
     if not arguments.json:

@@ -10,7 +10,6 @@ monotonic clock for all. Arguments behind `--` are those of `python -m zbmd.trai
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,11 +27,12 @@ from typing import Any, Final
 import msgspec
 
 from zbmd.tools.bench.stats import median
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.hosts.job import MODEL, JobDemo, Layout
 from zbmd.transport.capture.reader import ProcessLog, open_log
 from zbmd.transport.capture.records import EventTaken, Note, StreamDeclared
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import UserError
 
 STEPS: Final = 1_000_000
 """More than are taken: the job is ended when all joins are done."""
@@ -253,23 +253,18 @@ def table(found: Sequence[Joined]) -> str:
     return "\n".join(lines)
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser("lab.bench.actors.host_join", __doc__)
     parser.add_argument("--hosts", type=int, default=3, help="default: 3")
     parser.add_argument("--joins", type=int, default=5, help="default: 5")
-    parser.add_argument("--json", action="store_true", help="one JSON object a join")
+    add_json(parser)
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of the training job")
     given = parser.parse_args(argv)
-    try:
-        if not 2 <= given.hosts <= HOSTS_MAX or not 1 <= given.joins <= JOINS_MAX:
-            raise UserError(f"--hosts is 2..{HOSTS_MAX}, --joins 1..{JOINS_MAX}.")
-        found = run(given.hosts, given.joins, given.arguments or MODEL)
-    except ZbmdError as error:
-        print(f"bench_host_join: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    if not 2 <= given.hosts <= HOSTS_MAX or not 1 <= given.joins <= JOINS_MAX:
+        raise UserError(f"--hosts is 2..{HOSTS_MAX}, --joins 1..{JOINS_MAX}.")
+    found = run(given.hosts, given.joins, given.arguments or MODEL)
     if given.json:
         for one in found:
             print(

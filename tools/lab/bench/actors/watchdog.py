@@ -9,7 +9,6 @@ asks a second within one process with the watchdog on and off, in turn; off agai
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,6 +24,7 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.watchdog import Watchdog
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.cli.options import add_json, script_parser
 
 ROUNDS = 12
 TIMEOUT_S = 30.0
@@ -94,10 +94,10 @@ async def measure(seconds: float, actors: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("lab.bench.actors.watchdog", __doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the first measurement")
     parser.add_argument("--actors", type=int, default=1000)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     arguments = parser.parse_args(argv)
     figures = uvloop.run(measure(arguments.seconds, arguments.actors))
     if arguments.json:

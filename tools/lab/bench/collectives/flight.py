@@ -10,7 +10,6 @@ wait for. Without the recorder there is nothing to compare with, for it cannot b
 
 from __future__ import annotations
 
-import argparse
 import sys
 import timeit
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from zbmd.collectives.flight._flight import COMPLETE, FlightRing
 from zbmd.collectives.flight.recorder import FLIGHT_RECORDS_MAX
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import median
+from zbmd.tools.cli.options import script_parser
 from zbmd.transport.native._native import now_ns
 
 CALLS: Final = 20_000
@@ -48,7 +48,7 @@ def each_ns(call: Callable[[], object], rounds: int) -> float:
     return median([timeit.timeit(call, number=CALLS) / CALLS * 1e9 for _ in range(rounds)])
 
 
-async def _lane_ns(rounds: int) -> float:
+async def _fast_path_ns(rounds: int) -> float:
     async with zbmd.join() as worker:
         group = await zbmd.group(worker)
         x = worker.segment.arena.empty((1,), np.float32)
@@ -60,14 +60,13 @@ async def _lane_ns(rounds: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = script_parser("lab.bench.collectives.flight", __doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS_DEFAULT)
     rounds = parser.parse_args(argv).rounds
-    record_ns, lane_ns = each_ns(recorded(), rounds), zbmd.run(_lane_ns(rounds))
-    machine = this_machine()
-    print(f"# {machine.cpu}, {machine.cores} cores, load {machine.load_average:.1f}, {now_utc()}")
+    record_ns, fast_path_ns = each_ns(recorded(), rounds), zbmd.run(_fast_path_ns(rounds))
+    print(f"# {now_utc()}  {this_machine()}")
     print(f"record  {record_ns:7.0f} ns at most   (goal {GOAL_NS:.0f} ns with the fingerprints)")
-    print(f"fast path {lane_ns:7.0f} ns, the record and the fingerprints in it")
+    print(f"fast path {fast_path_ns:7.0f} ns, the record and the fingerprints in it")
     return 0
 
 

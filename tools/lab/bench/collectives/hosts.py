@@ -35,9 +35,10 @@ from zbmd.tools.bench.peers.control import CASES, CPU, bus_factor, serve
 from zbmd.tools.bench.result import this_machine
 from zbmd.tools.bench.stats import OURS, iterations_for, median, parse_sizes, ratio_of_medians, size_in_words
 from zbmd.tools.bench.workers import CONTROL, Workers
+from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.tools.lab.network.netns import Lab, LabHost
 from zbmd.tools.lab.network.switch import DEVICE
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import PROTECTION_VARIABLE
 
 MODULE: Final = "zbmd.tools.lab.bench.collectives.hosts"
@@ -128,10 +129,7 @@ def measure(arguments: argparse.Namespace) -> None:
             _, _, python = arguments.vs.partition("=")
             gloo = _gloo(hosts, ranks, folder, python or sys.executable)
             everyone["gloo"] = stack.enter_context(gloo)
-        machine = this_machine()
-        print(
-            f"# {HOSTS} hosts of {ranks}; {machine.cpu}, {machine.cores} cores, load {machine.load_average}"
-        )
+        print(f"# {HOSTS} hosts of {ranks}; {this_machine()}")
         for case in arguments.cases or ["all-reduce"]:
             print(f"\n{CASES[case]}, {HOSTS * ranks} ranks")
             print(f"{'size':>6} {'':9} {'p50 us':>10} {'cpu us':>10} {'busbw GB/s':>10}  ours over theirs")
@@ -169,7 +167,7 @@ def _print(found: dict[str, _Found], case: str, nbytes: int, ranks: int) -> None
         ratios = ""
         if theirs is not None and ours is not theirs:
             time, cpu = (ratio_of_medians(ours.times, theirs.times), ratio_of_medians(ours.cpu, theirs.cpu))
-            ratios = f"{time.value:.2f} ({time.low:.2f} … {time.high:.2f}), cpu {cpu.value:.2f}"
+            ratios = f"{time}, cpu {cpu.value:.2f}"
         line = (
             f"{size_in_words(nbytes):>6} {name:9} {time_us:10.1f} {cpu_us:10.1f} {bandwidth:10.2f}  {ratios}"
         )
@@ -183,8 +181,7 @@ def _peer(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__, formatter_class=raw)
+    parser = script_parser("lab.bench.collectives.hosts", __doc__)
     parser.add_argument("-n", type=int, default=1, help="ranks of a host (default 1)")
     parser.add_argument("--sizes", default=SIZES_DEFAULT, metavar="SIZES", help="(%(default)s)")
     parser.add_argument("--cases", action="append", choices=list(CASES), help="repeatable (all-reduce)")
@@ -197,18 +194,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+@exit_code_of
+def main() -> int:
     """Run the benchmark, or be a rank of it."""
     arguments = _parser().parse_args()
     if RankEnvironment.read(os.environ) is not None:
         uvloop.run(_serve(arguments.control, arguments.arena))
-        return
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started ends with it
-    try:
-        measure(arguments)
-    except ZbmdError as error:
-        raise SystemExit(f"error: {error}") from None
+    measure(arguments)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,10 +18,10 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.process.output import OutputLine
+from zbmd.actors.host.supervisor import HostConfig
 from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.run_ranks import run_ranks
+from zbmd.tools.cli.options import script_parser
 
 VICTIM: Final = 1
 ARENA_BYTES: Final = 64 << 20
@@ -55,21 +55,8 @@ zbmd.run(main())
 """
 
 
-class _Silence:
-    """Takes the lines of the ranks."""
-
-    async def write_line(self, line: OutputLine) -> None:
-        """Drop it."""
-
-
 async def _round(plan: dict[str, object], ranks: int) -> float:
     """One job; ms from the first notice to the end of the operation, of the slowest survivor."""
-    took: list[float] = []
-
-    async def observe(event: HostEvent) -> None:
-        if isinstance(event, RankReport):
-            took.append(float(event.payload["took_ms"]))
-
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "shrink.py"
         script.write_text(SCRIPT.format(plan=json.dumps(plan)))
@@ -80,9 +67,9 @@ async def _round(plan: dict[str, object], ranks: int) -> float:
             arena_bytes=ARENA_BYTES,
             preload=("zbmd.collectives.elastic.group",),
         )
-        result = await Host(config, output=_Silence(), observer=observe).run()
+        took = [float(report["took_ms"]) for report in await run_ranks(config)]
     if len(took) != ranks - 1:
-        raise RuntimeError(f"{len(took)} of {ranks - 1} survivors told their time: {result}")
+        raise RuntimeError(f"{len(took)} of {ranks - 1} survivors reported their time")
     return max(took)
 
 
@@ -104,9 +91,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Run the measurement."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.collectives.shrink", description=__doc__
-    )
+    parser = script_parser("lab.bench.collectives.shrink", __doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=float, default=1.0, help="size of the array")
     parser.add_argument("--rounds", type=int, default=20)

@@ -11,11 +11,14 @@ ourselves.
 from __future__ import annotations
 
 import argparse
+import importlib
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,15 +26,117 @@ import numpy.typing as npt
 
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import OURS, ROUNDS_MAX, Ratio, median, ratio_of_medians, turns
-from zbmd.tools.lab.bench.training.torch_engine import TorchEngine
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.training import ops
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import VOCABULARY, GPTConfig
 from zbmd.training.model.gpt import GPT
+from zbmd.training.ops.norm import EPSILON
 from zbmd.training.optim.clip import clip_scale, global_norm
 from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
 from zbmd.training.step.recipe import keep_freed_memory
 from zbmd.transport.errors import UserError
+
+# The operators and the training step of our GPT in eager PyTorch, in its best documented configuration for a
+# CPU: `scaled_dot_product_attention`, `fused=True` AdamW, `foreach=True` clipping, gradients set to None.
+
+
+class TorchEngine:
+    """The model of `config` and one batch, on this thread's PyTorch."""
+
+    def __init__(self, config: GPTConfig, tokens: npt.NDArray[np.uint8], threads: int) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._functional: Any = importlib.import_module("torch.nn.functional")
+        self._torch.set_num_threads(threads)
+        self.version = str(self._torch.__version__)
+        self._config = config
+        wide = self._torch.tensor(tokens.astype(np.int64))
+        self._inputs, self._targets = wide[:, :-1], wide[:, 1:].reshape(-1)
+        self._samples, self._length = self._inputs.shape
+        back = np.arange(self._length)[:, None] - np.arange(self._length)
+        by_distance = GPT(config).distance_bias[:, np.abs(back)]
+        self._mask = self._torch.tensor(np.where(back < 0, -np.inf, by_distance).astype(np.float32))[None]
+        self._torch.manual_seed(0)
+
+    def _leaf(self, *shape: int) -> Any:
+        return (self._torch.randn(*shape) * 0.1).requires_grad_()
+
+    def operators(self) -> dict[str, Run]:
+        """Forward and backward of each operator, at the sizes of the model."""
+        config, functional = self._config, self._functional
+        rows, width, hidden = self._samples * self._length, self._config.width, 4 * self._config.width
+        x, wide, packed = self._leaf(rows, width), self._leaf(rows, hidden), self._leaf(rows, 3 * width)
+        logits, table = self._leaf(rows, VOCABULARY), self._leaf(VOCABULARY, width)
+        gain, bias, matrix = self._leaf(width), self._leaf(width), self._leaf(hidden, width)
+        flat = self._inputs.reshape(-1)
+
+        def both(leaves: list[Any], forward: Callable[[], Any]) -> Run:
+            def run() -> None:
+                for leaf in leaves:
+                    leaf.grad = None
+                y = forward()
+                y.backward(self._torch.ones_like(y))
+
+            return run
+
+        return {
+            "linear": both([x, matrix], lambda: functional.linear(x, matrix)),
+            "rms_norm": both([x, gain], lambda: functional.rms_norm(x, (width,), gain, EPSILON)),
+            "layer_norm": both([x, gain, bias], lambda: functional.layer_norm(x, (width,), gain, bias)),
+            "squared_relu": both([wide], lambda: functional.relu(wide).square()),
+            "gelu": both([wide], lambda: functional.gelu(wide, approximate="tanh")),
+            "attention": both([packed], lambda: self._attention(packed, config.heads)),
+            "cross_entropy": both([logits], lambda: functional.cross_entropy(logits, self._targets)),
+            "embedding": both([table], lambda: functional.embedding(flat, table)),
+        }
+
+    def step(self) -> Run:
+        """One training step: forward, backward, clipping by norm, AdamW."""
+        config, torch = self._config, self._torch
+        width, hidden = config.width, 4 * config.width
+        shapes = [(3 * width, width), (width, width), (hidden, width), (width, hidden)]
+        blocks = [[self._leaf(*shape) for shape in shapes] for _ in range(config.layers)]
+        gains = [torch.ones(width, requires_grad=True) for _ in range(2 * config.layers + 1)]
+        table, head = self._leaf(VOCABULARY, width), self._leaf(VOCABULARY, width)
+        parameters = [table, head, *gains, *(weight for block in blocks for weight in block)]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        rest = list(range(len(gains)))
+
+        def forward() -> Any:
+            linear = self._functional.linear
+            x = table[self._inputs.reshape(-1)]
+            for index, (qkv, proj, into, out) in enumerate(blocks):
+                x = x + linear(
+                    self._attention(linear(self._norm(x, gains[2 * index]), qkv), config.heads), proj
+                )
+                x = x + linear(self._activation(linear(self._norm(x, gains[2 * index + 1]), into)), out)
+            logits = linear(self._norm(x, gains[rest[-1]]), head)
+            return self._functional.cross_entropy(logits, self._targets)
+
+        def run() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            forward().backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            optimizer.step()
+
+        return run
+
+    def _norm(self, x: Any, gain: Any) -> Any:
+        return self._functional.rms_norm(x, x.shape[-1:], gain, EPSILON)
+
+    def _activation(self, x: Any) -> Any:
+        if self._config.activation == "gelu":
+            return self._functional.gelu(x, approximate="tanh")
+        return self._functional.relu(x).square()
+
+    def _attention(self, packed: Any, heads: int) -> Any:
+        depth = packed.shape[1] // (3 * heads)
+        split = packed.view(self._samples, self._length, 3, heads, depth).permute(2, 0, 3, 1, 4)
+        mixed = self._functional.scaled_dot_product_attention(
+            split[0], split[1], split[2], attn_mask=self._mask, scale=1.0 / math.sqrt(depth)
+        )
+        return mixed.transpose(1, 2).reshape(packed.shape[0], -1)
+
 
 Run = Callable[[], object]
 TORCH = "torch"
@@ -175,7 +280,7 @@ def table(found: Sequence[EngineRow], tokens_a_step: int) -> str:
     for one in found:
         torch_us = "" if one.torch_us is None else f"{one.torch_us:.1f}"
         times = f"{one.what:14} {one.time_us:10.1f} {torch_us:>10}"
-        lines.append(f"{times}  {_interval(one.ratio):<21} {_interval(one.noise)}")
+        lines.append(f"{times}  {format(one.ratio) if one.ratio else '':<21} {one.noise}")
     step = found[-1]
     lines.append(f"tokens a second: zbmd {tokens_a_step / step.time_us * 1e6:,.0f}")
     if step.torch_us is not None:
@@ -184,18 +289,11 @@ def table(found: Sequence[EngineRow], tokens_a_step: int) -> str:
     return "\n".join(lines)
 
 
-def _interval(ratio: Ratio | None) -> str:
-    return "" if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f} … {ratio.high:.2f})"
-
-
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure in a process with the threads wanted, and print."""
     default = GPTConfig()
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.training.engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("lab.bench.training.engine", __doc__)
     parser.add_argument("--vs", choices=[TORCH], help="the peer to run in turn")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each (%(default)s)")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="sequences a step (%(default)s)")
@@ -203,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("context", "width", "heads", "layers"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name), help="(%(default)s)")
     parser.add_argument("--activation", choices=["relu2", "gelu"], default=default.activation)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
     arguments = parser.parse_args(argv)
     for name, most in (("threads", 1024), ("samples", 65536), ("rounds", ROUNDS_MAX)):
         if not 1 <= getattr(arguments, name) <= most:
@@ -218,11 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             *(sys.argv[1:] if argv is None else argv),
         ]
         return subprocess.run(again, env=os.environ | _threads(arguments.threads), check=False).returncode
-    try:
-        return _report(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return _report(arguments)
 
 
 def _threads(threads: int) -> dict[str, str]:
@@ -244,10 +338,7 @@ def _report(arguments: argparse.Namespace) -> int:
         report = {"date": now_utc(), "machine": this_machine(), "model": config, "rows": found}
         print(msgspec.json.encode(report).decode())
         return 0
-    machine = this_machine()
-    print(
-        f"# {now_utc()}  {machine.cpu}, load {machine.load_average:g}; {arguments.threads} threads; {config}"
-    )
+    print(f"# {now_utc()}  {this_machine()}; {arguments.threads} threads; {config}")
     print(table(found, arguments.samples * arguments.context))
     return 0
 

@@ -9,7 +9,6 @@ plain is the noise floor. CPU time is the thread's own, which others disturb les
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
@@ -23,12 +22,12 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.tools.demo.overhead import median_interval
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.replicated.job import JobOptions, open_recipe
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.two_slot_store import Store, own_memory
-from zbmd.transport.errors import UserError
 
 WARMUP_ROUNDS = 5
 SIDES = ("actors", "plain", "twin")
@@ -110,21 +109,16 @@ async def measure(options: JobOptions, rounds: int) -> ActorsCost:
     )
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the result as one JSON line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.training.model_actors", description=__doc__
-    )
+    parser = script_parser("lab.bench.training.model_actors", __doc__)
     parser.add_argument("--rounds", type=int, default=500, help="rounds that count (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="directory for the corpus")
     parser.add_argument("--data", help="file, directory or glob to compute on")
     arguments = parser.parse_args(argv)
     options = JobOptions(out=arguments.out, data=arguments.data)
-    try:
-        cost = asyncio.run(measure(options, arguments.rounds))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cost = asyncio.run(measure(options, arguments.rounds))
     print(msgspec.json.encode(asdict(cost)).decode(), flush=True)
     return 0
 

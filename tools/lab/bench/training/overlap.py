@@ -14,7 +14,6 @@ it says that it is. Wants root.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import numpy.typing as npt
 from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.network.netns import Lab, LabHost
 from zbmd.tools.runs.profile import clocks_of, read_rings
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
@@ -37,7 +37,7 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler.ring import Spans
 from zbmd.training.step.accumulate import Buckets
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import UserError
 
 HOSTS: Final = 2
 PORT: Final = 29420
@@ -220,21 +220,18 @@ def _print(found: Sequence[Hidden], clocks: Sequence[Clocks]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.training.overlap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("lab.bench.training.overlap", __doc__)
     parser.add_argument("--rates", default="1000,500,250", metavar="MBPS,…", help="0: no limit (%(default)s)")
     parser.add_argument("--steps", type=int, default=12, help="(%(default)s)")
     parser.add_argument("--shards", type=int, default=2, help="logical ones, of both (%(default)s)")
     parser.add_argument("--sequences", type=int, default=16, help="of a shard (%(default)s)")
     for name, value in (("context", 64), ("width", 256), ("heads", 4), ("layers", 6)):
         parser.add_argument(f"--{name}", type=int, default=value, help="of the model (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print a JSON line for each rate")
+    add_json(parser)
     return parser
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure at each rate. Exit code 1: the goal is missed at one."""
     parser = _parser()
@@ -247,28 +244,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (ValueError, UserError) as error:
         parser.error(str(error))
-    missed, machine = False, this_machine()
+    missed = False
     if not arguments.json:
         size = GPT(config).layout.parameter_count
         print(
-            f"# {now_utc()}  {machine.cpu}, {os.cpu_count()} cores, load {machine.load_average:g}; "
-            f"{size:,} parameters; at most {hideable(config):.1%} can be hidden; goal {GOAL:.0%}"
+            f"# {now_utc()}  {this_machine()}; {size:,} parameters; "
+            f"at most {hideable(config):.1%} can be hidden; goal {GOAL:.0%}"
         )
         print(
             "Mbit/s rank steps  step ms backward ms reduce ms hidden ms waited ms  hidden (quartiles)  in all"
         )
-    try:
-        for rate in rates:
-            found, clocks = measure(rate, arguments)
-            missed |= any(one.ratio < GOAL for one in found)
-            if arguments.json:
-                told = {"date": now_utc(), "machine": machine, "hidden": found, "clocks": clocks}
-                print(msgspec.json.encode(told).decode(), flush=True)
-            else:
-                _print(found, clocks)
-    except ZbmdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for rate in rates:
+        found, clocks = measure(rate, arguments)
+        missed |= any(one.ratio < GOAL for one in found)
+        if arguments.json:
+            told = {"date": now_utc(), "machine": this_machine(), "hidden": found, "clocks": clocks}
+            print(msgspec.json.encode(told).decode(), flush=True)
+        else:
+            _print(found, clocks)
     return int(missed)
 
 

@@ -7,7 +7,6 @@ span, by the spans of a step, and of the line at its end, beside the time of a s
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.tools.demo.overhead import Medians, medians
 from zbmd.training.autograd import spans
 from zbmd.training.autograd._spans import RECORD_BYTES, SpanRecorder
@@ -27,7 +27,6 @@ from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.profiler.ring import read_ring, ring_path
 from zbmd.training.replicated.job import JobOptions, open_recipe
 from zbmd.training.replicated.plain import PlainTrainer
-from zbmd.transport.errors import UserError
 
 WARM_UP_ROUNDS = 3
 CALLS = 20_000
@@ -125,20 +124,15 @@ def _line_us(profiler: Profiler) -> float:
     return min(timeit.repeat(one, number=LINES, repeat=REPEATS, timer=time.thread_time)) / LINES * 1e6
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print the result as one JSON line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.training.profile", description=__doc__
-    )
+    parser = script_parser("lab.bench.training.profile", __doc__)
     parser.add_argument("--rounds", type=int, default=60, help="rounds that count (%(default)s)")
     parser.add_argument("--data", help="file, directory or glob to train on")
     arguments = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="zbmd-bench-profile-") as directory:
-            cost = measure(Path(directory), max(1, arguments.rounds), arguments.data)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="zbmd-bench-profile-") as directory:
+        cost = measure(Path(directory), max(1, arguments.rounds), arguments.data)
     print(msgspec.json.encode(asdict(cost)).decode())
     return 0
 

@@ -15,20 +15,104 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
+import uvloop
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.tools.bench.peer_catalogue import ONE_THREAD
+from zbmd.tools.bench.peers.control import COMMAND_BYTES_MAX, connect, encode_reply, parse_command, serve
 from zbmd.tools.bench.result import Machine, now_utc, this_machine
 from zbmd.tools.bench.stats import OURS, ROUNDS_MAX, Ratio, median, ratio_of_medians, turns
-from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers
+from zbmd.tools.bench.workers import CONTROL, Workers
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
+from zbmd.training import __main__ as training
 from zbmd.training.config import GPTConfig
+from zbmd.training.replicated.job import JobOptions, open_recipe, run_job
+from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
+
+# A process that is timed: it does as many steps as it is asked for, and times each.
+
+
+class _Turns:
+    """Holds a rank's job before each turn until the benchmark asks for it."""
+
+    def __init__(self, sock: socket.socket, commands: BinaryIO) -> None:
+        self._sock = sock
+        self._commands = commands
+        self._left = 0
+        self._began_ns = 0
+        self._ns: list[float] = []
+
+    def before_step(self, version: int) -> None:
+        """A step is over, but before the first. Raises `UserError` once the benchmark has hung up."""
+        if version > 1:
+            ended_ns = now_ns()
+            self._ns.append(float(ended_ns - self._began_ns))
+            self._began_ns = ended_ns
+            self._left -= 1
+        if self._left == 0:
+            self._next_turn(version)
+
+    def _next_turn(self, version: int) -> None:
+        if version > 1:
+            self._sock.sendall(encode_reply(self._ns))
+        line = self._commands.readline(COMMAND_BYTES_MAX)
+        if not line:
+            raise UserError("the benchmark is over.")
+        _, _, self._left = parse_command(line)
+        self._ns = []
+        self._began_ns = now_ns()
+
+
+def train(options: JobOptions, control: str) -> None:
+    """Be a rank of the job, as far as the benchmark asks."""
+    launched = RankEnvironment.read(os.environ)
+    rank = 0 if launched is None else launched.rank
+    with connect(control, rank) as sock, sock.makefile("rb") as commands:
+        uvloop.run(run_job(options, before_step=_Turns(sock, commands).before_step))
+
+
+def train_plainly(options: JobOptions, control: str, rank: int) -> None:
+    """Do the job's steps in a loop, and nothing else."""
+    trainer = PlainTrainer(open_recipe(options))
+
+    def measure(_what: str, _nbytes: int, steps: int) -> list[float]:
+        times: list[float] = []
+        for _ in range(steps):
+            began_ns = now_ns()
+            trainer.run_step()
+            times.append(float(now_ns() - began_ns))
+        return times
+
+    serve(control, rank, measure)
+
+
+def be_rank(words: Sequence[str]) -> None:
+    """Serve the benchmark. The words are those of `python -m zbmd.training`, and two options of ours.
+
+    Under `zbmd-node run` it is a rank of that job, held before a step until it is asked; with `--plain RANK`
+    a loop of the same steps, which talks to nobody.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control", required=True)
+    parser.add_argument("--plain", type=int, metavar="RANK")
+    own, rest = parser.parse_known_args(words)
+    options = training.options_of(training.parser().parse_args(rest))
+    if own.plain is None:
+        train(options, own.control)
+    else:
+        train_plainly(options, own.control, own.plain)
+
 
 GOAL_PER_RANK: Final = 1.85 / 2
 """Of perfect scaling."""
@@ -36,7 +120,9 @@ RANKS_MAX: Final = 32
 STEPS_MAX: Final = 10_000
 WARMUP_STEPS: Final = 3
 MANY, PLAIN_ONE, PLAIN_MANY = "ranks", "plain-one", "plain-many"
-_RANK: Final = "zbmd.tools.lab.bench.training.scaling_rank"
+MODULE: Final = "zbmd.tools.lab.bench.training.scaling"
+RANK: Final = "--rank"
+"""The first word of the command line of a process that is timed."""
 _ROOM_STEPS: Final = 1_000_000
 """Steps of the jobs, which end when nobody asks for more."""
 
@@ -120,7 +206,7 @@ def _started(
         out = scratch / "-".join(("run", str(of), *own))
         asked = [*own, "--control", CONTROL, "--shards", str(of * shards), "--out", str(out)]
         never = ["--checkpoint-every", "0", "--evaluate-every", "0", "--steps", str(_ROOM_STEPS)]
-        return ["-m", _RANK, *asked, *never, *shape]
+        return ["-m", MODULE, RANK, *asked, *never, *shape]
 
     def job(of: int) -> list[list[str]]:
         launched = [sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", str(of)]
@@ -150,24 +236,16 @@ def table(found: Scaling) -> str:
         lines.append(f"{told:20} {found.step_ms[name]:9.2f} {found.tokens_per_s[name]:10,.0f}")
     met = "met" if found.scaling.value >= found.goal else "missed"
     lines += [
-        f"scaling           {_interval(found.scaling)}  goal {found.goal:.2f}: {met}",
-        f"floor             {_interval(found.floor)}",
-        f"part of the floor {_interval(found.of_floor)}",
-        f"noise             {_interval(found.noise)}",
+        f"scaling           {found.scaling:.3f}  goal {found.goal:.2f}: {met}",
+        f"floor             {found.floor:.3f}",
+        f"part of the floor {found.of_floor:.3f}",
+        f"noise             {found.noise:.3f}",
     ]
     return "\n".join(lines)
 
 
-def _interval(ratio: Ratio) -> str:
-    return f"{ratio.value:.3f} ({ratio.low:.3f} … {ratio.high:.3f})"
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.training.scaling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("lab.bench.training.scaling", __doc__)
     default = GPTConfig()
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="turns of everyone (%(default)s)")
@@ -177,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("context", "width", "heads", "layers"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name), help="(%(default)s)")
     parser.add_argument("--data", help="file, directory or glob to train on")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
     return parser
 
 
@@ -194,32 +272,29 @@ def _checked(arguments: argparse.Namespace) -> list[str]:
     return [part for name, value in shape.items() for part in (f"--{name}", str(value))]
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print. Exit code 1: a process failed, or the goal is missed; 2: bad input."""
-    arguments = _parser().parse_args(argv)
-    try:
-        shape = _checked(arguments)
-        times = measure(
-            shape,
-            ranks=arguments.ranks,
-            shards=arguments.shards,
-            rounds=arguments.rounds,
-            steps=arguments.steps,
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ContenderFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == [RANK]:
+        be_rank(words[1:])
+        return 0
+    arguments = _parser().parse_args(words)
+    shape = _checked(arguments)
+    times = measure(
+        shape,
+        ranks=arguments.ranks,
+        shards=arguments.shards,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+    )
     tokens = arguments.shards * arguments.sequences * arguments.context
     found = evaluated(times, ranks=arguments.ranks, tokens_a_rank=tokens)
     if arguments.json:
         print(msgspec.json.encode(found).decode())
     else:
-        machine = found.machine
         print(
-            f"# {found.date}  {machine.cpu}, {machine.cores} cores, load {machine.load_average:g}; "
+            f"# {found.date}  {found.machine}; "
             f"{found.rounds} rounds of {arguments.steps} steps, {tokens:,} tokens a rank and step"
         )
         print(table(found))

@@ -1,11 +1,8 @@
 """What ZeRO keeps on a rank, and what the copies at buddies cost, in real ranks of one host.
 
     python -m zbmd.tools.lab.bench.training.zero                       2, 4 and 8 ranks, stages 1 to 3
-    python -m zbmd.tools.lab.bench.training.zero --ranks 2 --steps 40  for times: as many ranks as there are
-        cores
-    python -m zbmd.tools.lab.bench.training.zero --offload /mnt/nvme   the folder of those files, not a
-        temporary
-        one
+    python -m zbmd.tools.lab.bench.training.zero --ranks 2 --steps 40  for times: as many ranks as cores
+    python -m zbmd.tools.lab.bench.training.zero --offload /mnt/nvme   not in files of a temporary folder
 
 Peaks are of the arrays that a rank really had, the highest of all ranks, beside 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and
 16Ψ/N bytes for Ψ parameters in bfloat16 with float32 masters. Each step is done by a trainer without copies,
@@ -15,29 +12,173 @@ in memory between steps), in turn; times are medians, and ratios are those of ea
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.host.supervisor import HostConfig
 from zbmd.actors.process.log import log_to_stderr
-from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.rank.member import Worker, join
+from zbmd.collectives.group.group import Group, group
+from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.chaos.small_job import write_text
-from zbmd.tools.lab.bench.training import zero_rank as bench_zero_rank
+from zbmd.tools.cli.options import add_json, script_parser
+from zbmd.training import __main__ as training
+from zbmd.training.redundancy.buddy import COPIES, BuddyReplica
+from zbmd.training.redundancy.file import FileRedundancy
+from zbmd.training.redundancy.interface import Digests
+from zbmd.training.redundancy.machine import SLOTS
+from zbmd.training.redundancy.state_file import NO_NOTE, StateFile, StateName
+from zbmd.training.replicated.job import open_recipe
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.step_hook import NO_HOOK, StepHook
+from zbmd.training.zero.layout import MemoryKind
+from zbmd.training.zero.trainer import (
+    ZeroOptions,
+    ZeroStepResult,
+    ZeroTrainer,
+    arena_bytes_needed,
+)
 from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
+
+# A rank: trains with and without copies of its shard, and from a file.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost:
+    """Peak bytes of this rank, and times: of each step, and of copies and waits for them a step.
+
+    offloaded_bytes: of the file; resident_bytes: of it in memory between steps, at most.
+    """
+
+    parameters: int
+    state_bytes: int
+    buddy_bytes: int
+    previous_bytes: int
+    working_bytes: int
+    step_ns: list[int]
+    mirrored_ns: list[int]
+    offloaded_ns: list[int]
+    offloaded_bytes: int
+    resident_bytes: int
+    copy_ns: int
+    waited_ns: int
+
+
+def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, folder: Path) -> RankCost:
+    """Do the recipe's steps with all trainers, after one of each to warm up."""
+    plain = ZeroTrainer(worker, made, recipe, options)
+    file = _file(folder, plain, made.size)
+    filed = ZeroTrainer(worker, made, recipe, options, offload=file)
+    keeper = FileRedundancy(
+        worker,
+        filed.own,
+        file,
+        place=filed.own.rank,
+        ranks=made.size,
+        known=0,
+        on_update=_ignore_update,
+        on_commit=_ignore_commit,
+        note=lambda _: NO_NOTE,
+    )
+    kept = ZeroTrainer(worker, made, recipe, options, keep_previous=True)
+    mirror = BuddyReplica(
+        worker,
+        kept.own,
+        place=kept.own.rank,
+        ranks=made.size,
+        copies=kept.own.mirror_copies(),
+        known=0,
+        on_update=_ignore_update,
+        on_commit=_ignore_commit,
+    )
+    try:
+        kept.enter(made, mirror.meet(made))
+        filed.enter(made, keeper.meet(made))
+        turns = ((plain, NO_HOOK), (kept, mirror), (filed, keeper))
+        for trainer, watch in turns:
+            trainer.run_step(watch)
+        mirror.busy_ns = mirror.waited_ns = 0
+        times: list[list[int]] = []
+        resident_bytes = 0
+        for _ in range(recipe.config.steps):
+            times.append([_timed(trainer, watch) for trainer, watch in turns])
+            resident_bytes = max(resident_bytes, file.resident_bytes())
+        steps = len(times)
+        shard_bytes = kept.own.slots[0].nbytes
+        return RankCost(
+            parameters=recipe.model.layout.parameter_count,
+            state_bytes=plain.memory.state_bytes_most,
+            buddy_bytes=kept.memory.most[MemoryKind.MIRROR] - shard_bytes,
+            previous_bytes=kept.memory.most[MemoryKind.MIRROR] - SLOTS * shard_bytes,
+            working_bytes=plain.memory.most[MemoryKind.WORKING],
+            step_ns=[one[0] for one in times],
+            mirrored_ns=[one[1] for one in times],
+            offloaded_ns=[one[2] for one in times],
+            offloaded_bytes=sum(slot.nbytes for slot in file.slots),
+            resident_bytes=resident_bytes,
+            copy_ns=mirror.busy_ns // steps,
+            waited_ns=mirror.waited_ns // steps,
+        )
+    finally:
+        file.remove()
+        for watcher in (mirror, keeper):
+            watcher.epoch_over()
+            watcher.close()
+
+
+def _file(folder: Path, like: ZeroTrainer, ranks: int) -> StateFile:
+    own = like.own
+    name = StateName(run=os.getppid(), place=own.rank, ranks=ranks, elements=own.slots[0].size)
+    return StateFile(folder, name, again=False)
+
+
+def _timed(trainer: ZeroTrainer, watch: StepHook) -> int:
+    began_ns = now_ns()
+    trainer.run_step(watch)
+    return now_ns() - began_ns
+
+
+def _ignore_update(done: ZeroStepResult) -> None:
+    """Nobody is told."""
+
+
+def _ignore_commit(version: int, digests: Digests) -> None:
+    """Nobody is told."""
+
+
+async def run_rank() -> None:
+    """Measure on this rank, and report."""
+    arguments = training.parser().parse_args(sys.argv[1:])
+    recipe = open_recipe(training.options_of(arguments))
+    options = ZeroOptions(stage=arguments.zero, storage=arguments.storage)
+    launched = RankEnvironment.read(os.environ)
+    folder = arguments.offload or arguments.out / "offload"
+    ranks, config = 1 if launched is None else launched.world_size, recipe.config
+    arena_bytes = sum(
+        arena_bytes_needed(recipe.model, config, options, ranks=ranks, copies=copies)
+        for copies in (0, COPIES)
+    )
+    async with join(arena=arena_bytes) as worker:
+        made = await group(worker)
+        cost = await asyncio.to_thread(measured, worker, made, recipe, options, folder)
+        worker.report({"cost": asdict(cost)})
+        await made.barrier()
+        await made.close()
+
 
 RANKS = (2, 4, 8)
 STAGES = (1, 2, 3)
-TOLD_LINES_MAX = 40
 MIB = 1 << 20
 
 
@@ -68,31 +209,13 @@ def goal_bytes(parameters: int, stage: int, ranks: int) -> int:
     return round(parameters * per_parameter[stage])
 
 
-@dataclass(slots=True)
-class _Run:
-    """Observer and output of a run."""
-
-    reports: list[bench_zero_rank.RankCost] = field(default_factory=list[bench_zero_rank.RankCost])
-    lines: list[str] = field(default_factory=list[str])
-
-    async def write_line(self, line: OutputLine) -> None:
-        """Keep a rank's line, in case the run fails."""
-        self.lines = [*self.lines[1 - TOLD_LINES_MAX :], line.text.decode(errors="replace")]
-
-    async def __call__(self, event: HostEvent) -> None:
-        """Keep what a rank has measured."""
-        if isinstance(event, RankReport) and event.payload.get("kind") == bench_zero_rank.KIND:
-            self.reports.append(msgspec.convert(event.payload["cost"], bench_zero_rank.RankCost))
-
-
 async def measure(
     directory: Path, *, ranks: int, stage: int, steps: int, shape: Sequence[str], offload: Path | None = None
 ) -> ZeroCost:
     """Run one stage on so many ranks. Raises `UserError` if the run fails."""
-    run = _Run()
     data = write_text(directory / "text")
     config = HostConfig(
-        target="zbmd.tools.lab.bench.training.zero_rank",
+        target="zbmd.tools.lab.bench.training.zero",
         is_module=True,
         arguments=(
             *(*shape, "--data", str(data), "--out", str(directory), "--steps", str(steps)),
@@ -102,10 +225,12 @@ async def measure(
         world_size=ranks,
         preload=("zbmd.training.zero.job",),
     )
-    ended = await Host(config, output=run, observer=run).run()
-    if ended.exit_code != 0 or len(run.reports) != ranks:
-        raise UserError(f"{ranks} ranks did not end well: {ended.reason}\n" + "\n".join(run.lines))
-    costs, first = run.reports, run.reports[0]
+    costs = [
+        msgspec.convert(report["cost"], RankCost) for report in await run_ranks(config) if "cost" in report
+    ]
+    if len(costs) != ranks:
+        raise UserError(f"{len(costs)} of {ranks} ranks reported what they measured")
+    first = costs[0]
     times = [(cost.step_ns, cost.mirrored_ns, cost.offloaded_ns) for cost in costs]
     ratios = [(b / a, c / a) for one in times for a, b, c in zip(*one, strict=True)]
     return ZeroCost(
@@ -146,18 +271,17 @@ HEAD = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a row for each number of ranks and stage. Exit code 1: a run failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.training.zero",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    if RankEnvironment.read(os.environ) is not None:
+        uvloop.run(run_rank())
+        return 0
+    parser = script_parser("lab.bench.training.zero", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--steps", type=int, default=5, help="of each trainer (%(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the model (%(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (%(default)s)")
     parser.add_argument("--offload", type=Path, metavar="FOLDER", help="where states in files lie")
-    parser.add_argument("--json", action="store_true", help="print a JSON line for each row")
+    add_json(parser)
     arguments = parser.parse_args(argv)
     log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

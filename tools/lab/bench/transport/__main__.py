@@ -9,7 +9,6 @@ has to be quiet.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import msgspec
 
 from zbmd.tools.bench.result import BenchResult, Measurement
 from zbmd.tools.bench.stats import OURS, size_in_words
+from zbmd.tools.cli.options import script_parser
 from zbmd.tools.lab.bench.transport.idle import Idle
 from zbmd.training.files import write_atomically
 
@@ -176,11 +176,7 @@ def _bandwidth(row: Measurement) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run everything, keep it, and print the table; the exit code is that of the first part that fails."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.transport",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("lab.bench.transport", __doc__)
     parser.add_argument("--out", type=Path, default=OUT_DEFAULT, metavar="DIR", help="(%(default)s)")
     parser.add_argument("--rounds", default=str(ROUNDS_DEFAULT), metavar="N", help="(%(default)s)")
     parser.add_argument(
@@ -217,7 +213,6 @@ def table_of(texts: dict[str, bytes]) -> str:
     results = {name: msgspec.json.decode(texts[name], type=BenchResult) for name in ("p2p", "tcp", "detect")}
     p2p, detected = results["p2p"], results["detect"]
     idle = msgspec.json.decode(texts["idle"], type=Idle)
-    machine = p2p.machine
     lines = [
         *p2p_lines(Rows(p2p.rows)),
         *tcp_lines(Rows(results["tcp"].rows)),
@@ -226,9 +221,7 @@ def table_of(texts: dict[str, bytes]) -> str:
     ]
     return "\n".join(
         [
-            f"{p2p.date}, {machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, "
-            f"Python {machine.python}, load {machine.load_average:g}; {p2p.rounds} rounds, "
-            f"{detected.rounds} kills a size.",
+            f"{p2p.date}, {p2p.machine}; {p2p.rounds} rounds, {detected.rounds} kills a size.",
             "",
             "| what | goal | measured | |",
             "|---|---|---|---|",

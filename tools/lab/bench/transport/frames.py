@@ -22,6 +22,7 @@ import uvloop
 
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import median, parse_sizes
+from zbmd.tools.cli.options import add_json, script_parser
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.identity import Identity
@@ -142,9 +143,8 @@ async def _ask_all(
 
 def table(figures: dict[tuple[str, int, str], list[float]]) -> str:
     """The figures as a person reads them: medians, us, and how much blocks take of what pieces take."""
-    machine = this_machine()
     lines = [
-        f"# us a frame; {machine.cpu}, {machine.cores} cores, load {machine.load_average:.1f}, {now_utc()}",
+        f"# us a frame; {now_utc()}  {this_machine()}",
         f"{'':12}{'bytes':>10}{'blocks':>10}{'pieces':>10}{'ratio':>8}",
     ]
     for what, nbytes, kind in figures:
@@ -156,11 +156,11 @@ def table(figures: dict[tuple[str, int, str], list[float]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("lab.bench.transport.frames", __doc__)
     parser.add_argument("--sizes", default="8K,16K,32K,64K,256K,1000000", metavar="LIST")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--iterations", type=int, default=200, help="round trips in each turn")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     parser.add_argument("--echo", nargs=len(KINDS), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.echo is not None:

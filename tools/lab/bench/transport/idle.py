@@ -7,18 +7,17 @@ Shared pages are those of the whole machine (Shmem in /proc/meminfo), so run it 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import resource
-import sys
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import uvloop
 
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.transport.errors import UserError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Endpoint
@@ -115,21 +114,16 @@ async def _use(pairs: list[tuple[ShmLink, ShmLink]]) -> int:
     return arrived
 
 
+@exit_code_of
 def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.lab.bench.transport.idle", description=__doc__
-    )
+    parser = script_parser("lab.bench.transport.idle", __doc__)
     parser.add_argument("--links", type=int, default=LINKS_DEFAULT, help="(%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     arguments = parser.parse_args(argv)
-    try:
-        if not 1 <= arguments.links <= LINKS_MAX:
-            raise UserError(f"--links {arguments.links} is out of range: give 1 to {LINKS_MAX:,}.")
-        found = uvloop.run(measure(arguments.links))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not 1 <= arguments.links <= LINKS_MAX:
+        raise UserError(f"--links {arguments.links} is out of range: give 1 to {LINKS_MAX:,}.")
+    found = uvloop.run(measure(arguments.links))
     if arguments.json:
         print(json.dumps({**msgspec.to_builtins(found), "total_bytes": found.total_bytes}))
     else:

@@ -30,6 +30,7 @@ import uvloop
 
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import median
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.network.netns import Lab, LabHost
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.bulk.stripe_scaling import SLOW_BYTES_PER_S, buffer_bytes_max, stripes_for
@@ -189,9 +190,8 @@ def run(rtt_s: float, rate_mbps: float, loss: float, rounds: int, seconds: float
 
 def table(figures: dict[str, list[float]], what: str) -> str:
     """The figures as a person reads them."""
-    machine = this_machine()
     lines = [
-        f"# {what}; {machine.cpu}, {machine.cores} cores, load {machine.load_average:.1f}, {now_utc()}",
+        f"# {what}; {now_utc()}  {this_machine()}",
         f"{'':20}{'Mbit/s p50':>12}{'least':>9}{'most':>9}",
     ]
     lines += [
@@ -201,15 +201,16 @@ def table(figures: dict[str, list[float]], what: str) -> str:
     return "\n".join(lines)
 
 
+@exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser("lab.bench.transport.stripes", __doc__)
     parser.add_argument("--rtt", default="20ms", metavar="TIME")
     parser.add_argument("--rate", type=float, default=1000.0, metavar="MBPS")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     parser.add_argument("--listen", help=argparse.SUPPRESS)
     parser.add_argument("--dial", help=argparse.SUPPRESS)
     parser.add_argument("--stripes", type=int, default=CHOSEN, help=argparse.SUPPRESS)
@@ -224,11 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         uvloop.run(_dial(arguments.dial, arguments.stripes))
         return 0
     rtt_s = parse_duration(arguments.rtt)
-    try:
-        figures = run(rtt_s, arguments.rate, arguments.loss, arguments.rounds, arguments.seconds)
-    except ZbmdError as error:
-        print(f"bench_stripes: {error}", file=sys.stderr)
-        return 1
+    figures = run(rtt_s, arguments.rate, arguments.loss, arguments.rounds, arguments.seconds)
     rtt_us, buffer_bytes = round(rtt_s * 1e6), buffer_bytes_max()
     least, most = stripes_for(rtt_us, buffer_bytes, SLOW_BYTES_PER_S), stripes_for(rtt_us, buffer_bytes)
     path = f"round trip {arguments.rtt}, {arguments.rate:g} Mbit/s, loss {arguments.loss:g}"

@@ -10,7 +10,6 @@ once more.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import hmac
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 
 import uvloop
 
+from zbmd.tools.cli.options import add_json, script_parser
 from zbmd.transport.errors import LinkFull
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES, FrameHeader
 from zbmd.transport.identity import Identity
@@ -150,11 +150,9 @@ async def _link_rows(protection: Protection, seconds: float) -> list[MacRow]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run it and print a table, or JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser("lab.bench.transport.tcp", __doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     given = parser.parse_args(arguments)
     rows: list[MacRow] = []
     for nbytes in SIZES:

@@ -9,7 +9,7 @@ from support.jobs.small_jobs import SmallJobs
 from support.processes.captures import Captures
 
 from zbmd.actors.system import ActorSystem
-from zbmd.tools.chaos.sweep.worker import Worker
+from zbmd.tools.chaos.job_worker import Worker
 
 
 @pytest.fixture

@@ -6,19 +6,22 @@ Its data, model and steps are always the same, so that its weights can be compar
 from __future__ import annotations
 
 import asyncio
+import os
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from zbmd.actors.host.events import HostEvent, RankDown
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.early_template import EarlyTemplate
-from zbmd.actors.rank.environment import LINKS_VARIABLE
+from zbmd.actors.rank.environment import LINKS_VARIABLE, RankEnvironment
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.run_ranks import RanksOutput
-from zbmd.tools.chaos.sweep import passes as kill_passes
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.optim import OPTIMIZERS
@@ -78,7 +81,7 @@ async def run_small_job(
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
     zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
     `zbmd train` on one, in `precision`; optimizer: its name; counts: a directory that ranks write to how
-    often they pass each point (`chaos.sweep.passes`), and none dies; limit_s: a run that takes longer has
+    often they pass each point (`count_passes`), and none dies; limit_s: a run that takes longer has
     failed; template: one that was forked for this job; more: further options of a job that is on no mesh;
     see: is given what the host tells.
 
@@ -90,7 +93,7 @@ async def run_small_job(
     )
     arguments = (*arguments, *more)
     if counts is not None:
-        target, arguments = kill_passes.__name__, (str(counts), target, *arguments)
+        target, arguments = __name__, (str(counts), target, *arguments)
     config = HostConfig(
         target=target,
         is_module=True,
@@ -191,3 +194,49 @@ def write_text(path: Path) -> Path:
         b"".join(b"line %d: the quick brown fox jumps over %d lazy dogs\n" % (i, i * i) for i in range(400))
     )
     return path
+
+
+# How often each rank of a job passes each kill point: `chaos.sweep` learns from it where a kill can be.
+
+NEVER: Final = 10**15
+"""A pass that no run comes to."""
+
+Passes = dict[str, int]
+"""Number of passes of each point; points without a pass are left out."""
+
+
+def _path(directory: Path, rank: int) -> Path:
+    return directory / f"passes{rank}.json"
+
+
+def read_passes(directory: Path, ranks: int) -> list[Passes]:
+    """Return the passes of each rank of a run. Raises `UserError` if one is missing."""
+    try:
+        return [
+            msgspec.json.decode(_path(directory, rank).read_bytes(), type=Passes) for rank in range(ranks)
+        ]
+    except (OSError, ValueError) as error:
+        raise UserError(f"a rank has not written which kill points it passes: {error}") from error
+
+
+def count_passes(argv: Sequence[str]) -> None:
+    """Run a module as `__main__` in a rank, every point armed for a pass that never comes.
+
+    argv: DIRECTORY MODULE ARGUMENT…; what was passed is written to DIRECTORY as the module ends.
+    """
+    directory, module, *arguments = argv
+    launched = RankEnvironment.read(os.environ)
+    if launched is None:
+        raise UserError("passes are counted in a rank: run zbmd.tools.chaos.sweep")
+    points = ",".join(f"rank{launched.rank}:{point}:{NEVER}" for point in faults.declared())
+    os.environ[faults.FAULT_VARIABLE] = points
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        passed = {point: NEVER - left for point, left in faults.left().items() if left < NEVER}
+        _path(Path(directory), launched.rank).write_bytes(msgspec.json.encode(passed))
+
+
+if __name__ == "__main__":
+    count_passes(sys.argv[1:])

@@ -22,14 +22,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import uvloop
 
+import zbmd
+from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.host.events import HostEvent, RankDown, RankReport, ViewChanged
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.tools.cli.options import script_parser
 from zbmd.tools.cli.settings import cores
+
+REPORT_EVERY = 200
+ASK_S = 60.0
+
 
 MINUTES_DEFAULT: Final = 10.0
 LOAD_FACTOR: Final = 2
@@ -41,6 +50,44 @@ BURNER: Final = (
 )
 ARENA_BYTES: Final = 16 << 20
 STOPPED: Final = "the soak is over"
+
+
+class Ping(Contract, id="zbmd.soak.ping"):
+    """The smallest question."""
+
+
+class Echo(Actor):
+    """Answers."""
+
+    @on(Ping)
+    async def ping(self, message: Ping) -> Ping:
+        """Answer."""
+        return message
+
+
+def work() -> float:
+    """Some milliseconds of numpy and of plain Python."""
+    matrix = np.ones((256, 256), np.float32)
+    total = float((matrix @ matrix).sum())
+    return total + sum(range(20_000))
+
+
+async def be_rank() -> None:
+    """Barriers, asks between ranks and numpy, until the process ends."""
+    async with zbmd.join() as worker:
+        await worker.system.spawn(Echo, name="echo")
+        group = await zbmd.group(worker)
+        neighbour = worker.system.ref(f"rank{(worker.rank + 1) % worker.world_size}/echo")
+        values = np.ones(50_000, np.float32)
+        turns = 0
+        while True:
+            await group.all_reduce(values)
+            values.fill(1.0)
+            await neighbour.ask(Ping(), reply=Ping, timeout=ASK_S)
+            await asyncio.to_thread(work)
+            turns += 1
+            if worker.rank == 0 and turns % REPORT_EVERY == 1:
+                worker.report({"turns": turns})
 
 
 @dataclass(slots=True)
@@ -170,7 +217,7 @@ async def soak(seconds: float, ranks: int, nodes: int, burners: int) -> Soak:
         cluster = Nodes(folder, found)
         stack.push_async_callback(cluster.close)
         config = HostConfig(
-            target="zbmd.tools.chaos.soak_rank", is_module=True, world_size=ranks, arena_bytes=ARENA_BYTES
+            target="zbmd.tools.chaos.soak_detector", is_module=True, world_size=ranks, arena_bytes=ARENA_BYTES
         )
         host = Host(config, output=found, observer=found.observe)
         if nodes:
@@ -190,6 +237,9 @@ async def soak(seconds: float, ranks: int, nodes: int, burners: int) -> Soak:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    if RankEnvironment.read(os.environ) is not None:
+        zbmd.run(be_rank())
+        return 0
     parser = script_parser("chaos.soak_detector", __doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES_DEFAULT)
     parser.add_argument("--ranks", type=int, default=4)

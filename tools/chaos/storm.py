@@ -31,7 +31,7 @@ from typing import Final
 from zbmd.actors.host.events import HostEvent, RankDown, RankStarted
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.chaos.small_job import JobOutcome, run_small_job, write_text
-from zbmd.tools.chaos.sweep.cases import Setting, every_setting
+from zbmd.tools.chaos.sweep import Setting, every_setting
 from zbmd.tools.cli.options import script_parser
 from zbmd.training.redundancy.machine import LOST_WITH_BUDDY
 from zbmd.transport.errors import UserError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.job_worker import JobCase, Worker
 from zbmd.tools.chaos.small_job import RANKS_DEFAULT, JobOutcome
-from zbmd.tools.chaos.sweep.worker import JobCase, Worker
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import UserError
 

@@ -10,11 +10,23 @@ from typing import Any
 import pytest
 
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation
-from zbmd.tools.chaos.programs import __main__ as kill_programs
-from zbmd.tools.chaos.programs import rank as kill_rank
-from zbmd.tools.chaos.programs.families import AGAIN, FIRST, RANKS, RUNS, Family, Kill, families, kills_of
-from zbmd.tools.chaos.programs.ledger import Ledger, entry_of
-from zbmd.tools.chaos.programs.pool import KillOutcome, KillPool, PoolBroken, judge
+from zbmd.tools.chaos import kill_pool as kill_rank
+from zbmd.tools.chaos import programs as kill_programs
+from zbmd.tools.chaos.kill_pool import (
+    AGAIN,
+    FIRST,
+    RANKS,
+    RUNS,
+    Family,
+    Kill,
+    KillOutcome,
+    KillPool,
+    PoolBroken,
+    families,
+    judge,
+    kills_of,
+)
+from zbmd.tools.chaos.programs import Ledger, entry_of
 from zbmd.transport.errors import UserError
 
 RING = Family(Operation.REDUCE_SCATTER, "ring", 2)

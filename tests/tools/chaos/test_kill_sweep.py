@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools.chaos.sweep.__main__ import main
-from zbmd.tools.chaos.sweep.cases import Setting, every_setting, in_order, second_kills, single_kills, spread
-from zbmd.tools.chaos.sweep.ledger import CaseVerdict, Ledger, table
+from zbmd.tools.chaos.sweep import (
+    CaseVerdict,
+    Ledger,
+    Setting,
+    every_setting,
+    in_order,
+    main,
+    second_kills,
+    single_kills,
+    spread,
+    table,
+)
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 

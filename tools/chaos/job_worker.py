@@ -58,7 +58,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "zbmd.tools.chaos.sweep.worker"],
+            [sys.executable, "-m", "zbmd.tools.chaos.job_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**ONE_THREAD_DEFAULTS, **os.environ},

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from zbmd.actors.bootstrap.kubernetes import NAMESPACE_FILE, Pod
 from zbmd.actors.bootstrap.merge import Bootstrap, Role, bootstrap_of
-from zbmd.tools.cli.launch_settings import IGNORED, ignored, service, stated
-from zbmd.tools.cli.setting import Settings
+from zbmd.tools.cli.launch_settings import IGNORED, Settings, ignored, service, stated
 from zbmd.tools.cli.settings import DEFAULT, parse_ranks
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import usable_cpus

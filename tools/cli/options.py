@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
+import msgspec
+
 from zbmd.transport.errors import UserError, ZbmdError
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
@@ -119,3 +121,9 @@ def listed(option: str, given: Sequence[str], choices: Sequence[str]) -> tuple[s
         if name not in choices:
             raise UserError(f"{option}: expected some of {', '.join(choices)}, got {name!r}")
     return names
+
+
+def by_names(struct: msgspec.Struct, *lists: str) -> dict[str, Any]:
+    """Return the fields by their names, also those of the structs in `lists`: on the wire they are arrays."""
+    inner = {name: [msgspec.structs.asdict(one) for one in getattr(struct, name)] for name in lists}
+    return msgspec.structs.asdict(struct) | inner

@@ -15,8 +15,7 @@ from zbmd.actors.hangs.verdict import OnHang
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, parse_arena, parse_progress_deadline
 from zbmd.actors.replay.process_capture import parse_bulk
 from zbmd.actors.view import RANKS_MAX, OnLoss
-from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS
-from zbmd.tools.cli.setting import Chosen, Setting, Settings
+from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS, Chosen, Setting, Settings
 from zbmd.transport.capture import Detail
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError

@@ -21,11 +21,14 @@ from zbmd.actors.host.links import ACTORS_ASK_S
 from zbmd.actors.process.template_client import READY_S_MAX
 from zbmd.collectives.communicator.operations import TIMEOUT_S_DEFAULT
 from zbmd.tools.cli.settings import merge
-from zbmd.tools.doctor.checks import accelerator_findings, limit_findings, machine_findings
-from zbmd.tools.doctor.extras import extra_findings, find_extras
-from zbmd.tools.doctor.network import (
+from zbmd.tools.doctor.checks import (
+    accelerator_findings,
+    extra_findings,
+    find_extras,
+    limit_findings,
     link_findings,
     local_link,
+    machine_findings,
     network_findings,
     probe_finding,
     read_interface_filter,
@@ -113,20 +116,14 @@ def _settings(arguments: Namespace, environment: Mapping[str, str]) -> tuple[Dea
     except UserError as error:
         if arguments.recovery_budget is not None or arguments.config is not None:
             raise  # what was typed is corrected at once
-        finding = Finding(
-            section=Section.MACHINE,
-            name="settings",
-            state=FindingState.NOT_OK,
-            detail=str(error),
-            advice="correct or unset it",
-        )
+        finding = Section.MACHINE.not_ok("settings", str(error), "correct or unset it")
         return derive(), "default", finding
     chosen = merged.chosen["recovery_budget"]
     others = [
         f"{name} from {each.source}" for name, each in merged.chosen.items() if each.source != "default"
     ]
     detail = ", ".join(others) or "all defaults"
-    finding = Finding(section=Section.MACHINE, name="settings", state=FindingState.OK, detail=detail)
+    finding = Section.MACHINE.ok("settings", detail)
     return derive(round(chosen.value * 1e9)), chosen.source, finding
 
 
@@ -189,25 +186,18 @@ def deadline_report(deadlines: Deadlines, source: str) -> DeadlineReport:
 
 def deadline_findings(report: DeadlineReport) -> Iterator[Finding]:
     """The budget and what it holds, then each deadline with its rule and reason."""
-
-    def line(name: str, detail: str, state: FindingState = FindingState.NOTE) -> Finding:
-        return Finding(section=Section.DEADLINES, name=name, state=state, detail=detail)
-
     budget, one, across = map(
         format_duration, (report.recovery_budget_ns, report.same_host_path_ns, report.across_hosts_path_ns)
     )
     fits = max(report.same_host_path_ns, report.across_hosts_path_ns) <= report.recovery_budget_ns
-    yield line(
-        "recovery_budget",
-        f"{budget} ({report.source}); a recovery takes {one} of it on one host, {across} across hosts",
-        FindingState.OK if fits else FindingState.NOT_OK,
-    )
+    detail = f"{budget} ({report.source}); a recovery takes {one} of it on one host, {across} across hosts"
+    yield Section.DEADLINES.check("recovery_budget", fits, detail, "")
     for each in report.derived:
-        yield line(
-            each.name, f"{format_duration(each.value_ns)} = {each.rule} ({each.kind.value}): {each.reason}"
-        )
+        detail = f"{format_duration(each.value_ns)} = {each.rule} ({each.kind.value}): {each.reason}"
+        yield Section.DEADLINES.note(each.name, detail)
     for fixed in report.fixed:
-        yield line(fixed.name, f"{format_duration(fixed.value_ns)}, fixed: {fixed.reason}")
+        detail = f"{format_duration(fixed.value_ns)}, fixed: {fixed.reason}"
+        yield Section.DEADLINES.note(fixed.name, detail)
 
 
 # --- text -----------------------------------------------------------------------------------------------

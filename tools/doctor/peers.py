@@ -63,9 +63,9 @@ async def compare_clocks(
     text = clocks_apart(there, here, ahead_ns)
     if text is not None:
         what, _, advice = text.partition(". ")
-        return _finding(address, FindingState.NOTE, what, advice)
+        return Section.LINKS.note(str(address), what, advice)
     apart = format_duration(abs(ahead_ns) // _MILLISECOND_NS * _MILLISECOND_NS)
-    return _finding(address, FindingState.OK, f"the clock of {there} agrees with ours to {apart}")
+    return Section.LINKS.ok(str(address), f"the clock of {there} agrees with ours to {apart}")
 
 
 async def _ask(address: TcpAddress, clock_ns: Callable[[], int]) -> tuple[ClockReply, int]:
@@ -83,12 +83,7 @@ async def _ask(address: TcpAddress, clock_ns: Callable[[], int]) -> tuple[ClockR
 def _not_compared(address: TcpAddress, error: Exception) -> Finding:
     silent = isinstance(error, TimeoutError | DeadlineExceeded)
     why = "who listens there does not answer as a node" if silent else str(error)
-    return _finding(address, FindingState.NOTE, f"not compared: {why}")
-
-
-def _finding(address: TcpAddress, state: FindingState, detail: str, advice: str = "") -> Finding:
-    name = f"clock of {address}"
-    return Finding(section=Section.LINKS, name=name, state=state, detail=detail, advice=advice)
+    return Section.LINKS.note(str(address), f"not compared: {why}")
 
 
 PORT_DEFAULT: Final = 29400
@@ -185,11 +180,8 @@ async def examine(
         return PairLink(between=between, choice=None, error=none), []
     attempts = await asyncio.gather(*(attempt(way, peer.port, timeout_s) for way in ways))
     findings = [
-        Finding(
-            section=Section.LINKS,
-            name=str(each.way),
-            state=FindingState.OK if each.reached else FindingState.NOTE,
-            detail=each.words,
+        Section.LINKS.finding(
+            str(each.way), FindingState.OK if each.reached else FindingState.NOTE, each.words
         )
         for each in attempts
     ]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from zbmd.tools.doctor.report import Finding, FindingState, Section
+from zbmd.tools.doctor.report import Finding, Section
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import INSTALL_VERBS, HostFacts
 from zbmd.transport.host.rdma_device_choice import (
@@ -49,7 +49,7 @@ def rdma_findings(
 ) -> Iterator[Finding]:
     """Whether links to other hosts will be RDMA, and each device and port; one line where there is none."""
     if not topology.rdma_devices:
-        yield _finding("device", FindingState.NOTE, "none; links to other hosts are TCP")
+        yield Section.RDMA.note("device", "none; links to other hosts are TCP")
         return
     for device in topology.rdma_devices:
         yield _device(device)
@@ -59,17 +59,11 @@ def rdma_findings(
             yield from _trouble(device, port)
         yield from _flow_control(device)
     if facts.verbs_missing is None:
-        yield _finding(
-            "libraries", FindingState.OK, "pyverbs can be imported, and zbmd was built with libibverbs"
-        )
+        yield Section.RDMA.ok("libraries", "pyverbs can be imported, and zbmd was built with libibverbs")
     else:
-        yield _finding("libraries", FindingState.NOTE, facts.verbs_missing, INSTALL_VERBS)
+        yield Section.RDMA.note("libraries", facts.verbs_missing, INSTALL_VERBS)
     yield _locked(facts)
     yield _verdict(facts, environment)
-
-
-def _finding(name: str, state: FindingState, detail: str, advice: str = "") -> Finding:
-    return Finding(section=Section.RDMA, name=name, state=state, detail=detail, advice=advice)
 
 
 def _verdict(facts: HostFacts, environment: Mapping[str, str]) -> Finding:
@@ -78,18 +72,18 @@ def _verdict(facts: HostFacts, environment: Mapping[str, str]) -> Finding:
     try:
         wanted = parse_wanted_devices(environment.get(DEVICES_VARIABLE, ""))
     except UserError as error:
-        return _finding(name, FindingState.NOT_OK, str(error), "correct or unset it")
+        return Section.RDMA.not_ok(name, str(error), "correct or unset it")
     why = why_no_rdma(facts, wanted)
     if why is not None:
-        return _finding(name, FindingState.NOTE, f"TCP: {why}")
+        return Section.RDMA.note(name, f"TCP: {why}")
     paths = ", ".join(str(path) for path in rdma_paths(facts, wanted))
-    return _finding(name, FindingState.OK, f"RDMA, where the other host has it too, by {paths}")
+    return Section.RDMA.ok(name, f"RDMA, where the other host has it too, by {paths}")
 
 
 def _device(device: RdmaDevice) -> Finding:
     where = "in software" if device.place is None else device.place.address
     firmware = f"firmware {device.firmware or 'unknown'}"
-    return _finding(device.name, FindingState.NOTE, ", ".join(filter(None, (where, device.board, firmware))))
+    return Section.RDMA.note(device.name, ", ".join(filter(None, (where, device.board, firmware))))
 
 
 def _port(device: RdmaDevice, port: RdmaPort) -> Finding:
@@ -100,12 +94,12 @@ def _port(device: RdmaDevice, port: RdmaPort) -> Finding:
     detail = ", ".join(parts)
     if not port.active:
         advice = "check its cable, its driver and, for InfiniBand, the subnet manager"
-        return _finding(name, FindingState.NOTE, detail, advice)
+        return Section.RDMA.note(name, detail, advice)
     if port.link_layer == ETHERNET and not any(fits(gid, port) for gid in port.gids):
         interface = device.interfaces[0] if device.interfaces else "its interface"
         advice = f"give {interface} an IP address: ip address add 10.0.0.1/24 dev {interface}"
-        return _finding(name, FindingState.NOTE, f"{detail}; no {ROCE_V2} address (GID)", advice)
-    return _finding(name, FindingState.OK, detail)
+        return Section.RDMA.note(name, f"{detail}; no {ROCE_V2} address (GID)", advice)
+    return Section.RDMA.ok(name, detail)
 
 
 def _message_bytes(topology: Topology, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -121,10 +115,10 @@ def _message_bytes(topology: Topology, device: RdmaDevice, port: RdmaPort) -> It
             f"{most} of {MTUS[0]} bytes a packet ({each.name} mtu {each.mtu})",
         )
         if most == MTUS[0]:
-            yield _finding(name, FindingState.OK, detail)
+            yield Section.RDMA.ok(name, detail)
         else:
             advice = f"if the switches take it too: ip link set {each.name} mtu 9000, on all hosts"
-            yield _finding(name, FindingState.NOTE, detail, advice)
+            yield Section.RDMA.note(name, detail, advice)
 
 
 def _trouble(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -137,19 +131,13 @@ def _trouble(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
         advice = "look at its cable and at the subnet's error counters (ibqueryerrors)"
         if port.link_layer == ETHERNET:
             advice = LOSSLESS.format(device.interfaces[0] if device.interfaces else "INTERFACE")
-        yield _finding(
-            f"{name} losses", FindingState.NOTE, f"packets have been sent again: {', '.join(lost)}", advice
-        )
+        yield Section.RDMA.note(f"{name} losses", f"packets have been sent again: {', '.join(lost)}", advice)
     if short:
         detail = f"a receiver had no buffer for a while: {', '.join(short)}"
-        yield _finding(
-            f"{name} buffers", FindingState.NOTE, detail, "look for a process that is stopped or starved"
-        )
+        yield Section.RDMA.note(f"{name} buffers", detail, "look for a process that is stopped or starved")
     downs = dict(found).get("link_downed", 0)
     if downs:
-        yield _finding(
-            f"{name} cable", FindingState.NOTE, f"times it has gone down: {downs}", "check its cable"
-        )
+        yield Section.RDMA.note(f"{name} cable", f"times it has gone down: {downs}", "check its cable")
 
 
 def _flow_control(device: RdmaDevice) -> Iterator[Finding]:
@@ -158,20 +146,18 @@ def _flow_control(device: RdmaDevice) -> Iterator[Finding]:
     name = f"{device.name} flow control"
     advice = LOSSLESS.format(device.interfaces[0] if device.interfaces else "INTERFACE")
     if device.ecn is None:
-        yield _finding(name, FindingState.NOTE, "the driver does not tell of PFC and ECN", advice)
+        yield Section.RDMA.note(name, "the driver does not tell of PFC and ECN", advice)
     elif not device.ecn:
-        yield _finding(
-            name, FindingState.NOTE, "marks of congestion (ECN) are answered in no priority", advice
-        )
+        yield Section.RDMA.note(name, "marks of congestion (ECN) are answered in no priority", advice)
     else:
-        yield _finding(name, FindingState.OK, f"ECN in priorities {', '.join(map(str, device.ecn))}")
+        yield Section.RDMA.ok(name, f"ECN in priorities {', '.join(map(str, device.ecn))}")
 
 
 def _locked(facts: HostFacts) -> Finding:
     most = facts.locked_bytes_max
     if most is None:
-        return _finding("locked memory", FindingState.OK, "unlimited")
+        return Section.RDMA.ok("locked memory", "unlimited")
     detail = f"{most >> 10} KiB may be locked; a rank of an arena of 64 MiB needs {LOCKED_BYTES_MIN >> 10}"
     if most >= LOCKED_BYTES_MIN:
-        return _finding("locked memory", FindingState.OK, detail, UNLIMITED)
-    return _finding("locked memory", FindingState.NOTE, detail, UNLIMITED)
+        return Section.RDMA.ok("locked memory", detail, UNLIMITED)
+    return Section.RDMA.note("locked memory", detail, UNLIMITED)

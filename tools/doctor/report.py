@@ -36,6 +36,26 @@ class Section(Enum):
     LIMITS = "limits"
     EXTRAS = "extras"
 
+    def finding(self, name: str, state: FindingState, detail: str, advice: str = "") -> Finding:
+        """Return a finding of this part."""
+        return Finding(section=self, name=name, state=state, detail=detail, advice=advice)
+
+    def ok(self, name: str, detail: str, advice: str = "") -> Finding:
+        """Return one that is as it should be."""
+        return self.finding(name, FindingState.OK, detail, advice)
+
+    def not_ok(self, name: str, detail: str, advice: str = "") -> Finding:
+        """Return one that keeps jobs from running."""
+        return self.finding(name, FindingState.NOT_OK, detail, advice)
+
+    def note(self, name: str, detail: str, advice: str = "") -> Finding:
+        """Return one that is worth knowing."""
+        return self.finding(name, FindingState.NOTE, detail, advice)
+
+    def check(self, name: str, ok: bool, detail: str, advice: str) -> Finding:
+        """Return one that is `ok`, or advises what to do."""
+        return self.ok(name, detail) if ok else self.not_ok(name, detail, advice)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -102,7 +102,7 @@ def _add_status(commands: Any) -> None:
 
 
 def _add_dump(commands: Any) -> None:
-    from zbmd.tools.node import dump as node_dump
+    from zbmd.tools.node import status as node_dump
 
     node_dump.add_dump(commands)
 
@@ -242,7 +242,7 @@ def _run(arguments: argparse.Namespace) -> int:
         case "status":
             return status_command(arguments)
         case "dump":
-            from zbmd.tools.node import dump as node_dump
+            from zbmd.tools.node import status as node_dump
 
             return node_dump.dump_command(arguments)
         case "top" | "tree":

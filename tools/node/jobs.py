@@ -26,6 +26,7 @@ from zbmd.actors.cluster.state.job_table import JobPhase, Stop, Submit
 from zbmd.actors.process.output import OutputLine, StreamName
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
+from zbmd.tools.cli.options import by_names
 from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
 
 # Following a job: its state changes and the output of its ranks, requested from each node in turn.
@@ -182,14 +183,7 @@ async def jobs(at: str | None) -> JobsReply:
 
 def as_json(reply: JobsReply) -> str:
     """One JSON object, by the fields' names (on the wire they are arrays)."""
-    found = [
-        {
-            **msgspec.structs.asdict(job),
-            "job": job_name(job.job),
-            "ranks": [msgspec.structs.asdict(rank) for rank in job.ranks],
-        }
-        for job in reply.jobs
-    ]
+    found = [by_names(job, "ranks") | {"job": job_name(job.job)} for job in reply.jobs]
     return msgspec.json.encode({"view": reply.view, "jobs": found}).decode()
 
 

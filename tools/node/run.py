@@ -20,7 +20,7 @@ from zbmd.actors.rank.environment import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
 from zbmd.actors.view import Outcome, RankState
 from zbmd.tools.cli.console import Console
-from zbmd.tools.cli.setting import Settings
+from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.node.narration import RunNarrator
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, in_words

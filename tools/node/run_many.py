@@ -41,7 +41,7 @@ from zbmd.actors.rank.environment import OFF, PROGRESS_DEADLINE_VARIABLE
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import free_port
-from zbmd.tools.cli.setting import Settings
+from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.narration import RunTeller
 from zbmd.tools.node.run import MORE_PRELOADS, STOP_SIGNALS, JobCommand, host_variables, own_modules

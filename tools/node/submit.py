@@ -14,8 +14,8 @@ from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.node.client import AdminConnection, connect_admin
 from zbmd.actors.cluster.state.job_table import JobSpec, Submit
 from zbmd.tools.cli.launch import spellings
+from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.options import add_at
-from zbmd.tools.cli.setting import Settings
 from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.tools.node.jobs import follow, give_order, job_name
 from zbmd.transport.clock.deadlines import SECOND_NS

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import binascii
 import importlib
 import inspect
 import os
+import shlex
 import signal
 import socket
 import sys
+import zlib
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Annotated, Final, cast
+
+import msgspec
 
 import zbmd
 from zbmd.actors.cluster.contracts import is_name
@@ -20,6 +26,8 @@ from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.membership.machine import LEFT
 from zbmd.actors.cluster.node.actors import NodeActors, Start
 from zbmd.actors.cluster.node.capture import node_capture
+from zbmd.actors.cluster.node.client import ASK_S, connect_admin
+from zbmd.actors.cluster.node.contracts import ADDRESSES_MAX, TokenReply, TokenRequest
 from zbmd.actors.cluster.node.incarnations import (
     PORT_DEFAULT,
     IncarnationEnded,
@@ -36,13 +44,22 @@ from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.host.supervisor import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
-from zbmd.tools.node.join_token import read_token
 from zbmd.tools.node.run import MORE_PRELOADS
 from zbmd.tools.node.store import with_store
-from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_VARIABLE, parse_recovery_budget
+from zbmd.transport.clock.deadlines import (
+    RECOVERY_BUDGET_NS_DEFAULT,
+    RECOVERY_BUDGET_VARIABLE,
+    format_duration,
+    parse_recovery_budget,
+)
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
-from zbmd.transport.handshake.cookie import load_or_create_cookie, store_cookie
+from zbmd.transport.handshake.cookie import (
+    COOKIE_BYTES_MAX,
+    COOKIE_BYTES_MIN,
+    load_or_create_cookie,
+    store_cookie,
+)
 from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -335,3 +352,58 @@ async def _host(jobs: JobHost, actors: NodeActors) -> None:
     """Run jobs and actors until that fails."""
     await jobs.open()
     await asyncio.gather(jobs.failed(), actors.failed())
+
+
+# ---- `zbmd-node token`: a line to paste on the next host, with the addresses of members and the cookie
+#
+# A token is the cookie and a few addresses, in MessagePack behind a checksum, as URL-safe base64. Whoever has
+# it can join and talk to every node, so it is as secret as the cookie file.
+
+TOKEN_CHARS_MAX: Final = 4096
+_PREFIX: Final = "zbmd1-"
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What another host needs to join, as one line of text."""
+
+    cookie: Annotated[bytes, msgspec.Meta(min_length=COOKIE_BYTES_MIN, max_length=COOKIE_BYTES_MAX)]
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=300)], ...], msgspec.Meta(max_length=ADDRESSES_MAX)
+    ]
+
+
+def write_token(token: Token) -> str:
+    """As it is pasted."""
+    body = msgspec.msgpack.encode(token)
+    return _PREFIX + base64.urlsafe_b64encode(zlib.crc32(body).to_bytes(4) + body).decode().rstrip("=")
+
+
+def read_token(text: str) -> tuple[Token, tuple[TcpAddress, ...]]:
+    """A token and its addresses. Raises `UserError` if it was cut or changed on its way."""
+    wrong = UserError(
+        "--token is not whole: a part of it was lost or changed on its way. Run `zbmd-node token` on a "
+        "member again, and paste the whole line."
+    )
+    text = text.strip()
+    if not text.startswith(_PREFIX) or len(text) > TOKEN_CHARS_MAX:
+        raise wrong
+    packed = text.removeprefix(_PREFIX)
+    try:
+        data = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
+        if data[:4] != zlib.crc32(data[4:]).to_bytes(4):
+            raise wrong
+        token = msgspec.msgpack.decode(data[4:], type=Token)
+    except (binascii.Error, msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError):
+        raise wrong from None
+    return token, tuple(parse_address(address) for address in token.addresses)
+
+
+async def print_token(at: str | None) -> None:
+    """`zbmd-node token`."""
+    async with connect_admin(at) as admin:
+        reply = await admin.actor.ask(TokenRequest(), reply=TokenReply, timeout=ASK_S)
+    token = write_token(Token(cookie=load_or_create_cookie(), addresses=reply.addresses))
+    words = ["zbmd-node", "up", "--join", reply.addresses[0], "--token", token]
+    if reply.recovery_budget_ns != RECOVERY_BUDGET_NS_DEFAULT:
+        words += ["--recovery-budget", format_duration(reply.recovery_budget_ns)]
+    print(shlex.join(words))

@@ -17,7 +17,6 @@ import rich.console
 import rich.progress
 
 from zbmd.actors.replay.machine import allow_modules
-from zbmd.tools.replay.as_test import write_test
 from zbmd.tools.replay.hang import Hang, find_hang
 from zbmd.tools.replay.players import HELLO, secrets_for
 from zbmd.tools.replay.run import (
@@ -27,6 +26,7 @@ from zbmd.tools.replay.run import (
     open_logs,
     records_of,
     replay_capture,
+    write_test,
 )
 from zbmd.tools.replay.story import clock_lines, clock_offsets, clock_time, story, story_text
 from zbmd.tools.replay.trace import write_trace

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from zbmd.tools.runs.plot_data import Change, RunPicture
-from zbmd.tools.runs.plot_metrics import read_picture
+from zbmd.tools.runs.plot_data import Change, RunPicture, read_picture
 from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 

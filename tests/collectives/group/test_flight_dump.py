@@ -25,7 +25,7 @@ from zbmd.collectives.group.flight_dump import (
     dump_path,
     read_dump,
 )
-from zbmd.tools.node.dump import collect, listens
+from zbmd.tools.node.status import collect_dumps, listens
 from zbmd.tools.runs.flights import read_dumps, text, trace
 from zbmd.transport.errors import UserError
 
@@ -58,7 +58,7 @@ async def test_a_signal_and_the_tool_have_a_process_write_its_flights(
         group = await zbmd.group(worker)
         assert listens(os.getpid())
         await group.all_reduce(np.ones(3, np.float32))
-        dumps, silent = await collect([os.getpid(), 2**22 + 1], tmp_path)
+        dumps, silent = await collect_dumps([os.getpid(), 2**22 + 1], tmp_path)
         assert silent == [2**22 + 1] and len(dumps) == 1
         (dump,) = dumps
         assert dump.pid == os.getpid() and dump.reason == "SIGUSR2"

@@ -7,7 +7,7 @@ import pytest
 from zbmd.actors.cluster.node.contracts import MemberInfo, MembersReply
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.tools.cli.console import screen_for_tables
-from zbmd.tools.node import members as node_members
+from zbmd.tools.node import cluster as node_members
 
 
 def test_no_name_or_address_is_cut(capsys: pytest.CaptureFixture[str]) -> None:

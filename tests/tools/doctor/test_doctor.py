@@ -24,9 +24,16 @@ import pytest
 from support.machines import machines
 
 from zbmd.tools.doctor import command as doctor
-from zbmd.tools.doctor.checks import accelerator_findings, limit_findings, machine_findings
-from zbmd.tools.doctor.extras import extra_findings, find_extras
-from zbmd.tools.doctor.network import link_findings, local_link, network_findings
+from zbmd.tools.doctor.checks import (
+    accelerator_findings,
+    extra_findings,
+    find_extras,
+    limit_findings,
+    link_findings,
+    local_link,
+    machine_findings,
+    network_findings,
+)
 from zbmd.tools.doctor.peers import Reachability, Way, attempt, examine, find_ways, parse_peer
 from zbmd.tools.doctor.rdma import rdma_findings
 from zbmd.tools.doctor.report import Finding, FindingState, Section

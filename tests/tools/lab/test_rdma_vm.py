@@ -22,8 +22,15 @@ from support.rdma.rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.tools.lab.rdma_vm import machine as at_hand
 from zbmd.tools.lab.rdma_vm import machine as bytecode
-from zbmd.tools.lab.rdma_vm.image import Archive, load_order, module_name
-from zbmd.tools.lab.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
+from zbmd.tools.lab.rdma_vm.image import (
+    Archive,
+    PackagesMissing,
+    candidates,
+    load_order,
+    merged,
+    module_name,
+    require_programs,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = [sys.executable, "-m", "zbmd.tools.lab.rdma_vm"]

@@ -16,7 +16,7 @@ from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
-from zbmd.tools.runs.plot_metrics import read_picture
+from zbmd.tools.runs.plot_data import read_picture
 from zbmd.tools.runs.profile import clocks_of
 from zbmd.training.profiler.lines import RankProfile, read_profiles
 from zbmd.training.profiler.ring import RECORD, GroupLine, Spans, read_ring, ring_path

@@ -29,7 +29,7 @@ from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import Change, ClusterView
 from zbmd.actors.errors import UnknownContract
 from zbmd.tools.fuzzing.target import Broken, blocks, folder, read_blocks, target, text_target
-from zbmd.tools.node.join_token import Token, read_token, write_token
+from zbmd.tools.node.up import Token, read_token, write_token
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 from zbmd.transport.machine import TimerFired

@@ -29,7 +29,7 @@ from zbmd.collectives.programs.program import (
 )
 from zbmd.tools.cli import settings
 from zbmd.tools.fuzzing.target import Broken, as_file, file_target, folder, target, text_target
-from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
+from zbmd.tools.runs.plot_data import picture_of_metrics, read_metrics
 from zbmd.tools.runs.profile import table_of
 from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.cli.options import script_parser
-from zbmd.tools.lab.rdma_vm.image import image
+from zbmd.tools.lab.rdma_vm.image import image, require_programs
 from zbmd.tools.lab.rdma_vm.machine import Run, run
-from zbmd.tools.lab.rdma_vm.packages import require_programs
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import ZbmdError
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from zbmd.tools.cli.options import add_json, script_parser
+from zbmd.tools.lab.bench.actors.sim_ring import RingMachine
 from zbmd.transport.sim import (
     Arrived,
     MachineProcess,
@@ -30,26 +31,6 @@ from zbmd.transport.sim import (
     Stimulus,
     World,
 )
-
-# The machine that `sim` times: all that it costs is the simulator's.
-
-
-class RingMachine:
-    """Answers each number with the next one, to the next of the ring."""
-
-    def __init__(self, after: str) -> None:
-        self._after = after
-        self.handled = 0
-
-    def handle(self, event: int, *, now_ns: int) -> list[Send[int]]:
-        """Pass it on."""
-        self.handled += 1
-        return [Send(to=self._after, message=event + 1)]
-
-    def check_invariants(self) -> None:
-        """It counts up."""
-        assert self.handled >= 0
-
 
 RUNS_DEFAULT = 7
 

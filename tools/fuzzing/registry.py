@@ -97,7 +97,6 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/sharded/records.py": ("metrics.tail",),
     "training/profiler/peak.py": ("profile.peaks",),
     "training/profiler/ring.py": ("profile.spans",),
-    "training/checkpoint/whole.py": ("checkpoint",),
     "training/checkpoint/sharded.py": ("checkpoint.names", "checkpoint.shard"),
     "training/data/corpus.py": ("corpus",),
     "training/run/journal.py": ("commit.part",),

@@ -65,12 +65,12 @@ def read_plan(text: str, *, where: str = "the commit log") -> Plan:
         raise UserError(f"the plan in {where} cannot be read ({error}): restore it.") from None
 
 
-def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> None:
-    """Raise `UserError` unless the plan of the checkpoint at `path` is ours, and its state is `alike`.
+def require_plan(path: Path, there: str, here: str) -> None:
+    """Raise `UserError` unless the plan of the checkpoint at `path` is ours.
 
     The number of steps may differ if the learning rates of steps do not depend on it.
     """
-    if there == here and alike:
+    if there == here:
         return
     wanted = _fixed_by(here)
     try:
@@ -79,11 +79,11 @@ def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> No
         known, differing = {}, ["its plan cannot be read"]
     else:
         differing = _differences(known, wanted)
-    if alike and not differing:
+    if not differing:
         return
     raise UserError(
         f"{path} belongs to another run, so it cannot be resumed bit for bit. Differences (there, here): "
-        f"{', '.join(differing) or 'the size of its state'}.{_advice(known, wanted)} Give the options and "
+        f"{', '.join(differing)}.{_advice(known, wanted)} Give the options and "
         "data of that run, or omit --resume."
     )
 

@@ -16,26 +16,22 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot
-from zbmd.training.checkpoint.plan import require_plan
-from zbmd.training.checkpoint.whole import (
-    CHECKPOINT_NAME,
-    checkpoint_version,
-    load_checkpoint,
-    no_checkpoint,
-    require_checkpoint,
-    require_steps_left,
-)
+from zbmd.training.autograd.array_module import Array, to_host
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
+from zbmd.training.checkpoint.plan import read_plan, require_plan
+from zbmd.training.config import GPTConfig
 from zbmd.training.files import write_atomically
+from zbmd.training.model.gpt import parameter_shapes
+from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
 from zbmd.training.optim.elementwise import ARRAYS, AdamWState, StateArray
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -43,14 +39,6 @@ from zbmd.transport.errors import UserError
 if TYPE_CHECKING:  # who reads what a run has left needs no groups
     from zbmd.collectives.group.group import Group
 
-import numpy.typing as npt
-
-from zbmd.training.checkpoint.plan import read_plan
-from zbmd.training.checkpoint.whole import CHECKPOINT_FORMAT, checkpoint_plan, metadata_of
-from zbmd.training.config import GPTConfig
-from zbmd.training.model.gpt import parameter_shapes
-from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
-from zbmd.training.optim import arrays_of
 
 Trained = tuple[npt.NDArray[np.float32], GPTConfig, int]
 """Flat parameters, the configuration of their model, and the step after which they were saved."""
@@ -64,33 +52,22 @@ def load_trained(path: Path) -> Trained:
     are damaged.
     """
     if not path.is_dir():
-        return _of_checkpoint(path) if _is_checkpoint(path) else load_weights(path)
+        return _of_checkpoint(path) if path.suffix == ".json" else load_weights(path)
     weights, checkpoint = path / WEIGHTS_NAME, checkpoint_in(path)
     if checkpoint is None:
         return load_weights(weights)
     if not weights.exists():
         return _of_checkpoint(checkpoint)
     found = load_weights(weights)
-    return found if found[2] >= _step_of(checkpoint) else _of_checkpoint(checkpoint)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.suffix == ".json" or metadata_of(path).get("format") == CHECKPOINT_FORMAT
-
-
-def _step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint. Raises `UserError` if its index cannot be read."""
-    if checkpoint.suffix == ".json":
-        return read_names(checkpoint).version
-    return checkpoint_version(checkpoint) or 0
+    return found if found[2] >= read_names(checkpoint).version else _of_checkpoint(checkpoint)
 
 
 def _of_checkpoint(path: Path) -> Trained:
-    text = read_names(path).plan if path.suffix == ".json" else checkpoint_plan(path)
+    text = read_names(path).plan
     plan = read_plan(text, where=str(path))
     layout = ParameterLayout.of(parameter_shapes(plan.model))
-    arrays, flat = arrays_of(plan.training.optimizer), np.zeros(layout.size, np.float32)
-    with closing(open_state(path, plan=text, layout=layout, arrays=arrays)) as saved:
+    flat = np.zeros(layout.size, np.float32)
+    with closing(open_state(path, plan=text)) as saved:
         for slot in layout.slots:
             flat[slot.span] = saved.parameter("weights", slot)
         return flat, plan.model, saved.version
@@ -117,6 +94,15 @@ class Piece:
     arrays: tuple[Array, ...]
 
 
+def whole_pieces(layout: ParameterLayout, state: AdamWState, arrays: Sequence[StateArray]) -> list[Piece]:
+    """Return a checkpoint's content from one process that holds every parameter whole, on any device."""
+    views = (layout.views(to_host(getattr(state, name))) for name in arrays)
+    return [
+        Piece(slot.name, flat_slice(slot.size, 0, slot.size), tuple(held))
+        for slot, *held in zip(layout.slots, *views, strict=True)
+    ]
+
+
 def shared_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Return which of the items with these sizes each of `ranks` writes, if all ranks hold all of them.
 
@@ -133,7 +119,7 @@ def shared_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The index of a checkpoint: its version, its plan (see `Checkpoint`), the loss scale, and its shard
+    """The index of a checkpoint: its version, its plan (see `plan_text`), the loss scale, and its shard
     files.
     """
 
@@ -231,58 +217,25 @@ def _digest(tensor: Array) -> str:
     return xxhash.xxh3_64_hexdigest(tensor.data)
 
 
-class SavedState(Protocol):
-    """The state in a checkpoint, sharded or whole, read parameter by parameter. Close it after use."""
+class SavedState:
+    """The state in a checkpoint, read parameter by parameter. Close it after use.
 
-    version: int
-    loss_scale: tuple[float, ...]
-
-    def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
-        """Return one of `ARRAYS` of a whole parameter, (slot.size,) float32. Raises `UserError` for
-        damage."""
-        ...
-
-    def close(self) -> None:
-        """Close its files."""
-        ...
-
-
-class _Whole(SavedState):
-    """The state in a checkpoint of `zbmd.training.checkpoint.whole`."""
-
-    def __init__(self, path: Path, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray]) -> None:
-        found = load_checkpoint(path, plan=plan, elements=len(arrays) * layout.size)
-        self.version, self.loss_scale = found.version, ()
-        self._arrays = dict(zip(arrays, np.split(found.flat, len(arrays)), strict=True))
-
-    def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
-        """See `SavedState`."""
-        return self._arrays[array][slot.span]
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-
-class _Shards(SavedState):
-    """The state in a checkpoint of `write_shards`; open shards remain readable if it is replaced."""
+    Open shards remain readable if the checkpoint is replaced. `loss_scale`: of float16, see `LossScale`.
+    """
 
     def __init__(self, path: Path, plan: str) -> None:
         self._path = path
         self._files = ExitStack()
         try:
             names = self._open()
+            require_plan(path, names.plan, plan)
         except BaseException:
             self._files.close()
             raise
         self.version, self.loss_scale = names.version, names.loss_scale
-        try:
-            require_plan(path, names.plan, plan)
-        except UserError:
-            self._files.close()
-            raise
 
     def close(self) -> None:
-        """See `SavedState`."""
+        """Close its files."""
         self._files.close()
 
     def _open(self) -> ShardNames:
@@ -316,7 +269,8 @@ class _Shards(SavedState):
                 self._parts.setdefault(key.removeprefix("cut."), []).append((file, metadata))
 
     def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
-        """See `SavedState`."""
+        """Return one of `ARRAYS` of a whole parameter, (slot.size,) float32. Raises `UserError` for
+        damage."""
         whole = np.empty(slot.size, np.float32)
         there = np.zeros(slot.size, np.bool_)
         try:
@@ -363,28 +317,17 @@ def read_names(path: Path) -> ShardNames:
 
 
 def checkpoint_in(directory: Path) -> Path | None:
-    """Return the latest checkpoint, sharded or whole, of the run in `directory`; None if there is none."""
-    shards, whole = (directory / name for name in (SHARDS_NAME, CHECKPOINT_NAME))
-    if not shards.exists() or not whole.exists():
-        return next((path for path in (shards, whole) if path.exists()), None)
-    try:
-        version = read_names(shards).version
-    except UserError:
-        return shards  # whoever opens it is told
-    return whole if (checkpoint_version(whole) or 0) > version else shards
+    """Return the index of the last checkpoint of the run in `directory`; None if there is none."""
+    path = directory / SHARDS_NAME
+    return path if path.exists() else None
 
 
-def open_state(
-    path: Path, *, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray] = ARRAYS
-) -> SavedState:
-    """Open a checkpoint of the whole model `layout`, sharded or whole; `path` may be a run's directory.
+def open_state(path: Path, *, plan: str) -> SavedState:
+    """Open a checkpoint: its index, or the directory of the run that wrote it.
 
-    `arrays`: the arrays of the state, see `zbmd.training.optim.arrays_of`. Raises `UserError` if the
-    checkpoint is missing, damaged, or belongs to a run with other settings or data.
+    Raises `UserError` if it is missing, damaged, or belongs to a run with other settings or data than `plan`.
     """
-    if path.is_dir():
-        path = checkpoint_in(path) or path / SHARDS_NAME
-    return _Shards(path, plan) if path.suffix == ".json" else _Whole(path, plan, layout, arrays)
+    return SavedState(path / SHARDS_NAME if path.is_dir() else path, plan)
 
 
 def take_state(
@@ -400,26 +343,23 @@ def take_state(
         getattr(state, name)[slot.span] = xp.asarray(saved.parameter(name, slot))
 
 
-def require_state(
-    path: Path,
-    *,
-    plan: str,
-    layout: ParameterLayout,
-    steps: int,
-    arrays: Sequence[StateArray] = ARRAYS,
-) -> None:
+def require_state(path: Path, *, plan: str, steps: int) -> None:
     """Check that a run of `steps` can resume from what `open_state` would open, without reading its arrays.
 
     Raises `UserError` as that does, and if no step is left.
     """
-    if path.is_dir():
-        path = checkpoint_in(path) or path / SHARDS_NAME
-    if path.suffix == ".json":
-        with closing(_Shards(path, plan)) as found:
-            version = found.version
-    else:
-        version = require_checkpoint(path, plan=plan, elements=len(arrays) * layout.size)
-    require_steps_left(path, version, steps)
+    with closing(open_state(path, plan=plan)) as found:
+        version = found.version
+    if version >= steps:
+        raise UserError(
+            f"the checkpoint {path} is of step {version}, and --steps is {steps}: no step is left. "
+            "Give more --steps, which are counted from the beginning."
+        )
+
+
+def no_checkpoint(path: Path) -> UserError:
+    """Return the error for a missing checkpoint."""
+    return UserError(f"there is no checkpoint at {path}: check the path given to --resume.")
 
 
 def _unreadable(path: Path, why: object) -> UserError:

@@ -18,8 +18,14 @@ from zbmd.collectives.commit.machine import StepCommit
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.checkpoint.plan import plan_text
-from zbmd.training.checkpoint.sharded import open_state, require_state, take_state, write_alone
-from zbmd.training.checkpoint.whole import CHECKPOINT_NAME, no_checkpoint
+from zbmd.training.checkpoint.sharded import (
+    checkpoint_in,
+    no_checkpoint,
+    open_state,
+    require_state,
+    take_state,
+    write_alone,
+)
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import (
     CORPUS_FILE,
@@ -136,8 +142,7 @@ def run_plain(options: JobOptions, *, storage: Storage = "float32") -> JobResult
     require_beginning(options, recipe, plan)
     trainer = PlainTrainer(recipe, storage=storage)
     if options.resume is not None:
-        layout, arrays = recipe.model.layout, arrays_of(recipe.config.optimizer)
-        with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
+        with closing(open_state(options.resume, plan=plan)) as saved:
             trainer.begin_from(saved)
     while trainer.step < steps:
         loss = trainer.run_step().loss
@@ -221,20 +226,14 @@ def check_data(
 def require_beginning(options: JobOptions, recipe: Recipe, plan: str) -> None:
     """Raise `UserError` for a checkpoint that the run cannot resume from, without reading its arrays."""
     if options.resume is not None:
-        require_state(
-            options.resume,
-            plan=plan,
-            layout=recipe.model.layout,
-            steps=recipe.config.steps,
-            arrays=arrays_of(recipe.config.optimizer),
-        )
+        require_state(options.resume, plan=plan, steps=recipe.config.steps)
 
 
 def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
     """Return what happened, and the checkpoint to resume from; `otherwise`: what to do if there is none."""
-    checkpoint = options.out / CHECKPOINT_NAME
+    checkpoint = checkpoint_in(options.out)
     what_happened = reason if reason.endswith(".") else f"{reason}."
-    if not checkpoint.exists():
+    if checkpoint is None:
         return f"{what_happened} No checkpoint had been written yet: {otherwise}."
     return (
         f"{what_happened} The last durable checkpoint is {checkpoint}: resume with "
@@ -258,7 +257,8 @@ async def _train(
     journal = Journal(
         options.out,
         log_header(worker, recipe, plan, base_version),
-        options.model,
+        recipe.model,
+        arrays_of(recipe.config.optimizer),
         rank=worker.rank,
         report=worker.report,
         checkpoint_every=options.checkpoint_every,
@@ -346,7 +346,7 @@ def _initial_store(
     if options.resume is None:
         state.weights[:] = xp.asarray(recipe.model.init(recipe.config.seed))
     else:
-        with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
+        with closing(open_state(options.resume, plan=plan)) as saved:
             take_state(saved, state, layout, arrays, xp=xp)
             store.version = saved.version
     return store, store.version, store.digest(store.committed)

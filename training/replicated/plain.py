@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.training.autograd.array_module import Array, to_host
-from zbmd.training.autograd.parameter_layout import flat_slice
-from zbmd.training.checkpoint.sharded import Piece, SavedState, take_state
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.checkpoint.sharded import Piece, SavedState, take_state, whole_pieces
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
@@ -65,14 +64,7 @@ class PlainTrainer:
 
     def pieces(self) -> list[Piece]:
         """Return the content of a checkpoint: every parameter, whole."""
-        views = (
-            self.recipe.model.layout.views(to_host(getattr(self.state, name)))
-            for name in arrays_of(self.recipe.config.optimizer)
-        )
-        return [
-            Piece(slot.name, flat_slice(slot.size, 0, slot.size), tuple(held))
-            for slot, *held in zip(self.recipe.model.layout.slots, *views, strict=True)
-        ]
+        return whole_pieces(self.recipe.model.layout, self.state, arrays_of(self.recipe.config.optimizer))
 
     def run_step(self) -> PlainStep:
         """Run one step, attempted again with a smaller loss scale if its gradients overflow.

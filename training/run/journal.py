@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ import msgspec
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.commit import events as cm
-from zbmd.training.autograd.array_module import Array, to_host
-from zbmd.training.checkpoint.whole import (
-    CHECKPOINT_NAME,
-    Checkpoint,
-    checkpoint_version,
-    load_checkpoint,
-    save_checkpoint,
+from zbmd.training.autograd.array_module import to_host
+from zbmd.training.checkpoint.sharded import (
+    checkpoint_in,
+    open_state,
+    read_names,
+    take_state,
+    whole_pieces,
+    write_alone,
 )
-from zbmd.training.config import GPTConfig
+from zbmd.training.model.gpt import GPT
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
+from zbmd.training.optim.elementwise import AdamWState, StateArray
 from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, VotePart, loss_of
 from zbmd.training.step.two_slot_store import Slot
 from zbmd.transport.capture.registry import ActionT, EventT, MachineKind
@@ -65,14 +68,16 @@ Report = dict[str, Any]
 class Journal:
     """The journal of one rank for the run in `directory`.
 
-    `report` sends progress to the host, and must not block.
+    `model`, `arrays`: what a state consists of; see `zbmd.training.optim.arrays_of`. `report` sends progress
+    to the host, and must not block.
     """
 
     def __init__(
         self,
         directory: Path,
         header: LogHeader,
-        model: GPTConfig,
+        model: GPT,
+        arrays: Sequence[StateArray],
         *,
         rank: int,
         report: Callable[[Report], None],
@@ -80,7 +85,7 @@ class Journal:
     ) -> None:
         self.directory = directory
         self.log = CommitLog(directory / LOG_NAME, header)
-        self._model = model
+        self._model, self._arrays = model, arrays
         self._rank = rank
         self._report = report
         self._checkpoint_every = checkpoint_every
@@ -143,16 +148,17 @@ class Journal:
         """Report that this rank has caught up by a pull or a recall."""
         self._report(adopted_report(adopted.version, adopted.epoch))
 
-    def preserved(self, version: int, *, elements: int) -> Array | None:
-        """Return the state of `version`, (elements,) float32, if the checkpoint on disk has it; otherwise
-        None.
+    def read_preserved(self, version: int, slot: Slot) -> bool:
+        """Read the state of `version` into `slot` if the checkpoint on disk has it; return whether it has.
 
         Raises `UserError` if the checkpoint is damaged or of another run.
         """
-        path = self.directory / CHECKPOINT_NAME
-        if checkpoint_version(path) != version:
-            return None
-        return load_checkpoint(path, plan=self.log.header.plan, elements=elements).flat
+        path, layout = checkpoint_in(self.directory), self._model.layout
+        if path is None or read_names(path).version != version:
+            return False
+        with closing(open_state(path, plan=self.log.header.plan)) as saved:
+            take_state(saved, slot.state, layout, self._arrays, xp=self._model.xp)
+        return True
 
     async def preserve(self, version: int, slot: Slot) -> None:
         """Write weights and checkpoint of the last version; durable on return. Raises `UserError`."""
@@ -160,7 +166,7 @@ class Journal:
         await self.settle()
         weights = slot.state.weights
         path = self.directory / WEIGHTS_NAME
-        await asyncio.to_thread(save_weights, path, weights, self._model, step=version)
+        await asyncio.to_thread(save_weights, path, weights, self._model.config, step=version)
 
     async def settle(self) -> None:
         """Wait for the record and checkpoint that are being written, and close the log. Raises their
@@ -175,10 +181,11 @@ class Journal:
         if self._saving is not None:
             await self._saving  # one at a time: a disk slower than the training slows it down, in the open
         # A copy: the slot is written again one commit from now, while the file is still being made.
-        flat = to_host(slot.flat).copy()
-        checkpoint = Checkpoint(version=version, plan=self.log.header.plan, flat=flat)
-        path = self.directory / CHECKPOINT_NAME
-        self._saving = asyncio.create_task(asyncio.to_thread(save_checkpoint, path, checkpoint))
+        layout, arrays = self._model.layout, self._arrays
+        state = AdamWState.of(to_host(slot.flat).copy(), layout.size, len(arrays))
+        pieces, plan = whole_pieces(layout, state, arrays), self.log.header.plan
+        save = asyncio.to_thread(write_alone, self.directory, pieces, version=version, plan=plan)
+        self._saving = asyncio.create_task(save)
 
 
 def step_report(record: CommitRecord, grad_norm: float) -> Report:

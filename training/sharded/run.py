@@ -17,16 +17,14 @@ from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.checkpoint.sharded import checkpoint_in, open_state, require_state, write_shards
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
-from zbmd.training.model.gpt import GPT, parameter_shapes
+from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
-from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.pipeline.program import Shape
@@ -135,9 +133,7 @@ def _require_beginning(options: TrainOptions, model: GPTConfig, corpus: Corpus) 
         require_state(
             options.resume,
             plan=plan_of(options, model, corpus),
-            layout=ParameterLayout.of(parameter_shapes(model)),
             steps=options.training.steps,
-            arrays=arrays_of(options.training.optimizer),
         )
 
 
@@ -375,10 +371,7 @@ class _Run(MeshTask[TrainResult]):
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])
         elif options.resume is not None:
-            layout = ParameterLayout.of(parameter_shapes(self.config))
-            arrays = arrays_of(options.training.optimizer)
-            found = open_state(options.resume, plan=self._plan, layout=layout, arrays=arrays)
-            with contextlib.closing(found) as saved:
+            with contextlib.closing(open_state(options.resume, plan=self._plan)) as saved:
                 trainer.begin_from(saved)
 
     def _checkpoint(self, trainer: MeshTrainer) -> None:

@@ -26,7 +26,6 @@ from zbmd.training.autograd import spans
 from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
-from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.profiler.profiler import open_profiler
@@ -154,9 +153,7 @@ class ZeroJob:
         self._plan = zero_plan_of(recipe, zero)
         self._saved: SavedState | None = None
         if options.resume is not None:
-            arrays = arrays_of(recipe.config.optimizer)
-            layout = recipe.model.layout
-            self._saved = open_state(options.resume, plan=self._plan, layout=layout, arrays=arrays)
+            self._saved = open_state(options.resume, plan=self._plan)
         path, base = options.out / LOG_NAME, 0 if self._saved is None else self._saved.version
         if again and path.exists():  # what the run began with may have been written over since
             base = read_log(path)[0].base_version

@@ -164,7 +164,8 @@ class Arena:
             offset = self._allocate(nbytes)
         view = self._mapping.view(offset, nbytes, writable=True)
         if zeroed and offset < used_before:
-            np.frombuffer(view[: used_before - offset], np.uint8)[:] = 0
+            used = view[: used_before - offset]
+            np.ndarray(len(used), np.uint8, buffer=used)[:] = 0
         array = np.ndarray(dimensions, kind, buffer=view)
         # numpy keeps every view's base at this array, so it lives as long as any of them.
         weakref.finalize(array, self._returned.append, offset).atexit = False

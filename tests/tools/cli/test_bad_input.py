@@ -29,7 +29,7 @@ SMALL = (
     *("--steps", "6", "--context", "16", "--width", "16", "--heads", "2", "--layers", "1"),
     *("--sequences-per-shard", "1", "--checkpoint-every", "2", "--evaluate-every", "3"),
 )
-CHECKPOINT_BYTES = 136_448  # of the small model; its corpus has fewer, its commit log far fewer
+CHECKPOINT_BYTES = 140_224  # of the small model's shard; its corpus has fewer, its commit log far fewer
 
 # The superuser reads and writes what it likes; what is executed from here is no longer one in this respect.
 _OBEY_PERMISSIONS = """
@@ -137,13 +137,23 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
     write_text(launcher.directory / "text")
     assert train(launcher, starting=RECORDED).code == 0
     assert started(launcher), "who is started begins a record"
-    checkpoint = launcher.directory / "run" / "checkpoint.safetensors"
-    assert checkpoint.stat().st_size == CHECKPOINT_BYTES
-    torn = launcher.directory / "torn"
-    torn.write_bytes(checkpoint.read_bytes()[:5000])
+    checkpoint = launcher.directory / "run" / "checkpoint.json"
+    (shard,) = checkpoint.parent.glob("checkpoint-6-*.safetensors")
+    assert shard.stat().st_size == CHECKPOINT_BYTES
+    torn, other = launcher.directory / "torn", launcher.directory / "other"
+    weights = checkpoint.with_name("weights.safetensors")
+    for directory, kept in ((torn, shard.read_bytes()[:5000]), (other, weights.read_bytes())):
+        directory.mkdir()
+        (directory / shard.name).write_bytes(kept)
+        (directory / checkpoint.name).write_bytes(checkpoint.read_bytes())
+    half = launcher.directory / "half"
+    half.write_bytes(checkpoint.read_bytes()[:100])
+    advice = "Give --resume a run's directory with a whole checkpoint"
     for resume, arguments, what in (
-        (torn, [], "torn cannot be read as a checkpoint: .*incomplete.* Give --resume the checkpoint"),
-        (checkpoint.with_name("weights.safetensors"), [], "its format is zbmd-gpt-1, not zbmd-checkpoint-1"),
+        (half, [], f"half cannot be read as a checkpoint: Input data was truncated. {advice}"),
+        (torn, [], f"torn/{shard.name} cannot be read as a checkpoint: .*incomplete.* {advice}"),
+        (other, [], "its format is zbmd-gpt-1, not zbmd-checkpoint-shards-1"),
+        (weights, [], f"weights.safetensors cannot be read as a checkpoint: .* {advice}"),
         (checkpoint, ["--seed", "9"], r"Differences \(there, here\): training.seed \(0, 9\)\. Give the opt"),
         (checkpoint, [], "of step 6, and --steps is 6: no step is left. Give more --steps"),
         (checkpoint, ["--steps", "9"], r"training.horizon \(6, 9\)\. .* with --horizon 6 it does so here"),
@@ -329,14 +339,15 @@ def test_a_rank_that_raises_and_does_not_end_is_heard_all_the_same(launcher: Lau
 
 # A disk that is full.
 
+CHECKPOINT = ["checkpoint-*-0.safetensors", "checkpoint.json"]
 LIMITED = str(PROGRAMS / "training/limited_files.py")
-NO_ROOM = "cannot write run/checkpoint.safetensors: the disk is full"
+NO_ROOM = r"cannot write run/checkpoint-\d-[0-9a-f]{16}-0\.safetensors: the disk is full"
 
 
 @pytest.mark.parametrize(("limited_from", "advice"), [
     (1, "No checkpoint had been written yet: free some space and start again"),
     # The checkpoint of step 4 is begun when that of step 2 is there; whether it is written by now is open.
-    (5, r"The last durable checkpoint is run/checkpoint.safetensors: resume with --resume "),
+    (5, r"The last durable checkpoint is run/checkpoint.json: resume with --resume "),
 ])  # fmt: skip
 def test_a_checkpoint_that_finds_no_room_ends_the_run_and_keeps_the_last_one(
     launcher: Launcher, limited_from: int, advice: str
@@ -348,11 +359,12 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_keeps_the_last_one(
         "run", "-n", "2", *limits, "--data", "text", "--out", "run", *SMALL
     )  # fmt: skip
     assert_one_paragraph(ended, f"{NO_ROOM} \\(File too large\\)", advice)
-    kept = sorted(path.name for path in (launcher.directory / "run").iterdir())
+    names = sorted(path.name for path in (launcher.directory / "run").iterdir())
+    kept = [re.sub(r"-\d-[0-9a-f]{16}-", "-*-", name) for name in names]
     written = ["commits.zlog", "corpus.bin", "profile"]
-    assert kept == [*(["checkpoint.safetensors"] if limited_from > 1 else []), *written]
+    assert kept == [*(CHECKPOINT if limited_from > 1 else []), *written]
     if limited_from > 1:
-        resumed = train(launcher, "--resume", "run/checkpoint.safetensors", out="resumed")
+        resumed = train(launcher, "--resume", "run/checkpoint.json", out="resumed")
         undisturbed = train(launcher, out="undisturbed")
         assert digest(resumed) == digest(undisturbed)
 
@@ -391,5 +403,6 @@ if may_mount():
         later = r"cannot write disk/run/\S+: the disk is full \(No space left on device\)"
         assert_one_paragraph(ended, before if disk_kib == 60 else later)
         kept = {60: [], 200: ["commits.zlog", "corpus.bin", "profile"]}
-        kept[240] = ["checkpoint.safetensors", *kept[200]]
-        assert listing.read_text().split() == kept[disk_kib], ended
+        kept[240] = [*CHECKPOINT, *kept[200]]
+        names = re.sub(r"-\d-[0-9a-f]{16}-", "-*-", listing.read_text()).split()
+        assert names == kept[disk_kib], ended

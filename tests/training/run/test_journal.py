@@ -12,6 +12,8 @@ import pytest
 from zbmd.collectives.commit.events import Commit
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
+from zbmd.training.model.gpt import GPT
+from zbmd.training.optim.elementwise import ARRAYS
 from zbmd.training.run.journal import Journal, Report
 from zbmd.training.run.ledger import LOG_FORMAT, LogHeader, VotePart, read_log
 from zbmd.training.step.two_slot_store import Store, own_memory
@@ -22,6 +24,7 @@ PARTS = (msgspec.msgpack.encode(VotePart({0: (1, 2)}, {0: 2.5}, 1.0)),)
 FIRST = Commit(epoch=1, version=1, digest=bytes(16), slot=0, parts=PARTS)
 SECOND = replace(FIRST, version=2, slot=1)
 MEMBERS = (0, 1)
+MODEL = GPT(GPTConfig())
 SLOT = Store(ParameterLayout.of({"w": (2, 2)}), own_memory).current
 
 
@@ -34,7 +37,13 @@ class Run:
 
     def journal(self, rank: int, header: LogHeader = HEADER) -> Journal:
         return Journal(
-            self.directory, header, GPTConfig(), rank=rank, report=self.told.append, checkpoint_every=0
+            self.directory,
+            header,
+            MODEL,
+            ARRAYS,
+            rank=rank,
+            report=self.told.append,
+            checkpoint_every=0,
         )
 
     def versions(self) -> list[int]:

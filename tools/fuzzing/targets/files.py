@@ -43,7 +43,6 @@ from zbmd.training.checkpoint.sharded import (
     write_names,
     write_shard,
 )
-from zbmd.training.checkpoint.whole import Checkpoint, checkpoint_version, load_checkpoint, save_checkpoint
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
@@ -171,23 +170,6 @@ def _ledger(path: Path) -> None:
         raise Broken("records are gone")
 
 
-@functools.cache
-def _checkpoint_seeds() -> tuple[bytes, ...]:
-    flat = np.arange(ELEMENTS, dtype=np.float32)
-    return (
-        _written("c", lambda d: save_checkpoint(d / "c", Checkpoint(version=3, plan=PLAN, flat=flat))),
-        _written("c", lambda d: save_checkpoint(d / "c", Checkpoint(version=3, plan="{}", flat=flat[:6]))),
-    )
-
-
-@file_target("checkpoint", "a checkpoint", _checkpoint_seeds, UserError)
-def _checkpoint(path: Path) -> None:
-    checkpoint_version(path)
-    found = load_checkpoint(path, plan=PLAN, elements=ELEMENTS)
-    if found.flat.shape != (ELEMENTS,) or found.plan != PLAN:
-        raise Broken(f"{found}")
-
-
 STATE_NAME = StateName(run=7, place=0, ranks=2, elements=ELEMENTS)
 
 
@@ -246,7 +228,7 @@ def _shard_files() -> tuple[bytes, bytes]:
 def _shards(names: bytes, shard: bytes) -> None:
     with as_file(names, SHARDS_NAME) as path:
         (path.parent / SHARD_NAME).write_bytes(shard)
-        with contextlib.closing(open_state(path, plan=PLAN, layout=ParameterLayout(SLOTS))) as state:
+        with contextlib.closing(open_state(path, plan=PLAN)) as state:
             LossScale().read(np.array(state.loss_scale))
             for slot in SLOTS:
                 flat = state.parameter("mean", slot)

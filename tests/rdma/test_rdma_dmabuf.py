@@ -7,12 +7,12 @@ import os
 from dataclasses import replace
 
 import pytest
+from support.devices.cuda_model import ModelHost, ModelProcess
 from support.rdma.rdma_world import given_devices
 
 from zbmd.transport.cuda.api import DeviceFacts
 from zbmd.transport.rdma.dmabuf import DmaBufRefused, Staged, register_device_memory
 from zbmd.transport.rdma.native._rdma_device import Device
-from zbmd.transport.sim.parts.cuda_model import ModelHost, ModelProcess
 
 NBYTES = 1 << 16
 

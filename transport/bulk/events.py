@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from zbmd.transport.bulk.records import Record
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.memory.region import RegionHandle
 
 
@@ -145,11 +146,6 @@ class CloseAsked:
     """Finish what is under way, say goodbye and end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The time of the last `SetTimer` has come."""
-
-
 BulkEvent: TypeAlias = (
     StripeOpened
     | StripesUsed
@@ -279,23 +275,17 @@ class CloseStripe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Deliver `TimerFired` at this monotonic time, ns. There is one timer."""
-
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MarkLost:
     """The peer's notifications cannot come any more: set its bit in the lost mask.
 
-    It comes before any transfer is finished, so that whoever learns of an end by one finds the bit set.
+    Over stripes it comes before any transfer is finished, so that whoever learns of an end by one finds the
+    bit set; over RDMA it follows the end of the queue pair.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Everything is over: close all stripes. error: None after an orderly end."""
+    """The connection is over, with all that is under way. error: None after an orderly end."""
 
     error: ZbmdError | None
 

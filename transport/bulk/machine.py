@@ -44,7 +44,6 @@ from zbmd.transport.bulk.events import (
     RecordsSent,
     SendRecord,
     Serve,
-    SetTimer,
     ShutStripe,
     Source,
     SourceKind,
@@ -52,7 +51,6 @@ from zbmd.transport.bulk.events import (
     StripeFailed,
     StripeOpened,
     StripesUsed,
-    TimerFired,
     Unserve,
 )
 from zbmd.transport.bulk.limits import BulkLimits
@@ -84,6 +82,7 @@ from zbmd.transport.bulk.transfers import (
     fragment_record,
 )
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.secure.protection import STRIPES_MAX
 
 STORY_EVENTS: Final = 8
@@ -131,14 +130,10 @@ class BulkMachine:
         self._answers: deque[Outgoing] = deque()
         self._answer_is_next = False
         self._arrivals = Arrivals()
-        self._end_error: ZbmdError = LinkClosed(f"the bulk connection with {peer} is closed")
+        self.end_error: ZbmdError = LinkClosed(f"the bulk connection with {peer} is closed")
+        """The error of a transfer that is asked for after the end."""
         self._actions: list[BulkAction] = []
         self._story: deque[str] = deque(maxlen=STORY_EVENTS)
-
-    @property
-    def end_error(self) -> ZbmdError:
-        """The error of a transfer that is asked for after the end."""
-        return self._end_error
 
     def handle(self, event: BulkEvent, *, now_ns: int) -> list[BulkAction]:
         """Take one event; `now_ns` is monotonic. See `Machine`."""
@@ -244,7 +239,7 @@ class BulkMachine:
         if ask.transfer in self._transfers:
             raise LocalProtocolError(f"transfer {ask.transfer} is under way already")
         if self.state is not BulkState.OPEN:
-            self._actions.append(Finish(transfer=ask.transfer, error=self._end_error))
+            self._actions.append(Finish(transfer=ask.transfer, error=self.end_error))
             return
         self._transfers.add(ask.transfer)
         if isinstance(ask, GetAsked):
@@ -534,13 +529,13 @@ class BulkMachine:
             return
         if all(stripe.goodbye_heard for stripe in self._stripes.values()):
             for transfer in list(self._gets):
-                self._finish(transfer, self._end_error)
+                self._finish(transfer, self.end_error)
             self._gets.clear()
             self._gets_waiting.clear()
             while self._unacked and not self._unacked[0].unsent:
                 put = self._unacked.popleft()
                 if not (put.refused or put.settled):
-                    self._finish(put.number, self._end_error)
+                    self._finish(put.number, self.end_error)
         under_way = self._puts or self._unacked or self._serving or self._gets
         if not (under_way or self._urgent or self._arrivals.ack_due):
             for number, stripe in self._stripes.items():
@@ -560,7 +555,7 @@ class BulkMachine:
         Tell: say why on a stripe that is free for it, if there is one.
         """
         if error is not None:
-            self._end_error = error
+            self.end_error = error
         if isinstance(error, PeerLost | RemoteProtocolError):
             self._actions.append(MarkLost())
         if tell:
@@ -570,7 +565,7 @@ class BulkMachine:
                     self._give(number, stripe, Error(nbytes=len(text)), None, text=text)
                     break
         for transfer in sorted(self._transfers):
-            self._actions.append(Finish(transfer=transfer, error=self._end_error))
+            self._actions.append(Finish(transfer=transfer, error=self.end_error))
         self._actions += [Unserve(get=get) for get in self._serving]
         self._transfers.clear()
         self._serving.clear()

@@ -36,14 +36,12 @@ from zbmd.transport.bulk.events import (
     RecordsSent,
     SendRecord,
     Serve,
-    SetTimer,
     ShutStripe,
     SourceKind,
     StripeEnded,
     StripeFailed,
     StripeOpened,
     StripesUsed,
-    TimerFired,
     Unserve,
 )
 from zbmd.transport.bulk.fast_path import QuickStripe
@@ -69,6 +67,7 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.memory.region import CheckedRegion, RegionHandle, require_owner
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import DONE, Transfer
@@ -110,7 +109,8 @@ class BulkPeer:
         self.info = info
         self.ended = Transfer()
         """Done when the connection has ended and nothing is touched any more; raises why, if not orderly."""
-        self._plane = plane
+        self.plane = plane
+        """The data plane, which moves the bytes."""
         self._own = segment.mapping
         self._regions = segment.regions
         self._limits = limits
@@ -143,11 +143,6 @@ class BulkPeer:
     # -- any thread ----------------------------------------------------------------------------------
 
     @property
-    def plane(self) -> DataPlane:
-        """The data plane, which moves the bytes."""
-        return self._plane
-
-    @property
     def one_sided(self) -> bool:
         """Our memory is reached by us: what is not lent any more is refused."""
         return False
@@ -159,18 +154,18 @@ class BulkPeer:
 
     def add_stripe(self, stripe: Stripe) -> None:
         """Use one more connection; it is ours now. Closed at once if we have ended."""
-        if not self._plane.call(lambda: self._open_stripe(stripe)):
+        if not self.plane.call(lambda: self._open_stripe(stripe)):
             stripe.sock.close()
 
     def close(self) -> None:
         """Finish what is under way, say goodbye and end, within `BulkLimits.close_ns`. Idempotent."""
         self._refuse_new(LinkClosed(f"the bulk connection with {self.info.name} is closed"))
-        self._plane.call(lambda: self._handle(CloseAsked()))
+        self.plane.call(lambda: self._handle(CloseAsked()))
 
     def abort(self, error: ZbmdError) -> None:
         """End at once, with `error` for all that is under way: the peer is known to be gone. Idempotent."""
         self._refuse_new(error)
-        self._plane.call(lambda: self.cut(error))
+        self.plane.call(lambda: self.cut(error))
 
     def put(
         self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int, owner: object
@@ -188,7 +183,7 @@ class BulkPeer:
 
     def put_now(self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int) -> bool:
         """Put `src` past the machine: whether that was done. Then it may change at once."""
-        return len(src) <= QUICK_BYTES_MAX and self._plane.at_once(
+        return len(src) <= QUICK_BYTES_MAX and self.plane.at_once(
             lambda: self._go_quickly(lambda stripe: stripe.put(handle, src, at, channel, value))
         )
 
@@ -210,12 +205,12 @@ class BulkPeer:
             finally:
                 gone.set()
 
-        if self._plane.call(on_thread):
+        if self.plane.call(on_thread):
             gone.wait()
 
     def notify(self, channel: int, value: int) -> None:
         """Set the peer's cell of (our slot, channel) behind all puts before."""
-        if self._plane.at_once(lambda: self._go_quickly(lambda stripe: stripe.notify(channel, value))):
+        if self.plane.at_once(lambda: self._go_quickly(lambda stripe: stripe.notify(channel, value))):
             return
         self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
 
@@ -239,7 +234,7 @@ class BulkPeer:
             self._next_transfer += 1
             asked, number = event(self._next_transfer), self._next_transfer
             # Under the lock, so that numbers and order are one.
-            if not self._plane.call(lambda: self._start(number, asked, transfer, view)):
+            if not self.plane.call(lambda: self._start(number, asked, transfer, view)):
                 raise LinkClosed("the data plane of this process is closed")
         return transfer
 
@@ -266,16 +261,16 @@ class BulkPeer:
         return True
 
     def _sent_quickly(self, *, whole: bool) -> None:
-        self._plane.check_silence_of(self)
-        self._plane.flushed(self)
+        self.plane.check_silence_of(self)
+        self.plane.flushed(self)
         if whole and self._quick.owes:
-            self._plane.flush_later(self)  # it came while we waited to send
+            self.plane.flush_later(self)  # it came while we waited to send
         if not whole:
             number = self._quick.stripe
             self._leave_quick()
             self._unsent[number] = self._stripes[number]
             self._prompt = True
-            self._plane.flush_soon(self)
+            self.plane.flush_soon(self)
 
     def _leave_quick(self) -> None:
         """Return from the fast path to the machine."""
@@ -283,7 +278,7 @@ class BulkPeer:
         if number >= 0:
             self._handle(self._quick.end())
             if self._stripes[number].has_surplus:
-                self._plane.again(self, number)
+                self.plane.again(self, number)
 
     def _start(self, number: int, event: BulkEvent, transfer: Transfer, view: memoryview) -> None:
         self._buffers[number] = transfer, view
@@ -305,8 +300,8 @@ class BulkPeer:
         if self._machine.state is BulkState.ENDED or number in self._stripes:
             stripe.sock.close()
             return
-        io = self._stripes[number] = StripeSocket(stripe, self.info.name, self._plane.tag_helper)
-        self._plane.watch(io.sock, self, number)
+        io = self._stripes[number] = StripeSocket(stripe, self.info.name, self.plane.tag_helper)
+        self.plane.watch(io.sock, self, number)
         if self._adapts and self._use is None:
             at_first = stripes_for(round_trip_us(io.sock), buffer_bytes_max(), SLOW_BYTES_PER_S)
             self._use = StripeUse(at_first)
@@ -320,10 +315,10 @@ class BulkPeer:
         io = self._stripes.get(number)
         if io is None or io.paused:
             return
-        if number == self._quick.stripe or (self._plane.is_driven and self._quick_again(number)):
+        if number == self._quick.stripe or (self.plane.is_driven and self._quick_again(number)):
             if self._quick.receive():
                 if self._quick.owes:
-                    self._plane.flush_later(self)
+                    self.plane.flush_later(self)
                 return
             self._leave_quick()
         if self._lingering:
@@ -341,7 +336,7 @@ class BulkPeer:
                 case ReadResult.BLOCKED:
                     return
                 case ReadResult.ENDED:
-                    self._plane.want_read(io.sock, wanted=False)
+                    self.plane.want_read(io.sock, wanted=False)
                     self._handle(StripeEnded(stripe=number, between_records=io.reader.between_records))
                     return
                 case PayloadArrived():
@@ -353,9 +348,9 @@ class BulkPeer:
             if not io.reader.wanted_bytes:
                 # What comes next has no place yet. Unread, it slows the peer down.
                 io.paused = True
-                self._plane.want_read(io.sock, wanted=False)
+                self.plane.want_read(io.sock, wanted=False)
                 return
-        self._plane.again(self, number)
+        self.plane.again(self, number)
 
     def flush(self) -> None:
         """Send on every stripe that has something to send, as far as sockets take it."""
@@ -373,7 +368,7 @@ class BulkPeer:
             return
         for _ in range(TURN_CALLS_MAX):
             if io.writer.idle:
-                self._plane.want_write(io.sock, wanted=False)
+                self.plane.want_write(io.sock, wanted=False)
                 return
             try:
                 records = io.send()
@@ -382,12 +377,12 @@ class BulkPeer:
                 return
             if records is None:
                 break
-            self._plane.check_silence_of(self)
+            self.plane.check_silence_of(self)
             if records:
                 self._handle(RecordsSent(stripe=number, records=records))
             if self._stripes.get(number) is not io:
                 return
-        self._plane.want_write(io.sock, wanted=True)
+        self.plane.want_write(io.sock, wanted=True)
 
     def check_stripes(self) -> None:
         """Use more stripes if those in use are too few for the path."""
@@ -432,9 +427,9 @@ class BulkPeer:
                 self._perform(action)
             self._events.popleft()
         if self._prompt:
-            self._plane.flush_soon(self)
+            self.plane.flush_soon(self)
         elif self._unsent:
-            self._plane.flush_later(self)
+            self.plane.flush_later(self)
 
     def _perform(self, action: BulkAction) -> None:
         match action:
@@ -464,7 +459,7 @@ class BulkPeer:
             case CloseStripe(stripe=stripe):
                 self._close_stripe(stripe)
             case SetTimer(at_ns=at_ns):
-                self._plane.set_timer(self, at_ns)
+                self.plane.set_timer(self, at_ns)
             case MarkLost():
                 _native.set_lost(self._own.address, self.info.slot)
             case End(error=error):
@@ -504,8 +499,8 @@ class BulkPeer:
             io.reader.receive_into(view)
         if io.paused:
             io.paused = False
-            self._plane.want_read(io.sock, wanted=True)
-            self._plane.again(self, stripe)
+            self.plane.want_read(io.sock, wanted=True)
+            self.plane.again(self, stripe)
 
     def _serve(self, action: Serve) -> None:
         try:
@@ -533,8 +528,8 @@ class BulkPeer:
             self._lingering = True
             for io in self._stripes.values():
                 io.paused = False
-                self._plane.want_read(io.sock, wanted=True)
-            self._plane.set_timer(self, _native.now_ns() + LINGER_NS)
+                self.plane.want_read(io.sock, wanted=True)
+            self.plane.set_timer(self, _native.now_ns() + LINGER_NS)
         else:
             self._close_stripes()
         self.ended.finish(error)
@@ -557,13 +552,13 @@ class BulkPeer:
         for number in list(self._stripes):
             self._close_stripe(number)
         self._lingering = False
-        self._plane.forget(self)
+        self.plane.forget(self)
 
     def _close_stripe(self, number: int) -> None:
         io = self._stripes.pop(number)
         self._landing.pop(number, None)
         self._unsent.pop(number, None)
-        self._plane.unwatch(io.sock)
+        self.plane.unwatch(io.sock)
         io.close()
 
 

@@ -50,14 +50,10 @@ class Arrivals:
         """Those of them of which fragments are missing."""
         self._known = 0
         """Of all puts before this number, something has come."""
-        self._published = 0
-        self._told = 0
-        """Of `_published`, how many have been acknowledged to the peer."""
-
-    @property
-    def published(self) -> int:
-        """Return how many puts are published."""
-        return self._published
+        self.published = 0
+        """Puts of the peer that are published."""
+        self.told = 0
+        """Of `published`, how many have been acknowledged to the peer."""
 
     def notify(self, record: Notify) -> None:
         """A notification has come. Raises `Malformed` if its number is out of range or came before."""
@@ -110,15 +106,15 @@ class Arrivals:
 
     def publish(self) -> Iterator[tuple[Put | Notify, str | None]]:
         """What is due now and was not before, in order: to publish, or why it is refused."""
-        while (entry := self._waiting.get(self._published)) is not None:
+        while (entry := self._waiting.get(self.published)) is not None:
             if isinstance(entry, Fragments):
                 if entry.left:
                     return
                 assert isinstance(entry.first, Put)
             record = entry.first if isinstance(entry, Fragments) else entry
             assert not isinstance(record, Data)
-            del self._waiting[self._published]
-            self._published += 1
+            del self._waiting[self.published]
+            self.published += 1
             yield record, entry.refused if isinstance(entry, Fragments) else None
 
     @property
@@ -126,35 +122,30 @@ class Arrivals:
         """Whether nothing has come that is not published."""
         return not self._waiting
 
-    @property
-    def told(self) -> int:
-        """Return how many published puts have been acknowledged to the peer."""
-        return self._told
-
     def go_on(self, published: int, told: int) -> None:
         """At rest: so much has been published meanwhile, and the peer told of."""
-        self._known = self._published = published
-        self._told = told
+        self._known = self.published = published
+        self.told = told
 
     @property
     def ack_due(self) -> bool:
         """Whether the peer does not know of all that is published."""
-        return self._told < self._published
+        return self.told < self.published
 
     def acknowledge(self) -> int:
         """How many puts are published or refused; the peer is told now."""
-        self._told = self._published
-        return self._told
+        self.told = self.published
+        return self.told
 
     def check_invariants(self) -> None:
         """What waits is bounded, unpublished, and cannot be published."""
-        assert self._told <= self._published
-        assert self._published <= self._known and self._known not in self._waiting
+        assert self.told <= self.published
+        assert self.published <= self._known and self._known not in self._waiting
         assert self._partial == {
             n: s for n, s in self._waiting.items() if isinstance(s, Fragments) and s.left
         }, "what is partial is wrong"
-        assert all(0 <= number - self._published < PUTS_AHEAD_MAX for number in self._waiting)
-        first = self._waiting.get(self._published)
+        assert all(0 <= number - self.published < PUTS_AHEAD_MAX for number in self._waiting)
+        first = self._waiting.get(self.published)
         assert first is None or (isinstance(first, Fragments) and first.left), "something waits for nothing"
 
     def _note_known(self) -> None:
@@ -162,8 +153,8 @@ class Arrivals:
             self._known += 1
 
     def _check_number(self, number: int) -> None:
-        if not 0 <= number - self._published < PUTS_AHEAD_MAX:
-            raise Malformed(f"put {number} came, and {self._published} are published")
+        if not 0 <= number - self.published < PUTS_AHEAD_MAX:
+            raise Malformed(f"put {number} came, and {self.published} are published")
 
 
 def _extent(fragment: Put | Data) -> tuple[int, int]:

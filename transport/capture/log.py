@@ -58,7 +58,8 @@ class RingRecorder(Recorder):
         self._part_bytes = ring_bytes // RING_PARTS
         if self._part_bytes < RECORD_WEIGHT_BYTES:
             raise LocalProtocolError(f"a ring of {ring_bytes} bytes holds next to no record")
-        self._forgotten = 0
+        self.forgotten = 0
+        """Records that have left the ring; an actor's turn counts as one."""
         self._parts: deque[list[Taken]] = deque()
         self._begun: deque[tuple[int, int]] = deque()
         """For each part, what was taken before it, by weight, and how many records."""
@@ -67,11 +68,6 @@ class RingRecorder(Recorder):
         """Streams that have ended, with the part in which they did: its records may still name them."""
         self._make_room(0)
         self._packs = True
-
-    @property
-    def forgotten(self) -> int:
-        """Return how many records have left the ring; an actor's turn counts as one."""
-        return self._forgotten
 
     def dump(self, directory: Path, reason: str) -> Path:
         """Write the ring as a log into `directory`, which may hold those of others; returns where.
@@ -82,7 +78,7 @@ class RingRecorder(Recorder):
         taken = [one for part in list(self._parts) for one in list(part)]
         at_ns, hlc = self.now_ns(), self._stamp()
         files = LogFiles(
-            directory, self.origin, DiskLimits(), self.clocks.anchor, records_before=self._forgotten
+            directory, self.origin, DiskLimits(), self.clocks.anchor, records_before=self.forgotten
         )
         records = files.unfolded(taken)
         begun = {record[1] for record in records if record[0] == RecordType.STREAM}
@@ -117,7 +113,7 @@ class RingRecorder(Recorder):
         part: list[Taken] = []
         self._parts.append(part)
         self._begun.append((self._taken_bytes - weight, self._taken_records))
-        self._forgotten = self._begun[0][1]
+        self.forgotten = self._begun[0][1]
         self._parts_begun += 1
         self.stretch = self._parts_begun // PARTS_PER_STRETCH
         while self._ended and self._ended[0][0] <= self._parts_begun - len(self._parts):
@@ -257,7 +253,8 @@ class LogRecorder(Recorder):
         self._written_bytes = 0
         """The writer's count against `_taken_bytes`: each of the two has one thread that changes it."""
         self._lost = 0
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """Why the capture stopped before its time, if it did."""
         self._files = LogFiles(directory, origin, limits.disk, clocks.anchor, on_segment=self._begin_stretch)
         self.path = self._files.path
         self._closing = False
@@ -271,11 +268,6 @@ class LogRecorder(Recorder):
         self._writer.start()
         atexit.register(self.close)
 
-    @property
-    def failure(self) -> str | None:
-        """Why the capture stopped before its time, if it did."""
-        return self._failure
-
     def flush(self) -> bool:
         """Wait until what was recorded so far is written; False if it is not, after `CLOSE_S_MAX` at most."""
         with self._passed:
@@ -285,7 +277,7 @@ class LogRecorder(Recorder):
                 self._wake.set()
                 if not self._passed.wait(CLOSE_S_MAX):
                     return False
-        return self._failure is None
+        return self.failure is None
 
     def close(self, reason: str = "closed") -> None:
         """Write what is left and end the log; returns after `CLOSE_S_MAX` also if the disk hangs."""
@@ -305,7 +297,7 @@ class LogRecorder(Recorder):
     # ---- the recording thread
 
     def _make_room(self, weight: int) -> bool:
-        if self._failure is not None:
+        if self.failure is not None:
             self._off()
             return True
         waiting_bytes = self._taken_bytes - self._written_bytes
@@ -362,8 +354,8 @@ class LogRecorder(Recorder):
             with self._passed:
                 self._writer_done = True
                 self._passed.notify_all()
-            if not self._closing and self._failure is None:
-                self._failure = "the writing thread has failed; its error was reported"
+            if not self._closing and self.failure is None:
+                self.failure = "the writing thread has failed; its error was reported"
 
     def _write_waiting(self) -> None:
         buffer = self._buffer
@@ -381,14 +373,14 @@ class LogRecorder(Recorder):
                 self._passed.notify_all()
 
     def _stop(self, error: OSError) -> None:
-        self._failure = error.strerror or str(error)
+        self.failure = error.strerror or str(error)
         self._off()
         self._buffer.clear()
         self._files.abandon()
         _log.warning(
             "the capture has stopped, the job goes on: free some space, or give the capture a smaller bound",
             log=str(self.path),
-            error=self._failure,
+            error=self.failure,
         )
 
     def _forget(self) -> None:

@@ -9,7 +9,7 @@ record.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -42,13 +42,19 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    kind: ClassVar[RecordType]
     stream: _Natural
     at_ns: int
     hlc: _Natural
 
+    @property
+    def kind(self) -> RecordType:
+        """The first item."""
+        tag = self.__struct_config__.tag
+        assert isinstance(tag, int), tag
+        return RecordType(tag)
 
-class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.STREAM)):
+
+class StreamDeclared(_Record, frozen=True, tag=int(RecordType.STREAM)):
     """A machine or a link begins; what follows under its number is its own.
 
     machine: the kind of machine, `link`, or empty; version, fingerprint: of that kind's events and actions;
@@ -56,7 +62,6 @@ class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(Re
     again so that the file can be read alone.
     """
 
-    kind: ClassVar[RecordType] = RecordType.STREAM
     name: str
     machine: str
     version: int
@@ -65,126 +70,111 @@ class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(Re
     continued: bool
 
 
-class EventTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.EVENT)):
+class EventTaken(_Record, frozen=True, tag=int(RecordType.EVENT)):
     """A machine was given an event: its class's name, and its fields as a map."""
 
-    kind: ClassVar[RecordType] = RecordType.EVENT
     tag: str
     fields: msgspec.Raw
 
 
-class ActionsGiven(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.ACTIONS)):
+class ActionsGiven(_Record, frozen=True, tag=int(RecordType.ACTIONS)):
     """What the machine answered: `[[class name, fields], …]`, or nil and its XXH3-128 digest alone."""
 
-    kind: ClassVar[RecordType] = RecordType.ACTIONS
     count: _Natural
     digest: bytes
     actions: msgspec.Raw
 
 
-class FrameIn(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.FRAME_IN)):
+class FrameIn(_Record, frozen=True, tag=int(RecordType.FRAME_IN)):
     """A frame came over the stream's link: its header and payload, as they were on the wire."""
 
-    kind: ClassVar[RecordType] = RecordType.FRAME_IN
     frame: bytes
 
 
-class FrameOut(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.FRAME_OUT)):
+class FrameOut(_Record, frozen=True, tag=int(RecordType.FRAME_OUT)):
     """A frame was given to the stream's link."""
 
-    kind: ClassVar[RecordType] = RecordType.FRAME_OUT
     header: bytes
     payload: bytes
 
 
-class TimerFired(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.TIMER)):
+class TimerFired(_Record, frozen=True, tag=int(RecordType.TIMER)):
     """A timer set for monotonic `due_ns` fired."""
 
-    kind: ClassVar[RecordType] = RecordType.TIMER
     name: str
     due_ns: int
 
 
-class DeathSeen(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.DEATH)):
+class DeathSeen(_Record, frozen=True, tag=int(RecordType.DEATH)):
     """The end of another process was noticed."""
 
-    kind: ClassVar[RecordType] = RecordType.DEATH
     process: str
     incarnation: _Natural
     clean: bool
     reason: str
 
 
-class SeedDrawn(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.SEED)):
+class SeedDrawn(_Record, frozen=True, tag=int(RecordType.SEED)):
     """Randomness was taken in."""
 
-    kind: ClassVar[RecordType] = RecordType.SEED
     name: str
     value: bytes
 
 
-class ClockRead(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.CLOCK)):
+class ClockRead(_Record, frozen=True, tag=int(RecordType.CLOCK)):
     """The wall clock was read: `wall_ns` since 1970."""
 
-    kind: ClassVar[RecordType] = RecordType.CLOCK
     wall_ns: int
 
 
-class Note(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.NOTE)):
+class Note(_Record, frozen=True, tag=int(RecordType.NOTE)):
     """Something worth telling whoever reads the story."""
 
-    kind: ClassVar[RecordType] = RecordType.NOTE
     text: str
 
 
-class Bulk(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.BULK)):
+class Bulk(_Record, frozen=True, tag=int(RecordType.BULK)):
     """A bulk payload: its XXH3-128 digest, and the bytes if they are captured whole."""
 
-    kind: ClassVar[RecordType] = RecordType.BULK
     name: str
     payload_bytes: _Natural
     digest: bytes
     data: bytes | None
 
 
-class Mark(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.MARK)):
+class Mark(_Record, frozen=True, tag=int(RecordType.MARK)):
     """A step begins; the index finds it."""
 
-    kind: ClassVar[RecordType] = RecordType.MARK
     step: _Natural
 
 
-class Lost(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.LOST)):
+class Lost(_Record, frozen=True, tag=int(RecordType.LOST)):
     """This many records are missing here, and why."""
 
-    kind: ClassVar[RecordType] = RecordType.LOST
     records: _Natural
     reason: str
 
 
-class End(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.END)):
+class End(_Record, frozen=True, tag=int(RecordType.END)):
     """The stream ended; of stream 0: the log was closed orderly."""
 
-    kind: ClassVar[RecordType] = RecordType.END
     reason: str
 
 
-class Raised(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.RAISED)):
+class Raised(_Record, frozen=True, tag=int(RecordType.RAISED)):
     """The machine raised instead of answering. where: `handle` or `check_invariants`; error: the class."""
 
-    kind: ClassVar[RecordType] = RecordType.RAISED
     where: str
     error: str
     message: str
 
 
-class StateTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(RecordType.STATE)):
+class StateTaken(_Record, frozen=True, tag=int(RecordType.STATE)):
     """What a machine was just before its next event: a replay can begin here. See `state.StateCodec`.
 
     fingerprint: of the classes that the state is made of.
     """
 
-    kind: ClassVar[RecordType] = RecordType.STATE
     fingerprint: str
     state: msgspec.Raw
 

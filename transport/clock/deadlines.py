@@ -17,6 +17,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -116,6 +117,11 @@ def _derived(kind: DeadlineKind, times: int, parts: int, reason: str, **limits: 
     return dataclasses.field(metadata={_RULE: rule})
 
 
+_share = partial(_derived, DeadlineKind.SHARE)
+_probe = partial(_derived, DeadlineKind.PROBE)
+_bound = partial(_derived, DeadlineKind.BOUND)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
     """One deadline as it is shown. `name` without its unit."""
@@ -138,55 +144,31 @@ class Deadlines:
     recovery_budget_ns: int
 
     # The path of a recovery.
-    notice_ns: int = _derived(
-        DeadlineKind.SHARE,
-        1,
-        50,
-        "same host: the kernel marks the futexes of the dead before it frees their memory",
+    notice_ns: int = _share(
+        1, 50, "same host: the kernel marks the futexes of the dead before it frees their memory"
     )
-    confirmation_ns: int = _derived(
-        DeadlineKind.SHARE,
-        1,
-        4,
-        "same host: pidfd and EOF come once memory is freed, after about 60 ms a GiB",
+    confirmation_ns: int = _share(
+        1, 4, "same host: pidfd and EOF come once memory is freed, after about 60 ms a GiB"
     )
-    suspicion_ns: int = _derived(
-        DeadlineKind.SHARE,
-        2,
-        5,
-        "other hosts: eight heartbeats missed; no proof, so a majority must share it",
+    suspicion_ns: int = _share(
+        2, 5, "other hosts: eight heartbeats missed; no proof, so a majority must share it"
     )
-    agreement_ns: int = _derived(DeadlineKind.SHARE, 1, 10, "the members agree on the next view")
-    replacement_ns: int = _derived(
-        DeadlineKind.SHARE, 1, 10, "a fork of the template, which has imported everything, and its join"
-    )
-    link_up_ns: int = _derived(DeadlineKind.SHARE, 1, 5, "the links of the new view are made, all at once")
-    resume_ns: int = _derived(
-        DeadlineKind.SHARE, 3, 20, "a group is made, state pulled from a peer, and the step begins again"
-    )
+    agreement_ns: int = _share(1, 10, "the members agree on the next view")
+    replacement_ns: int = _share(1, 10, "a fork of the template, which has imported everything, and its join")
+    link_up_ns: int = _share(1, 5, "the links of the new view are made, all at once")
+    resume_ns: int = _share(3, 20, "a group is made, state pulled from a peer, and the step begins again")
 
     # What finds the silent.
-    heartbeat_ns: int = _derived(
-        DeadlineKind.PROBE, 1, 20, "other hosts: eight of them fit into a suspicion, so lost ones do no harm"
+    heartbeat_ns: int = _probe(
+        1, 20, "other hosts: eight of them fit into a suspicion, so lost ones do no harm"
     )
-    tcp_keepalive_idle_s: int = _derived(
-        DeadlineKind.PROBE,
-        1,
-        1,
-        "an idle connection is probed after it",
-        least_ns=SECOND_NS,
-        unit_ns=SECOND_NS,
+    tcp_keepalive_idle_s: int = _probe(
+        1, 1, "an idle connection is probed after it", least_ns=SECOND_NS, unit_ns=SECOND_NS
     )
-    tcp_keepalive_interval_s: int = _derived(
-        DeadlineKind.PROBE,
-        1,
-        4,
-        "from probe to probe; the kernel counts in seconds",
-        least_ns=SECOND_NS,
-        unit_ns=SECOND_NS,
+    tcp_keepalive_interval_s: int = _probe(
+        1, 4, "from probe to probe; the kernel counts in seconds", least_ns=SECOND_NS, unit_ns=SECOND_NS
     )
-    tcp_user_timeout_ms: int = _derived(
-        DeadlineKind.PROBE,
+    tcp_user_timeout_ms: int = _probe(
         1,
         1,
         "bytes unacknowledged so long end a connection: after a suspicion, and after a retransmission or two",
@@ -195,56 +177,49 @@ class Deadlines:
     )
 
     # What ends that which should long be over. Never so short that a busy machine is taken for a dead one.
-    hello_ns: int = _derived(
-        DeadlineKind.BOUND,
+    hello_ns: int = _bound(
         5,
         1,
         "to say hello on a connection: a stranger who stalls holds one of few places",
         least_ns=SECOND_NS,
         most_ns=30 * SECOND_NS,
     )
-    dial_ns: int = _derived(
-        DeadlineKind.BOUND,
+    dial_ns: int = _bound(
         6,
         1,
         "to connect and say hello: longer than a hello, and a lost SYN is repeated after 1 s",
         least_ns=2 * SECOND_NS,
         most_ns=60 * SECOND_NS,
     )
-    view_ns: int = _derived(
-        DeadlineKind.BOUND,
+    view_ns: int = _bound(
         10,
         1,
         "all links of a view stand, all who went are confirmed: longer than a dial, so its reason is known",
         least_ns=5 * SECOND_NS,
         most_ns=600 * SECOND_NS,
     )
-    join_ns: int = _derived(
-        DeadlineKind.BOUND,
+    join_ns: int = _bound(
         60,
         1,
         "from a replacement's fork to its join, while others wait for it: it reads and imports what it needs",
         least_ns=5 * SECOND_NS,
         most_ns=1800 * SECOND_NS,
     )
-    flush_ns: int = _derived(
-        DeadlineKind.BOUND,
+    flush_ns: int = _bound(
         1,
         2,
         "a rank that leaves waits so long for its last reports",
         least_ns=SECOND_NS // 4,
         most_ns=5 * SECOND_NS,
     )
-    stop_grace_ns: int = _derived(
-        DeadlineKind.BOUND,
+    stop_grace_ns: int = _bound(
         1,
         1,
         "from SIGTERM to SIGKILL: room for the flush, and no more than a person waits",
         least_ns=SECOND_NS // 2,
         most_ns=10 * SECOND_NS,
     )
-    stop_kill_ns: int = _derived(
-        DeadlineKind.BOUND,
+    stop_kill_ns: int = _bound(
         1,
         2,
         "from SIGKILL to the end of the run, even if the kernel is still freeing a process",

@@ -152,12 +152,8 @@ class CudaCopies:
         """In the order in which they were asked; the first is always a copy."""
         self._signals: dict[int, int] = {}
         """By channel the last value that was signalled; what is told of it may not be told by a copy."""
-        self._copies = 0
-
-    @property
-    def under_way(self) -> int:
+        self.under_way = 0
         """Copies that have not drained."""
-        return self._copies
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Return the actions to perform, in this order.
@@ -167,7 +163,7 @@ class CudaCopies:
         signals and for notifications.
         """
         actions = self._dispatch(event)
-        if self._closing and not self._copies and not self._let_go:
+        if self._closing and not self.under_way and not self._let_go:
             self._let_go = True
             actions.append(LetGo())
         self.check_invariants()
@@ -200,7 +196,7 @@ class CudaCopies:
         if event.channel is not None:
             self._require_unsignalled(event.channel)
         self._waiting.append(event)
-        self._copies += 1
+        self.under_way += 1
         return [*self._joined(event.after), Issue(operation=event.operation)]
 
     def _notify(self, event: NotifyAsked) -> list[Action]:
@@ -234,7 +230,7 @@ class CudaCopies:
         if not isinstance(head, CopyAsked) or head.operation != event.operation:
             raise LocalProtocolError(f"copy {event.operation} has drained, and {head} is the first under way")
         self._waiting.popleft()
-        self._copies -= 1
+        self.under_way -= 1
         lost = self.state is CopiesState.GONE
         actions: list[Action] = []
         if not lost and head.channel is not None:
@@ -255,7 +251,7 @@ class CudaCopies:
         self.state, self.why = CopiesState.FAULTED, event.why
         copies = [each for each in self._waiting if isinstance(each, CopyAsked)]
         self._waiting.clear()
-        self._copies = 0
+        self.under_way = 0
         return [Finish(operation=each.operation, outcome=CopyOutcome.FAULT) for each in copies]
 
     def _joined(self, after: int | None) -> list[Action]:
@@ -274,7 +270,7 @@ class CudaCopies:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if an invariant does not hold."""
-        assert self._copies == sum(isinstance(each, CopyAsked) for each in self._waiting)
+        assert self.under_way == sum(isinstance(each, CopyAsked) for each in self._waiting)
         assert not self._waiting or isinstance(self._waiting[0], CopyAsked), "it waits for nothing"
         assert len(self._waiting) <= OPERATIONS_MAX
-        assert not (self._let_go and self._copies), "memory is let go of that a copy may touch"
+        assert not (self._let_go and self.under_way), "memory is let go of that a copy may touch"

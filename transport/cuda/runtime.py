@@ -96,45 +96,41 @@ class CudaRuntime:
         if not 0 <= device < count:
             raise UserError(f"there is no GPU {device}: {count} are visible.")
         self._runtime: Any = _runtime()
-        self._device = device
+        self.device = device
+        """See `CudaApi`."""
         self._devices = count
         self._facts: DeviceFacts | None = None
-
-    @property
-    def device(self) -> int:
-        """See `CudaApi`."""
-        return self._device
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """A call of the runtime's, with our device made current for this thread."""
         runtime = self._runtime
         try:
-            runtime.setDevice(self._device)
+            runtime.setDevice(self.device)
             return getattr(runtime, name)(*arguments)
         except runtime.CUDARuntimeError as error:
-            raise CudaFault(f"{name} on GPU {self._device}: {error}") from error
+            raise CudaFault(f"{name} on GPU {self.device}: {error}") from error
 
     def _driver_call(self, name: str, *arguments: Any) -> None:
         """A call of the driver's, in our device's context."""
         self._call("free", 0)  # makes the context, as CUDA's own libraries do
         status = int(getattr(_libcuda(), name)(*arguments))
         if status != _SUCCESS:
-            raise CudaFault(f"{name} on GPU {self._device}: CUresult {status}")
+            raise CudaFault(f"{name} on GPU {self.device}: CUresult {status}")
 
     # -- devices -----------------------------------------------------------------------------------------
 
     def facts(self) -> DeviceFacts:
         """See `CudaApi`."""
         if self._facts is None:
-            properties = self._call("getDeviceProperties", self._device)
+            properties = self._call("getDeviceProperties", self.device)
             self._facts = DeviceFacts(
-                index=self._device,
+                index=self.device,
                 uuid=bytes(properties["uuid"]),
                 name=properties["name"].decode(errors="replace"),
                 memory_bytes=int(properties["totalGlobalMem"]),
-                pci=self._call("deviceGetPCIBusId", self._device).lower(),
+                pci=self._call("deviceGetPCIBusId", self.device).lower(),
                 unified_addressing=bool(properties["unifiedAddressing"]),
-                ipc_events=bool(self._call("deviceGetAttribute", _IPC_EVENT_SUPPORT, self._device)),
+                ipc_events=bool(self._call("deviceGetAttribute", _IPC_EVENT_SUPPORT, self.device)),
                 dma_buf=self._has_dma_buf(),
                 wsl=_under_wsl(),
             )
@@ -144,7 +140,7 @@ class CudaRuntime:
         value = ctypes.c_int(0)
         try:
             self._driver_call(
-                "cuDeviceGetAttribute", ctypes.byref(value), _DMA_BUF_SUPPORTED, ctypes.c_int(self._device)
+                "cuDeviceGetAttribute", ctypes.byref(value), _DMA_BUF_SUPPORTED, ctypes.c_int(self.device)
             )
         except CudaFault:  # an older driver knows no such attribute
             return False
@@ -153,7 +149,7 @@ class CudaRuntime:
     def device_of(self, uuid: bytes) -> int | None:
         """See `CudaApi`."""
         if self.facts().uuid == uuid:
-            return self._device
+            return self.device
         for index in range(self._devices):
             if bytes(self._call("getDeviceProperties", index)["uuid"]) == uuid:
                 return index
@@ -161,7 +157,7 @@ class CudaRuntime:
 
     def can_access_peer(self, peer: int) -> bool:
         """See `CudaApi`."""
-        return bool(self._call("deviceCanAccessPeer", self._device, peer))
+        return bool(self._call("deviceCanAccessPeer", self.device, peer))
 
     # -- memory ------------------------------------------------------------------------------------------
 
@@ -206,7 +202,7 @@ class CudaRuntime:
             try:
                 return call()
             finally:
-                runtime.setDevice(self._device)
+                runtime.setDevice(self.device)
         except runtime.CUDARuntimeError as error:
             raise CudaFault(f"on GPU {device}: {error}") from error
 
@@ -233,12 +229,12 @@ class CudaRuntime:
         cupy = importlib.import_module("cupy")
         dtype = importlib.import_module("ml_dtypes").bfloat16 if typestr == "<V2" else typestr
         try:
-            with cupy.cuda.Device(self._device):
+            with cupy.cuda.Device(self.device):
                 return cupy.empty(shape, dtype)
         except (TypeError, ValueError) as error:
             raise UserError(f"this cupy makes no array of type {typestr}: pass `out` ({error}).") from error
         except cupy.cuda.memory.OutOfMemoryError as error:
-            raise CudaFault(f"GPU {self._device}: {error}") from error
+            raise CudaFault(f"GPU {self.device}: {error}") from error
 
     # -- kernels -----------------------------------------------------------------------------------------
 
@@ -257,11 +253,11 @@ class CudaRuntime:
         )
         blocks = min(_BLOCKS_MAX, max(1, -(-threads // _BLOCK_THREADS)))
         try:
-            with cupy.cuda.Device(self._device), cupy.cuda.ExternalStream(stream, self._device):
+            with cupy.cuda.Device(self.device), cupy.cuda.ExternalStream(stream, self.device):
                 kernel = _module(kernels.source, kernels.options).get_function(name)
                 kernel((blocks,), (_BLOCK_THREADS,), given)
         except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-            raise CudaFault(f"kernel {name} on GPU {self._device}: {error}") from error
+            raise CudaFault(f"kernel {name} on GPU {self.device}: {error}") from error
         except cupy.cuda.compiler.CompileException as error:
             raise CudaFault(f"kernel {name} was not compiled: {error}") from error
 
@@ -303,7 +299,7 @@ class CudaRuntime:
         """See `CudaApi`."""
         status = int(self._call("eventQuery", event))
         if status not in (_SUCCESS, _NOT_READY):
-            raise CudaFault(f"eventQuery on GPU {self._device}: status {status}")
+            raise CudaFault(f"eventQuery on GPU {self.device}: status {status}")
         return status == _SUCCESS
 
     def event_synchronize(self, event: int) -> None:

@@ -36,11 +36,10 @@ from zbmd.transport.handshake.hello import (
     PeerClosed,
     Reject,
     SendBytes,
-    SetTimer,
-    TimerFired,
 )
 from zbmd.transport.identity import Identity, PeerInfo, Side
 from zbmd.transport.link.interface import Endpoint
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.secure.protection import Buffer
 from zbmd.transport.secure.tls import tls_error

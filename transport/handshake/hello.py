@@ -31,6 +31,7 @@ import msgspec
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.identity import Identity, PeerInfo, Side
+from zbmd.transport.machine import SetTimer, TimerFired
 
 HELLO_MAGIC = b"zbmd"
 HELLO_VERSION = 2
@@ -158,11 +159,6 @@ class BytesReceived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The time asked for by `SetTimer` has come."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerClosed:
     """The peer closed the stream: end of file or reset."""
 
@@ -175,13 +171,6 @@ class SendBytes:
     """Send these bytes, in order."""
 
     data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Deliver `TimerFired` at this monotonic time, ns. The one timer; forget it at `Accept` or `Reject`."""
-
-    at_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

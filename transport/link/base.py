@@ -28,15 +28,13 @@ from typing import Final
 
 import structlog
 
-from zbmd.transport.capture.recorder import Recorder
-from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, RemoteProtocolError, ZbmdError
-from zbmd.transport.identity import Identity, PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link._link import FrameSink, LinkCore
-from zbmd.transport.link.interface import LinkLimits, OnClosed, OnFrame
+from zbmd.transport.link.interface import Endpoint, OnClosed, OnFrame
 from zbmd.transport.memory.frame_loans import BorrowedFrame
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
-from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerSegment
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.link")
 
@@ -46,26 +44,23 @@ class LinkSide(LinkCore, ABC):
 
     def __init__(
         self,
-        *,
-        identity: Identity,
+        endpoint: Endpoint,
         peer: PeerInfo,
-        own_segment: Segment | None = None,
+        *,
         peer_segment: PeerSegment | None = None,
-        clock: HybridClock,
         wall_ns: Callable[[], int] = time.time_ns,
-        limits: LinkLimits,
-        recorder: Recorder | None = None,
-        loop: asyncio.AbstractEventLoop,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self._identity = identity
+        recorder = endpoint.recorder
+        self._identity = endpoint.identity
         self._peer = peer
-        self._own_segment = own_segment
+        self._own_segment = endpoint.segment
         self._peer_segment = peer_segment
-        self._limits = limits
-        self._begin(clock, wall_ns)
+        self._limits = endpoint.limits
+        self._begin(endpoint.clock, wall_ns)
         self._recorder = recorder
         self._stream = 0 if recorder is None else recorder.link(peer.name, peer.incarnation)
-        self._loop = loop
+        self._loop = loop or asyncio.get_running_loop()
         self._queue: deque[tuple[bytes, bytes]] = deque()
         """Packed headers and payloads that wait for room. Of the first, a part may have left already."""
         self._queue_bytes = 0

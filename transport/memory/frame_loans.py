@@ -52,15 +52,11 @@ class FrameLender:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._lock = threading.Lock()
-        self._lent_bytes = 0
+        self.lent_bytes = 0
+        """Bytes that peers may read now, or that have not been asked for since."""
         self._lent_bytes_max = min(LENT_BYTES_MAX, arena.capacity_bytes // LENT_PARTS)
         self._ended: list[LinkLoans] = []
         """Of links that have ended; each has something lent, so the bound of bytes is theirs too."""
-
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes that peers may read now, or that have not been asked for since."""
-        return self._lent_bytes
 
     @property
     def link_bytes_max(self) -> int:
@@ -71,15 +67,15 @@ class FrameLender:
         """The payload's offset in a block of its own, or None if there is no room now."""
         nbytes = block_bytes(payload)
         with self._lock:
-            if self._lent_bytes + nbytes > self._lent_bytes_max:
+            if self.lent_bytes + nbytes > self._lent_bytes_max:
                 self._collect_ended()
-                if self._lent_bytes + nbytes > self._lent_bytes_max:
+                if self.lent_bytes + nbytes > self._lent_bytes_max:
                     return None
             try:
                 offset = self._arena.reserve(nbytes)
             except ArenaFull:
                 return None
-            self._lent_bytes += nbytes
+            self.lent_bytes += nbytes
         pieces = payload.pieces if isinstance(payload, Scattered) else (payload,)
         self._arena.fill(offset, *pieces)
         return offset
@@ -108,7 +104,7 @@ class FrameLender:
 
     def _free(self, offset: int, nbytes: int) -> None:
         self._arena.unreserve(offset)
-        self._lent_bytes -= nbytes
+        self.lent_bytes -= nbytes
 
 
 class LinkLoans:

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias, assert_never
 
+from zbmd.transport.bulk.events import CloseAsked, End, MarkLost
 from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, ZbmdError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseAsked:
-    """End orderly."""
+from zbmd.transport.machine import SetTimer, TimerFired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,36 +32,12 @@ class Failed:
     error: ZbmdError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The time asked for has come."""
-
-
 ClosingEvent: TypeAlias = CloseAsked | GoodbyeCame | GoodbyeArrived | Failed | TimerFired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SayGoodbye:
     """Behind all that was asked for; nothing new is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """One timer, at this monotonic time."""
-
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkLost:
-    """Behind the end of the queue pair: the peer is lost to those who wait for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """The queue pair ends, with all that is under way. error: None after an orderly end."""
-
-    error: ZbmdError | None
 
 
 ClosingAction: TypeAlias = SayGoodbye | SetTimer | MarkLost | End

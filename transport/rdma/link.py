@@ -7,7 +7,6 @@ the TCP link is closed once all that was sent has arrived.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -38,15 +37,9 @@ class RdmaLink(LinkSide):
         endpoint: Endpoint,
         on_end: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(
-            identity=endpoint.identity,
-            peer=tcp_link.peer,
-            clock=endpoint.clock,
-            limits=endpoint.limits,
-            recorder=endpoint.recorder,
-            loop=asyncio.get_running_loop(),
-        )
-        self._tcp_link = tcp_link
+        super().__init__(endpoint, tcp_link.peer)
+        self.tcp_link = tcp_link
+        """The TCP link over which it was set up."""
         self._queue_pair = queue_pair
         self._device = device
         self._on_end = on_end
@@ -54,32 +47,23 @@ class RdmaLink(LinkSide):
         self._head_done = 0
         """Bytes of the frame at the head that have left."""
         self._room_wanted = False
-        self._memory: RdmaPeer | None = None
+        self.memory: RdmaPeer | None = None
+        """What regions are opened by; None if one of the two sides has no memory for it."""
         tcp_link.on_frame = self._on_tcp_frame
         tcp_link.on_closed = self._on_tcp_closed
         queue_pair.receive_with(self)
 
-    @property
-    def tcp_link(self) -> TcpLink:
-        """The TCP link over which it was set up."""
-        return self._tcp_link
-
     # -- regions -----------------------------------------------------------------------------------------
-
-    @property
-    def memory(self) -> RdmaPeer | None:
-        """What regions are opened by; None if one of the two sides has no memory for it."""
-        return self._memory
 
     def carry(self, memory: RdmaPeer) -> None:
         """Open regions by `memory`, which ends with this link: orderly if it does, else at once."""
-        self._memory = memory
+        self.memory = memory
 
     def open_region(self, handle: RegionHandle) -> RemoteRegion:
         """See `zbmd.transport.link.interface.Link.open_region`."""
-        if self._memory is None:
+        if self.memory is None:
             raise LocalProtocolError(f"no memory came with the link to {self._peer.name}: nothing to open")
-        return self._memory.open_region(handle)
+        return self.memory.open_region(handle)
 
     def memory_ended(self, error: ZbmdError | None) -> None:
         """The memory of `carry` has ended; if it failed, so does this link. For any thread."""
@@ -164,8 +148,8 @@ class RdmaLink(LinkSide):
 
     def _lost(self, error: PeerLost) -> None:
         """The peer is gone: what it has sent is delivered first, but nothing of its memory is waited for."""
-        if self._memory is not None and self._peer_end is None:
-            self._memory.abort(error)
+        if self.memory is not None and self._peer_end is None:
+            self.memory.abort(error)
         self._peer_ended(error)
 
     def _say_goodbye(self) -> None:
@@ -175,13 +159,13 @@ class RdmaLink(LinkSide):
     def _tear_down(self) -> None:
         if self._on_end is not None:
             self._on_end()
-        self._tcp_link.on_closed = None
-        if self._memory is not None:
+        self.tcp_link.on_closed = None
+        if self.memory is not None:
             if self._end_error is None:
-                self._memory.close()
+                self.memory.close()
             else:
-                self._memory.abort(self._end_error)
-        self._queue_pair.end(self._tcp_link.close)
+                self.memory.abort(self._end_error)
+        self._queue_pair.end(self.tcp_link.close)
 
 
 def _cut(header: bytes, payload: bytes, start: int, end: int) -> tuple[memoryview, memoryview]:

@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from zbmd.transport.bulk.events import CloseAsked, End, MarkLost
 from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo, OnEnded
 from zbmd.transport.errors import (
     DeadlineExceeded,
@@ -21,6 +22,7 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.memory.region import (
     CheckedRegion,
     RegionHandle,
@@ -32,17 +34,12 @@ from zbmd.transport.memory.region import (
 from zbmd.transport.memory.transfer import DONE, Transfer
 from zbmd.transport.native import _native
 from zbmd.transport.rdma.closing import (
-    CloseAsked,
     ClosingEvent,
-    End,
     Failed,
     GoodbyeArrived,
     GoodbyeCame,
-    MarkLost,
     RdmaClosing,
     SayGoodbye,
-    SetTimer,
-    TimerFired,
 )
 from zbmd.transport.rdma.native._rdma import ACCESS_REFUSED, GET, MALFORMED, PUT
 from zbmd.transport.rdma.native._rdma import End as NativeEnd

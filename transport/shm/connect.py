@@ -175,8 +175,8 @@ def link_pair(a: Endpoint, b: Endpoint) -> tuple[ShmLink, ShmLink]:
         dialed=False,
     )
     return (
-        _make_link(parts_a, a, b.identity, _own_view(b.segment)),
-        _make_link(parts_b, b, a.identity, _own_view(a.segment)),
+        ShmLink(parts_a, a, b.identity, _own_view(b.segment)),
+        ShmLink(parts_b, b, a.identity, _own_view(a.segment)),
     )
 
 
@@ -206,7 +206,7 @@ async def _listener_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: i
         peer_wake_fd=attached.dialer_wake_fd,
         dialed=False,
     )
-    return _make_link(parts, endpoint, peer, attached.segment)
+    return ShmLink(parts, endpoint, peer, attached.segment)
 
 
 async def _dialer_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int) -> ShmLink:
@@ -224,23 +224,7 @@ async def _dialer_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int
         raise
     finally:
         os.close(memory.memfd)
-    return _make_link(memory.parts(sock), endpoint, peer, peer_segment)
-
-
-def _make_link(
-    parts: LinkParts, endpoint: Endpoint, peer: PeerInfo, peer_segment: PeerSegment | None
-) -> ShmLink:
-    return ShmLink(
-        parts,
-        identity=endpoint.identity,
-        peer=peer,
-        own_segment=endpoint.segment,
-        peer_segment=peer_segment,
-        clock=endpoint.clock,
-        limits=endpoint.limits,
-        recorder=endpoint.recorder,
-        loop=asyncio.get_running_loop(),
-    )
+    return ShmLink(memory.parts(sock), endpoint, peer, peer_segment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,23 +7,20 @@ confirmation that the peer has ended.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
 from dataclasses import dataclass
 
-from zbmd.transport.capture.recorder import Recorder
-from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, unpack_header
-from zbmd.transport.identity import Identity, PeerInfo
+from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.base import LinkSide
-from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.link.spin import SpinPolicy
 from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN, BLOCK_RECORD, BorrowedFrame, LinkLoans
 from zbmd.transport.memory.scattered import Scattered
-from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerSegment
 from zbmd.transport.native._native import RING_BLOCKS, RING_HEADER_BYTES, Mapping, RingReader, RingWriter
 from zbmd.transport.shm._shm_link import ShmCore
 
@@ -57,26 +54,12 @@ class ShmLink(ShmCore, LinkSide):
     def __init__(
         self,
         parts: LinkParts,
-        *,
-        identity: Identity,
+        endpoint: Endpoint,
         peer: PeerInfo,
-        own_segment: Segment | None,
         peer_segment: PeerSegment | None,
-        clock: HybridClock,
-        limits: LinkLimits,
-        recorder: Recorder | None = None,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        super().__init__(
-            identity=identity,
-            peer=peer,
-            own_segment=own_segment,
-            peer_segment=peer_segment,
-            clock=clock,
-            limits=limits,
-            recorder=recorder,
-            loop=loop,
-        )
+        super().__init__(endpoint, peer, peer_segment=peer_segment)
+        limits, own_segment = endpoint.limits, endpoint.segment
         self._sock = parts.sock
         self._mapping = parts.mapping
         self._wake_fd = parts.wake_fd
@@ -92,18 +75,14 @@ class ShmLink(ShmCore, LinkSide):
             self._loans = LinkLoans(own_segment.frame_lender, writer, peer.pid)
             self._takes_pieces = True
         self._said_goodbye = False
-        self._spins = SpinPolicy(limits.spin_ns)
+        self.spins = SpinPolicy(limits.spin_ns)
+        """How its reader waits, and why."""
         lends = self._loans is not None
         self._begin_rings(
-            writer, reader, self._spins, look_ns=LOOK_NS, lends_from_bytes=BLOCK_BYTES_MIN, lends=lends
+            writer, reader, self.spins, look_ns=LOOK_NS, lends_from_bytes=BLOCK_BYTES_MIN, lends=lends
         )
-        loop.add_reader(self._wake_fd, self._on_wake)
-        loop.add_reader(self._sock.fileno(), self._on_socket)
-
-    @property
-    def spins(self) -> SpinPolicy:
-        """How its reader waits, and why."""
-        return self._spins
+        self._loop.add_reader(self._wake_fd, self._on_wake)
+        self._loop.add_reader(self._sock.fileno(), self._on_socket)
 
     def _lent(self, payload: bytes | Scattered) -> bytes | None:
         return None if self._loans is None else self._loans.lend(payload)

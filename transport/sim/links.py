@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
+from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.identity import Identity, PeerInfo
 from zbmd.transport.link.base import LinkSide
-from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.memory.region import CheckedRegion, RegionHandle, RemoteRegion, require_owner
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.sim.parts.segment import SimSegment
@@ -28,6 +29,7 @@ OPERATION_BYTES: Final = 64
 """Overhead of a put, a get or a notification on the wire."""
 TRANSFERS_MAX: Final = 1024
 """Transfers of one link under way at once."""
+_DEADLINES: Final = derive()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,22 +139,20 @@ class SimLink(LinkSide):
         peer: PeerInfo,
         limits: LinkLimits,
     ) -> None:
-        super().__init__(
-            identity=identity,
-            peer=peer,
-            clock=owner.hybrid_clock,
-            wall_ns=owner.wall_ns,
-            limits=limits,
-            loop=network.loop,
+        endpoint = Endpoint(
+            identity=identity, cookie=b"", clock=owner.hybrid_clock, limits=limits, deadlines=_DEADLINES
         )
+        super().__init__(endpoint, peer, wall_ns=owner.wall_ns, loop=network.loop)
         self.owner = owner
         self.peer_process = peer_process
         self._network = network
         self._far: SimLink | None = None
         self._unread_bytes = 0
         """Sent and not yet taken by the peer: what would lie in the ring."""
-        self._sent = 0
-        self._arrived = 0
+        self.frames_sent = 0
+        """Frames that left this end."""
+        self.frames_arrived = 0
+        """Frames that reached this end."""
         self._arrivals_max: int | None = None
         """Once the peer is dead: how many of its frames arrive at all."""
         self._inbox: deque[bytes] = deque()
@@ -171,16 +171,6 @@ class SimLink(LinkSide):
         assert self._far is not None
         return self._far
 
-    @property
-    def frames_sent(self) -> int:
-        """Frames that left this end."""
-        return self._sent
-
-    @property
-    def frames_arrived(self) -> int:
-        """Frames that reached this end."""
-        return self._arrived
-
     def _call_soon(self, callback: Callable[[], None]) -> None:
         self._loop.call_soon(callback, context=self.owner.context.copy())
 
@@ -192,7 +182,7 @@ class SimLink(LinkSide):
         if self._unread_bytes and self._unread_bytes + len(frame) > self._limits.ring_bytes:
             return False
         self._unread_bytes += len(frame)
-        self._sent += 1
+        self.frames_sent += 1
         self._network.carry(self, len(frame), partial(self.far.arrive, frame), frame)
         return True
 
@@ -229,19 +219,19 @@ class SimLink(LinkSide):
 
     def send_operation(self, nbytes: int, arrive: Callable[[float], None]) -> None:
         """In the order of frames. `arrive(1.0)` runs when it has reached the peer, if it does."""
-        self._sent += 1
+        self.frames_sent += 1
         self._network.carry(self, nbytes, partial(self.far.operation_arrives, arrive), b"")
 
     def operation_arrives(self, arrive: Callable[[float], None]) -> None:
         """What came last from a peer that died in the middle of it arrives in part."""
-        self._arrived += 1
+        self.frames_arrived += 1
         if self.owner.dead or self._closed or self._peer_end is not None:
             return
         if not self._admitted():
             return
-        if self._arrivals_max is None or self._arrived <= self._arrivals_max:
+        if self._arrivals_max is None or self.frames_arrived <= self._arrivals_max:
             arrive(1.0)
-        elif self._arrived == self._arrivals_max + 1:
+        elif self.frames_arrived == self._arrivals_max + 1:
             arrive(self._network.part_that_lands())
 
     def answer(self, nbytes: int, deliver: Callable[[], None]) -> None:
@@ -255,8 +245,8 @@ class SimLink(LinkSide):
 
     def arrive(self, frame: bytes) -> None:
         """A frame reached this process: the network says so, outside of every process."""
-        self._arrived += 1
-        if self.owner.dead or (self._arrivals_max is not None and self._arrived > self._arrivals_max):
+        self.frames_arrived += 1
+        if self.owner.dead or (self._arrivals_max is not None and self.frames_arrived > self._arrivals_max):
             return
         self._inbox.append(frame)
         self._schedule_drain()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
 from typing import Generic, assert_never, cast
@@ -29,12 +28,11 @@ from zbmd.transport.sim.faults import (
     kind_of,
     names_of,
 )
-from zbmd.transport.sim.hosts import Entry, Factory, Flying, Host, Kills
+from zbmd.transport.sim.hosts import Entry, Factory, Flying, Host, Kills, ProcessTable
 from zbmd.transport.sim.model import (
     CALM,
     MAX_EVENTS_DEFAULT,
     SIM_START_NS,
-    STORY_RECORDS,
     Arrived,
     CancelTimer,
     Commanded,
@@ -42,7 +40,6 @@ from zbmd.transport.sim.model import (
     Effect,
     Exit,
     FailureKind,
-    History,
     HistoryKind,
     Kill,
     KillPoint,
@@ -58,7 +55,7 @@ from zbmd.transport.sim.model import (
     Stimulus,
     TimerFired,
 )
-from zbmd.transport.sim.network import NetworkPath, PathFlooded, Weather
+from zbmd.transport.sim.network import NetworkPath, PathFlooded
 
 BEFORE_ALL = -1.0
 """The tie of what comes before everything else of its moment."""
@@ -72,48 +69,28 @@ EVENTS_PER_COLLECTION = 1 << 16
 """How often cycles among the objects made since the last time are looked for."""
 
 
-class Simulation(Generic[MessageT]):
+class Simulation(ProcessTable[Host[MessageT]], Generic[MessageT]):
     """A world of processes under one seed. See the package's text for how to use it.
 
     seed: names the history; print it first. conditions: may be replaced at any time (`sim.conditions = …`).
     """
 
     def __init__(self, seed: int | str, *, conditions: Conditions = CALM) -> None:
-        self.seed = seed
+        super().__init__(seed, conditions)
         self.now_ns = SIM_START_NS
         self.events = 0
-        self.history = History()
-        self._hosts: dict[str, Host[MessageT]] = {}
         self._queue: list[Entry[MessageT]] = []
         self._dropped: set[int] = set()
         self._sequence = 0
         self._timer_version = 0
         self._plan_version = 0
-        self._checkers: list[tuple[str, Callable[[], None], int]] = []
         self._kills = Kills()
-        # One stream a purpose, so that a kill does not change the weather that came before it.
-        self._order, self._network, self._deaths = (
-            self.rng(f"sim/{use}") for use in ("order", "net", "death")
-        )
-        self._weather = Weather(conditions, self._network)
-
-    def rng(self, purpose: str) -> random.Random:
-        """A random stream of this seed for one purpose of the scenario, independent of all the others."""
-        return random.Random(f"{self.seed}/{purpose}")
+        self._order = self.rng("sim/order")
 
     @property
     def supported(self) -> frozenset[type[Fault]]:
         """The faults that strike here. What a stopped path holds arrives later: only `loss` loses."""
         return frozenset((Crash, CrashWithin, Pause, Partition, Cut, Clog, NetConditions))
-
-    @property
-    def conditions(self) -> Conditions:
-        """The network and the machine underneath, while no fault changes them."""
-        return self._weather.conditions
-
-    @conditions.setter
-    def conditions(self, conditions: Conditions) -> None:
-        self._weather.conditions = conditions
 
     # -- building ------------------------------------------------------------------------------------
 
@@ -123,18 +100,9 @@ class Simulation(Generic[MessageT]):
         With `start` its first incarnation starts now; else a `Start` effect or `start()` does it later.
         Raises `LocalProtocolError` if the name is taken.
         """
-        if name in self._hosts:
-            raise LocalProtocolError(f"simulated process {name} exists; give each its own name")
-        self._hosts[name] = Host(name, factory)
+        host = self._new_place(name, Host(name, factory))
         if start:
-            self._begin(self._hosts[name])
-
-    def add_checker(self, name: str, check: Callable[[], None], *, stride: int = 1) -> None:
-        """Call `check()` after every `stride`-th event and at the end of each `run`.
-
-        An `AssertionError` from it ends the run with the story.
-        """
-        self._checkers.append((name, check, stride))
+            self.begin(host)
 
     # -- the scenario --------------------------------------------------------------------------------
 
@@ -144,40 +112,22 @@ class Simulation(Generic[MessageT]):
 
     def command(self, name: str, command: object, *, at_ns: int | None = None) -> None:
         """Deliver `Commanded(command)` to whichever incarnation of `name` lives at `at_ns` (default: now)."""
-        host = self._host(name)
+        host = self.place(name)
         commanded = Commanded(command=command)
         self.call_at(
             self.now_ns if at_ns is None else at_ns,
             lambda: self._deliver(host, host.incarnation, commanded),
         )
 
-    def start(self, name: str, *, delay_ns: int | None = None) -> None:
-        """Start the next incarnation of `name` after `delay_ns` (default: drawn from the conditions).
-
-        Raises `LocalProtocolError` if it lives or is starting already.
-        """
-        host = self._host(name)
-        if host.process is not None or host.starting:
-            raise LocalProtocolError(f"{name}#{host.incarnation} lives; kill it before its next incarnation")
-        host.starting = True
-        if delay_ns is None:
-            delay_ns = self._deaths.randint(self.conditions.start_min_ns, self.conditions.start_max_ns)
-        self.call_at(self.now_ns + delay_ns, lambda: self._begin(host))
-
     def crash(self, name: str) -> None:
         """SIGKILL `name` now; nothing if it does not live. Some of what it sent last may never arrive."""
-        host = self._host(name)
+        host = self.place(name)
         if host.process is not None:
             self._end(host, clean=False)
 
-    def crash_at(self, name: str, at_ns: int) -> None:
-        """SIGKILL `name` at virtual time `at_ns`."""
-        self._host(name)
-        self.call_at(at_ns, lambda: self.crash(name))
-
     def crash_during(self, point: KillPoint) -> None:
         """SIGKILL a process between two of its effects."""
-        self._host(point.process)
+        self.place(point.process)
         self._kills.aim(point)
 
     def kill_points(self) -> tuple[KillPoint, ...]:
@@ -194,7 +144,7 @@ class Simulation(Generic[MessageT]):
 
     def pause(self, name: str, for_ns: int) -> None:
         """Stop `name` for a while (SIGSTOP, a long computation): what comes for it waits."""
-        host = self._host(name)
+        host = self.place(name)
         host.paused_until_ns = max(host.paused_until_ns, self.now_ns + for_ns)
         self._record(host, HistoryKind.PAUSE, f"for {for_ns} ns")
 
@@ -204,20 +154,20 @@ class Simulation(Generic[MessageT]):
         Raises `UnsupportedFault` for one that is not in `supported`.
         """
         for name in names_of(fault):
-            self._host(name)
+            self.place(name)
         end_ns = fault.at_ns + fault.for_ns
         match fault:
             case Crash(process=process):
                 self._plan(fault.at_ns, fault, lambda: self.crash(process))
                 if fault.for_ns:
-                    self._plan(end_ns, fault, lambda: self._revive(process))
+                    self._plan(end_ns, fault, lambda: self.revive(process))
             case CrashWithin():
                 self._plan(fault.at_ns, fault, partial(self._kills.arm, fault), tie=BEFORE_ALL)
             case Pause(process=process, for_ns=for_ns):
                 self._plan(fault.at_ns, fault, lambda: self.pause(process, for_ns))
             case Partition() | Cut() | Clog() | NetConditions():
-                self._plan(fault.at_ns, fault, lambda: self._weather.begin(fault))
-                self._plan(end_ns, fault, lambda: self._weather.end(fault))
+                self._plan(fault.at_ns, fault, lambda: self.weather.begin(fault))
+                self._plan(end_ns, fault, lambda: self.weather.end(fault))
             case _:
                 raise UnsupportedFault(f"machines alone have nothing for {kind_of(type(fault))} to strike")
 
@@ -229,25 +179,13 @@ class Simulation(Generic[MessageT]):
         self._plan_version += 1
         self._kills.disarm()
         for name in sorted(core):
-            host = self._host(name)
+            host = self.place(name)
             host.paused_until_ns = min(host.paused_until_ns, self.now_ns)
             if revive:
-                self._revive(name)
-        self._weather.heal(core)
+                self.revive(name)
+        self.weather.heal(core)
 
     # -- looking -------------------------------------------------------------------------------------
-
-    def lives(self, name: str) -> bool:
-        """Whether an incarnation of `name` is running."""
-        return self._host(name).process is not None
-
-    def incarnation(self, name: str) -> int:
-        """The current incarnation of `name`, or the last one; 0 before the first start."""
-        return self._host(name).incarnation
-
-    def notes(self) -> Iterator[tuple[str, object]]:
-        """The notes so far, as (process, value)."""
-        return self.history.notes()
 
     def digest(self) -> str:
         """A digest of the whole history: equal for equal seeds (see `History.digest`)."""
@@ -296,8 +234,7 @@ class Simulation(Generic[MessageT]):
                 gc.collect(1)
         if until is not None and until():
             return RunEnd.REACHED
-        what = f"no end after {max_events} events: a livelock, or a bound that is too small"
-        raise self._failure(what, FailureKind.LIVENESS)
+        raise self._no_end(max_events)
 
     def step(self) -> None:
         """Take the next event, perform what follows from it, and check everything."""
@@ -321,16 +258,6 @@ class Simulation(Generic[MessageT]):
                 assert isinstance(what, TimerFired)
                 del host.timers[what.name]
             self._deliver(host, incarnation, cast("Stimulus[MessageT]", what))
-
-    def _check(self, events: int) -> None:
-        """Run the checkers whose turn it is after so many events; 0 is everybody's turn."""
-        for name, check, stride in self._checkers:
-            if events % stride:
-                continue
-            try:
-                check()
-            except AssertionError as error:
-                raise self._failure(f"checker {name}: {error}", FailureKind.SAFETY) from error
 
     def _pending(self) -> bool:
         """Whether there is a next event; forgets cancelled timers and what was sent to the dead."""
@@ -362,7 +289,7 @@ class Simulation(Generic[MessageT]):
                 version = self._new_timer(host, stimulus.name)
             self._push(host.paused_until_ns, 0.0, host, incarnation, stimulus, version)
             return
-        if isinstance(stimulus, PeerEnded) and self._weather.now.notice_is_fence:
+        if isinstance(stimulus, PeerEnded) and self.weather.now.notice_is_fence:
             under_way = self._under_way(stimulus.peer, stimulus.incarnation).get(host, [])
             self._drop_under_way(under_way, stimulus.peer, stimulus.incarnation, host, keep=0)
         self.history.raw.append((now_ns, host.name, incarnation, HistoryKind.DELIVER, stimulus))
@@ -396,7 +323,7 @@ class Simulation(Generic[MessageT]):
         if kill is not None:
             self._end(host, clean=False)
             if (fault := kill[1]) and fault.for_ns:
-                self._plan(self.now_ns - SIM_START_NS + fault.for_ns, fault, lambda: self._revive(name))
+                self._plan(self.now_ns - SIM_START_NS + fault.for_ns, fault, lambda: self.revive(name))
 
     def _perform(self, host: Host[MessageT], effect: Effect[MessageT]) -> None:
         match effect:
@@ -406,7 +333,7 @@ class Simulation(Generic[MessageT]):
                 version = self._new_timer(host, name)
                 self._record(host, HistoryKind.TIMER, f"{name} at {at_ns}")
                 due_ns = max(at_ns, self.now_ns)
-                if lag_ns := self._weather.now.timer_lag_ns:
+                if lag_ns := self.weather.now.timer_lag_ns:
                     due_ns += int(self._order.random() * (lag_ns + 1))
                 fired = TimerFired(name=name)
                 self._push(due_ns, self._order.random(), host, host.incarnation, fired, version)
@@ -435,8 +362,8 @@ class Simulation(Generic[MessageT]):
         self.history.raw.append((self.now_ns, host.name, host.incarnation, HistoryKind.SEND, send))
         route = host.routes.get(send.to)
         if route is None:
-            target = self._host(send.to)
-            route = host.routes[send.to] = (target, self._weather.path(host.name, target.name))
+            target = self.place(send.to)
+            route = host.routes[send.to] = (target, self.weather.path(host.name, target.name))
         target, path = route
         arrived = Arrived(sender=host.name, incarnation=host.incarnation, message=send.message)
         if target is host:
@@ -458,7 +385,7 @@ class Simulation(Generic[MessageT]):
         send: Send[MessageT],
         path: NetworkPath,
     ) -> None:
-        weather = self._weather
+        weather = self.weather
         now, chance = weather.now, self._network.random
         copies = 2 if now.duplicate and chance() < now.duplicate else 1
         while copies:
@@ -489,7 +416,7 @@ class Simulation(Generic[MessageT]):
         keep: int | None,
     ) -> None:
         """Drop all but the first `keep` (None: drawn) of these, and of those that a stopped path holds."""
-        path = self._weather.path(sender, to.name)
+        path = self.weather.path(sender, to.name)
         if keep is None:
             keep = self._deaths.randint(0, len(under_way) + path.held_from(incarnation))
         for _, _, sequence, what in sorted(under_way)[keep:]:
@@ -499,23 +426,24 @@ class Simulation(Generic[MessageT]):
 
     # -- life and death ------------------------------------------------------------------------------
 
-    def _begin(self, host: Host[MessageT]) -> None:
-        host.starting = False
-        host.incarnation += 1
-        host.deliveries = 0
-        host.paused_until_ns = 0
-        host.timers.clear()
-        host.told.clear()
-        host.process = host.factory(host.incarnation)
-        self._record(host, HistoryKind.START, "")
-        self._push(self.now_ns, 0.0, host, host.incarnation, Started(incarnation=host.incarnation))
+    def begin(self, place: Host[MessageT]) -> None:
+        """The next incarnation starts now."""
+        place.starting = False
+        place.incarnation += 1
+        place.deliveries = 0
+        place.paused_until_ns = 0
+        place.timers.clear()
+        place.told.clear()
+        place.process = place.factory(place.incarnation)
+        self._record(place, HistoryKind.START, "")
+        self._push(self.now_ns, 0.0, place, place.incarnation, Started(incarnation=place.incarnation))
 
     def _end(self, host: Host[MessageT], *, clean: bool) -> None:
         host.process = None
         host.ended_clean = clean
         self._record(host, HistoryKind.EXIT if clean else HistoryKind.CRASH, "")
         under_way = {} if clean else self._under_way(host.name, host.incarnation)
-        for peer in self._hosts.values():
+        for peer in self._places.values():
             if peer is host:
                 continue
             if not clean:
@@ -528,10 +456,10 @@ class Simulation(Generic[MessageT]):
             return
         witness.told.add((dead.name, dead.incarnation))
         notice = PeerEnded(peer=dead.name, incarnation=dead.incarnation, clean=clean)
-        incarnation, path = witness.incarnation, self._weather.path(dead.name, witness.name)
+        incarnation, path = witness.incarnation, self.weather.path(dead.name, witness.name)
 
         def tell() -> None:
-            now = self._weather.now
+            now = self.weather.now
             at_ns = self.now_ns + self._deaths.randint(now.notice_min_ns, now.notice_max_ns)
             if clean:  # the goodbye travels behind what was sent
                 at_ns = max(at_ns, path.last_arrival_ns + 1)
@@ -542,15 +470,13 @@ class Simulation(Generic[MessageT]):
         else:
             tell()
 
-    def _revive(self, name: str) -> None:
-        host = self._host(name)
-        if host.process is None and not host.starting:
-            self.start(name, delay_ns=0)
-
     def close(self) -> None:
         """Nothing to give back: machines hold nothing."""
 
     # -- small parts ---------------------------------------------------------------------------------
+
+    def _moment(self) -> tuple[int, int]:
+        return self.now_ns, self.events
 
     def _plan(self, at_ns: int, fault: Fault, act: Callable[[], object], *, tie: float = 0.0) -> None:
         """Have a fault begin or end at `at_ns` after the start, unless the world is healed before."""
@@ -563,14 +489,6 @@ class Simulation(Generic[MessageT]):
 
         self._push(SIM_START_NS + at_ns, tie, None, 0, strike)
 
-    def _host(self, name: str) -> Host[MessageT]:
-        try:
-            return self._hosts[name]
-        except KeyError:
-            raise LocalProtocolError(
-                f"no simulated process {name}; there are {sorted(self._hosts)}"
-            ) from None
-
     def _push(
         self,
         at_ns: int,
@@ -581,7 +499,7 @@ class Simulation(Generic[MessageT]):
         version: int = 0,
     ) -> None:
         queue = self._queue
-        if len(queue) >= MAX_PENDING and len(queue) >= PENDING_A_HOST_MAX * len(self._hosts):
+        if len(queue) >= MAX_PENDING and len(queue) >= PENDING_A_HOST_MAX * len(self._places):
             flood = f"{len(queue)} events are under way: a machine floods its peers"
             raise self._failure(flood, FailureKind.LIVENESS)
         self._sequence = sequence = self._sequence + 1
@@ -591,7 +509,3 @@ class Simulation(Generic[MessageT]):
 
     def _record(self, host: Host[MessageT], kind: HistoryKind, detail: object) -> None:
         self.history.raw.append((self.now_ns, host.name, host.incarnation, kind, detail))
-
-    def _failure(self, what: str, kind: FailureKind) -> SimulationFailure:
-        seed, at_ns, story = self.seed, self.now_ns, self.history[-STORY_RECORDS:]
-        return SimulationFailure(what, kind=kind, seed=seed, at_ns=at_ns, events=self.events, story=story)

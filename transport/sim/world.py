@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias, assert_never
@@ -33,23 +33,21 @@ from zbmd.transport.sim.faults import (
     UnsupportedFault,
     names_of,
 )
+from zbmd.transport.sim.hosts import ProcessTable
 from zbmd.transport.sim.links import LinkOptions, SimLink
 from zbmd.transport.sim.loop import SimLoop
 from zbmd.transport.sim.model import (
     CALM,
     MAX_EVENTS_DEFAULT,
     SIM_START_NS,
-    STORY_RECORDS,
     Conditions,
     Deadlock,
     FailureKind,
-    History,
     HistoryKind,
     Livelock,
     RunEnd,
-    SimulationFailure,
 )
-from zbmd.transport.sim.network import Datagram, DatagramInbox, Network, OnLink, PathFlooded, Weather
+from zbmd.transport.sim.network import Datagram, DatagramInbox, Network, OnLink, PathFlooded
 from zbmd.transport.sim.parts.disk import SimDisk
 from zbmd.transport.sim.parts.segment import MEMORY_BYTES_DEFAULT, SimMemory, SimSegment
 from zbmd.transport.sim.process import LocalClock, LoopProcess, run_to_end
@@ -191,23 +189,18 @@ class ProcessHome:
     starting: bool = False
 
 
-class World:
+class World(ProcessTable[ProcessHome]):
     """Programs under one seed. See the package's text for how to use it. Close it, or use it with `with`.
 
     seed: names the history; print it first. conditions: of the network, may be replaced at any time.
     """
 
     def __init__(self, seed: int | str, *, conditions: Conditions = CALM) -> None:
-        self.seed = seed
+        super().__init__(seed, conditions)
         self.loop = SimLoop(seed)
         self.loop.on_turn = self._on_turn
         self.loop.on_unexpected = self._on_unexpected
-        self.history = History()
-        self.weather = Weather(conditions, self.rng("sim/net"))
         self.network = Network(self.loop, self.weather, self.process, self.record)
-        self._deaths = self.rng("sim/death")
-        self._places: dict[str, ProcessHome] = {}
-        self._checkers: list[tuple[str, Callable[[], None], int]] = []
         self._unexpected: list[tuple[str, BaseException | None]] = []
         self._turns: list[int] = []
         self._strikes = Strikes(self)
@@ -224,10 +217,6 @@ class World:
         """Throw away what still runs. Idempotent."""
         self.loop.close()
 
-    def rng(self, purpose: str) -> random.Random:
-        """A random stream of this seed for one purpose of the scenario, independent of all the others."""
-        return self.loop.rng(purpose)
-
     @property
     def supported(self) -> frozenset[type[Fault]]:
         """The faults that strike here: all."""
@@ -243,15 +232,6 @@ class World:
         """Callbacks run so far."""
         return self.loop.turns
 
-    @property
-    def conditions(self) -> Conditions:
-        """The network, while no fault changes it."""
-        return self.weather.conditions
-
-    @conditions.setter
-    def conditions(self, conditions: Conditions) -> None:
-        self.weather.conditions = conditions
-
     # -- building ------------------------------------------------------------------------------------
 
     def add(self, name: str, program: Program, *, start: bool = True, callback_ns: int = CALLBACK_NS) -> None:
@@ -260,20 +240,12 @@ class World:
         With `start` the first one starts now. When the program returns, the process ends; when it raises,
         the run does. Raises `LocalProtocolError` if the name is taken.
         """
-        if name in self._places:
-            raise LocalProtocolError(f"simulated process {name} exists; give each its own name")
         disk = SimDisk(self.rng(f"disk/{name}"), self.loop.charge)
         number = len(self._places) + 1
-        self._places[name] = ProcessHome(name, number, program, LocalClock(), disk, callback_ns)
+        home = ProcessHome(name, number, program, LocalClock(), disk, callback_ns)
+        self._new_place(name, home)
         if start:
-            self.begin(self._places[name])
-
-    def add_checker(self, name: str, check: Callable[[], None], *, stride: int = 1) -> None:
-        """Call `check()` after every `stride`-th callback and at the end of each `run`.
-
-        An `AssertionError` from it ends the run with the story.
-        """
-        self._checkers.append((name, check, stride))
+            self.begin(home)
 
     # -- the scenario --------------------------------------------------------------------------------
 
@@ -281,29 +253,11 @@ class World:
         """Run `act()` at true virtual time `at_ns`; acts of one moment run in the order they were given."""
         self.loop.act_at(at_ns, act)
 
-    def start(self, name: str, *, delay_ns: int | None = None) -> None:
-        """Start the next incarnation of `name` after `delay_ns` (default: drawn from the conditions).
-
-        Raises `LocalProtocolError` if it lives or is starting already.
-        """
-        place = self.place(name)
-        if place.process is not None or place.starting:
-            raise LocalProtocolError(f"{name}#{place.incarnation} lives; kill it before its next incarnation")
-        if delay_ns is None:
-            delay_ns = self._deaths.randint(self.conditions.start_min_ns, self.conditions.start_max_ns)
-        place.starting = True
-        self.call_at(self.now_ns + delay_ns, lambda: self.begin(place))
-
     def crash(self, name: str) -> None:
         """SIGKILL `name` now; nothing if it does not live. No `finally` of it runs."""
         place = self.place(name)
         if place.process is not None:
             self._end(place, place.process, HistoryKind.CRASH)
-
-    def crash_at(self, name: str, at_ns: int) -> None:
-        """SIGKILL `name` at virtual time `at_ns`."""
-        self.place(name)
-        self.call_at(at_ns, lambda: self.crash(name))
 
     def pause(self, name: str, for_ns: int) -> None:
         """SIGSTOP `name` for a while: what comes for it waits."""
@@ -326,30 +280,9 @@ class World:
 
     # -- looking -------------------------------------------------------------------------------------
 
-    def place(self, name: str) -> ProcessHome:
-        """The place of the process `name`. Raises `LocalProtocolError` if there is none."""
-        try:
-            return self._places[name]
-        except KeyError:
-            raise LocalProtocolError(
-                f"no simulated process {name}; there are {sorted(self._places)}"
-            ) from None
-
     def process(self, name: str) -> SimProcess | None:
         """The incarnation of `name` that lives, if one does."""
         return self.place(name).process
-
-    def lives(self, name: str) -> bool:
-        """Whether an incarnation of `name` is running."""
-        return self.place(name).process is not None
-
-    def incarnation(self, name: str) -> int:
-        """The current incarnation of `name`, or the last one; 0 before the first start."""
-        return self.place(name).incarnation
-
-    def notes(self) -> Iterator[tuple[str, object]]:
-        """The notes so far, as (process, value)."""
-        return self.history.notes()
 
     def digest(self) -> str:
         """A digest of the whole history, the order of all callbacks included: equal for equal seeds."""
@@ -399,17 +332,7 @@ class World:
                 self._check(loop.turns)
         if until is not None and until():
             return RunEnd.REACHED
-        what = f"no end after {max_events} events: a livelock, or a bound that is too small"
-        raise self._failure(what, FailureKind.LIVENESS)
-
-    def _check(self, turns: int) -> None:
-        for name, check, stride in self._checkers:
-            if turns % stride:
-                continue
-            try:
-                check()
-            except AssertionError as error:
-                raise self._failure(f"checker {name}: {error}", FailureKind.SAFETY) from error
+        raise self._no_end(max_events)
 
     def _on_turn(self, now_ns: int, process: LoopProcess) -> None:
         turns = self._turns
@@ -466,6 +389,9 @@ class World:
 
     # -- small parts ---------------------------------------------------------------------------------
 
+    def _moment(self) -> tuple[int, int]:
+        return self.loop.now_ns, self.loop.turns
+
     def record(self, process: SimProcess, kind: HistoryKind, detail: object) -> None:
         """Write into the history."""
         self.history.raw.append((self.now_ns, process.name, process.incarnation, kind, detail))
@@ -473,12 +399,6 @@ class World:
     def record_fault(self, fault: Fault, what: str) -> None:
         """A fault begins or ends."""
         self.history.raw.append((self.now_ns, "world", 0, HistoryKind.FAULT, f"{what} {fault}"))
-
-    def _failure(self, what: str, kind: FailureKind) -> SimulationFailure:
-        story = self.history[-STORY_RECORDS:]
-        return SimulationFailure(
-            what, kind=kind, seed=self.seed, at_ns=self.now_ns, events=self.events, story=story
-        )
 
 
 LastingFault = Slow | Skew | DiskFull | DiskSlow | DiskReadErrors | TornWrites | MemoryLimit
@@ -503,7 +423,7 @@ class Strikes:
             case Crash(process=name):
                 self._plan(fault.at_ns, fault, "crash", lambda: world.crash(name))
                 if fault.for_ns:
-                    self._plan(end_ns, fault, "restart", lambda: self._revive(name))
+                    self._plan(end_ns, fault, "restart", lambda: world.revive(name))
             case Pause(process=name, for_ns=for_ns):
                 self._plan(fault.at_ns, fault, "begin", lambda: world.pause(name, for_ns))
             case Partition() | Cut() | Clog() | NetConditions():
@@ -528,7 +448,7 @@ class Strikes:
             if process is not None:
                 self._wake(process)
             elif revive:
-                self._revive(name)
+                self._world.revive(name)
 
     def on_start(self, process: SimProcess) -> None:
         """A new incarnation: what is in force at its place strikes it too."""
@@ -582,8 +502,3 @@ class Strikes:
         """Undo a pause. What the process is busy with, such as a read from a slow disk, takes its time."""
         process.paused_until_ns = min(process.paused_until_ns, self._world.now_ns)
         self._world.loop.reschedule(process)
-
-    def _revive(self, name: str) -> None:
-        place = self._world.place(name)
-        if place.process is None and not place.starting:
-            self._world.start(name, delay_ns=0)

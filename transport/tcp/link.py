@@ -151,14 +151,7 @@ class TcpLink(LinkSide):
         settings: TcpSettings | None = None,
     ) -> None:
         session, byte_socket = ready.session, ready.byte_socket
-        super().__init__(
-            identity=endpoint.identity,
-            peer=session.peer,
-            clock=endpoint.clock,
-            limits=endpoint.limits,
-            recorder=endpoint.recorder,
-            loop=asyncio.get_running_loop(),
-        )
+        super().__init__(endpoint, session.peer)
         self.session = session
         self.dialed = dialed
         """The address that we dialed; None if the peer dialed."""
@@ -167,8 +160,10 @@ class TcpLink(LinkSide):
         self._socket = byte_socket
         self._fd = byte_socket.sock.fileno()
         self._deadlines = endpoint.deadlines
-        self._local = ready.local
-        self._remote = ready.remote
+        self.local_address = ready.local
+        """Our end, as the kernel has it."""
+        self.remote_address = ready.remote
+        """The peer's end, as the kernel has it."""
         self._records = SecureStream(session.keys, frame_bytes_max=endpoint.limits.frame_bytes_max)
         self._backlog: deque[Buffer] = deque()
         self._backlog_bytes = 0
@@ -193,16 +188,6 @@ class TcpLink(LinkSide):
             self._loop.call_soon(self._on_readable)
 
     # -- who, where --------------------------------------------------------------------------------------
-
-    @property
-    def local_address(self) -> TcpAddress:
-        """Our end, as the kernel has it."""
-        return self._local
-
-    @property
-    def remote_address(self) -> TcpAddress:
-        """The peer's end, as the kernel has it."""
-        return self._remote
 
     # -- stripes -------------------------------------------------------------------------------------------
 

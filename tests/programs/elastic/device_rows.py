@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from support.devices.cuda_model import ModelArray
 from support.devices.device_rank import device, look
 from support.devices.device_worlds import on_device
 from support.jobs.elastic_rank import MODE, run_operations
 
 import zbmd
 from zbmd.collectives.elastic.operations import Result
-from zbmd.transport.sim.parts.cuda_model import ModelArray
 
 NAMES = (
     *("reduce", "gather", "all_gather", "all_to_all", "reduce_scatter", "scatter", "broadcast", "many"),

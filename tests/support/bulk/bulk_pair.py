@@ -28,7 +28,6 @@ from zbmd.transport.bulk.events import (
     RecordsSent,
     SendRecord,
     Serve,
-    SetTimer,
     ShutStripe,
     SourceKind,
     StripeEnded,
@@ -41,6 +40,7 @@ from zbmd.transport.bulk.machine import BulkMachine
 from zbmd.transport.bulk.records import BulkError
 from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWriter
 from zbmd.transport.errors import PeerLost, ZbmdError
+from zbmd.transport.machine import SetTimer
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.secure.protection import RecordMac
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from support.devices.cuda_model import Clock, ModelHost, ModelProcess
 from support.links.region_harness import (
     GUARD_NS,
     End,
@@ -27,7 +28,6 @@ from zbmd.transport.cuda.region import CudaRegion, DeviceExports
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import address_of
-from zbmd.transport.sim.parts.cuda_model import Clock, ModelHost, ModelProcess
 
 ANY_SIZE = Sizes()
 _SEEDS = itertools.count(1)

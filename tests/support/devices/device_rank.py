@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from support.devices.cuda_model import ModelArray, ModelProcess
 from support.devices.device_worlds import model_host, of_device, on_device
 from support.jobs.elastic_rank import INCARNATION
-from zbmd.transport.sim.parts.cuda_model import ModelArray, ModelProcess
 
 
 @cache

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from support.devices.cuda_model import ModelArray, ModelHost, ModelProcess
 from zbmd.collectives.device.arrays import CUDA
 from zbmd.transport.cuda.api import DeviceKernels
 from zbmd.transport.cuda.array import DeviceSpan
 from zbmd.transport.native._native import address_of
-from zbmd.transport.sim.parts.cuda_model import ModelArray, ModelHost, ModelProcess
 
 Array = NDArray[Any]
 

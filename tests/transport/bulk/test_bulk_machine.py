@@ -19,7 +19,6 @@ from zbmd.transport.bulk.events import (
     StripeFailed,
     StripeOpened,
     StripesUsed,
-    TimerFired,
 )
 from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.machine import BulkMachine, BulkState
@@ -38,6 +37,7 @@ from zbmd.transport.bulk.records import (
     TransferRefusal,
 )
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost
+from zbmd.transport.machine import TimerFired
 from zbmd.transport.memory.region import RegionHandle
 
 KEY = bytes(range(32))

@@ -37,6 +37,7 @@ from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.handshake import hello
 from zbmd.transport.identity import Identity, Side
+from zbmd.transport.machine import SetTimer
 
 GOLDEN = Path(__file__).parent / "golden_hello_2.txt"
 GOLDEN_OLD = Path(__file__).parent / "golden_hello_1.txt"
@@ -453,7 +454,7 @@ def test_the_golden_log_of_format_1_replays_identical(
 
     class Hasty(hello.HelloMachine):
         def handle(self, event: hello.HelloEvent, *, now_ns: int) -> list[hello.HelloAction]:
-            return [a for a in super().handle(event, now_ns=now_ns) if not isinstance(a, hello.SetTimer)]
+            return [a for a in super().handle(event, now_ns=now_ns) if not isinstance(a, SetTimer)]
 
     monkeypatch.setattr(Built, "hello", staticmethod(Hasty))
     assert [type(verdict) for verdict in verdicts(golden)] == [capture.Divergence] * 4

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices.cuda_harness import CudaModelHarness, ModelArray
+from support.devices.cuda_model import DeviceRace, ModelHost, ModelProcess, Undefined
 from support.links.region_harness import FAR, NEAR, Ends
 
 from zbmd.transport.cuda.api import CopyRoute, CudaFault, DeviceFacts, choose_copy_route
@@ -46,7 +47,6 @@ from zbmd.transport.cuda.opened import (
 from zbmd.transport.cuda.region import DeviceExports
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, UserError
 from zbmd.transport.native import _native
-from zbmd.transport.sim.parts.cuda_model import DeviceRace, ModelHost, ModelProcess, Undefined
 
 CHANNEL = 3
 steps = st.sampled_from(["copy", "told copy", "notify", "drain", "drain", "drain"])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices.cuda_harness import ModelArray
+from support.devices.cuda_model import ModelHost, ModelProcess
 
 from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.cuda.pieces import Action, Begin, Event, Load, Loaded, Pieces, Stored
@@ -18,7 +19,6 @@ from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemotePr
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.memory.staging import RING_BYTES, StagedPipe
 from zbmd.transport.native import _native
-from zbmd.transport.sim.parts.cuda_model import ModelHost, ModelProcess
 
 Side = tuple[ModelProcess, DevicePipe]
 SIZES = (0, 1, PIECE_BYTES, SLOTS * PIECE_BYTES + 1, 5 * PIECE_BYTES - 7)

@@ -32,14 +32,13 @@ from zbmd.transport.handshake.hello import (
     RefusalReason,
     Reject,
     SendBytes,
-    SetTimer,
-    TimerFired,
     WrongCookie,
     WrongJob,
     WrongUser,
     WrongVersion,
 )
 from zbmd.transport.identity import Identity, Side
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.sim import (
     Arrived,
     Conditions,

@@ -7,21 +7,18 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbmd.transport.bulk.events import CloseAsked, End, MarkLost
 from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.rdma.closing import (
-    CloseAsked,
     ClosingAction,
     ClosingEvent,
     ClosingState,
-    End,
     Failed,
     GoodbyeArrived,
     GoodbyeCame,
-    MarkLost,
     RdmaClosing,
     SayGoodbye,
-    SetTimer,
-    TimerFired,
 )
 
 CLOSE_NS = 1000

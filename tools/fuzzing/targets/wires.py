@@ -25,10 +25,10 @@ from zbmd.transport.handshake.hello import (
     PeerClosed,
     Reject,
     SendBytes,
-    TimerFired,
 )
 from zbmd.transport.host.topology.interfaces import parse_addresses
 from zbmd.transport.identity import Identity, Side
+from zbmd.transport.machine import TimerFired
 from zbmd.transport.secure.protection import KEY_BYTES, SECRET_BYTES, Keys, Protection, Secrets, Session
 from zbmd.transport.secure.record_stream import RecordError, RecordKind, Sealer, SecureStream
 from zbmd.transport.shm.attach import AttachAnswer, AttachOffer, decode

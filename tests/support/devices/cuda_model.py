@@ -24,6 +24,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from support.devices.cuda_model_array import ModelArray
 from zbmd.transport.cuda.api import (
     HANDLE_BYTES,
     UUID_BYTES,
@@ -32,7 +33,6 @@ from zbmd.transport.cuda.api import (
     DeviceFacts,
     DeviceKernels,
 )
-from zbmd.transport.sim.parts.cuda_model_array import ModelArray
 
 Clock: TypeAlias = dict[int, int]
 _FIRST_ADDRESS: Final = 1 << 40

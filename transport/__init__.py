@@ -50,10 +50,10 @@ with lazy_imports(globals()):
     from zbmd.transport.memory.segment import Segment as Segment
     from zbmd.transport.memory.staging import StagedPipe as StagedPipe
     from zbmd.transport.memory.transfer import Transfer as Transfer
+    from zbmd.transport.rdma.connect import RdmaMemory as RdmaMemory
     from zbmd.transport.rdma.connect import dial_rdma as dial_rdma
     from zbmd.transport.rdma.connect import listen_rdma as listen_rdma
     from zbmd.transport.rdma.connect import open_rdma_plane as open_rdma_plane
-    from zbmd.transport.rdma.handshake import RdmaMemory as RdmaMemory
     from zbmd.transport.rdma.message_device import open_rdma_device as open_rdma_device
     from zbmd.transport.tcp.address import TcpAddress as TcpAddress
     from zbmd.transport.tcp.address import TcpSettings as TcpSettings

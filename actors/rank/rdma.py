@@ -12,7 +12,7 @@ from zbmd.actors.rank.environment import LINKS_VARIABLE, links_wanted
 from zbmd.actors.view import RANKS_MAX, rank_of
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 from zbmd.transport.host.facts import HostFacts, read_host_facts
-from zbmd.transport.host.rdma_device_choice import (
+from zbmd.transport.host.link_choice import (
     DEVICES_VARIABLE,
     LINK_LOCKED_BYTES,
     RdmaPath,
@@ -24,8 +24,7 @@ from zbmd.transport.host.rdma_device_choice import (
 )
 from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.interface import Endpoint
-from zbmd.transport.rdma.connect import NoRdma, OwnRdma, Rdma, open_rdma_plane
-from zbmd.transport.rdma.handshake import RdmaMemory
+from zbmd.transport.rdma.connect import NoRdma, OwnRdma, Rdma, RdmaMemory, open_rdma_plane
 from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
 from zbmd.transport.rdma.transfer import TransferCounts
 from zbmd.transport.secure.protection import Protection

@@ -14,7 +14,7 @@ from support.rdma.rdma_world import RdmaAt, given_devices, interface_of
 from zbmd.actors.cluster.heartbeats._heartbeat import NativeHeartbeats
 from zbmd.transport.rdma.native._rdma_beat import BeatEnd
 from zbmd.transport.rdma.native._rdma_device import Device
-from zbmd.transport.rdma.port import choose_port
+from zbmd.transport.rdma.plane import choose_port
 from zbmd.transport.rdma.setup import TIMEOUT
 
 MS = 1_000_000

@@ -25,7 +25,7 @@ from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.rank.environment import LINKS_VARIABLE
-from zbmd.transport.host.rdma_device_choice import DEVICES_VARIABLE
+from zbmd.transport.host.link_choice import DEVICES_VARIABLE
 
 BUDGET_NS = 5_000_000_000
 SILENCES_HELD = 2

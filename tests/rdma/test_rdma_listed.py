@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.rdma.rdma_world import given_devices
 
-from zbmd.transport.host.topology.rdma import rdma_devices, read_rdma_devices, verbs_missing
+from zbmd.transport.host.topology.devices import rdma_devices, read_rdma_devices, verbs_missing
 
 
 def test_pyverbs_lists_the_devices_that_sysfs_has() -> None:

@@ -14,7 +14,7 @@ from support.links.region_harness import RdmaHarness as RegionsOverRdma
 from support.rdma.rdma_harness import RdmaHarness
 from support.rdma.rdma_world import given_devices
 
-from zbmd.transport.bulk.limits import BulkPeerInfo
+from zbmd.transport.bulk.events import BulkPeerInfo
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.rdma.credit import CREDITS, MESSAGE_BYTES

@@ -20,7 +20,7 @@ from zbmd.transport.capture import Detail
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import usable_cpus
-from zbmd.transport.host.topology.gpus import read_gpus
+from zbmd.transport.host.topology.devices import read_gpus
 
 RESTARTS_MAX = 10_000
 DIGITS_MAX = 18

@@ -63,7 +63,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("tools/bench/peers/pairs.py", "tools/bench/peers/collectives.py"),
     "xoscar": ("tools/bench/peers/xoscar_pair.py",),
     "cupy": ("training/autograd/array_module.py", "transport/cuda/runtime.py", "tests/*"),
-    "pyverbs": ("transport/rdma/*", "transport/host/topology/rdma.py"),
+    "pyverbs": ("transport/rdma/*", "transport/host/topology/devices.py"),
     "pickle": (),
     "cPickle": (),
     "_pickle": (),

@@ -49,8 +49,7 @@ from zbmd.transport.host.topology.cpus import Cache, Cpus, NumaNode
 from zbmd.transport.host.topology.kernel_files import format_cpu_list, parse_int, read_text
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Endpoint, Link
-from zbmd.transport.memory.memfd import available_memory, in_words
-from zbmd.transport.memory.placement import ARENA_BYTES_MIN, PAGE_BYTES, place
+from zbmd.transport.memory.memfd import ARENA_BYTES_MIN, PAGE_BYTES, available_memory, in_words, place
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.shm.connect import dial, listen
 

@@ -37,8 +37,8 @@ from zbmd.transport.host.link_choice import (
     interface_words,
     passed_over,
     rank_interfaces,
+    why_no_rdma,
 )
-from zbmd.transport.host.rdma_device_choice import why_no_rdma
 from zbmd.transport.host.topology import Interface, InterfaceKind
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, tcp_settings

@@ -9,7 +9,7 @@ from typing import Final
 from zbmd.tools.doctor.report import Finding, Section
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.facts import INSTALL_VERBS, HostFacts
-from zbmd.transport.host.rdma_device_choice import (
+from zbmd.transport.host.link_choice import (
     DEVICES_VARIABLE,
     ETHERNET,
     LOCKED_BYTES_MIN,
@@ -21,7 +21,7 @@ from zbmd.transport.host.rdma_device_choice import (
     why_no_rdma,
 )
 from zbmd.transport.host.topology import RdmaDevice, RdmaPort, Topology
-from zbmd.transport.host.topology.rdma import LOSS_COUNTERS, SHORTAGE_COUNTERS
+from zbmd.transport.host.topology.devices import LOSS_COUNTERS, SHORTAGE_COUNTERS
 
 HEADERS_BYTES: Final = 96
 """Overhead of a RoCE message in an interface's MTU (`iboe_get_mtu` of Linux)."""

@@ -140,7 +140,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "transport/memory/staging.py": "reads one number, and compares it with the one that is expected",
     "transport/host/tcp_silence.py": "reads what the kernel tells of its own socket",
     "transport/tcp/sockets.py": "reads what the kernel tells of its own socket",
-    "transport/bulk/stripe_scaling.py": "reads what the kernel tells of its own socket and settings",
+    "transport/bulk/stripe_io.py": "reads what the kernel tells of its own socket and settings",
     "tools/bench/*.py": "reads what processes that it has started itself tell of their times",
     "tools/lab/bench/*.py": "read what processes that they have started themselves tell of their times",
     "tools/lab/gpu/*.py": "read what processes that they have started themselves write",

@@ -23,6 +23,7 @@ from typing import Final, assert_never
 from zbmd.transport.bulk.events import (
     BulkAction,
     BulkEvent,
+    BulkLimits,
     CloseAsked,
     CloseStripe,
     End,
@@ -53,7 +54,6 @@ from zbmd.transport.bulk.events import (
     StripesUsed,
     Unserve,
 )
-from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.records import (
     FRAGMENT_BYTES_MAX,
     GETS_MAX,

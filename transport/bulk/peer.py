@@ -16,6 +16,8 @@ from zbmd.transport.bulk._fast_path import QUICK_BYTES_MAX
 from zbmd.transport.bulk.events import (
     BulkAction,
     BulkEvent,
+    BulkLimits,
+    BulkPeerInfo,
     CloseAsked,
     CloseStripe,
     End,
@@ -25,6 +27,7 @@ from zbmd.transport.bulk.events import (
     GetResolved,
     MarkLost,
     NotifyAsked,
+    OnEnded,
     PayloadCame,
     Publish,
     PutAsked,
@@ -45,14 +48,16 @@ from zbmd.transport.bulk.events import (
     Unserve,
 )
 from zbmd.transport.bulk.fast_path import QuickStripe
-from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo, OnEnded
 from zbmd.transport.bulk.machine import BulkMachine, BulkState
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.bulk.records import Ack, BulkError, Error
 from zbmd.transport.bulk.stream import PayloadArrived
-from zbmd.transport.bulk.stripe_io import SCRATCH_BYTES, ReadResult, Stripe, StripeSocket
-from zbmd.transport.bulk.stripe_scaling import (
+from zbmd.transport.bulk.stripe_io import (
+    SCRATCH_BYTES,
     SLOW_BYTES_PER_S,
+    ReadResult,
+    Stripe,
+    StripeSocket,
     StripeUse,
     buffer_bytes_max,
     read_work,

@@ -177,17 +177,6 @@ class UnionCodec(Generic[InstanceT]):
             raise CaptureMismatch(f"what was recorded as {tag} does not fit it: {error}") from None
         return instance
 
-    def decode_all(self, encoded: bytes | memoryview | msgspec.Raw) -> list[InstanceT]:
-        """What `encode_all` wrote. Raises `CaptureMismatch`."""
-        try:
-            pairs = _pairs.decode(encoded)
-        except (ValueError, RecursionError) as error:
-            raise CaptureMismatch(f"what was recorded are no members of a union: {error}") from None
-        return [self.decode(tag, fields) for tag, fields in pairs]
-
-
-_pairs = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
-
 
 def _is_union(union: object) -> bool:
     return typing.get_origin(union) in (typing.Union, types.UnionType)

@@ -6,24 +6,22 @@ an array of a device. A buffer that is not page-locked is copied by CUDA through
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from zbmd.transport.cuda.api import CudaApi
 from zbmd.transport.cuda.array import DeviceHandle, DeviceSpan, is_device_array, span_of
 from zbmd.transport.cuda.peer import CudaPeer
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.memory.region import CheckedRegion, read_only, require_cell, require_range
+from zbmd.transport.memory.region import REGIONS_MAX, CheckedRegion, read_only, require_cell, require_range
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native._native import address_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-import threading
-from collections.abc import Iterable
-
-from zbmd.transport.cuda.api import CudaApi
-from zbmd.transport.memory.region import REGIONS_MAX
 
 # CUDA leaves undefined what becomes of memory that is freed while another process has it open. So an array
 # lives from `register` to `release`, and then until each process that got its handle has let go of it or is

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 import structlog
 
@@ -121,10 +122,6 @@ REFUSALS_WINDOW_NS: Final = 10_000_000_000
 
 _EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
-ConnectionHandler = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
-"""Sees one connection through: the non-blocking socket, which becomes its own, and the source. It raises
-nothing, and closes the socket when it is cancelled."""
-
 
 class Evicted(ZbmdError):
     """A connection gave up its place to others."""
@@ -133,28 +130,16 @@ class Evicted(ZbmdError):
         super().__init__("its hello was not done when others needed its place")
 
 
-class Acceptor:
-    """Serves listening sockets on the running loop until closed. Owns them.
+class Acceptor(ABC):
+    """Serves listening sockets on the running loop until closed. Owns them. A transport's listener derives.
 
-    name: of the listener, for the log; welcome: see `ConnectionHandler`; source_of: names where a connection
-    comes from; places: how many may be in the middle of their hello.
+    name: of the listener, for the log; places: how many may be in the middle of their hello.
     """
 
-    def __init__(
-        self,
-        name: str,
-        sockets: Sequence[socket.socket],
-        welcome: ConnectionHandler,
-        *,
-        source_of: Callable[[socket.socket], str],
-        places: int,
-        fair_ns: int = HALF_OPEN_FAIR_NS,
-    ) -> None:
-        self._name = name
+    def __init__(self, name: str, sockets: Sequence[socket.socket], *, places: int) -> None:
+        self.name = name
         self._sockets = list(sockets)
-        self._welcome = welcome
-        self._source_of = source_of
-        self._half_open: HalfOpen[asyncio.Task[None]] = HalfOpen(places=places, fair_ns=fair_ns)
+        self._half_open: HalfOpen[asyncio.Task[None]] = HalfOpen(places=places, fair_ns=HALF_OPEN_FAIR_NS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
@@ -163,28 +148,39 @@ class Acceptor:
         self._window_refusals = 0
         self._resume()
 
+    @abstractmethod
+    async def _welcome(self, sock: socket.socket, source: str) -> None:
+        """See one connection through: the non-blocking socket becomes its own.
+
+        Raises nothing, and closes the socket when it is cancelled.
+        """
+
+    @abstractmethod
+    def _source_of(self, sock: socket.socket) -> str:
+        """Name where a connection comes from: those of one source count together. Raises `OSError`."""
+
     @property
     def half_open(self) -> int:
         """Return how many connections are in the middle of their hello."""
         return len(self._half_open)
 
-    def refused(self, error: Exception, **who: object) -> None:
+    def _refused(self, error: Exception, **who: object) -> None:
         """Log that a connection was refused, unless too many were in this window."""
         at_ns = now_ns()
         if at_ns - self._window_ns >= REFUSALS_WINDOW_NS:
             untold = max(0, self._window_refusals - REFUSALS_LOGGED_MAX)
             self._window_ns, self._window_refusals = at_ns, 0
             if untold:
-                log.warning("more connections were refused", listener=self._name, count=untold)
+                log.warning("more connections were refused", listener=self.name, count=untold)
         self._window_refusals += 1
         if self._window_refusals <= REFUSALS_LOGGED_MAX:
             # A process of ours that ends in its hello hangs up, too; its parent reports that.
             tell = log.info if isinstance(error, HungUp | PeerLost | ConnectionError) else log.warning
             kind = type(error).__name__
-            tell("connection refused", listener=self._name, kind=kind, reason=str(error), **who)
+            tell("connection refused", listener=self.name, kind=kind, reason=str(error), **who)
 
     def close(self) -> None:
-        """Stop listening and end the connections under way. Idempotent."""
+        """Stop listening and end the connections under way; links already made live on. Idempotent."""
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
@@ -224,7 +220,7 @@ class Acceptor:
                 case Admit(evict=evict, source=source):
                     if evict is not None:
                         evict.cancel()
-                        self.refused(Evicted(), source=source)
+                        self._refused(Evicted(), source=source)
             sock = self._accept(listening)
             if sock is None:
                 return
@@ -237,13 +233,13 @@ class Acceptor:
             # accept(2) also reports errors of the connection itself, which are not ours.
             if error.errno in _EXHAUSTED:
                 if not self._exhausted:
-                    log.error("no connection can be accepted", listener=self._name, reason=_advice(error))
+                    log.error("no connection can be accepted", listener=self.name, reason=_advice(error))
                 self._exhausted = True
                 self._pause_for(EXHAUSTED_PAUSE_NS)
             return None
         if self._exhausted:
             self._exhausted = False
-            log.warning("connections are accepted again", listener=self._name)
+            log.warning("connections are accepted again", listener=self.name)
         sock.setblocking(False)
         return sock
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from zbmd.transport.host.topology.devices import RdmaDevice, read_rdma_devices, verbs_missing
 from zbmd.transport.host.topology.interfaces import Addresses, Interface, read_interfaces
 from zbmd.transport.host.topology.kernel_files import link_name, parse_int, read_fields, read_text
-from zbmd.transport.host.topology.rdma import RdmaDevice, read_rdma_devices, verbs_missing
 
 INSTALL_VERBS: Final = "apt install python3-pyverbs"
 CAP_IPC_LOCK: Final = 14

@@ -8,6 +8,7 @@ it knows that memory, the owner (`Regions.resolve`) where bytes reach it over a 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -19,11 +20,6 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native._native import CHANNELS
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -15,8 +15,7 @@ from zbmd.transport.errors import LinkFull, LocalProtocolError, RemoteProtocolEr
 from zbmd.transport.memory._region import Cells, Deferred, Pinned, ShmRegion
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.frame_loans import FrameLender
-from zbmd.transport.memory.memfd import map_from_peer, sealed_size
-from zbmd.transport.memory.placement import PAGE_BYTES, PlacedMemory, place
+from zbmd.transport.memory.memfd import PAGE_BYTES, PlacedMemory, map_from_peer, place, sealed_size
 from zbmd.transport.memory.region import RegionHandle, Regions, RemoteRegion, require_owner
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
@@ -313,15 +312,6 @@ class PeerSegment:
                 f"range {offset}+{nbytes} is outside the arena of slot {self.slot} "
                 f"({self.arena_offset}..{self.nbytes})"
             )
-
-    def inbox_view(self, offset: int, nbytes: int) -> memoryview:
-        """A writable view of [offset, offset + nbytes) of the peer's inbox; raises as `arena_view`."""
-        if offset < self.inbox_offset or nbytes < 0 or offset + nbytes > self.arena_offset:
-            raise RemoteProtocolError(
-                f"range {offset}+{nbytes} is outside the inbox of slot {self.slot} "
-                f"({self.inbox_offset}..{self.arena_offset})"
-            )
-        return self.mapping.view(offset, nbytes, writable=True)
 
     def close(self) -> None:
         """Let go of the mapping, which ends with the last view of it. Idempotent."""

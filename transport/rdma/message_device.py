@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import structlog
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.rdma_device_choice import choose_address
-from zbmd.transport.host.topology.rdma import rdma_devices
+from zbmd.transport.host.link_choice import choose_address
+from zbmd.transport.host.topology.devices import rdma_devices
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.link.spin import SpinPolicy
 from zbmd.transport.native import _native
@@ -130,7 +130,7 @@ def looks_up(name: str, address: str) -> LookUp | None:
     """
     try:
         from zbmd.transport.rdma.native._rdma_device import Device
-        from zbmd.transport.rdma.port import choose_port
+        from zbmd.transport.rdma.plane import choose_port
     except ImportError:
         return None
     device = Device(name)

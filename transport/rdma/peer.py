@@ -13,8 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from zbmd.transport.bulk.events import CloseAsked, End, MarkLost
-from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo, OnEnded
+from zbmd.transport.bulk.events import BulkLimits, BulkPeerInfo, CloseAsked, End, MarkLost, OnEnded
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport.bulk.limits import BulkPeerInfo
+from zbmd.transport.bulk.events import BulkPeerInfo
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.memory.region import CheckedRegion, RegionHandle, RemoteRegion
 from zbmd.transport.memory.segment import Segment

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.memory.transfer import Transfer
 
 if TYPE_CHECKING:
     from zbmd.transport.rdma.native._rdma import End
-from typing import NamedTuple
 
 # How transfers over RDMA came to their memory: whether it was registered before, or copied.
 

@@ -61,13 +61,12 @@ HELLO_MESSAGE_BYTES_MAX = MAX_BODY_BYTES + 64
 OnLink = Callable[[ShmLink], None]
 
 
-class Listener:
+class Listener(Acceptor):
     """Accepts links at an abstract unix address until closed. Made by `listen`."""
 
     def __init__(
         self, name: str, on_link: OnLink, endpoint: Endpoint, timeout_ns: int, half_open_max: int
     ) -> None:
-        self.name = name
         self._on_link = on_link
         self._endpoint = endpoint
         self._timeout_ns = timeout_ns
@@ -82,20 +81,11 @@ class Listener:
                 f"cannot listen at {name!r}: {error.strerror}. If another process listens there, end it, or "
                 "choose another address."
             ) from error
-        self._acceptor = Acceptor(name, [sock], self._welcome, source_of=_source, places=half_open_max)
+        super().__init__(name, [sock], places=half_open_max)
 
-    @property
-    def half_open(self) -> int:
-        """How many connections are in the middle of their hello."""
-        return self._acceptor.half_open
-
-    def close(self) -> None:
-        """Stop listening and end the connections under way; links already made live on. Idempotent."""
-        self._acceptor.close()
-
-    async def wait_closed(self) -> None:
-        """Wait until the connections under way have ended, after `close`."""
-        await self._acceptor.wait_closed()
+    def _source_of(self, sock: socket.socket) -> str:
+        """Strangers count by process."""
+        return f"pid {_peer_credentials(sock)[0]}"
 
     async def _welcome(self, sock: socket.socket, source: str) -> None:
         del source
@@ -106,7 +96,7 @@ class Listener:
                 link = await _listener_side(sock, self._endpoint, now_ns() + self._timeout_ns)
                 undo.pop_all()
         except (ZbmdError, OSError) as error:
-            self._acceptor.refused(error, peer_pid=pid, peer_uid=uid)
+            self._refused(error, peer_pid=pid, peer_uid=uid)
             return
         self._on_link(link)
 
@@ -369,11 +359,6 @@ async def _connect(sock: socket.socket, name: str, deadline_ns: int) -> None:
             await asyncio.sleep(DIAL_RETRY_S)
         except ConnectionRefusedError:
             raise PeerLost(name, "nobody listens at its address") from None
-
-
-def _source(sock: socket.socket) -> str:
-    """Strangers count by process."""
-    return f"pid {_peer_credentials(sock)[0]}"
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int]:

@@ -53,6 +53,9 @@ report prints the command line that repeats it. After FoundationDB's simulation 
 
 from __future__ import annotations
 
+from zbmd.transport.sim.disk import (
+    SimDisk,
+)
 from zbmd.transport.sim.faults import (
     ALL_FAULTS,
     MACHINE_FAULTS,
@@ -128,13 +131,6 @@ from zbmd.transport.sim.model import (
 from zbmd.transport.sim.network import (
     Datagram,
 )
-from zbmd.transport.sim.parts.disk import (
-    SimDisk,
-)
-from zbmd.transport.sim.parts.segment import (
-    Allocation,
-    SimMemory,
-)
 from zbmd.transport.sim.process import (
     WALL_START_NS,
     LocalClock,
@@ -154,6 +150,10 @@ from zbmd.transport.sim.scenario import (
     parse_faults,
     run_scenario,
     shrink,
+)
+from zbmd.transport.sim.segment import (
+    Allocation,
+    SimMemory,
 )
 from zbmd.transport.sim.world import (
     Program,

@@ -14,11 +14,10 @@ from typing import Final
 
 import structlog
 
-from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo
+from zbmd.transport.bulk.events import BulkLimits, BulkPeerInfo
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.bulk.stripe_io import Stripe
-from zbmd.transport.bulk.stripe_scaling import buffer_bytes_max, round_trip_us, stripes_for
+from zbmd.transport.bulk.stripe_io import Stripe, buffer_bytes_max, round_trip_us, stripes_for
 from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.handshake.acceptor import Acceptor
 from zbmd.transport.handshake.driver import lost_reason
@@ -100,7 +99,7 @@ OnLink = Callable[[TcpLink], None]
 _ANY: Final = ("0.0.0.0", "::")
 
 
-class Listener:
+class Listener(Acceptor):
     """Accepts links at TCP addresses until closed. Made by `listen`."""
 
     def __init__(
@@ -124,7 +123,7 @@ class Listener:
         self._links: dict[bytes, TcpLink] = {}
         self._stripes_under_way: set[tuple[bytes, int]] = set()
         name = " ".join(str(numeric(sock.getsockname())) for sock in sockets)
-        self._acceptor = Acceptor(name, sockets, self._welcome, source_of=_source, places=half_open_max)
+        super().__init__(name, sockets, places=half_open_max)
         if settings.protection is Protection.NONE:
             log.warning("links are not protected against anybody on the network", listener=name)
 
@@ -134,22 +133,13 @@ class Listener:
         return self.addresses[0]
 
     @property
-    def half_open(self) -> int:
-        """Return how many connections are in the middle of their hello."""
-        return self._acceptor.half_open
-
-    @property
     def links(self) -> int:
         """Return how many links it has made that have not ended."""
         return len(self._links)
 
-    def close(self) -> None:
-        """Stop listening and end the connections under way; links already made live on. Idempotent."""
-        self._acceptor.close()
-
-    async def wait_closed(self) -> None:
-        """Wait until the connections under way have ended, after `close`."""
-        await self._acceptor.wait_closed()
+    def _source_of(self, sock: socket.socket) -> str:
+        """Strangers count by address."""
+        return source_of(str(sock.getpeername()[0]))
 
     async def _welcome(self, sock: socket.socket, source: str) -> None:
         deadline_ns = now_ns() + self._timeout_ns
@@ -157,7 +147,7 @@ class Listener:
             ready = await self._set_up(sock, source, deadline_ns)
             stripe = _stripe(ready, self._endpoint) if ready.session.purpose is Purpose.STRIPE else None
         except (ZbmdError, OSError) as error:
-            self._acceptor.refused(error, source=source)
+            self._refused(error, source=source)
             return
         if stripe is None:
             self._add_link(ready)
@@ -351,11 +341,6 @@ def _stripe(ready: Ready, endpoint: Endpoint) -> Stripe:
         sock.close()
         raise
     return Stripe(session=ready.session, sock=sock, surplus=ready.surplus)
-
-
-def _source(sock: socket.socket) -> str:
-    """Strangers count by address."""
-    return source_of(str(sock.getpeername()[0]))
 
 
 def _own_hosts(settings: TcpSettings) -> list[str]:

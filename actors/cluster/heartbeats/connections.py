@@ -25,7 +25,7 @@ from zbmd.actors.rank.rdma import wanted_devices, why_not_rdma
 from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.host.facts import HostFacts, read_host_facts
-from zbmd.transport.host.rdma_device_choice import LINK_LOCKED_BYTES, rdma_paths
+from zbmd.transport.host.link_choice import LINK_LOCKED_BYTES, rdma_paths
 from zbmd.transport.identity import Side
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.secure.protection import STRIPES_MAX, Keys, Protection, Session
@@ -35,7 +35,7 @@ from zbmd.transport.tcp.link import TcpLink
 if TYPE_CHECKING:
     from zbmd.transport.rdma.native._rdma_beat import BeatEnd
     from zbmd.transport.rdma.native._rdma_device import Device
-    from zbmd.transport.rdma.port import PortAt
+    from zbmd.transport.rdma.plane import PortAt
 
 
 REASONS_MAX: Final = 64
@@ -68,7 +68,7 @@ def own_device(environment: Mapping[str, str], protection: Protection) -> OwnDev
     if why is not None:
         return NoDevice(why=why, tells=bool(facts.rdma_devices))
     from zbmd.transport.rdma.native._rdma_device import Device
-    from zbmd.transport.rdma.port import choose_port
+    from zbmd.transport.rdma.plane import choose_port
 
     path = rdma_paths(facts, wanted)[0]
     try:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from zbmd.transport.bulk.limits import BulkLimits, BulkPeerInfo
+from zbmd.transport.bulk.events import BulkLimits, BulkPeerInfo
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.bulk.stripe_io import Stripe

@@ -9,6 +9,7 @@ from typing import assert_never
 from zbmd.transport.bulk.events import (
     BulkAction,
     BulkEvent,
+    BulkLimits,
     CloseStripe,
     End,
     Finish,
@@ -35,7 +36,6 @@ from zbmd.transport.bulk.events import (
     StripeOpened,
     Unserve,
 )
-from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.machine import BulkMachine
 from zbmd.transport.bulk.records import BulkError
 from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWriter

@@ -28,8 +28,7 @@ from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.region import Regions, RemoteRegion
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
-from zbmd.transport.rdma.connect import dial_rdma, listen_rdma, open_rdma_plane
-from zbmd.transport.rdma.handshake import RdmaMemory
+from zbmd.transport.rdma.connect import RdmaMemory, dial_rdma, listen_rdma, open_rdma_plane
 from zbmd.transport.rdma.link import RdmaLink
 from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
 from zbmd.transport.shm.connect import Endpoint, link_pair

@@ -12,8 +12,7 @@ from support.tcp.tcp_harness import TcpHarness
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.segment import Segment
-from zbmd.transport.rdma.connect import Rdma, dial_rdma, listen_rdma, open_rdma_plane
-from zbmd.transport.rdma.handshake import RdmaMemory
+from zbmd.transport.rdma.connect import Rdma, RdmaMemory, dial_rdma, listen_rdma, open_rdma_plane
 from zbmd.transport.rdma.link import RdmaLink
 from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.bulk.bulk_host import BulkHost, deadline, stripe_of, tcp_pair
 
-from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.events import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import DeadlineExceeded, LinkFull, PeerLost
 from zbmd.transport.identity import Side

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.bulk.bulk_pair import REGION_BYTES, BulkEnd, BulkPair
 
 from zbmd.transport.bulk.events import (
+    BulkLimits,
     CloseAsked,
     GetAsked,
     NotifyAsked,
@@ -20,7 +21,6 @@ from zbmd.transport.bulk.events import (
     StripeOpened,
     StripesUsed,
 )
-from zbmd.transport.bulk.limits import BulkLimits
 from zbmd.transport.bulk.machine import BulkMachine, BulkState
 from zbmd.transport.bulk.records import (
     GETS_MAX,

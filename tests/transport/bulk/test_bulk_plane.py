@@ -16,7 +16,7 @@ import pytest
 from support.bulk.bulk_host import BulkHost, deadline, join, stripe_of, tcp_pair
 
 from zbmd.transport.bulk import stripe_io as bulk_stripe
-from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.events import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.records import BulkError, Error, Forged, Goodbye, Put
 from zbmd.transport.bulk.stream import StripeReader, StripeWriter

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport.bulk.stripe_scaling import BUSY_US_MIN, StripeReason, StripeUse, StripeWork, read_work
+from zbmd.transport.bulk.stripe_io import BUSY_US_MIN, StripeReason, StripeUse, StripeWork, read_work
 
 STRIPES = 8
 

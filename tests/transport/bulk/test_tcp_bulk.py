@@ -12,7 +12,7 @@ from support.bulk.bulk_host import BulkHost
 from support.tcp.tcp_certificates import job_tls
 
 from zbmd.transport.bulk.peer import BulkPeer
-from zbmd.transport.bulk.stripe_scaling import STRIPES_DEFAULT_MAX, buffer_bytes_max, stripes_for
+from zbmd.transport.bulk.stripe_io import STRIPES_DEFAULT_MAX, buffer_bytes_max, stripes_for
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Endpoint

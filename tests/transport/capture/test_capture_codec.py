@@ -97,12 +97,17 @@ def _errors(base: type[BaseException]) -> st.SearchStrategy[BaseException]:
     )
 
 
+def decode_all(codec: UnionCodec[Any], encoded: bytes) -> list[Any]:
+    pairs = msgspec.msgpack.decode(encoded, type=list[tuple[str, msgspec.Raw]])
+    return [codec.decode(tag, fields) for tag, fields in pairs]
+
+
 @pytest.mark.parametrize("name", UNIONS)
 @given(data=st.data())
 def test_every_event_and_action_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     codec: UnionCodec[Any] = UnionCodec(UNIONS[name])
     drawn = [data.draw(instances(cls), label=tag) for tag, cls in codec.members.items()]
-    again = codec.decode_all(codec.encode_all(drawn))
+    again = decode_all(codec, codec.encode_all(drawn))
     assert [type(instance) for instance in again] == [type(instance) for instance in drawn]
     assert codec.encode_all(again) == codec.encode_all(drawn)
     for before, after in zip(drawn, again, strict=True):
@@ -192,7 +197,7 @@ def test_a_renamed_class_is_captured_under_its_old_name() -> None:
     assert after.fingerprint == before.fingerprint
     assert set(after.members) == {"Held", "Tally"}
     written = before.encode_all([Held(names=frozenset({"a"}), path=Path("x"))])
-    (read,) = after.decode_all(written)
+    (read,) = decode_all(after, written)
     assert read == Possessed(names=frozenset({"a"}), path=Path("x"))
     assert after.encode_all([read]) == written
     with pytest.raises(LocalProtocolError, match="two members of one union are called Held"):
@@ -205,7 +210,7 @@ def test_a_renamed_error_and_a_subclass_of_a_renamed_class_have_the_right_names(
 
     assert [captured_name(cls) for cls in (Broken, Mended, Further)] == ["Broken", "Broken", "Further"]
     codec = UnionCodec[Rejected](Rejected)
-    (read,) = codec.decode_all(codec.encode_all([Rejected(error=Further("why"))]))
+    (read,) = decode_all(codec, codec.encode_all([Rejected(error=Further("why"))]))
     assert type(read.error) is Further
     assert codec.encode_all([Rejected(error=Mended("why"))]) == codec.encode_all(
         [Rejected(error=Broken("why"))]

@@ -117,7 +117,7 @@ async def test_words_that_are_no_hello(address: str, first_words: bytes, kind: s
                 stranger.shutdown(socket.SHUT_WR)
             await end_of(stranger)
             while listener.half_open:
-                await asyncio.wait(set(listener._acceptor._tasks))
+                await asyncio.wait(set(listener._tasks))
         assert [(entry["event"], entry["kind"]) for entry in logs] == [("connection refused", kind)]
         assert logs[0]["peer_pid"] == os.getpid()
         await still_welcomes(address)

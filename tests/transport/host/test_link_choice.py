@@ -18,11 +18,14 @@ from zbmd.transport.host.link_choice import (
     Transport,
     choose_link,
     parse_interface_filter,
+    parse_wanted_devices,
     rank_interfaces,
+    rdma_paths,
+    share_of,
+    why_no_rdma,
 )
-from zbmd.transport.host.rdma_device_choice import parse_wanted_devices, rdma_paths, share_of, why_no_rdma
 from zbmd.transport.host.topology import Interface, InterfaceKind, PciLocation, RdmaDevice, RdmaPort
-from zbmd.transport.host.topology.rdma import Gid
+from zbmd.transport.host.topology.devices import Gid
 
 
 def interface(

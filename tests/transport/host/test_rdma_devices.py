@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.topology.rdma import rdma_devices
+from zbmd.transport.host.topology.devices import rdma_devices
 
 
 def test_without_pyverbs_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from zbmd.transport.host.topology import (
     read_topology,
 )
 from zbmd.transport.host.topology.cpus import cpu_quota, read_cpus, usable_cpus
+from zbmd.transport.host.topology.devices import FREE_GIDS_MAX
 from zbmd.transport.host.topology.interfaces import interface_addresses, parse_addresses
 from zbmd.transport.host.topology.kernel_files import (
     format_cpu_list,
@@ -31,7 +32,6 @@ from zbmd.transport.host.topology.kernel_files import (
     read_int,
     read_text,
 )
-from zbmd.transport.host.topology.rdma import FREE_GIDS_MAX
 
 
 def test_a_laptop(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from zbmd.transport.errors import ArenaFull, LocalProtocolError, OutOfMemory
 from zbmd.transport.memory import arena as arena_module
 from zbmd.transport.memory.arena import Allocator
-from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.memfd import PAGE_BYTES
 from zbmd.transport.memory.segment import Segment
 
 ARENA = 1 << 16

@@ -107,7 +107,10 @@ def test_two_processes_play_ping_pong_and_see_each_others_stores(segment: Segmen
 
     def echo_from_slot_0() -> None:
         peer = PeerSegment.attach(ours.fd, slot=1)
-        source, target = segment.mapping.view(_native.OFF_END, 8), peer.inbox_view(_native.OFF_END, 8)
+        source, target = (
+            segment.mapping.view(_native.OFF_END, 8),
+            peer.mapping.view(_native.OFF_END, 8, writable=True),
+        )
         for number in range(1, rounds + 1):
             assert segment.wait(1, 0, number) == _native.WAIT_OK
             target[:] = source
@@ -115,7 +118,10 @@ def test_two_processes_play_ping_pong_and_see_each_others_stores(segment: Segmen
 
     child = fork(echo_from_slot_0)
     peer = PeerSegment.attach(segment.fd, slot=0)
-    echo, message = ours.mapping.view(_native.OFF_END, 8), peer.inbox_view(_native.OFF_END, 8)
+    echo, message = (
+        ours.mapping.view(_native.OFF_END, 8),
+        peer.mapping.view(_native.OFF_END, 8, writable=True),
+    )
     for number in range(1, rounds + 1):
         message[:] = number.to_bytes(8, "little")
         peer.notify(1, 0, number)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbmd.transport.memory.placement import (
+from zbmd.transport.memory.memfd import (
     ARENA_BYTES_MIN,
     PAGE_BYTES,
     HugePageSupport,

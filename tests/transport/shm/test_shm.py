@@ -117,7 +117,7 @@ def test_a_listener_that_never_answers_is_left_at_the_deadline(run: Run, address
     async def main() -> None:
         listener = listen(address, lambda link: None, endpoint("node"))
         # Nobody accepts: the connection waits in the backlog, and so does the hello.
-        asyncio.get_running_loop().remove_reader(listener._acceptor._sockets[0].fileno())
+        asyncio.get_running_loop().remove_reader(listener._sockets[0].fileno())
         with pytest.raises(ZbmdError, match="deadline has passed"):
             await dial(address, endpoint("rank0"), timeout_ns=2_000_000)
         listener.close()
@@ -132,7 +132,7 @@ def test_a_full_backlog_is_retried_until_the_deadline(
 
     async def main() -> None:
         listener = listen(address, lambda link: None, endpoint("node"))
-        asyncio.get_running_loop().remove_reader(listener._acceptor._sockets[0].fileno())
+        asyncio.get_running_loop().remove_reader(listener._sockets[0].fileno())
         waiting = asyncio.ensure_future(dial(address, endpoint("rank0")))
         await asyncio.wait([waiting], timeout=0)
         with pytest.raises(DeadlineExceeded, match="did not accept in time"):

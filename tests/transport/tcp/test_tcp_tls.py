@@ -71,7 +71,7 @@ async def meet(
         except ZbmdError as error:
             result = error
         while listener.half_open:
-            await asyncio.wait(set(listener._acceptor._tasks))
+            await asyncio.wait(set(listener._tasks))
         listener.close()
         await listener.wait_closed()
     return result, [entry["kind"] for entry in logs if entry["event"] == "connection refused"]

@@ -74,7 +74,7 @@ def perftest(program: str, nbytes: int, count: int, *, pinned: bool, depth: int 
 def _at(at: At) -> list[str]:
     # Here, not above: who benchmarks something else needs no libibverbs.
     from zbmd.transport.rdma.native._rdma_device import Device
-    from zbmd.transport.rdma.port import choose_port
+    from zbmd.transport.rdma.plane import choose_port
 
     return ["-d", at.device, "-x", str(choose_port(Device(at.device), at.address).gid_index)]
 

@@ -29,12 +29,11 @@ from zbmd.transport.frames import FrameHeader
 from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Endpoint, Link
-from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.memfd import PAGE_BYTES
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.staging import RING_BYTES, StagedPipe
-from zbmd.transport.rdma.connect import dial_rdma, listen_rdma, open_rdma_plane
-from zbmd.transport.rdma.handshake import RdmaMemory
+from zbmd.transport.rdma.connect import RdmaMemory, dial_rdma, listen_rdma, open_rdma_plane
 from zbmd.transport.rdma.message_device import open_rdma_device
 from zbmd.transport.shm import connect as shm
 from zbmd.transport.shm.death_notice import LifeThread

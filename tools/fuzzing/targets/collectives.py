@@ -57,7 +57,7 @@ from zbmd.training.replicated.workload import open_state
 from zbmd.training.run.journal import read_parts
 from zbmd.training.run.ledger import VotePart
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
-from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.memfd import PAGE_BYTES
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native import _native

@@ -55,8 +55,7 @@ from zbmd.transport.handshake.hello import HelloMachine as Hello
 from zbmd.transport.identity import Identity, Side
 from zbmd.transport.link.interface import Link, LinkLimits
 from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN
-from zbmd.transport.memory.memfd import create_memfd
-from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.memfd import PAGE_BYTES, create_memfd
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native

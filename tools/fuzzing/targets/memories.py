@@ -15,8 +15,7 @@ from zbmd.tools.fuzzing.target import Broken, Script, target
 from zbmd.training.model_actors.tensor_actor import ArrayData, pack, unpack
 from zbmd.transport.cuda.array import ITEM_BYTES, DeviceHandle, EventHandle, decode_handle, encode_handle
 from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
-from zbmd.transport.memory.memfd import SEALS
-from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.memfd import PAGE_BYTES, SEALS
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native import _native

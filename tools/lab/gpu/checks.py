@@ -38,7 +38,7 @@ from zbmd.transport.cuda.array import DeviceHandle, decode_handle
 from zbmd.transport.cuda.peer import CudaPeer
 from zbmd.transport.cuda.region import CudaRegion
 from zbmd.transport.cuda.runtime import CudaRuntime, visible_devices
-from zbmd.transport.host.topology.rdma import read_rdma_devices
+from zbmd.transport.host.topology.devices import read_rdma_devices
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native._native import WAIT_OK, now_ns
 

@@ -18,10 +18,16 @@ from zbmd.transport.host.topology.cpus import (
     read_numa_nodes,
     read_pages,
 )
-from zbmd.transport.host.topology.gpus import Gpu, nvidia_driver_version, read_gpus
+from zbmd.transport.host.topology.devices import (
+    Gpu,
+    RdmaDevice,
+    RdmaPort,
+    nvidia_driver_version,
+    read_gpus,
+    read_rdma_devices,
+)
 from zbmd.transport.host.topology.interfaces import Addresses, Interface, InterfaceKind, read_interfaces
 from zbmd.transport.host.topology.kernel_files import Distance, PciLocation, distance
-from zbmd.transport.host.topology.rdma import RdmaDevice, RdmaPort, read_rdma_devices
 
 __all__ = [
     "Addresses",

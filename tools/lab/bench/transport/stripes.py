@@ -33,7 +33,7 @@ from zbmd.tools.bench.stats import median
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.network.netns import Lab, LabHost
 from zbmd.transport.bulk.plane import DataPlane
-from zbmd.transport.bulk.stripe_scaling import SLOW_BYTES_PER_S, buffer_bytes_max, stripes_for
+from zbmd.transport.bulk.stripe_io import SLOW_BYTES_PER_S, buffer_bytes_max, stripes_for
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.frames import FrameHeader

@@ -14,7 +14,7 @@ from zbmd.transport.memory.arena import ALIGNMENT, Arena
 from zbmd.transport.memory.region import Regions, require_cell
 from zbmd.transport.native import _native
 
-# The memory of a simulated process: an account with a limit, no bytes.
+# ---- the memory of a simulated process: an account with a limit, no bytes
 
 MEMORY_BYTES_DEFAULT = 16 << 30
 

@@ -1,1 +1,0 @@
-"""The package `parts` of `zbmd.transport.sim`."""

@@ -120,7 +120,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
 """Module to the targets that reach what it decodes."""
 
 EXEMPT: Final[Mapping[str, str]] = {
-    "transport/bulk/stripe_io.py": "receives into where the reader of stream.py says, and decodes nothing",
+    "transport/bulk/stripe_io.py": "receives for the reader of stream.py, asks the kernel of its own socket",
     "actors/core/actor.py": "makes a number of random bytes of its own",
     "actors/replay/recording.py": "makes a number of random bytes of its own",
     "actors/process_pool/device_worker.py": "reads the cookie that its parent process writes, within a bound",
@@ -140,7 +140,6 @@ EXEMPT: Final[Mapping[str, str]] = {
     "transport/memory/staging.py": "reads one number, and compares it with the one that is expected",
     "transport/host/tcp_silence.py": "reads what the kernel tells of its own socket",
     "transport/tcp/sockets.py": "reads what the kernel tells of its own socket",
-    "transport/bulk/stripe_io.py": "reads what the kernel tells of its own socket and settings",
     "tools/bench/*.py": "reads what processes that it has started itself tell of their times",
     "tools/lab/bench/*.py": "read what processes that they have started themselves tell of their times",
     "tools/lab/gpu/*.py": "read what processes that they have started themselves write",

@@ -29,7 +29,7 @@ from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Link
 from zbmd.transport.memory.segment import NODE_SLOT, Segment
-from zbmd.transport.shm.connect import Endpoint, Listener, listen
+from zbmd.transport.shm.connect import Endpoint, ShmListener, listen
 from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
 
 # --- addresses: abstract sockets, named so that only ranks of the same user and cookie dial them ----------
@@ -184,7 +184,7 @@ class HostLinks:
             recorder=recorder,
         )
         self._address = address
-        self._listener: Listener | None = None
+        self._listener: ShmListener | None = None
         self.system = ActorSystem(
             host_contracts.NODE_NAME,
             incarnation=identity.incarnation,

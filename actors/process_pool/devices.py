@@ -29,7 +29,7 @@ from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Endpoint
-from zbmd.transport.shm.connect import Listener, listen
+from zbmd.transport.shm.connect import ShmListener, listen
 from zbmd.transport.shm.link import ShmLink
 
 CHECK: Final = "device"
@@ -148,7 +148,7 @@ class ProcessPool:
             contracts=fingerprints(),
         )
         endpoint = Endpoint(identity=identity, cookie=self.cookie)
-        self._listener: Listener = listen(self.address, self._accepted, endpoint)
+        self._listener: ShmListener = listen(self.address, self._accepted, endpoint)
 
     def child(
         self, name: str, *, restart: Restart = Restart.PERMANENT, shutdown_s: float | None = None

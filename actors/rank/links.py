@@ -29,7 +29,7 @@ from zbmd.transport.memory.segment import PeerMemory
 from zbmd.transport.rdma.connect import RemoteLink
 from zbmd.transport.rdma.link import RdmaLink
 from zbmd.transport.rdma.transfer import TransferCounts
-from zbmd.transport.shm.connect import HALF_OPEN_MAX, Endpoint, Listener, dial, listen
+from zbmd.transport.shm.connect import HALF_OPEN_MAX, Endpoint, ShmListener, dial, listen
 from zbmd.transport.shm.death_notice import DeathNotice
 from zbmd.transport.tcp.address import tcp_settings
 from zbmd.transport.tcp.link import TcpLink
@@ -140,7 +140,7 @@ class MemberLinks:
         self._on_lost = on_lost
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
-        self._listener: Listener | None = None
+        self._listener: ShmListener | None = None
         self._links: dict[MemberKey, Link] = {}  # in use, by rank and incarnation
         self._early: dict[int, Link] = {}  # accepted before the view that lists them; one for each rank
         self._dials: dict[MemberKey, asyncio.Task[None]] = {}

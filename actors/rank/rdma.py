@@ -25,7 +25,7 @@ from zbmd.transport.host.link_choice import (
 from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.rdma.connect import NoRdma, OwnRdma, Rdma, RdmaMemory, open_rdma_plane
-from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
+from zbmd.transport.rdma.message_device import MessageDevice, open_rdma_device
 from zbmd.transport.rdma.transfer import TransferCounts
 from zbmd.transport.secure.protection import Protection
 from zbmd.transport.tcp.address import PROTECTION_VARIABLE, TcpSettings
@@ -73,7 +73,7 @@ class MemberRdma:
         self._turn = turn
         self.transfers: TransferCounts | None = None
         """Counts of the closed plane."""
-        self._device: RdmaDevice | None = None
+        self._device: MessageDevice | None = None
         self._plane: RdmaPlane | None = None
 
     async def open(self) -> OwnRdma:

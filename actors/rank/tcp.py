@@ -70,7 +70,7 @@ class MemberTcp:
         self._on_change = on_change
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
-        self._listener: remote_link.Listener | None = None
+        self._listener: remote_link.RemoteListener | None = None
         self._rdma = MemberRdma(endpoint, os.environ, self._settings, turn=turn)
         self._own: OwnRdma = NoRdma(why="this rank does not listen")
         self._plane: DataPlane | None = None

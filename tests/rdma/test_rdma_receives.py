@@ -18,7 +18,7 @@ from zbmd.transport.bulk.events import BulkPeerInfo
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.rdma.credit import CREDITS, MESSAGE_BYTES
-from zbmd.transport.rdma.message_device import RdmaDevice
+from zbmd.transport.rdma.message_device import MessageDevice
 from zbmd.transport.rdma.native._rdma_beat import BeatEnd
 from zbmd.transport.rdma.native._rdma_device import Device
 from zbmd.transport.rdma.peer import RdmaPeer
@@ -38,7 +38,7 @@ def refusals() -> int:
 class Withheld:
     """Buffers that a device has used are not posted again, until they are given back."""
 
-    def __init__(self, device: RdmaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, device: MessageDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         self._post = device._post
         self._monkeypatch = monkeypatch
         self._device = device

@@ -44,7 +44,7 @@ from zbmd.transport.capture import (
     describe,
 )
 from zbmd.transport.capture.records import (
-    End,
+    EndRecord,
     EventTaken,
     FrameIn,
     FrameOut,
@@ -214,7 +214,7 @@ class _Player:
                 self.end.moved_ns = max(self.end.moved_ns, at_ns)
             case FrameIn() | FrameOut():
                 self._frame(record, at_ns)
-            case End():
+            case EndRecord():
                 self._ended(record.stream)
             case _:
                 pass

@@ -27,10 +27,10 @@ from zbmd.transport.capture import (
 )
 from zbmd.transport.capture.files import LogFiles
 from zbmd.transport.capture.format import BlockInfo
-from zbmd.transport.capture.reader import Segment
+from zbmd.transport.capture.reader import LogSegment
 from zbmd.transport.capture.records import (
     ActionsGiven,
-    End,
+    EndRecord,
     EventTaken,
     Lost,
     Mark,
@@ -61,7 +61,7 @@ class CountedLog(ProcessLog):
         self._on_progress = on_progress
 
     def entries(
-        self, start: StepPlace | None = None, wanted: Callable[[Segment, BlockInfo], bool] | None = None
+        self, start: StepPlace | None = None, wanted: Callable[[LogSegment, BlockInfo], bool] | None = None
     ) -> Iterator[Entry]:
         """As `ProcessLog.entries`; also counts."""
         count = 0
@@ -220,7 +220,7 @@ def open_logs(path: Path, ranks: Sequence[str]) -> tuple[list[ProcessLog], list[
 FIXTURE_SUFFIX = ".zlog"
 RECORDS_PER_WRITE = 4096
 
-_KEPT = (StreamDeclared, StateTaken, EventTaken, ActionsGiven, Raised, Mark, Lost, End)
+_KEPT = (StreamDeclared, StateTaken, EventTaken, ActionsGiven, Raised, Mark, Lost, EndRecord)
 
 _TEST = '''\
 """What {source} recorded must be answered in the same way: written by `zbmd replay --as-test`."""

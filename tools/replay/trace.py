@@ -24,10 +24,10 @@ from zbmd.transport.capture.records import (
     FrameIn,
     FrameOut,
     Mark,
-    Note,
+    NoteRecord,
     Raised,
     StreamDeclared,
-    TimerFired,
+    TimerRecord,
 )
 from zbmd.transport.capture.registry import LINK
 from zbmd.transport.frames import HEADER_BYTES
@@ -84,11 +84,11 @@ class _Trace:
                 self._instant(where, tag, describe(record))
             case FrameOut() | FrameIn():
                 self._frame(entry, record, where)
-            case TimerFired(name=name):
+            case TimerRecord(name=name):
                 self._instant(where, f"timer {name}", describe(record))
             case DeathSeen(process=process):
                 self._instant(where, f"end of {process}", describe(record))
-            case Note(text=text):
+            case NoteRecord(text=text):
                 self._instant(where, text, text)
             case Raised(error=error):
                 self._instant(where, error, describe(record))

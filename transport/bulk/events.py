@@ -113,7 +113,7 @@ class QuickMoved:
     """Puts of ours that the peer has published, of all."""
     published: int
     """The peer's that are, of all."""
-    told: int
+    acknowledged: int
     """Of those, how many have been acknowledged to the peer."""
 
 

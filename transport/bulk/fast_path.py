@@ -66,7 +66,7 @@ class QuickStripe:
             rest.acked,
             rest.awaited,
             rest.published,
-            rest.told,
+            rest.acknowledged,
         )
         io.set_wake_bytes()
         self.stripe = rest.stripe
@@ -77,7 +77,9 @@ class QuickStripe:
         puts, io = self._puts, self._io
         assert puts is not None and io is not None, "it has begun"
         self.stripe = -1
-        moved = QuickMoved(puts=puts.new_puts, acked=puts.acked, published=puts.published, told=puts.told)
+        moved = QuickMoved(
+            puts=puts.new_puts, acked=puts.acked, published=puts.published, acknowledged=puts.told
+        )
         io.go_on(sent_records=puts.sent_records, come_records=puts.come_records, come=puts.end())
         return moved
 

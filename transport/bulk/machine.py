@@ -169,7 +169,7 @@ class BulkMachine:
             acked=self._acked,
             awaited=awaited,
             published=self._arrivals.published,
-            told=self._arrivals.told,
+            acknowledged=self._arrivals.acknowledged,
         )
 
     def check_invariants(self) -> None:
@@ -219,9 +219,9 @@ class BulkMachine:
             case GetResolved(get=get):
                 self._answers.append(self._serving[get])
             case GetRefused(get=get, reason=reason):
-                told = _text(reason)
-                refusal = TransferRefusal(transfer=get, nbytes=len(told))
-                self._urgent.append((refusal, told, self._serving[get]))
+                refused_text = _text(reason)
+                refusal = TransferRefusal(transfer=get, nbytes=len(refused_text))
+                self._urgent.append((refusal, refused_text, self._serving[get]))
             case StripeEnded(stripe=stripe, between_records=between_records):
                 self._stripe_ended(self._stripes.get(stripe), between_records)
             case StripeFailed(error=error):
@@ -259,7 +259,7 @@ class BulkMachine:
             self._next_put += 1
             self._unacked.append(put)
         self._acknowledged(event.acked)
-        self._arrivals.go_on(event.published, event.told)
+        self._arrivals.go_on(event.published, event.acknowledged)
 
     def _sent(self, stripe: StripeState, number: int, records: int) -> None:
         if records > len(stripe.handed):
@@ -418,9 +418,9 @@ class BulkMachine:
             if refused is None:
                 self._actions.append(Publish(channel=put.channel, value=put.value))
             else:
-                told = _text(refused)
-                refusal = PutRefusal(transfer=put.transfer, nbytes=len(told))
-                self._urgent.append((refusal, told, None))
+                text = _text(refused)
+                refusal = PutRefusal(transfer=put.transfer, nbytes=len(text))
+                self._urgent.append((refusal, text, None))
         for number, get in list(self._early_gets.items()):
             if get.after <= self._arrivals.published:
                 del self._early_gets[number]

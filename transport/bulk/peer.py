@@ -142,7 +142,7 @@ class BulkPeer:
         self._quick = QuickStripe(self._machine, self._regions, self._own, info.slot)
         self._use: StripeUse | None = None
         self._lingering = False
-        self._told = False
+        self._error_sent = False
         plane.add(self)
 
     # -- any thread ----------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ class BulkPeer:
             ours = source.of is SourceKind.TRANSFER
             whole = self._buffers[source.number][1] if ours else self._served[source.number]
             payload = whole[source.offset : source.offset + source.nbytes]
-        self._told |= isinstance(action.record, Error)
+        self._error_sent |= isinstance(action.record, Error)
         self._prompt |= not isinstance(action.record, Ack)
         io.writer.add(action.record, payload)
         self._unsent[action.stripe] = io
@@ -529,7 +529,7 @@ class BulkPeer:
         # We alone write on its behalf, and write no more.
         self._regions.writer_gone(self.info.slot)
         self._refuse_new(self._machine.end_error)
-        if self._told and self._stripes:
+        if self._error_sent and self._stripes:
             self._lingering = True
             for io in self._stripes.values():
                 io.paused = False

@@ -41,7 +41,7 @@ _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 
 
-class PlanePeer(Protocol):
+class DataPlanePeer(Protocol):
     """What the plane calls of a peer, always on the thread that takes a turn. See `peer.BulkPeer`."""
 
     def readable(self, number: int, /) -> None:
@@ -95,16 +95,16 @@ class DataPlane:
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         """Calls from other threads, bounded by their peers' limits on transfers."""
-        self._peers: dict[PlanePeer, None] = {}
-        self._watched: dict[int, tuple[PlanePeer, int, int]] = {}
+        self._peers: dict[DataPlanePeer, None] = {}
+        self._watched: dict[int, tuple[DataPlanePeer, int, int]] = {}
         """File descriptor to peer, stripe, and the events it is registered for."""
-        self._again: dict[tuple[PlanePeer, int], None] = {}
+        self._again: dict[tuple[DataPlanePeer, int], None] = {}
         """Stripes that may have more to read than their turn allowed."""
-        self._to_flush: dict[PlanePeer, None] = {}
-        self._held_back: dict[PlanePeer, None] = {}
+        self._to_flush: dict[DataPlanePeer, None] = {}
+        self._held_back: dict[DataPlanePeer, None] = {}
         """Those that have acknowledgements alone to send: they leave with what follows, or before a sleep."""
-        self._timers: dict[PlanePeer, int] = {}
-        self._owed: dict[PlanePeer, None] = {}
+        self._timers: dict[DataPlanePeer, int] = {}
+        self._owed: dict[DataPlanePeer, None] = {}
         """Those whose host may have something to acknowledge."""
         self._check_at_ns = 0
         self._epoll = select.epoll()
@@ -132,7 +132,7 @@ class DataPlane:
         self._thread = threading.Thread(target=self._run, name="zbmd-data", daemon=True)
         self._thread.start()
 
-    def add(self, peer: PlanePeer) -> None:
+    def add(self, peer: DataPlanePeer) -> None:
         """Serve `peer` from now on. Raises `LocalProtocolError` once closed."""
         if not self.call(lambda: self._peers.update({peer: None})):
             raise LocalProtocolError("the data plane is closed")
@@ -252,7 +252,7 @@ class DataPlane:
 
     # -- for peers, on the thread --------------------------------------------------------------------
 
-    def watch(self, sock: socket.socket, peer: PlanePeer, stripe: int) -> None:
+    def watch(self, sock: socket.socket, peer: DataPlanePeer, stripe: int) -> None:
         """Tell `peer` when the stripe's socket can be read."""
         self._watched[sock.fileno()] = peer, stripe, _READ
         self._epoll.register(sock.fileno(), _READ)
@@ -274,36 +274,36 @@ class DataPlane:
         if self._watched.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock.fileno())
 
-    def again(self, peer: PlanePeer, stripe: int) -> None:
+    def again(self, peer: DataPlanePeer, stripe: int) -> None:
         """Read this stripe again after the others have had their turn."""
         self._again[peer, stripe] = None
 
-    def flush_soon(self, peer: PlanePeer) -> None:
+    def flush_soon(self, peer: DataPlanePeer) -> None:
         """Have `peer` send what it has, before the thread sleeps."""
         self._held_back.pop(peer, None)
         self._to_flush[peer] = None
 
-    def flush_later(self, peer: PlanePeer) -> None:
+    def flush_later(self, peer: DataPlanePeer) -> None:
         """Have `peer` send what it has with what follows, or else soon: nobody works on for it."""
         if peer not in self._to_flush:
             self._held_back[peer] = None
 
-    def flushed(self, peer: PlanePeer) -> None:
+    def flushed(self, peer: DataPlanePeer) -> None:
         """All that was held back for `peer` has left."""
         self._held_back.pop(peer, None)
 
-    def check_silence_of(self, peer: PlanePeer) -> None:
+    def check_silence_of(self, peer: DataPlanePeer) -> None:
         """Something has been sent to this peer."""
         if peer not in self._owed:
             if not self._owed:
                 self._check_at_ns = _native.now_ns() + SILENCE_CHECK_NS
             self._owed[peer] = None
 
-    def set_timer(self, peer: PlanePeer, at_ns: int) -> None:
+    def set_timer(self, peer: DataPlanePeer, at_ns: int) -> None:
         """Fire the peer's one timer at this monotonic time."""
         self._timers[peer] = at_ns
 
-    def forget(self, peer: PlanePeer) -> None:
+    def forget(self, peer: DataPlanePeer) -> None:
         """This peer has ended and has no stripe left."""
         self._peers.pop(peer, None)
         self._timers.pop(peer, None)
@@ -313,7 +313,7 @@ class DataPlane:
         for key in [key for key in self._again if key[0] is peer]:
             del self._again[key]
 
-    def _set_events(self, fd: int, peer: PlanePeer, stripe: int, events: int) -> None:
+    def _set_events(self, fd: int, peer: DataPlanePeer, stripe: int, events: int) -> None:
         if events != self._watched[fd][2]:
             self._watched[fd] = peer, stripe, events
             self._epoll.modify(fd, events)

@@ -52,7 +52,7 @@ class Arrivals:
         """Of all puts before this number, something has come."""
         self.published = 0
         """Puts of the peer that are published."""
-        self.told = 0
+        self.acknowledged = 0
         """Of `published`, how many have been acknowledged to the peer."""
 
     def notify(self, record: Notify) -> None:
@@ -122,24 +122,24 @@ class Arrivals:
         """Whether nothing has come that is not published."""
         return not self._waiting
 
-    def go_on(self, published: int, told: int) -> None:
-        """At rest: so much has been published meanwhile, and the peer told of."""
+    def go_on(self, published: int, acknowledged: int) -> None:
+        """At rest: so many have been published meanwhile, and acknowledged to the peer."""
         self._known = self.published = published
-        self.told = told
+        self.acknowledged = acknowledged
 
     @property
     def ack_due(self) -> bool:
         """Whether the peer does not know of all that is published."""
-        return self.told < self.published
+        return self.acknowledged < self.published
 
     def acknowledge(self) -> int:
-        """How many puts are published or refused; the peer is told now."""
-        self.told = self.published
-        return self.told
+        """Return how many puts are published or refused; the peer learns of it now."""
+        self.acknowledged = self.published
+        return self.acknowledged
 
     def check_invariants(self) -> None:
         """What waits is bounded, unpublished, and cannot be published."""
-        assert self.told <= self.published
+        assert self.acknowledged <= self.published
         assert self.published <= self._known and self._known not in self._waiting
         assert self._partial == {
             n: s for n, s in self._waiting.items() if isinstance(s, Fragments) and s.left
@@ -191,7 +191,7 @@ class FastPathCounts:
     """Up to which transfers wait for acknowledgements."""
     published: int
     """The peer's that are."""
-    told: int
+    acknowledged: int
     """Of those, how many have been acknowledged to the peer."""
 
 

@@ -129,7 +129,7 @@ class DiskLimits:
 
 
 @dataclass(slots=True)
-class _Segment:
+class _OpenSegment:
     number: int
     path: Path
     fd: int
@@ -181,7 +181,7 @@ class LogFiles:
             ) from None
         except OSError as error:
             raise CaptureError(f"Cannot capture into {directory}: {error.strerror}") from error
-        self._segment: _Segment | None = None
+        self._segment: _OpenSegment | None = None
         self._open(0)
 
     def write(self, taken: Sequence[Taken]) -> None:
@@ -226,7 +226,7 @@ class LogFiles:
 
     # ---- segments
 
-    def _open(self, number: int) -> _Segment:
+    def _open(self, number: int) -> _OpenSegment:
         if number >= SEGMENTS_MAX:
             raise OSError(0, f"{SEGMENTS_MAX} segments have been written")
         anchor = self._anchor()
@@ -236,7 +236,7 @@ class LogFiles:
         path = segment_path(self.path, number)
         with self.changing:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            segment = self._segment = _Segment(number, path, fd, anchor.monotonic_ns)
+            segment = self._segment = _OpenSegment(number, path, fd, anchor.monotonic_ns)
         self._append(segment, pack_header(header))
         return segment
 
@@ -254,7 +254,7 @@ class LogFiles:
         for start in range(0, len(again), BLOCK_RECORDS_MAX):
             self._write_block(again[start : start + BLOCK_RECORDS_MAX])
 
-    def _complete(self, segment: _Segment) -> None:
+    def _complete(self, segment: _OpenSegment) -> None:
         self.abandon()
         records = sum(block.records for block in segment.blocks)
         kept = [*self._closed, (segment.number, segment.nbytes, self.records - records)]
@@ -343,7 +343,7 @@ class LogFiles:
             elif record[0] == END:
                 self._streams.pop(record[1], None)
 
-    def _append(self, segment: _Segment, data: bytes) -> None:
+    def _append(self, segment: _OpenSegment, data: bytes) -> None:
         view = memoryview(data)
         try:
             while view:

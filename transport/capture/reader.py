@@ -91,7 +91,7 @@ class Filter:
         """Whether any record of this process is wanted."""
         return self.processes is None or bool({origin.process, origin.name} & self.processes)
 
-    def takes_block(self, segment: Segment, block: BlockInfo) -> bool:
+    def takes_block(self, segment: LogSegment, block: BlockInfo) -> bool:
         """Whether a block may hold what is wanted."""
         anchor = segment.header.anchor
         offset_ns = anchor.wall_ns - anchor.monotonic_ns
@@ -290,7 +290,7 @@ class _File:
 _header_decoder = msgspec.msgpack.Decoder(SegmentHeader)
 
 
-class Segment:
+class LogSegment:
     """One segment file of a process."""
 
     def __init__(self, path: Path) -> None:
@@ -396,7 +396,7 @@ class Segment:
 class ProcessLog:
     """The log of one process incarnation, over all of its segments."""
 
-    def __init__(self, directory: Path, segments: list[Segment]) -> None:
+    def __init__(self, directory: Path, segments: list[LogSegment]) -> None:
         self.path = directory
         self.segments = segments
         self.origin: Origin = segments[0].header.origin
@@ -465,7 +465,7 @@ class ProcessLog:
         return min(mark.step_min for mark in marks), max(mark.step_max for mark in marks)
 
     def entries(
-        self, start: StepPlace | None = None, wanted: Callable[[Segment, BlockInfo], bool] | None = None
+        self, start: StepPlace | None = None, wanted: Callable[[LogSegment, BlockInfo], bool] | None = None
     ) -> Iterator[Entry]:
         """All records in order, from the block of `start` on, without those of blocks that are not `wanted`.
 
@@ -497,7 +497,7 @@ class ProcessLog:
                 return
 
 
-def _find_mark(segment: Segment, block: BlockInfo, stream: int, step: int) -> int | None:
+def _find_mark(segment: LogSegment, block: BlockInfo, stream: int, step: int) -> int | None:
     with closing(segment.records(block)) as blocks:
         try:
             info, records = next(blocks)
@@ -526,7 +526,7 @@ def open_log(path: Path) -> Capture:
     if not path.is_dir():
         if not path.exists():
             raise NotACapture(f"There is no {path}: name the directory that --capture was given.")
-        return Capture(path=path, processes=(ProcessLog(path.parent, [Segment(path)]),))
+        return Capture(path=path, processes=(ProcessLog(path.parent, [LogSegment(path)]),))
     directories = [path] if _segment_paths(path) else sorted(p for p in path.iterdir() if p.is_dir())
     if len(directories) > PROCESSES_MAX:
         raise NotACapture(
@@ -550,10 +550,10 @@ def open_log(path: Path) -> Capture:
 
 
 def _open_process(directory: Path, paths: list[Path]) -> ProcessLog:
-    segments: list[Segment] = []
+    segments: list[LogSegment] = []
     for path in paths:
         try:
-            segment = Segment(path)
+            segment = LogSegment(path)
         except CaptureError:
             if segments and path == paths[-1] and path.stat().st_size < fmt.HEADER_FIXED_BYTES:
                 break  # its writer died as it began this segment

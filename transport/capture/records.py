@@ -98,7 +98,7 @@ class FrameOut(_Record, frozen=True, tag=int(RecordType.FRAME_OUT)):
     payload: bytes
 
 
-class TimerFired(_Record, frozen=True, tag=int(RecordType.TIMER)):
+class TimerRecord(_Record, frozen=True, tag=int(RecordType.TIMER)):
     """A timer set for monotonic `due_ns` fired."""
 
     name: str
@@ -127,7 +127,7 @@ class ClockRead(_Record, frozen=True, tag=int(RecordType.CLOCK)):
     wall_ns: int
 
 
-class Note(_Record, frozen=True, tag=int(RecordType.NOTE)):
+class NoteRecord(_Record, frozen=True, tag=int(RecordType.NOTE)):
     """Something worth telling whoever reads the story."""
 
     text: str
@@ -155,7 +155,7 @@ class Lost(_Record, frozen=True, tag=int(RecordType.LOST)):
     reason: str
 
 
-class End(_Record, frozen=True, tag=int(RecordType.END)):
+class EndRecord(_Record, frozen=True, tag=int(RecordType.END)):
     """The stream ended; of stream 0: the log was closed orderly."""
 
     reason: str
@@ -185,15 +185,15 @@ Record: TypeAlias = (
     | ActionsGiven
     | FrameIn
     | FrameOut
-    | TimerFired
+    | TimerRecord
     | DeathSeen
     | SeedDrawn
     | ClockRead
-    | Note
+    | NoteRecord
     | Bulk
     | Mark
     | Lost
-    | End
+    | EndRecord
     | Raised
     | StateTaken
 )

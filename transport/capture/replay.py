@@ -23,19 +23,19 @@ from zbmd.transport.capture.records import (
     Bulk,
     ClockRead,
     DeathSeen,
-    End,
+    EndRecord,
     EventTaken,
     FrameIn,
     FrameOut,
     Lost,
     Mark,
-    Note,
+    NoteRecord,
     Raised,
     Record,
     SeedDrawn,
     StateTaken,
     StreamDeclared,
-    TimerFired,
+    TimerRecord,
 )
 from zbmd.transport.capture.registry import LINK, MachineKind, find
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
@@ -64,7 +64,7 @@ def describe(record: Record) -> str:
             return f"<- {_frame(frame, len(frame) - HEADER_BYTES)}"
         case FrameOut(header=header, payload=payload):
             return f"-> {_frame(header, len(payload))}"
-        case TimerFired(name=name, due_ns=due_ns):
+        case TimerRecord(name=name, due_ns=due_ns):
             return f"<- timer {name}, {(record.at_ns - due_ns) / 1e3:.1f} us late"
         case DeathSeen(process=process, incarnation=incarnation, clean=clean, reason=reason):
             return f"<- {process}#{incarnation} {'left' if clean else 'died'}: {reason}"
@@ -72,7 +72,7 @@ def describe(record: Record) -> str:
             return f"<- seed {name} {_text(value)}"
         case ClockRead(wall_ns=wall_ns):
             return f"<- wall clock {wall_ns} ns"
-        case Note(text=text):
+        case NoteRecord(text=text):
             return f"-- {text}"
         case Bulk(name=name, payload_bytes=payload_bytes, digest=digest):
             return f"<- bulk {name}, {payload_bytes} bytes, digest {digest.hex()}"
@@ -82,7 +82,7 @@ def describe(record: Record) -> str:
             return f"== step {step}"
         case Lost(records=records, reason=reason):
             return f"?? {records} records are missing: {reason}"
-        case End(reason=reason):
+        case EndRecord(reason=reason):
             return f"ends: {reason}"
         case _:
             assert_never(record)
@@ -309,7 +309,7 @@ class StreamReplay:
                 pass
         if record.stream != self.number:
             return
-        if self._awaits_state and not isinstance(record, End):
+        if self._awaits_state and not isinstance(record, EndRecord):
             if isinstance(record, StateTaken):
                 self._restore(entry.number, record)
             return
@@ -320,7 +320,7 @@ class StreamReplay:
                 self._compare(record)
             case Raised():
                 self._compare_error(record)
-            case End():
+            case EndRecord():
                 raise _Stop(self.finish())
             case _:
                 pass
@@ -419,15 +419,15 @@ class StreamReplay:
             expected=expected,
             actual=actual,
             difference=difference + self._changed(),
-            story=self._told(),
+            story=self._story_lines(),
             code_changed=self._code_changed,
         )
 
-    def _told(self) -> tuple[str, ...]:
+    def _story_lines(self) -> tuple[str, ...]:
         return tuple(f"{number} {describe(record)}" for number, record in self._story)
 
     def _unplayable(self, number: int, error: CaptureMismatch) -> Incomplete:
-        return self._incomplete(f"record {number}: {error}{self._changed()}", self._told())
+        return self._incomplete(f"record {number}: {error}{self._changed()}", self._story_lines())
 
     def _incomplete(self, reason: str, story: tuple[str, ...] = ()) -> Incomplete:
         return Incomplete(

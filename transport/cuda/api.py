@@ -61,7 +61,7 @@ class CopyRoute(Enum):
 class CopyRouteChoice:
     """The decision and its reason."""
 
-    way: CopyRoute
+    route: CopyRoute
     reason: str
 
 
@@ -86,21 +86,23 @@ def choose_copy_route(
     visible: the peer's device is visible to this process. can_access_peer: as CUDA reports for the two.
     """
     if not same_host:
-        return CopyRouteChoice(way=CopyRoute.STAGED, reason="the peer is on another host")
+        return CopyRouteChoice(route=CopyRoute.STAGED, reason="the peer is on another host")
     why = why_no_ipc(ours) or why_no_ipc(theirs)
     if why:
-        return CopyRouteChoice(way=CopyRoute.STAGED, reason=why)
+        return CopyRouteChoice(route=CopyRoute.STAGED, reason=why)
     if ours.uuid == theirs.uuid:
-        return CopyRouteChoice(way=CopyRoute.SAME_DEVICE, reason=f"both compute on {ours.name} at {ours.pci}")
+        return CopyRouteChoice(
+            route=CopyRoute.SAME_DEVICE, reason=f"both compute on {ours.name} at {ours.pci}"
+        )
     if not visible:
         return CopyRouteChoice(
-            way=CopyRoute.STAGED,
+            route=CopyRoute.STAGED,
             reason=f"the peer's {theirs.name} at {theirs.pci} is hidden by CUDA_VISIBLE_DEVICES",
         )
     if can_access_peer:
-        return CopyRouteChoice(way=CopyRoute.PEER, reason=f"{ours.pci} reaches {theirs.pci} by itself")
+        return CopyRouteChoice(route=CopyRoute.PEER, reason=f"{ours.pci} reaches {theirs.pci} by itself")
     return CopyRouteChoice(
-        way=CopyRoute.THROUGH_HOST, reason=f"{ours.pci} does not reach {theirs.pci} by itself"
+        route=CopyRoute.THROUGH_HOST, reason=f"{ours.pci} does not reach {theirs.pci} by itself"
     )
 
 

@@ -151,8 +151,8 @@ def strided_span_of(array: object) -> DeviceSpan:
     try:
         shape = tuple(int(extent) for extent in given["shape"])
         typestr, (address, readonly) = str(given["typestr"]), given["data"]
-        told, stream = given.get("strides"), given.get("stream")
-        strides = None if told is None else tuple(int(step) for step in told)
+        given_strides, stream = given.get("strides"), given.get("stream")
+        strides = None if given_strides is None else tuple(int(step) for step in given_strides)
     except (KeyError, TypeError, ValueError) as error:
         raise LocalProtocolError(
             f"a {type(array).__name__} is no array in device memory: {error!r}"

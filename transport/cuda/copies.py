@@ -7,7 +7,7 @@ copies an event of its channel is recorded, then the cell is set, and the peer's
 Since all signals of a channel are recorded on the one stream, an event that has been recorded again stands
 for the earlier signals, too.
 
-A buffer is handed back (`Finish`) only when the device touches it no more: its copy has drained, or the
+A buffer is handed back (`FinishCopy`) only when the device touches it no more: its copy has drained, or the
 context has failed as a whole. The death of the peer hands back nothing early.
 """
 
@@ -35,7 +35,7 @@ class CopyAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotifyAsked:
+class CellAsked:
     """Set a cell behind all copies that were asked before."""
 
     channel: int
@@ -71,11 +71,11 @@ class Faulted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseAsked:
+class CopiesCloseAsked:
     """Let go of the peer once all that is under way has drained."""
 
 
-Event: TypeAlias = CopyAsked | NotifyAsked | SignalAsked | Drained | PeerGone | Faulted | CloseAsked
+Event: TypeAlias = CopyAsked | CellAsked | SignalAsked | Drained | PeerGone | Faulted | CopiesCloseAsked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class CopyOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
+class FinishCopy:
     """The buffers of a copy may be reused."""
 
     operation: int
@@ -128,7 +128,7 @@ class LetGo:
     """Nothing is under way, and nothing will be: close the peer's memory and events, destroy the stream."""
 
 
-Action: TypeAlias = Join | Issue | RecordSignal | SetPeerCell | Finish | LetGo
+Action: TypeAlias = Join | Issue | RecordSignal | SetPeerCell | FinishCopy | LetGo
 
 
 class CopiesState(Enum):
@@ -148,7 +148,7 @@ class CudaCopies:
         """The message of a fault."""
         self._closing = False
         self._let_go = False
-        self._waiting: deque[CopyAsked | NotifyAsked] = deque()
+        self._waiting: deque[CopyAsked | CellAsked] = deque()
         """In the order in which they were asked; the first is always a copy."""
         self._signals: dict[int, int] = {}
         """By channel the last value that was signalled; what is told of it may not be told by a copy."""
@@ -173,7 +173,7 @@ class CudaCopies:
         match event:
             case CopyAsked():
                 return self._copy(event)
-            case NotifyAsked():
+            case CellAsked():
                 return self._notify(event)
             case SignalAsked():
                 return self._signal(event)
@@ -185,7 +185,7 @@ class CudaCopies:
                 return []
             case Faulted():
                 return self._faulted(event)
-            case CloseAsked():
+            case CopiesCloseAsked():
                 self._closing = True
                 return []
             case _:
@@ -199,7 +199,7 @@ class CudaCopies:
         self.under_way += 1
         return [*self._joined(event.after), Issue(operation=event.operation)]
 
-    def _notify(self, event: NotifyAsked) -> list[Action]:
+    def _notify(self, event: CellAsked) -> list[Action]:
         self._require_open()
         self._require_unsignalled(event.channel)
         if not self._waiting:
@@ -236,13 +236,13 @@ class CudaCopies:
         if not lost and head.channel is not None:
             actions.append(SetPeerCell(channel=head.channel, value=head.value))
         actions.append(
-            Finish(operation=head.operation, outcome=CopyOutcome.LOST if lost else CopyOutcome.DONE)
+            FinishCopy(operation=head.operation, outcome=CopyOutcome.LOST if lost else CopyOutcome.DONE)
         )
-        while self._waiting and isinstance(self._waiting[0], NotifyAsked):
-            told = self._waiting.popleft()
+        while self._waiting and isinstance(self._waiting[0], CellAsked):
+            notice = self._waiting.popleft()
             if not lost:
-                assert told.channel is not None
-                actions.append(SetPeerCell(channel=told.channel, value=told.value))
+                assert notice.channel is not None
+                actions.append(SetPeerCell(channel=notice.channel, value=notice.value))
         return actions
 
     def _faulted(self, event: Faulted) -> list[Action]:
@@ -252,7 +252,7 @@ class CudaCopies:
         copies = [each for each in self._waiting if isinstance(each, CopyAsked)]
         self._waiting.clear()
         self.under_way = 0
-        return [Finish(operation=each.operation, outcome=CopyOutcome.FAULT) for each in copies]
+        return [FinishCopy(operation=each.operation, outcome=CopyOutcome.FAULT) for each in copies]
 
     def _joined(self, after: int | None) -> list[Action]:
         return [] if after is None else [Join(stream=after)]

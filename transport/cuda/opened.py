@@ -25,7 +25,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class MemoryOpened:
     """CUDA has opened it."""
 
     memory: bytes
@@ -58,12 +58,12 @@ class AllGone:
     """The peer has ended, or is let go of: close all of it as soon as can be."""
 
 
-Event: TypeAlias = Use | Opened | NotOpened | Disuse | TakenBack | AllGone
+Event: TypeAlias = Use | MemoryOpened | NotOpened | Disuse | TakenBack | AllGone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Have CUDA open it; `Opened` or `NotOpened` comes next."""
+    """Have CUDA open it; `MemoryOpened` or `NotOpened` comes next."""
 
     memory: bytes
 
@@ -129,7 +129,7 @@ class OpenedMemory:
         match event:
             case Use():
                 return self._use(event.memory)
-            case Opened():
+            case MemoryOpened():
                 entry = self._entry(event.memory, OpenedStage.OPENING)
                 leaving = self._gone or entry.taken
                 entry.stage, entry.address = (
@@ -188,7 +188,7 @@ class OpenedMemory:
         for memory in memories:
             entry = self._entries[memory]
             if entry.stage is OpenedStage.OPENING:
-                entry.taken = True  # `Opened` comes next
+                entry.taken = True  # `MemoryOpened` comes next
                 continue
             entry.stage = OpenedStage.LEAVING
             if not entry.users:

@@ -16,18 +16,18 @@ from typing import Final, TypeAlias, assert_never
 from zbmd.transport.cuda.api import CudaApi, CudaFault
 from zbmd.transport.cuda.array import DeviceHandle, EventHandle, require_device_handle
 from zbmd.transport.cuda.copies import (
-    CloseAsked,
+    CellAsked,
+    CopiesCloseAsked,
     CopiesState,
     CopyAsked,
     CopyOutcome,
     CudaCopies,
     Drained,
     Faulted,
-    Finish,
+    FinishCopy,
     Issue,
     Join,
     LetGo,
-    NotifyAsked,
     PeerGone,
     RecordSignal,
     SetPeerCell,
@@ -38,9 +38,9 @@ from zbmd.transport.cuda.opened import (
     AllGone,
     Close,
     Disuse,
+    MemoryOpened,
     NotOpened,
     Open,
-    Opened,
     OpenedMemory,
     TakenBack,
     Use,
@@ -136,7 +136,7 @@ class CudaPeer:
         """Set the peer's cell behind all copies; raises as `copy`."""
         with self._lock:
             self.require_alive()
-            self._handle(NotifyAsked(channel=channel, value=value))
+            self._handle(CellAsked(channel=channel, value=value))
 
     def signal(self, channel: int, value: int, *, after: int | None = None) -> None:
         """Set the peer's cell at once; what waits by `follow` there comes behind what was asked here.
@@ -243,7 +243,7 @@ class CudaPeer:
     def close(self) -> None:
         """Let go of the peer's memory and of the stream, once all has drained; waits for it. Idempotent."""
         with self._lock:
-            self._handle(CloseAsked())
+            self._handle(CopiesCloseAsked())
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -260,7 +260,7 @@ class CudaPeer:
                     self._ask(lambda: self.api.event_record(self._signal_events[channel], self._stream))
                 case SetPeerCell(channel=channel, value=value):
                     self._tell(channel, value)
-                case Finish(operation=operation, outcome=outcome):
+                case FinishCopy(operation=operation, outcome=outcome):
                     self._finish(operation, outcome)
                 case LetGo():
                     self._asked.put(None)
@@ -328,7 +328,7 @@ class CudaPeer:
             raise RemoteProtocolError(
                 f"device memory of slot {self.slot} cannot be opened: {error}"
             ) from error
-        self._handle_memory(Opened(memory=memory, address=address))
+        self._handle_memory(MemoryOpened(memory=memory, address=address))
 
     # -- the completion thread ---------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.rdma.link import RdmaLink
-from zbmd.transport.rdma.message_device import RdmaDevice
+from zbmd.transport.rdma.message_device import MessageDevice
 from zbmd.transport.rdma.queue_pair import QueuePair
 from zbmd.transport.rdma.setup import (
     WHY_MAX,
@@ -180,7 +180,7 @@ class _Joined:
 
 
 async def set_up_as_dialer(
-    talk: SetupChannel, endpoint: Endpoint, device: RdmaDevice, memory: RdmaMemory | None
+    talk: SetupChannel, endpoint: Endpoint, device: MessageDevice, memory: RdmaMemory | None
 ) -> RdmaLink:
     """The dialer's side: the link.
 
@@ -208,7 +208,7 @@ async def set_up_as_dialer(
 
 
 async def set_up_as_listener(
-    talk: SetupChannel, endpoint: Endpoint, device: RdmaDevice, memory: RdmaMemory | None
+    talk: SetupChannel, endpoint: Endpoint, device: MessageDevice, memory: RdmaMemory | None
 ) -> RdmaLink:
     """The listener's side; as `set_up_as_dialer`."""
     link = talk.link
@@ -254,7 +254,7 @@ Plain = Callable[[PeerInfo], bool]
 class Rdma:
     """What a process offers. memory: gives links regions, if the peer has it; only: never TCP instead."""
 
-    device: RdmaDevice
+    device: MessageDevice
     memory: RdmaMemory | None = None
     only: bool = False
 
@@ -302,7 +302,7 @@ async def dial(
         raise
 
 
-class Listener:
+class RemoteListener:
     """Accepts links until closed. Made by `listen`."""
 
     def __init__(
@@ -313,7 +313,7 @@ class Listener:
         self._endpoint = endpoint
         self._own = own
         self._timeout_ns = timeout_ns
-        self._tcp: tcp.Listener | None = None
+        self._tcp: tcp.TcpListener | None = None
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def begin(self, address: TcpAddress | str, settings: TcpSettings | None) -> None:
@@ -327,7 +327,7 @@ class Listener:
         )
 
     @property
-    def listening(self) -> tcp.Listener:
+    def listening(self) -> tcp.TcpListener:
         """Return the TCP listener that it is built on."""
         assert self._tcp is not None
         return self._tcp
@@ -410,7 +410,7 @@ async def listen(
     settings: TcpSettings | None = None,
     timeout_ns: int | None = None,
     plain: Plain | None = None,
-) -> Listener:
+) -> RemoteListener:
     """Listen at `address`, as `tcp.listen`; `on_link` is called with each link, and why it is of its kind.
 
     timeout_ns: from a connection to its link, by default the endpoint's `deadlines.hello_ns`. plain: tells
@@ -418,12 +418,12 @@ async def listen(
     """
     if timeout_ns is None:
         timeout_ns = endpoint.deadlines.hello_ns
-    listener = Listener(on_link, endpoint, own, timeout_ns, plain)
+    listener = RemoteListener(on_link, endpoint, own, timeout_ns, plain)
     await listener.begin(address, settings)
     return listener
 
 
-def _by(device: RdmaDevice) -> str:
+def _by(device: MessageDevice) -> str:
     return f"both sides have RDMA; here by {device.name}"
 
 
@@ -459,7 +459,7 @@ def open_rdma_plane(name: str, address: str | None = None, *, segment: Segment) 
 async def dial_rdma(
     address: TcpAddress | str,
     endpoint: Endpoint,
-    device: RdmaDevice,
+    device: MessageDevice,
     *,
     settings: TcpSettings | None = None,
     timeout_ns: int | None = None,
@@ -481,12 +481,12 @@ async def listen_rdma(
     address: TcpAddress | str,
     on_link: OnRdmaLink,
     endpoint: Endpoint,
-    device: RdmaDevice,
+    device: MessageDevice,
     *,
     settings: TcpSettings | None = None,
     timeout_ns: int | None = None,
     memory: RdmaMemory | None = None,
-) -> Listener:
+) -> RemoteListener:
     """Listen at `address`, as `tcp.listen`, for links over `device`; `on_link` is called with each.
 
     memory: gives those links regions whose dialers have it, too. timeout_ns: from a connection to its link,

@@ -17,7 +17,7 @@ from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.rdma.credit import MESSAGE_BYTES, CreditFlow, unpack_immediate
-from zbmd.transport.rdma.message_device import RdmaDevice
+from zbmd.transport.rdma.message_device import MessageDevice
 from zbmd.transport.rdma.queue_pair import QueuePair
 from zbmd.transport.tcp.link import TcpLink
 
@@ -32,7 +32,7 @@ class RdmaLink(LinkSide):
         self,
         tcp_link: TcpLink,
         queue_pair: QueuePair,
-        device: RdmaDevice,
+        device: MessageDevice,
         *,
         endpoint: Endpoint,
         on_end: Callable[[], object] | None = None,

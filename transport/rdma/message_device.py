@@ -184,7 +184,7 @@ class Completes(Protocol):
         ...
 
 
-class RdmaDevice:
+class MessageDevice:
     """One port of a device, opened by `open_rdma_device`. For its loop's thread."""
 
     def __init__(self, name: str, context: Any, at: _At, loop: asyncio.AbstractEventLoop) -> None:
@@ -361,7 +361,7 @@ class _At(NamedTuple):
     gid: IPv6Address
 
 
-def open_rdma_device(name: str, address: str | None = None) -> RdmaDevice:
+def open_rdma_device(name: str, address: str | None = None) -> MessageDevice:
     """Open the device on the running loop. address: of the interface to use, if the device has several.
 
     Raises `UserError` if it is missing, is down or has no such address, or pyverbs is missing.
@@ -374,7 +374,7 @@ def open_rdma_device(name: str, address: str | None = None) -> RdmaDevice:
         raise UserError(f"there is no RDMA device {name!r} ({error}). There are: {known}.") from error
     try:
         at = choose_address(name, address, _usable(context))
-        return RdmaDevice(name, context, at, asyncio.get_running_loop())
+        return MessageDevice(name, context, at, asyncio.get_running_loop())
     except v.Error as error:
         context.close()
         raise UserError(

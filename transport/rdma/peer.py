@@ -90,7 +90,7 @@ class RdmaPeer:
             plane.registrations.lend,
         )
         self._theirs: MemoryAt | None = None
-        self._life = RdmaClosing(peer=info.name, close_ns=limits.close_ns)
+        self._closing = RdmaClosing(peer=info.name, close_ns=limits.close_ns)
         self._heard = False
         self._trials = 0
         plane.add(self)
@@ -218,7 +218,7 @@ class RdmaPeer:
         return PeerLost(name, why_broken(status))
 
     def _handle(self, event: ClosingEvent) -> None:
-        for action in self._life.handle(event, now_ns=_native.now_ns()):
+        for action in self._closing.handle(event, now_ns=_native.now_ns()):
             match action:
                 case SayGoodbye():
                     self._native.refuse_new(LinkClosed(f"{self.info.name} has closed its memory"))
@@ -234,9 +234,9 @@ class RdmaPeer:
 
     def _say_goodbye(self) -> None:
         goodbye = self._native.say_goodbye()
-        goodbye.then(lambda: self._said(goodbye))
+        goodbye.then(lambda: self._goodbye_done(goodbye))
 
-    def _said(self, goodbye: Transfer) -> None:
+    def _goodbye_done(self, goodbye: Transfer) -> None:
         if goodbye.error is None:
             self.plane.call(lambda: self._handle(GoodbyeArrived()))
 

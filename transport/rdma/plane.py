@@ -192,7 +192,7 @@ ENDS_MIN: Final = 62
 _CLOSED: Final = "the RDMA data plane of this process is closed"
 
 
-class PlanePeer(Protocol):
+class RdmaPlanePeer(Protocol):
     """What the plane calls of a peer. See `peer.RdmaPeer`."""
 
     @property
@@ -245,9 +245,9 @@ class RdmaPlane:
         self._kept = segment.mapping
         self._keys = RdmaRegionKeys(device, base)
         segment.regions.keyed_by(self._keys)
-        self._peers: dict[PlanePeer, None] = {}
+        self._peers: dict[RdmaPlanePeer, None] = {}
         self._ended_counts = TransferCounts()
-        self._timers: dict[PlanePeer, int] = {}
+        self._timers: dict[RdmaPlanePeer, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
         """Calls from other threads: connects, closes and aborts, a few of each peer."""
         self._lock = threading.Lock()
@@ -268,7 +268,7 @@ class RdmaPlane:
             counts = counts.plus(peer.counts)
         return counts
 
-    def add(self, peer: PlanePeer) -> None:
+    def add(self, peer: RdmaPlanePeer) -> None:
         """Serve `peer` from now on. Raises `LinkClosed` once closed."""
         if not self.call(lambda: self._peers.update({peer: None})):
             peer.cut(LinkClosed(_CLOSED))
@@ -344,12 +344,12 @@ class RdmaPlane:
 
     # -- the thread ----------------------------------------------------------------------------------------
 
-    def set_timer(self, peer: PlanePeer, at_ns: int) -> None:
+    def set_timer(self, peer: RdmaPlanePeer, at_ns: int) -> None:
         """Fire the peer's one timer at this monotonic time. On the thread."""
         self._timers[peer] = at_ns
         self.native.wake()
 
-    def forget(self, peer: PlanePeer) -> None:
+    def forget(self, peer: RdmaPlanePeer) -> None:
         """This peer has ended. On the thread."""
         with self._lock:
             if peer in self._peers:

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.rdma.credit import MESSAGE_BYTES, Immediate
-from zbmd.transport.rdma.message_device import CONTROL_SLOTS, SEND_SLOTS, RdmaDevice, address_of, verbs
+from zbmd.transport.rdma.message_device import CONTROL_SLOTS, SEND_SLOTS, MessageDevice, address_of, verbs
 from zbmd.transport.rdma.setup import RETRIES, TIMEOUT, QueuePairAt, why_broken
 
 INLINE_BYTES: Final = 220
@@ -56,7 +56,7 @@ class Receiver(Protocol):
 class QueuePair:
     """One end. Raises `UserError` if the device refuses one. For its loop's thread."""
 
-    def __init__(self, device: RdmaDevice) -> None:
+    def __init__(self, device: MessageDevice) -> None:
         v = verbs()
         device.require_room()
         self._device = device

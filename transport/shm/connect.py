@@ -61,7 +61,7 @@ HELLO_MESSAGE_BYTES_MAX = MAX_BODY_BYTES + 64
 OnLink = Callable[[ShmLink], None]
 
 
-class Listener(Acceptor):
+class ShmListener(Acceptor):
     """Accepts links at an abstract unix address until closed. Made by `listen`."""
 
     def __init__(
@@ -108,7 +108,7 @@ def listen(
     *,
     timeout_ns: int | None = None,
     half_open_max: int = HALF_OPEN_MAX,
-) -> Listener:
+) -> ShmListener:
     """Listen at the abstract unix address `name` (1..107 bytes) on the running loop.
 
     `on_link` is called with each link that stands; a hello takes `timeout_ns` at most, by default the
@@ -116,7 +116,7 @@ def listen(
     too long, and `OutOfDescriptors`.
     """
     timeout_ns = endpoint.deadlines.hello_ns if timeout_ns is None else timeout_ns
-    return Listener(name, on_link, endpoint, timeout_ns, half_open_max)
+    return ShmListener(name, on_link, endpoint, timeout_ns, half_open_max)
 
 
 async def dial(name: str, endpoint: Endpoint, *, timeout_ns: int | None = None) -> ShmLink:

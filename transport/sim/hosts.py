@@ -124,7 +124,7 @@ class Host(Generic[MessageT]):
     deliveries: int = 0
     paused_until_ns: int = 0
     timers: dict[str, int] = field(default_factory=dict[str, int])
-    told: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    noticed: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     routes: dict[str, tuple[Host[MessageT], NetworkPath]] = field(default_factory=dict[str, Any])
 
 

@@ -433,7 +433,7 @@ class Simulation(ProcessTable[Host[MessageT]], Generic[MessageT]):
         place.deliveries = 0
         place.paused_until_ns = 0
         place.timers.clear()
-        place.told.clear()
+        place.noticed.clear()
         place.process = place.factory(place.incarnation)
         self._record(place, HistoryKind.START, "")
         self._push(self.now_ns, 0.0, place, place.incarnation, Started(incarnation=place.incarnation))
@@ -452,9 +452,9 @@ class Simulation(ProcessTable[Host[MessageT]], Generic[MessageT]):
                 self._tell(peer, host, clean)
 
     def _tell(self, witness: Host[MessageT], dead: Host[MessageT], clean: bool) -> None:
-        if (dead.name, dead.incarnation) in witness.told:
+        if (dead.name, dead.incarnation) in witness.noticed:
             return
-        witness.told.add((dead.name, dead.incarnation))
+        witness.noticed.add((dead.name, dead.incarnation))
         notice = PeerEnded(peer=dead.name, incarnation=dead.incarnation, clean=clean)
         incarnation, path = witness.incarnation, self.weather.path(dead.name, witness.name)
 

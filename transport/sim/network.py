@@ -290,9 +290,9 @@ class Network:
         if len(data) > DATAGRAM_BYTES_MAX:
             raise LocalProtocolError(f"a datagram of {len(data)} bytes; {DATAGRAM_BYTES_MAX} is the bound")
         path, now = self.weather.path(source.name, to), self.weather.now
-        self._record(source, HistoryKind.SEND, _told(to, data))
+        self._record(source, HistoryKind.SEND, _described(to, data))
         if path.cut or (now.loss and self._chance.random() < now.loss):
-            self._record(source, HistoryKind.LOSE, _told(to, data))
+            self._record(source, HistoryKind.LOSE, _described(to, data))
             return
         datagram = Datagram(sender=source.name, incarnation=source.incarnation, data=bytes(data))
         if path.clogged:
@@ -314,7 +314,9 @@ class Network:
             return
         taken = target.take_datagram(datagram)
         self._record(
-            target, HistoryKind.DELIVER if taken else HistoryKind.DROP, _told(datagram.sender, datagram.data)
+            target,
+            HistoryKind.DELIVER if taken else HistoryKind.DROP,
+            _described(datagram.sender, datagram.data),
         )
 
     # -- links -------------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ class Network:
     def carry(self, link: SimLink, nbytes: int, deliver: Callable[[], None], frame: bytes) -> None:
         """Take a frame, or a goodbye, from one end of a link to the other: in order, without loss."""
         if frame:
-            self._record(link.owner, HistoryKind.SEND, _told(link.peer.name, frame))
+            self._record(link.owner, HistoryKind.SEND, _described(link.peer.name, frame))
         self._reliably(link.owner.name, link.peer_process.name, nbytes, deliver)
 
     def credit(self, link: SimLink, deliver: Callable[[], None]) -> None:
@@ -399,7 +401,7 @@ class Network:
 
     def delivered(self, link: SimLink, frame: bytes | bytearray) -> None:
         """A frame was taken from a link."""
-        self._record(link.owner, HistoryKind.DELIVER, _told(link.peer.name, frame))
+        self._record(link.owner, HistoryKind.DELIVER, _described(link.peer.name, frame))
 
     def forget(self, link: SimLink) -> None:
         """The link has ended on this side."""
@@ -432,5 +434,5 @@ class Network:
             self.loop.act_at(self.weather.reliable_ns(path, self.loop.now_ns, nbytes), deliver)
 
 
-def _told(other: str, data: bytes | bytearray) -> str:
+def _described(other: str, data: bytes | bytearray) -> str:
     return f"{other} {len(data)} B {zlib.crc32(data):08x}"

@@ -110,15 +110,15 @@ class Disguise:
             substitutes.append((time, f"{name}_ns", times.monotonic_ns))
             substitutes.append((time, name, lambda: times.monotonic_ns() / 1e9))
         self._substitutes = [
-            (module, name, self._told(number, substitute))
+            (module, name, self._substituted(number, substitute))
             for number, (module, name, substitute) in enumerate(substitutes)
         ]
 
-    def _told(self, number: int, substitute: Callable[..., Any]) -> Callable[..., Any]:
-        def told(*args: Any) -> Any:
+    def _substituted(self, number: int, substitute: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
             return substitute(*args) if threading.get_ident() == self._thread else self._real[number](*args)
 
-        return told
+        return called
 
     def put_on(self) -> None:
         """Begin. Raises `LocalProtocolError` if another simulation of this process runs at the moment."""
@@ -126,8 +126,8 @@ class Disguise:
             raise LocalProtocolError("another simulation is running in this process: run them one by one")
         self._real = [getattr(module, name) for module, name, _ in self._substitutes]
         self._thread = threading.get_ident()
-        for module, name, told in self._substitutes:
-            setattr(module, name, told)
+        for module, name, substitute in self._substitutes:
+            setattr(module, name, substitute)
 
     def take_off(self) -> None:
         """End; once for each `put_on`."""

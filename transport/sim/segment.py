@@ -148,7 +148,7 @@ class SimSegment:
 
     def _outcome(self, slot: int, channel: int, value: int, group_mask: int) -> int | None:
         """What `zbmd_wait` of native/segment.h would return now."""
-        cell = self.told(slot, channel)
+        cell = self.cell_value(slot, channel)
         if cell >= value:
             same_epoch = cell >> _EPOCH_BITS == value >> _EPOCH_BITS
             return _native.WAIT_OK if same_epoch else _native.WAIT_ABORTED
@@ -156,14 +156,14 @@ class SimSegment:
         lost = self._lost & group_mask
         while lost:
             other = lost.bit_length() - 1
-            if self.told(other, channel) != last:
+            if self.cell_value(other, channel) != last:
                 return _native.WAIT_LOST
             lost ^= 1 << other
         if self._aborted.get(channel, 0) >= value:
             return _native.WAIT_ABORTED
         return None
 
-    def told(self, slot: int, channel: int) -> int:
+    def cell_value(self, slot: int, channel: int) -> int:
         """The last value of a cell, as `_native.load_cell`."""
         return self._cells.get((slot, channel), 0)
 
@@ -204,7 +204,7 @@ class SimSegment:
 
     def notified(self, slot: int, channel: int, value: int) -> None:
         """A notification has arrived. A cell only grows."""
-        if value > self.told(slot, channel):
+        if value > self.cell_value(slot, channel):
             self._cells[slot, channel] = value
             self._wake()
 

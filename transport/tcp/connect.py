@@ -99,7 +99,7 @@ OnLink = Callable[[TcpLink], None]
 _ANY: Final = ("0.0.0.0", "::")
 
 
-class Listener(Acceptor):
+class TcpListener(Acceptor):
     """Accepts links at TCP addresses until closed. Made by `listen`."""
 
     def __init__(
@@ -206,7 +206,7 @@ async def listen(
     timeout_ns: int | None = None,
     half_open_max: int = HALF_OPEN_MAX,
     links_max: int = LINKS_MAX,
-) -> Listener:
+) -> TcpListener:
     """Listen at `address`: one host, or every address of this machine, or of the interfaces in `settings`.
 
     `on_link` is called with each link that stands. timeout_ns: from a connection to its link, by default the
@@ -224,7 +224,7 @@ async def listen(
             TcpAddress(host=host, port=where.port), now_ns() + endpoint.deadlines.dial_ns, passive=True
         )
     sockets = listen_on(resolved, asked=str(where))
-    return Listener(
+    return TcpListener(
         sockets,
         on_link,
         endpoint,

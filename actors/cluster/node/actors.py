@@ -237,7 +237,7 @@ class TcpActorEndpoint:
         self._endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
         self._guest = ExternalDialer(identity.name, identity.incarnation, 0, cookie, settings, deadlines)
         self._settings = settings
-        self._listener: tcp.Listener | None = None
+        self._listener: tcp.TcpListener | None = None
 
     async def listen(self, accept: Callable[[Link], None]) -> str:
         """See `ActorEndpoint`."""

@@ -32,7 +32,7 @@ from zbmd.transport.capture import (
     open_log,
     replay_log,
 )
-from zbmd.transport.capture.records import DeathSeen, FrameIn, FrameOut, Note, Record
+from zbmd.transport.capture.records import DeathSeen, FrameIn, FrameOut, NoteRecord, Record
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
 from zbmd.transport.identity import Identity
@@ -144,9 +144,8 @@ def test_a_killed_rank_leaves_what_it_had_flushed(place: Path) -> None:
     logs = logs_of(place / "run.zlog")
     assert list(logs) == ["node#1", "rank0#1", "rank1#1", "rank1#2"]
     assert logs["rank1#1"].ending in (Ending.CUT, Ending.TORN)
-    assert any(
-        isinstance(r, Note) and "entered the view of epoch 1" in r.text for r in records(logs["rank1#1"])
-    )
+    notes = [r.text for r in records(logs["rank1#1"]) if isinstance(r, NoteRecord)]
+    assert any("entered the view of epoch 1" in text for text in notes)
     for name in ("node#1", "rank0#1"):
         deaths = [r for r in records(logs[name]) if isinstance(r, DeathSeen)]
         assert ("rank1", 1, False) in [(d.process, d.incarnation, d.clean) for d in deaths], name
@@ -188,7 +187,7 @@ def test_a_failed_run_says_where_its_last_records_are(place: Path) -> None:
     assert result.last_records is not None and result.last_records.is_relative_to(place / "state")
     logs = logs_of(result.last_records)
     assert {"node#1", "rank1#1"} <= logs.keys()
-    notes = [r.text for r in records(logs["rank1#1"]) if isinstance(r, Note)]
+    notes = [r.text for r in records(logs["rank1#1"]) if isinstance(r, NoteRecord)]
     assert "dumped from memory: ValueError: a bug" in notes
     verdicts = list(replay_log(result.last_records, secrets={"cookie": COOKIE.encode()}))
     assert verdicts and all(isinstance(verdict, Identical) for verdict in verdicts)
@@ -237,7 +236,7 @@ def test_a_failure_is_noted_in_a_log(place: Path) -> None:
     capture.failed(PeerLost("rank1", "it died"))
     capture.close("left")
     (log,) = open_log(place / "run.zlog").processes
-    assert any(isinstance(r, Note) and r.text.startswith("PeerLost: ") for r in records(log))
+    assert any(isinstance(r, NoteRecord) and r.text.startswith("PeerLost: ") for r in records(log))
 
 
 def test_an_unknown_way_to_capture_bulk_is_refused() -> None:

@@ -30,7 +30,7 @@ from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
 from zbmd.transport.rdma.connect import RdmaMemory, dial_rdma, listen_rdma, open_rdma_plane
 from zbmd.transport.rdma.link import RdmaLink
-from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
+from zbmd.transport.rdma.message_device import MessageDevice, open_rdma_device
 from zbmd.transport.shm.connect import Endpoint, link_pair
 from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
 from zbmd.transport.sim import SimProcess, World
@@ -511,7 +511,7 @@ class SimHarness(RegionHarness):
 class RdmaEnds(PlaneEnds["RdmaPlane", RdmaLink]):
     """Each end has a device. Of a process that is killed, its queue pairs go first, and then its sockets."""
 
-    def __init__(self, sizes: Sizes, devices: list[RdmaDevice]) -> None:
+    def __init__(self, sizes: Sizes, devices: list[MessageDevice]) -> None:
         super().__init__(sizes)
         self._devices = devices
 

@@ -14,7 +14,7 @@ from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.rdma.connect import Rdma, RdmaMemory, dial_rdma, listen_rdma, open_rdma_plane
 from zbmd.transport.rdma.link import RdmaLink
-from zbmd.transport.rdma.message_device import RdmaDevice, open_rdma_device
+from zbmd.transport.rdma.message_device import MessageDevice, open_rdma_device
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ class RdmaHarness(RealHarness):
 
     def __init__(self, loop: str) -> None:
         super().__init__(loop)
-        self._devices: list[RdmaDevice] = []
+        self._devices: list[MessageDevice] = []
 
     async def _main(self, main: Coroutine[None, None, None]) -> None:
         given = given_devices()

@@ -87,7 +87,7 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
     assert isinstance(came, rec.FrameIn) and came.frame == HEADER + b"xyz"
     bulk, ended = found[8], found[-1]
     assert isinstance(bulk, rec.Bulk) and bulk.data == bytes(8) and bulk.payload_bytes == 8
-    assert isinstance(ended, rec.End) and (ended.stream, ended.reason) == (0, "done")
+    assert isinstance(ended, rec.EndRecord) and (ended.stream, ended.reason) == (0, "done")
     assert all(capture.describe(record) for record in found)
 
 
@@ -142,7 +142,7 @@ def test_a_record_that_cannot_be_written_is_told_in_its_place(tmp_path: Path) ->
     lost = found[300]
     assert isinstance(lost, rec.Lost) and lost.records == 1 and "kind 10" in lost.reason
     after = found[301]
-    assert isinstance(after, rec.Note) and after.text == "301"
+    assert isinstance(after, rec.NoteRecord) and after.text == "301"
 
 
 def test_large_records_take_blocks_of_their_own(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_forked_child_leaves_the_log_alone(tmp_path: Path) -> None:
         """,
     )
     assert (run.returncode, run.stderr) == (0, "")
-    texts = [record.text for record in read(tmp_path) if isinstance(record, rec.Note)]
+    texts = [record.text for record in read(tmp_path) if isinstance(record, rec.NoteRecord)]
     assert texts == ["before", "after"]
 
 

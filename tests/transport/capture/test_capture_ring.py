@@ -48,8 +48,8 @@ def test_the_last_records_are_kept_and_the_bound_holds(tmp_path: Path) -> None:
     assert entries[0].number == recorder.forgotten == 10_000 - len(marks)
     assert path == tmp_path / "rank0#1"
     note, end = entries[-2].record, entries[-1].record
-    assert isinstance(note, rec.Note) and "to see" in note.text
-    assert isinstance(end, rec.End)
+    assert isinstance(note, rec.NoteRecord) and "to see" in note.text
+    assert isinstance(end, rec.EndRecord)
 
 
 def test_large_payloads_count(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def child(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
 def test_a_crash_writes_the_ring_down(tmp_path: Path, body: str, code: int, reason: str) -> None:
     run = child(tmp_path, body)
     assert run.returncode == code, run.stderr
-    texts = [entry.record.text for entry in dumped(tmp_path) if isinstance(entry.record, rec.Note)]
+    texts = [entry.record.text for entry in dumped(tmp_path) if isinstance(entry.record, rec.NoteRecord)]
     assert texts == ["before the crash", f"dumped from memory: {reason}"]
     assert "written" in run.stdout + run.stderr
     if code == 1:

@@ -39,7 +39,7 @@ class Door:
 
     def __init__(self) -> None:
         self.links: asyncio.Queue[tuple[RemoteLink, str]] = asyncio.Queue()
-        self.listener: remote_link.Listener | None = None
+        self.listener: remote_link.RemoteListener | None = None
 
     async def open(self) -> None:
         self.listener = await remote_link.listen(

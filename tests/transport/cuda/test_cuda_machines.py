@@ -19,17 +19,17 @@ from support.links.region_harness import FAR, NEAR, Ends
 from zbmd.transport.cuda.api import CopyRoute, CudaFault, DeviceFacts, choose_copy_route
 from zbmd.transport.cuda.array import DeviceHandle, EventHandle, decode_handle, encode_handle, span_of
 from zbmd.transport.cuda.copies import (
-    CloseAsked,
+    CellAsked,
+    CopiesCloseAsked,
     CopyAsked,
     CopyOutcome,
     CudaCopies,
     Drained,
     Event,
     Faulted,
-    Finish,
+    FinishCopy,
     Issue,
     LetGo,
-    NotifyAsked,
     PeerGone,
     SetPeerCell,
     SignalAsked,
@@ -38,8 +38,8 @@ from zbmd.transport.cuda.opened import (
     AllGone,
     Close,
     Disuse,
+    MemoryOpened,
     Open,
-    Opened,
     OpenedMemory,
     TakenBack,
     Use,
@@ -76,7 +76,7 @@ def test_copies_are_handed_back_once_drained_and_told_in_order(script: list[str]
                     assert not {number for number in under_way if number < value}, (
                         "told before it had drained"
                     )
-                case Finish(operation=operation, outcome=outcome):
+                case FinishCopy(operation=operation, outcome=outcome):
                     finished[operation] += 1
                     assert outcome is CopyOutcome.FAULT or operation not in under_way, (
                         "handed back under a copy"
@@ -90,7 +90,7 @@ def test_copies_are_handed_back_once_drained_and_told_in_order(script: list[str]
     for index, step in enumerate([*script, *["drain"] * len(script)]):
         if index == at:
             for word in end.split(", "):
-                ends = {"close": CloseAsked(), "gone": PeerGone(), "fault": Faulted(why="sticky")}
+                ends = {"close": CopiesCloseAsked(), "gone": PeerGone(), "fault": Faulted(why="sticky")}
                 open_, faulted = open_ and word == "close", faulted or word == "fault"
                 handle(ends[word])
         number = next(numbers)
@@ -99,7 +99,7 @@ def test_copies_are_handed_back_once_drained_and_told_in_order(script: list[str]
                 handle(Drained(operation=under_way.pop(0)))
             continue
         channel = None if step == "copy" else 0
-        event = NotifyAsked(channel=0, value=number)
+        event = CellAsked(channel=0, value=number)
         try:
             handle(event if step == "notify" else CopyAsked(operation=number, channel=channel, value=number))
         except LocalProtocolError:
@@ -123,7 +123,7 @@ def test_signals_only_grow_and_have_channels_of_their_own() -> None:
     with pytest.raises(LocalProtocolError, match="only grow"):
         machine.handle(SignalAsked(channel=2, value=2), now_ns=0)
     with pytest.raises(LocalProtocolError, match="used for signals"):
-        machine.handle(NotifyAsked(channel=2, value=3), now_ns=0)
+        machine.handle(CellAsked(channel=2, value=3), now_ns=0)
 
 
 @given(
@@ -141,7 +141,7 @@ def test_memory_is_open_while_it_is_used_and_closed_once(script: list[tuple[str,
                 case Open(memory=memory):
                     assert memory not in open_ and len(open_) < 3
                     open_.add(memory)
-                    machine.handle(Opened(memory=memory, address=memory[0]), now_ns=0)
+                    machine.handle(MemoryOpened(memory=memory, address=memory[0]), now_ns=0)
                 case Close(memory=memory):
                     assert not users[memory]
                     open_.remove(memory)
@@ -376,12 +376,12 @@ def facts(number: int, **changes: Any) -> DeviceFacts:
         (facts(2, ipc_events=False), {}, CopyRoute.STAGED, "no events"),
     ],
 )
-def test_the_way_between_two_devices(
-    theirs: DeviceFacts, situation: dict[str, bool], way: CopyRoute, words: str
+def test_the_route_between_two_devices(
+    theirs: DeviceFacts, situation: dict[str, bool], route: CopyRoute, words: str
 ) -> None:
     usual = {"same_host": True, "visible": True, "can_access_peer": True}
     choice = choose_copy_route(facts(1), theirs, **{**usual, **situation})
-    assert choice.way is way and words in choice.reason
+    assert choice.route is route and words in choice.reason
 
 
 def test_handles_that_do_not_fit_together_are_refused() -> None:

@@ -27,7 +27,7 @@ from zbmd.transport.handshake.hello import (
 from zbmd.transport.identity import Identity, Side
 from zbmd.transport.memory.memfd import create_memfd
 from zbmd.transport.memory.segment import Segment
-from zbmd.transport.shm.connect import Endpoint, Listener, _hello, dial, listen
+from zbmd.transport.shm.connect import Endpoint, ShmListener, _hello, dial, listen
 from zbmd.transport.shm.link import ShmLink, link_memory_bytes
 
 Fork = Callable[[Callable[[], None]], int]
@@ -47,7 +47,7 @@ def endpoint(name: str = "rank0", cookie: bytes = COOKIE, job: int = 7) -> Endpo
 
 
 @asynccontextmanager
-async def listening(address: str, **limits: int) -> AsyncGenerator[tuple[Listener, list[ShmLink]]]:
+async def listening(address: str, **limits: int) -> AsyncGenerator[tuple[ShmListener, list[ShmLink]]]:
     links: list[ShmLink] = []
     listener = listen(address, links.append, endpoint("node"), **limits)
     try:

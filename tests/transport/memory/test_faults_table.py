@@ -25,7 +25,7 @@ from zbmd.transport.identity import Identity
 from zbmd.transport.memory.memfd import SEALS
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.shm.connect import Endpoint, Listener, dial, link_pair, listen
+from zbmd.transport.shm.connect import Endpoint, ShmListener, dial, link_pair, listen
 from zbmd.transport.shm.link import ShmLink
 
 SECONDS = 1_000_000_000
@@ -63,7 +63,7 @@ def descriptors_left(count: int) -> Generator[None]:
 
 
 @contextlib.asynccontextmanager
-async def listening(address: str) -> AsyncGenerator[tuple[Listener, asyncio.Queue[ShmLink]]]:
+async def listening(address: str) -> AsyncGenerator[tuple[ShmListener, asyncio.Queue[ShmLink]]]:
     links: asyncio.Queue[ShmLink] = asyncio.Queue()
     listener = listen(address, links.put_nowait, endpoint("node"))
     try:

@@ -68,7 +68,7 @@ def test_a_put_that_a_death_cuts_off_may_land_in_part_and_is_not_notified(seed: 
     with owner.world(seed) as world:
         world.crash_at("writer", SIM_START_NS + at_us * 1000)
         world.run(for_ns=40 * MS)
-        told = owner.segment.told(WRITER, 0) & 0xFFFFFFFF
+        told = owner.segment.cell_value(WRITER, 0) & 0xFFFFFFFF
         whole = NBYTES if told == 0 else int(np.count_nonzero(owner.target >= told))
         assert whole == NBYTES, "what was notified is whole"
         newer = int(np.count_nonzero(owner.target > told))
@@ -96,7 +96,7 @@ def test_what_a_cut_held_back_does_not_land_in_the_time_of_the_replacement(seed:
             "held back, as is the news of its end"
         )
         world.run(for_ns=40 * MS)
-        assert owner.segment.told(WRITER, 2) == 1 and set(owner.target.tolist()) == {2}
+        assert owner.segment.cell_value(WRITER, 2) == 1 and set(owner.target.tolist()) == {2}
 
 
 def test_bytes_are_read_from_the_buffer_when_they_arrive() -> None:
@@ -126,7 +126,7 @@ def test_transfers_under_way_are_bounded() -> None:
 
     owner = Owner(flood)
     with owner.world(1) as world:
-        world.run(until=lambda: bool(owner.links) and owner.segment.told(WRITER, 0) == 2)
+        world.run(until=lambda: bool(owner.links) and owner.segment.cell_value(WRITER, 0) == 2)
 
 
 async def _awaited(transfer: Awaitable[None]) -> None:

@@ -42,7 +42,7 @@ def endpoint(name: str = "a", budget_ns: int = 10**9) -> Endpoint:
 class Server:
     """A listener that collects its links."""
 
-    def __init__(self, listener: tcp.Listener, links: asyncio.Queue[TcpLink]) -> None:
+    def __init__(self, listener: tcp.TcpListener, links: asyncio.Queue[TcpLink]) -> None:
         self.listener, self.links = listener, links
 
     @classmethod

@@ -20,7 +20,7 @@ from zbmd.transport.handshake.hello import HELLO_VERSION, MAX_BODY_BYTES
 from zbmd.transport.handshake.session_setup import PeerBusy
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Endpoint, LinkLimits
-from zbmd.transport.tcp.connect import Listener, dial, listen
+from zbmd.transport.tcp.connect import TcpListener, dial, listen
 from zbmd.transport.tcp.link import TcpLink
 
 HOUR_NS = 3600 * 10**9
@@ -37,7 +37,7 @@ class Listening:
 
     def __init__(self) -> None:
         self.links: asyncio.Queue[TcpLink] = asyncio.Queue()
-        self.listener: Listener
+        self.listener: TcpListener
 
     async def pair(self, ours: Endpoint | None = None) -> tuple[TcpLink, TcpLink]:
         link = await dial(self.listener.address, ours or endpoint())

@@ -47,7 +47,7 @@ from zbmd.transport import capture
 from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureError
 from zbmd.transport.capture.files import SegmentIndex, capture_to_text, text_to_capture, unpack_index
-from zbmd.transport.capture.reader import Segment
+from zbmd.transport.capture.reader import LogSegment
 from zbmd.transport.capture.registry import MachineKind
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
 from zbmd.transport.clock.hlc import HybridClock
@@ -226,7 +226,7 @@ def _streams() -> tuple[bytes, ...]:
     """The records of the capture, block by block: how many, then their MessagePack."""
     name, data = _segment_file()
     with _laid_out({name: data}) as directory:
-        segment = Segment(directory / name)
+        segment = LogSegment(directory / name)
         found: list[bytes] = []
         for info in segment.blocks():
             prefix, check = fmt.unpack_prefix(

@@ -61,7 +61,7 @@ from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import CHANNELS, OFF_END, RING_HEADER_BYTES, Mapping, address_of
 from zbmd.transport.shm.attach import MESSAGE_BYTES_MAX, AttachOffer
-from zbmd.transport.shm.connect import Endpoint, Listener, dial, listen
+from zbmd.transport.shm.connect import Endpoint, ShmListener, dial, listen
 from zbmd.transport.shm.link import link_memory_bytes
 
 # ---- the bulk stream between hosts: single records, and a peer that sends any, in any order
@@ -321,7 +321,7 @@ class _Ours:
         self.made: asyncio.Queue[Link] = asyncio.Queue()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.trouble.append(context))
         self.segment = Segment.create(slot=0, incarnation=3, arena_bytes=ARENA_BYTES, inbox_bytes=0)
-        self.listener: Listener = listen(
+        self.listener: ShmListener = listen(
             self.address, self._on_link, _endpoint("node", self.segment), timeout_ns=PATIENCE_NS
         )
         self.ended = asyncio.Event()

@@ -167,7 +167,7 @@ def facts() -> str:
             choice = choose_copy_route(
                 a.facts(), b.facts(), same_host=True, visible=True, can_access_peer=reaches
             )
-            lines.append(f"{a.device} to {b.device}: {choice.way.value}, {choice.reason}")
+            lines.append(f"{a.device} to {b.device}: {choice.route.value}, {choice.reason}")
     return "; ".join(lines)
 
 

@@ -63,16 +63,16 @@ def read_gpus(root: Path = Path("/"), devices: tuple[PciDevice, ...] | None = No
         vendor = _VENDORS.get(device.vendor)
         if vendor is None or device.device_class >> 16 not in (_DISPLAY, _ACCELERATOR):
             continue
-        said = known[vendor].get(device.place.address)
+        reported = known[vendor].get(device.place.address)
         gpus.append(
             Gpu(
                 vendor=vendor,
-                model=said.model if said is not None else f"{_NAMELESS[vendor]} {device.device:04x}",
+                model=reported.model if reported is not None else f"{_NAMELESS[vendor]} {device.device:04x}",
                 place=device.place,
                 driver=device.driver,
-                usable=said is not None,
-                uuid=said.uuid if said is not None else None,
-                memory_bytes=said.memory_bytes if said is not None else None,
+                usable=reported is not None,
+                uuid=reported.uuid if reported is not None else None,
+                memory_bytes=reported.memory_bytes if reported is not None else None,
             )
         )
     return tuple(gpus)

@@ -30,7 +30,7 @@ from zbmd.tools.bench.stats import median
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.hosts.job import MODEL, JobDemo, Layout
 from zbmd.transport.capture.reader import ProcessLog, open_log
-from zbmd.transport.capture.records import EventTaken, Note, StreamDeclared
+from zbmd.transport.capture.records import EventTaken, NoteRecord, StreamDeclared
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT
 from zbmd.transport.errors import UserError
 
@@ -89,7 +89,7 @@ def story_of(log: ProcessLog) -> CommitTimeline:
         match entry.record:
             case StreamDeclared(stream=stream, machine=machine) if machine == STEP_COMMIT:
                 streams.add(stream)
-            case Note(at_ns=at_ns, text=text):
+            case NoteRecord(at_ns=at_ns, text=text):
                 _note(story, at_ns, text)
             case EventTaken(stream=stream, at_ns=at_ns, tag=tag, fields=fields) if stream in streams:
                 _event(story, at_ns, tag, msgspec.msgpack.decode(fields))

@@ -1,4 +1,4 @@
-"""Who a process is: the identity that it proves to each peer before a link stands, and the sides of a link.
+"""The identity that a process proves to each peer before a link stands, and the sides of a link.
 
 Everything above hello and link names peers by these types; they depend on nothing else of the transport.
 """
@@ -19,7 +19,7 @@ _Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,32}\Z")]
 
 
 class Side(Enum):
-    """Which end of the connection this is."""
+    """One of the two ends of a connection."""
 
     DIALER = "dialer"
     LISTENER = "listener"

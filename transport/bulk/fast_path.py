@@ -22,7 +22,7 @@ WAITED_FOR_MIN: Final = 1 << 16
 ROOM_WAIT_MS: Final = 2
 """Longest time without progress."""
 ROOM_LOOKS_MAX: Final = 64
-"""How often something may come meanwhile, and no room with it."""
+"""Times that something may arrive without room becoming free."""
 
 
 class QuickStripe:
@@ -40,7 +40,7 @@ class QuickStripe:
         self._io: StripeSocket | None = None
         self._sock: socket.socket | None = None
         self.stripe = -1
-        """Which it is, while they are; else -1."""
+        """The number of that stripe while puts take the fast path; else -1."""
 
     def begin(self, stripes: dict[int, StripeSocket]) -> bool:
         """Go past the machine if it is at rest and its stripe is between two records; whether that is so."""
@@ -73,7 +73,7 @@ class QuickStripe:
         return True
 
     def end(self) -> QuickMoved:
-        """The machine's turn, and the stripe's: what it is to be told. What has come waits in the stripe."""
+        """Leave the fast path: return the event for the machine. What has arrived waits in the stripe."""
         puts, io = self._puts, self._io
         assert puts is not None and io is not None, "it has begun"
         self.stripe = -1
@@ -125,7 +125,7 @@ class QuickStripe:
         return self._puts is not None and self._puts.told < self._puts.published
 
     def _send(self, *parts: memoryview) -> bool:
-        """What the socket does not take, or fails on, is the stripe's to send, from a copy."""
+        """Send; bytes that the socket refuses, or fails on, are left to the stripe as a copy."""
         io, sock = self._io, self._sock
         assert io is not None and sock is not None, "it has begun"
         io.owed = True

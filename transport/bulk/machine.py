@@ -149,7 +149,7 @@ class BulkMachine:
         return self._actions
 
     def rest(self) -> FastPathCounts | None:
-        """Where small puts may go on past the machine, until it is told by `QuickMoved`; None: not now."""
+        """Return the counts from which the fast path may start, until `QuickMoved`; None: not now."""
         moving = self._puts or self._urgent or self._gets or self._serving
         if (
             self.state is not BulkState.OPEN

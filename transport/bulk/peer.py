@@ -81,7 +81,7 @@ from zbmd.transport.native import _native
 TURN_CALLS_MAX: Final = 16
 """Receives or sends on one stripe before others have their turn."""
 LINGER_NS: Final = 1_000_000_000
-"""How long to go on reading after an error was sent: closing earlier would discard it."""
+"""Time to go on reading after an error was sent: closing earlier would discard it."""
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 

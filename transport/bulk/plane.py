@@ -30,7 +30,7 @@ EVENTS_PER_WAKE: Final = 64
 IDLE_MS: Final = 60_000
 """The thread looks around at least this often."""
 SILENCE_CHECK_NS: Final = 250_000_000
-"""How often to check that hosts acknowledge what is sent to them."""
+"""Interval of the check that hosts acknowledge what is sent to them."""
 PARK_MS: Final = 1
 """Longest sleep of a driving thread: what it waits for may end without a wake-up."""
 STAND_BY_MS: Final = 2
@@ -42,7 +42,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 
 
 class DataPlanePeer(Protocol):
-    """What the plane calls of a peer, always on the thread that takes a turn. See `peer.BulkPeer`."""
+    """The calls of the plane to a peer, always on the thread that takes a turn. See `peer.BulkPeer`."""
 
     def readable(self, number: int, /) -> None:
         """Bytes may have arrived on a stripe."""

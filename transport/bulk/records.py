@@ -109,7 +109,7 @@ class Get:
     at: int
     total: int
     after: int
-    """How many puts of the requester precede it: it must see their bytes."""
+    """Number of puts of the requester that precede it: it must see their bytes."""
     nbytes: int = 0
 
 

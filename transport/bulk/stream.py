@@ -212,7 +212,7 @@ class StripeWriter:
         """Headers that have been given out."""
         self._records: deque[tuple[Record, memoryview | None]] = deque()
         self._payload: memoryview | None = None
-        """What is still to be cut of the payload of the record whose header went into `_ready` last."""
+        """The uncut rest of the payload of the record whose header went into `_ready` last."""
         self._tag: LyingTag | None = None
         """Of that payload."""
         self._cut_bytes = 0

@@ -247,7 +247,7 @@ class StripeSocket:
         return nbytes or ReadResult.ENDED
 
     def send(self) -> int | None:
-        """Send what the socket takes; how many records have left whole, None if it takes nothing now.
+        """Send as much as the socket accepts; return how many records have left whole, None for no byte.
 
         Raises `PeerLost` if the socket fails.
         """

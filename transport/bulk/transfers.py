@@ -18,7 +18,7 @@ from zbmd.transport.bulk.records import PUTS_AHEAD_MAX, Data, Malformed, Notify,
 
 
 class Fragments:
-    """Which fragments of one transfer have come. record: the first that comes; the others must fit it."""
+    """The fragments of one transfer that have arrived. record: the first of them; the others must fit it."""
 
     __slots__ = ("_claimed", "first", "left", "refused")
 
@@ -105,7 +105,7 @@ class Arrivals:
         fragments.refused = fragments.refused or reason
 
     def publish(self) -> Iterator[tuple[Put | Notify, str | None]]:
-        """What is due now and was not before, in order: to publish, or why it is refused."""
+        """Yield each put that is due now, in order, with None to publish it or the reason of its refusal."""
         while (entry := self._waiting.get(self.published)) is not None:
             if isinstance(entry, Fragments):
                 if entry.left:
@@ -138,7 +138,7 @@ class Arrivals:
         return self.acknowledged
 
     def check_invariants(self) -> None:
-        """What waits is bounded, unpublished, and cannot be published."""
+        """Waiting puts are bounded, unpublished, and cannot be published yet."""
         assert self.acknowledged <= self.published
         assert self.published <= self._known and self._known not in self._waiting
         assert self._partial == {
@@ -182,7 +182,7 @@ class FastPathCounts:
     """The counts from which `_quick.QuickPuts` goes on, while there is nothing for the machine to do."""
 
     stripe: int
-    """Which it goes on."""
+    """The number of the stripe that it uses."""
     puts: int
     """Ours so far."""
     acked: int
@@ -230,7 +230,7 @@ class OwnGet:
 
 @dataclass(slots=True)
 class StripeState:
-    """What is in flight on a stripe."""
+    """The records in flight on a stripe."""
 
     handed: deque[tuple[Record, Outgoing | None]] = field(default_factory=deque)
     """Given to the stripe and not sent."""

@@ -16,7 +16,7 @@ Reading. `open_log` gives each process's records; `merged` puts those of several
 estimates how far their clocks are apart; `replay_log` plays every machine again and compares.
 `capture_to_text` makes a capture a fixture that can be kept with a test's source.
 
-What it costs and loses: see `log`. The format: see `format`.
+`log` says what recording costs and may lose, `format` how the files are laid out.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def encode_batch(values: Sequence[object]) -> bytes:
 class UnionCodec(Generic[InstanceT]):
     """Encodes and decodes the members of `union`: one frozen dataclass, or a union of several.
 
-    Raises `LocalProtocolError` for a union whose members cannot be told apart by name, are not frozen, or
+    Raises `LocalProtocolError` for a union whose members share a name, are not frozen, or
     have fields of a type that no log can hold.
     """
 

@@ -28,7 +28,7 @@ class CaptureDamaged(CaptureError):
     def __init__(self, path: Path, offset: int, what: str) -> None:
         super().__init__(
             f"{path} is damaged at byte {offset}: {what}. All before it is whole and was read; "
-            "copy the file anew if you have another copy, else go on with what there is."
+            "copy the file again if you have another copy, else go on with what there is."
         )
         self.path = path
         self.offset = offset

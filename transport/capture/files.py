@@ -60,7 +60,7 @@ class MarkRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SegmentIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """What a segment holds.
+    """The contents of a segment.
 
     log_bytes: the size of the segment that it describes. oldest_segment, oldest_record: the first ones kept
     when it was written; what came before was deleted to stay within the bound of the disk.
@@ -142,10 +142,10 @@ class _OpenSegment:
 class LogFiles:
     """The files of one process incarnation, in a directory of their own below `directory`.
 
-    records_before: how many records of the process are not in this log, before its first. on_segment: is told
-    the number of each segment that begins.
-    Not thread-safe. Raises `CaptureExists` if that incarnation's directory is there already, `CaptureError`
-    if it cannot be made. Any method raises `OSError` when the disk fails; what was whole stays whole.
+    records_before: how many records of the process are not in this log, before its first. on_segment:
+    receives the number of each segment that begins. Not thread-safe. Raises `CaptureExists` if that
+    incarnation's directory is there already, `CaptureError` if it cannot be made. Any method raises `OSError`
+    when the disk fails; what was whole stays whole.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class LogFiles:
     # ---- blocks
 
     def _write_block(self, records: Sequence[RawRecord]) -> None:
-        """Write one block; records that do not fit into one, or into none, are told apart by halving."""
+        """Write one block; records that do not fit into one, or into none, are found by halving."""
         why = f"over the bound of {BLOCK_RAW_BYTES_MAX} bytes"
         try:
             raw = encode_batch(records)

@@ -76,7 +76,7 @@ class Anchor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose log it is.
+    """The process that wrote a log.
 
     process, incarnation, job: as in its hello. contracts: "id/version" -> fingerprint. hosts: all of the job,
     this one first. boot_id: processes with the same one share their monotonic clock; empty if unknown.
@@ -107,7 +107,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a block's prefix says of it. offset: of the prefix in the file; first_record: its number."""
+    """The prefix of a block, decoded. offset: of the prefix in the file; first_record: its number."""
 
     offset: _Natural
     flags: _Natural
@@ -167,7 +167,7 @@ def pack_body(magic: bytes, value: msgspec.Struct) -> bytes:
 
 
 def header_bytes(data: bytes, *, path: Path, magic: bytes, body_bytes_max: int) -> int:
-    """How many bytes the header at the start of `data` has; `data` holds at least its fixed part.
+    """Return the size of the header at the start of `data`, bytes; `data` holds at least its fixed part.
 
     Raises `NotACapture` for anything that is no such header, or one of another format version.
     """

@@ -198,7 +198,7 @@ class _CrashHooks:
 FLUSH_S = 0.1
 """Longest time until a record is written: what a crash loses at most."""
 WAIT_S_MAX = 1.0
-"""How long a full buffer blocks the recording thread before records are dropped."""
+"""Longest time that a full buffer blocks the recording thread before records are dropped."""
 CLOSE_S_MAX = 5.0
 """Longest wait of `close` and `flush` for the disk."""
 WAKES_PER_BUFFER = 8
@@ -208,7 +208,7 @@ _log = structlog.get_logger("zbmd.capture")
 
 
 class Overflow(Enum):
-    """What to do while the buffer is full: the disk is too slow. What is dropped is counted in the log."""
+    """The reaction to a full buffer, when the disk is too slow. Dropped records are counted in the log."""
 
     WAIT = "wait"  # hold up the recording thread, WAIT_S_MAX at most, then drop
     DROP = "drop"
@@ -306,7 +306,7 @@ class LogRecorder(Recorder):
             waiting_bytes = self._taken_bytes - self._written_bytes
         if waiting_bytes > self._limit_bytes:
             self._taken_bytes -= weight
-            self._alarm_bytes = 0  # the next record comes here too: the loss is told before it
+            self._alarm_bytes = 0  # the next record comes here too: the loss is recorded before it
             self._lost += 1
             self._wake.set()
             return False

@@ -59,7 +59,7 @@ SKEW_RECORDS_MAX = 500_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSkew:
-    """How far a process's wall clock is ahead of the reference's: `offset_ns`, give or take `error_ns`.
+    """The offset of a process's wall clock from the reference's: `offset_ns`, give or take `error_ns`.
 
     via: the process by way of which it was found; the reference itself has none. frames: how many it rests
     on, 0 if the two share a clock.
@@ -74,7 +74,7 @@ class ClockSkew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which entries are wanted; None: all of them.
+    """A choice of entries; None in a field: all of them.
 
     processes: names such as `rank0`, every incarnation, or `rank0#2`. since_ns, until_ns: by the process's
     own wall clock, ns since 1970, the first included and the last not. steps: from the beginning of the first
@@ -148,7 +148,7 @@ def _keyed(index: int, entries: Iterator[Entry]) -> Iterator[tuple[int, int, int
 
 
 def skews(logs: Sequence[ProcessLog]) -> list[ClockSkew]:
-    """How far each process's wall clock is ahead of the first one's, in the order of `logs`.
+    """Estimate by how much each process's wall clock is ahead of the first one's, in the order of `logs`.
 
     Those that no chain of recorded frames connects with it are left out. Damaged logs tell what they can.
     Raises as `ProcessLog.entries`.
@@ -242,7 +242,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlace:
-    """Where a step begins: the number of its MARK record and the block that holds it."""
+    """The position of a step: the number of its MARK record and the block that holds it."""
 
     step: int
     number: int
@@ -310,7 +310,7 @@ class LogSegment:
         return self.header.segment
 
     def blocks(self) -> Iterator[BlockInfo]:
-        """What each whole block holds, by its prefix. Raises `CaptureDamaged`, or `TornBlock` at the end."""
+        """Yield the prefix of each whole block. Raises `CaptureDamaged`, or `TornBlock` at the end."""
         with _File(self.path) as file:
             for info, _ in self._prefixes(file, self.first_block):
                 if info.end > file.nbytes:
@@ -355,7 +355,7 @@ class LogSegment:
 
     @cached_property
     def index(self) -> SegmentIndex:
-        """What it holds: from its index file, or from the segment if there is none that fits.
+        """The index of its blocks and steps: from its file, or from the segment if no file fits.
 
         Of a damaged or torn segment: what it holds before the damage.
         """
@@ -416,7 +416,7 @@ class ProcessLog:
 
     @cached_property
     def ending(self) -> Ending:
-        """How it ends. Raises `CaptureDamaged` if its last segment is damaged."""
+        """The way it ends. Raises `CaptureDamaged` if its last segment is damaged."""
         last: BlockInfo | None = None
         try:
             for block in self.segments[-1].blocks():
@@ -440,7 +440,7 @@ class ProcessLog:
         return found
 
     def find_step(self, step: int, *, stream: int | None = None) -> StepPlace | None:
-        """Where a step begins first, in any stream or in one; None if it is not marked in the log.
+        """Find where a step begins first, in any stream or in one; None if it is not marked in the log.
 
         Raises `CaptureDamaged` if the block that should hold it is damaged.
         """

@@ -78,7 +78,7 @@ class EventTaken(_Record, frozen=True, tag=int(RecordType.EVENT)):
 
 
 class ActionsGiven(_Record, frozen=True, tag=int(RecordType.ACTIONS)):
-    """What the machine answered: `[[class name, fields], …]`, or nil and its XXH3-128 digest alone."""
+    """The machine's actions: `[[class name, fields], …]`, or nil and their XXH3-128 digest alone."""
 
     count: _Natural
     digest: bytes
@@ -170,7 +170,7 @@ class Raised(_Record, frozen=True, tag=int(RecordType.RAISED)):
 
 
 class StateTaken(_Record, frozen=True, tag=int(RecordType.STATE)):
-    """What a machine was just before its next event: a replay can begin here. See `state.StateCodec`.
+    """The state of a machine before its next event: a replay can begin here. See `registry.StateCodec`.
 
     fingerprint: of the classes that the state is made of.
     """
@@ -203,7 +203,7 @@ RawRecord: TypeAlias = tuple[Any, ...]
 
 
 class Folded(Protocol):
-    """What a recorder takes in place of several records, to be put into that form when it is written."""
+    """Stands for several records until it is written, when it is unfolded into them."""
 
     def unfold(self) -> list[RawRecord]:
         """The records. Raises `CaptureMismatch` if they cannot be encoded."""
@@ -211,7 +211,7 @@ class Folded(Protocol):
 
 
 Taken: TypeAlias = RawRecord | Folded
-"""What is on its way into a log."""
+"""Anything that a recorder accepts for a log."""
 
 _decoder = msgspec.msgpack.Decoder(list[Record])
 

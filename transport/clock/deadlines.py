@@ -82,7 +82,7 @@ class DeadlineKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineRule:
-    """How a deadline follows from the budget: `times / parts` of it, within its limits, and why.
+    """The rule by which a deadline follows from the budget: `times / parts` of it, within limits, and why.
 
     unit_ns: what the value is counted in, rounded up to whole ones unless it is nanoseconds.
     """

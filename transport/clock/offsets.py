@@ -1,4 +1,4 @@
-"""How far the clocks of processes are apart, found by delays that were seen between them.
+"""Offsets between the clocks of processes, estimated from delays that were seen between them.
 
 As in NTP (RFC 5905, section 8), the smallest delay of either direction bounds the offset of two clocks: half
 their difference, wrong by at most half their sum. What no delays connect directly is found by way of others.
@@ -36,7 +36,7 @@ class Delay:
 
 
 def offset_between(there: Delay | None, back: Delay | None) -> Offset | None:
-    """How far the clock `there` leads to is ahead; None without both: a delay alone may be an offset."""
+    """Return the offset of the clock that `there` leads to; None without both: one delay may be an offset."""
     if there is None or back is None:
         return None
     return Offset(
@@ -49,7 +49,7 @@ def offset_between(there: Delay | None, back: Delay | None) -> Offset | None:
 def offsets_from_first(
     count: int, between: Callable[[int, int], Offset | None]
 ) -> dict[int, tuple[Offset, int | None]]:
-    """How far each of `count` clocks is ahead of the first, and by way of which it was found.
+    """Return the offset of each of `count` clocks from the first, and the clock by which it was found.
 
     `between(a, b)`: how far clock b is ahead of clock a, None if that is not known. Clocks that no chain of
     them connects with the first are left out.

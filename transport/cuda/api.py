@@ -1,4 +1,4 @@
-"""What zbmd asks of CUDA: calls by the runtime's own names, of one process and one device.
+"""The interface to CUDA: calls by the runtime's own names, of one process and one device.
 
 `zbmd.transport.cuda.runtime.CudaRuntime` makes them with cupy; `tests/support/devices/cuda_model.py` is a
 model of devices with streams, events and memory that holds their order against what the code above relies on.

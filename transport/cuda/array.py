@@ -17,8 +17,9 @@ from zbmd.transport.memory.region import RegionHandle, require_owner
 
 # Handles of device memory and of events, as they travel in messages. Sans-I/O; reads untrusted input.
 #
-# Whoever opens one checks what can be checked: who it is from, and, once CUDA has opened the allocation, that
-# the region lies in it. CUDA itself grants all or nothing: who has a handle can write all of the allocation.
+# The process that opens one checks what can be checked: who it is from, and, once CUDA has opened the
+# allocation, that the region lies in it. CUDA itself grants all or nothing: who has a handle can write all of
+# the allocation.
 
 MESSAGE_BYTES_MAX: Final = 1 << 10
 DIMENSIONS_MAX: Final = 32
@@ -29,7 +30,7 @@ ITEM_BYTES: Final = {
     **{f"<c{size}": size for size in (8, 16)},
     "<V2": 2,
 }
-"""Type strings of the array interface that a region may have; <V2 is how bfloat16 is told."""
+"""Type strings of the array interface that a region may have; <V2 stands for bfloat16."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
@@ -138,7 +139,7 @@ def is_device_array(array: object) -> TypeGuard[Any]:
 
 
 def span_of(array: object) -> DeviceSpan:
-    """Where the array lies. Raises `LocalProtocolError` if it is not C-contiguous, or of no dtype of use."""
+    """Return its span. Raises `LocalProtocolError` if it is not C-contiguous, or its dtype unfit."""
     span = strided_span_of(array)
     if span.strides is not None:
         raise LocalProtocolError(f"a device array of shape {span.shape} is not C-contiguous")
@@ -146,7 +147,7 @@ def span_of(array: object) -> DeviceSpan:
 
 
 def strided_span_of(array: object) -> DeviceSpan:
-    """Where the elements of any array lie. Raises `LocalProtocolError` if it is of no dtype of use."""
+    """Return the span of the elements of any array. Raises `LocalProtocolError` if its dtype is unfit."""
     given = cast("dict[str, Any]", getattr(array, "__cuda_array_interface__", None) or {})
     try:
         shape = tuple(int(extent) for extent in given["shape"])

@@ -1,11 +1,11 @@
 """The order of copies, events and notifications of one peer, on one stream. Sans-I/O.
 
 All that is asked for one peer goes through one stream of ours, in the order in which it was asked. Of a copy
-that is told by a cell, the cell is set once the copy has drained: so whoever has waited for the cell sees
-every byte, on whatever stream or thread. A *signal* is told as soon as the device has been asked: behind the
-copies an event of its channel is recorded, then the cell is set, and the peer's stream waits for the event.
-Since all signals of a channel are recorded on the one stream, an event that has been recorded again stands
-for the earlier signals, too.
+that is reported by a cell, the cell is set once the copy has drained: so whoever has waited for the cell sees
+every byte, on whatever stream or thread. A *signal* is reported as soon as the device has been asked: behind
+the copies an event of its channel is recorded, then the cell is set, and the peer's stream waits for the
+event. Since all signals of a channel are recorded on the one stream, an event that has been recorded again
+stands for the earlier signals, too.
 
 A buffer is handed back (`FinishCopy`) only when the device touches it no more: its copy has drained, or the
 context has failed as a whole. The death of the peer hands back nothing early.
@@ -151,7 +151,7 @@ class CudaCopies:
         self._waiting: deque[CopyAsked | CellAsked] = deque()
         """In the order in which they were asked; the first is always a copy."""
         self._signals: dict[int, int] = {}
-        """By channel the last value that was signalled; what is told of it may not be told by a copy."""
+        """By channel the last value that was signalled; no copy may report a value of such a channel."""
         self.under_way = 0
         """Copies that have not drained."""
 

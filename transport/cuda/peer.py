@@ -87,7 +87,7 @@ class CudaPeer:
         self._next = 0
         self._under_way: dict[int, _UnderWay] = {}
         self._shutting: deque[tuple[int, DeviceHandle]] = deque()
-        """What is not used any more once that copy, the last that was asked by then, has drained."""
+        """Handles that are unused once that copy, the last one asked for by then, has drained."""
         self._idle_events: list[int] = []
         self._signal_events: dict[int, int] = {}
         self._their_events: dict[int, int] = {}

@@ -90,7 +90,7 @@ class DeviceExports:
     def release(self, handle: DeviceHandle) -> frozenset[int]:
         """Let go of the array as soon as can be. Idempotent.
 
-        Returns the slots of those that are to be told to let go of it (`CudaPeer.take_back` there, then
+        Returns the slots of the processes that must let go of it (`CudaPeer.take_back` there, then
         `let_go` here): until then it lives.
         """
         with self._lock:

@@ -115,7 +115,7 @@ ACCEPTS_PER_WAKE: Final = 16
 EXHAUSTED_PAUSE_NS: Final = 50_000_000
 """After descriptors have run out."""
 HALF_OPEN_FAIR_NS: Final = 50_000_000
-"""How long a half-open connection keeps its place against newcomers; a hello takes a few ms."""
+"""Time for which a half-open connection keeps its place against newcomers; a hello takes a few ms."""
 REFUSALS_LOGGED_MAX: Final = 32
 """In each `REFUSALS_WINDOW_NS`; the others are counted, so that a flood does not fill a disk."""
 REFUSALS_WINDOW_NS: Final = 10_000_000_000

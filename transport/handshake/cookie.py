@@ -30,7 +30,7 @@ class CookieError(UserError):
 
 
 def cookie_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the cookie is: `$ZBMD_COOKIE_FILE`, else `zbmd/cookie` in `$XDG_CONFIG_HOME` or `~/.config`.
+    """Return the cookie's path: `$ZBMD_COOKIE_FILE`, else `zbmd/cookie` in `$XDG_CONFIG_HOME` or `~/.config`.
 
     Raises `CookieError` if there is no home directory to put it in.
     """

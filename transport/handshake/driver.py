@@ -67,7 +67,7 @@ class ByteSocket(ABC):
 
     @abstractmethod
     def write(self, pieces: Sequence[Buffer]) -> int | None:
-        """How many bytes of `pieces`, one after the other, have been taken; None if there is no room.
+        """Write `pieces`, one after the other; return how many bytes were accepted, None if there is no room.
 
         After None the same bytes must be offered again. Raises as `read_into`.
         """
@@ -108,7 +108,7 @@ class ByteSocket(ABC):
             try:
                 taken = self.read_into(memoryview(buffer))
             except ConnectionResetError:
-                # Told once, before the last words of the peer: why it refused us, perhaps.
+                # Reported once, before the peer's final message: why it refused us, perhaps.
                 taken = None if not reset else 0
                 if not reset:
                     reset = True

@@ -79,7 +79,7 @@ class SetupError(RemoteProtocolError):
 
 
 class MalformedSetup(SetupError):
-    """What came is no setup message."""
+    """The peer sent bytes that are no setup message."""
 
 
 class ProtectionDiffers(SetupError):
@@ -170,7 +170,7 @@ def accept_answer(
 ) -> Session:
     """The dialer's session, from the listener's message.
 
-    Raises `MalformedSetup` on anything else, and the `SetupError` that the listener tells of.
+    Raises `MalformedSetup` on anything else, and the `SetupError` that the listener reports.
     """
     message = _decode(data, _answer_decoder)
     if isinstance(message, SessionDecline):

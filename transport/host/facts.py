@@ -1,4 +1,4 @@
-"""What a process knows of its own host, and tells a peer so that both choose the same link."""
+"""Facts of a process's own host, which it sends to a peer so that both choose the same link."""
 
 from __future__ import annotations
 

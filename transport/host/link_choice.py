@@ -1,4 +1,4 @@
-"""Which link two processes use, and which RDMA device a process uses, and why (pure).
+"""The choice of the link between two processes, and of a process's RDMA device, with reasons (pure).
 
 Shared memory within a host; between hosts RDMA where both have it, else TCP over the best interface. Each
 choice comes with its reason, and with what would make a better one possible. Ranks and `zbmd-node doctor`
@@ -30,7 +30,7 @@ DEVICES_VARIABLE: Final = "ZBMD_RDMA_DEVICES"
 ETHERNET: Final = "Ethernet"
 ROCE_V2: Final = "RoCE v2"
 LOCKED_BYTES_MIN: Final = 96 << 20
-"""What a rank locks with an arena and an inbox of the usual sizes, and a few links."""
+"""Bytes that a rank locks with an arena and an inbox of the usual sizes, and a few links."""
 LINK_LOCKED_BYTES: Final = 1 << 20
 """Of each link: its buffers, on both of its queue pairs."""
 
@@ -79,7 +79,7 @@ class RdmaPath:
 
 
 def rdma_paths(host: HostFacts, wanted: Sequence[WantedDevice] = ()) -> tuple[RdmaPath, ...]:
-    """What can be used, best first: the fastest, then the nearest, then by name, so that all agree."""
+    """Return the usable ports, best first: the fastest, then the nearest, then by name, so that all agree."""
     found = [path for device in host.rdma_devices for path in _paths(device, host.numa_node, wanted)]
     return tuple(sorted(found, key=lambda path: (-path.rate_gbps, not path.near)))
 
@@ -172,7 +172,7 @@ def _addresses(port: RdmaPort) -> Iterator[str]:
 
 
 def _unfit(host: HostFacts, wanted: Sequence[WantedDevice]) -> Iterator[str]:
-    """What is wrong with each port that the user admits."""
+    """Yield the fault of each port that the user admits."""
     for device in host.rdma_devices:
         for asked in _admitted(device, wanted):
             for port in device.ports:
@@ -195,7 +195,7 @@ INTERFACES_VARIABLE: Final = "ZBMD_SOCKET_IFNAME"
 
 
 class Transport(Enum):
-    """What carries a link."""
+    """The carrier of a link."""
 
     SHM = "shm"
     RDMA = "rdma"
@@ -204,7 +204,7 @@ class Transport(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFilter:
-    """Which interfaces may be used, as the user says. names: prefixes, or whole names with `exact`."""
+    """The user's choice of interfaces. names: prefixes, or whole names with `exact`."""
 
     names: tuple[str, ...] = ()
     exact: bool = False
@@ -241,7 +241,7 @@ def parse_interface_filter(text: str) -> InterfaceFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What may be chosen. interfaces and rdma_devices: those that the user admits, all by default."""
+    """The options for a link. interfaces and rdma_devices: those that the user admits, all by default."""
 
     interfaces: InterfaceFilter = InterfaceFilter()
     peer_interfaces: InterfaceFilter = InterfaceFilter()
@@ -397,7 +397,7 @@ def _one_network(a: HostFacts, b: HostFacts) -> bool:
 
 
 def _usable_interfaces(host: HostFacts, wanted: InterfaceFilter, *, within: bool) -> list[Interface]:
-    """What leads out of the host, best first; `within` one network namespace, loopback before all else."""
+    """Return the interfaces that lead out of the host, best first; `within` one namespace, loopback first."""
     ranked = rank_interfaces(host.interfaces, wanted, host.numa_node)
     loopback = [each for each in ranked if each.kind is InterfaceKind.LOOPBACK]
     others = [each for each in ranked if each.kind is not InterfaceKind.LOOPBACK]

@@ -65,7 +65,7 @@ NICE: Final = -15
 
 
 class ThreadPriority(Enum):
-    """What a thread was given."""
+    """The priority that a thread was given."""
 
     REAL_TIME = "real-time priority"
     NICE = "a high share"

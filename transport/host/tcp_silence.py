@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 TICK_NS: Final = 10_000_000
-"""How exactly the kernel says when something was acknowledged: a tick of 100 Hz at worst."""
+"""Resolution of the kernel's time of an acknowledgement: a tick of 100 Hz at worst."""
 LOOKS: Final = 4
 """In the time after which a silent host is given up."""
 WATCHED_LOOKS: Final = 2

@@ -1,4 +1,4 @@
-"""What the layers above see of links: `Link`, its limits, and the `Endpoint` that all links share.
+"""The interface to links: `Link`, its limits, and the `Endpoint` that all links of a process share.
 
 A link is a bounded, ordered, at-most-once channel of frames to one incarnation of a peer. `shm`, `tcp`,
 `rdma` and the simulator provide it.
@@ -191,7 +191,7 @@ class NodeMemory:
 
 
 class MemoryShare:
-    """What one link holds of a `NodeMemory`."""
+    """The share of a `NodeMemory` that one link holds."""
 
     __slots__ = ("_held_bytes", "memory")
 

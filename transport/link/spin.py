@@ -29,7 +29,7 @@ LOADAVG_BYTES_MAX = 128
 
 
 class SpinChoice(Enum):
-    """What was decided when a reader last ran dry, and why. Their order is that of `_spin.pyx`."""
+    """The decision when a reader last ran dry, with its reason. The order is that of `_spin.pyx`."""
 
     SPIN = "spin"
     OFF = "spinning is switched off"

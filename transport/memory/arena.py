@@ -41,7 +41,7 @@ class Memory(Protocol):
 
 
 class Allocator:
-    """Which bytes of [begin, begin + capacity) are in use. Pure: it knows offsets, no memory."""
+    """The use of the bytes [begin, begin + capacity). Pure: it knows offsets, no memory."""
 
     def __init__(self, begin: int, capacity_bytes: int) -> None:
         if begin % ALIGNMENT or capacity_bytes < 0:
@@ -123,7 +123,7 @@ class Allocator:
 class Arena:
     """Arrays in one range of a process's own segment. Safe to use from any thread.
 
-    `unsettled` tells of peers that may still store here though they are known to have ended: while there are
+    `unsettled` reports peers that may still store here though they are known to have ended: while there are
     any, memory that is returned waits.
     """
 

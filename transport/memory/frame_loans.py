@@ -108,7 +108,7 @@ class FrameLender:
 
 
 class LinkLoans:
-    """What one link has lent to its peer. pid: of the peer's process, as the kernel tells it; 0: unknown."""
+    """Blocks that one link has lent to its peer. pid: of the peer's process, by the kernel; 0: unknown."""
 
     def __init__(self, lender: FrameLender, writer: RingWriter, pid: int) -> None:
         self._lender = lender
@@ -166,7 +166,7 @@ class LinkLoans:
 def process_ended(pid: int) -> bool:
     """Whether no thread of a process is left. If its number is used again, whether that of the new one is.
 
-    What cannot be found out (the process is none of this namespace's, no descriptor is left) is a no.
+    Returns False if that cannot be found out: the process is of another namespace, no descriptor is left.
     """
     if pid <= 0:
         return False

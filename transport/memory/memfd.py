@@ -56,7 +56,7 @@ class PageKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HugePageSupport:
-    """What this machine supports."""
+    """The huge pages and NUMA nodes that this machine supports."""
 
     hugetlb_free_bytes: int
     shmem_mode: str
@@ -181,7 +181,7 @@ def _make_transparent(mapping: Mapping, offer: HugePageSupport, notes: list[str]
 
 
 def huge_bytes_of(mapping: Mapping) -> int:
-    """How much of a mapping is in huge pages now, by this process's page tables."""
+    """Return how many bytes of a mapping are in huge pages now, by this process's page tables."""
     fields = ("ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
     return counted(mapping.address, mapping.nbytes, *fields)
 
@@ -216,7 +216,7 @@ _V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Available:
-    """How many bytes can be allocated now, and which limit says so."""
+    """The bytes that can be allocated now, and the limit that decides."""
 
     nbytes: int
     limited_by: str
@@ -259,7 +259,7 @@ def in_words(nbytes: int) -> str:
 def create_memfd(name: str, nbytes: int) -> int:
     """A close-on-exec memfd of `nbytes`, every page allocated, its size sealed; the caller closes it.
 
-    Raises `OutOfMemory` before anything is allocated if that much is not there, `OutOfDescriptors`, and
+    Raises `OutOfMemory` before anything is allocated if that much is not available, `OutOfDescriptors`, and
     `LocalProtocolError` on a size that is not positive.
     """
     fd = open_memfd(name, nbytes)
@@ -290,7 +290,7 @@ def open_memfd(name: str, nbytes: int) -> int:
 
 
 def fill_memfd(name: str, fd: int, nbytes: int) -> None:
-    """The second half: allocate what is not there yet, and seal the size. Raises `OutOfMemory`."""
+    """The second half: allocate the missing pages, and seal the size. Raises `OutOfMemory`."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)

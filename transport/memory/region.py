@@ -41,11 +41,11 @@ class RegionHandle(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     writable: bool
     """Whether peers may put into it: it lies in the owner's inbox."""
     key: int = 0
-    """What a device that serves it knows it by, which is refused once it is released; 0: none serves it."""
+    """Its key at the device that serves it, refused once the region is released; 0: none serves it."""
 
 
 class RegionKeys(Protocol):
-    """What registers writable regions with a device; an `RdmaPlane` has one. For any thread."""
+    """Registers writable regions with a device; an `RdmaPlane` has one. For any thread."""
 
     def add(self, offset: int, nbytes: int) -> int:
         """Let peers put into these bytes of the segment by the key that is returned. Raises `UserError`."""
@@ -184,7 +184,7 @@ class Regions:
     def take_back(self, handle: RegionHandle) -> None:
         """The end of one `lend`: who asks for it after the last is refused.
 
-        What a peer is being served from it is not: see `BulkPeer.let_go`.
+        A transfer that is being served from it goes on: see `BulkPeer.let_go`.
         """
         with self._lock:
             self.version += 1

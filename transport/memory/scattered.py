@@ -2,8 +2,8 @@
 there.
 
 A link that lends memory (`frame_loans`) puts the pieces into the block one after the other; any other sends
-them joined. Who is lent memory and has to keep what is in it copies it out in pieces, so that the long one is
-both what is kept and a field of the message.
+them joined. A receiver that is lent memory and has to keep its contents copies it out in pieces, so that the
+long one is both what is kept and a field of the message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from zbmd.transport.memory._region import streamed
 
 LONG_HEAD: Final = b"\xc6"
-"""What long bytes begin with in MessagePack (bin 32), before their length in 4 bytes, big-endian."""
+"""The first byte of long bytes in MessagePack (bin 32), before their length in 4 bytes, big-endian."""
 LONG_HEAD_BYTES: Final = 5
 HEAD_BYTES_MAX: Final = 1024
 """Long bytes that begin later are not looked for: then all of the payload is the body."""

@@ -88,7 +88,7 @@ NODE_SLOT = _native.MAX_SLOTS - 1
 
 
 class _Ends:
-    """Which of the lost are proven to touch our memory no more.
+    """The lost processes that are proven to touch our memory no more.
 
     Apart from the segment, so that arenas can ask without keeping it alive.
     """
@@ -267,7 +267,7 @@ class PeerSegment:
 
     @property
     def base(self) -> int:
-        """Where the peer's segment is mapped here; valid until `close` or the end of this object."""
+        """The address of the peer's segment here; valid until `close` or the end of this object."""
         return self.mapping.address
 
     @property
@@ -281,7 +281,7 @@ class PeerSegment:
         _native.notify(mapping.address, our_slot, channel, value)
 
     def open_region(self, handle: RegionHandle, own: Segment) -> ShmRegion:
-        """The peer's region behind `handle`; its notifications are told as from `own`.
+        """The peer's region behind `handle`; its notifications name `own` as their sender.
 
         It keeps this segment mapped. Raises `RemoteProtocolError` on a handle that is forged, stale or out
         of bounds: its numbers are a peer's.
@@ -326,7 +326,7 @@ class PeerMemory(Protocol):
 
     @property
     def slot(self) -> int:
-        """Where the peer's cells and its bit in the lost mask are in our segment."""
+        """The index of the peer's cells, and of its bit in the lost mask, in our segment."""
         ...
 
     @property
@@ -336,7 +336,7 @@ class PeerMemory(Protocol):
 
     @property
     def arena_offset(self) -> int:
-        """Where its inbox ends and its arena begins, bytes from the base of its segment."""
+        """The offset of its arena, behind its inbox, bytes from the base of its segment."""
         ...
 
     @property
@@ -345,7 +345,7 @@ class PeerMemory(Protocol):
         ...
 
     def open_region(self, handle: RegionHandle, own: Segment) -> RemoteRegion:
-        """The peer's region behind `handle`; its notifications are told as from `own`.
+        """The peer's region behind `handle`; its notifications name `own` as their sender.
 
         Raises `RemoteProtocolError` on a handle that is forged, stale or out of bounds.
         """

@@ -41,15 +41,15 @@ RING_BYTES: Final = CHUNKS * _STRIDE
 
 
 def chunk_bytes(nbytes: int) -> int:
-    """How a message of `nbytes` is cut: so that both sides are busy for most of it."""
+    """Return the chunk size for a message of `nbytes`, such that both sides are busy for most of it."""
     return min(CHUNK_BYTES_MAX, max(CHUNK_BYTES_MIN, -(-nbytes // (CHUNKS << 12)) << 12))
 
 
 class StagedPipe:
     """Ordered messages between two processes, both ways at once: one thread may send, one receive.
 
-    Both sides make one, exchange `handle`, and `connect`. It uses two of their channels: chunks are told on
-    `channel`, slots given back on `channel` + 1; nobody else may use those between the two.
+    Both sides make one, exchange `handle`, and `connect`. It uses two of their channels: chunks are notified
+    on `channel`, slots given back on `channel` + 1; nobody else may use those between the two.
     """
 
     def __init__(self, own: Segment, *, channel: int) -> None:
@@ -95,7 +95,7 @@ class StagedPipe:
                 if number >= CHUNKS:
                     self._wait(self._channel + 1, number - CHUNKS + 1, deadline_ns)
                 at = number % CHUNKS * _STRIDE
-                if begin == 0:  # told by the chunk's own notification: `number` has been told before
+                if begin == 0:  # notified with the chunk itself: `number` has been notified before
                     theirs.put(_LENGTH.pack(nbytes), at, channel=self._channel, value=number)
                 chunk = view[begin : begin + step]
                 theirs.put(chunk, at + _HEAD_BYTES, channel=self._channel, value=number + 1).wait(deadline_ns)

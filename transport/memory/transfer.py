@@ -17,7 +17,7 @@ class Transfer:
     """Done once the local buffer may be reused; until then it holds the buffers, whoever has given up on it.
 
     Wait for it with `wait` in a thread or `await` on a loop, any number of times, or not at all: arrival at
-    the peer is told by the peer's notify cell alone. A link that carries bytes by itself makes one with the
+    the peer learns of it by its notify cell alone. A link that carries bytes by itself makes one with the
     buffers that it touches and calls `finish`, from any thread.
     """
 

@@ -231,7 +231,7 @@ async def set_up_as_listener(
 
 
 def _undo(made: list[Callable[[], None]], error: BaseException, talk: SetupChannel) -> None:
-    """What was made is given back; the peer is told what is ours to tell."""
+    """Give everything back, and refuse the peer if the fault is ours."""
     for undo in made:
         undo()
     if isinstance(error, UserError) and not talk.link.closed:
@@ -252,7 +252,7 @@ Plain = Callable[[PeerInfo], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rdma:
-    """What a process offers. memory: gives links regions, if the peer has it; only: never TCP instead."""
+    """RDMA as a process offers it. memory: gives links regions, if the peer has it; only: no TCP instead."""
 
     device: MessageDevice
     memory: RdmaMemory | None = None

@@ -38,7 +38,7 @@ class DmaBufRefused(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct:
-    """The card reads and writes the GPU's memory. Whoever has it keeps that memory."""
+    """The card reads and writes the GPU's memory. The holder of this keeps that memory alive."""
 
     registration: Registration
 

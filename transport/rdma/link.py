@@ -48,7 +48,7 @@ class RdmaLink(LinkSide):
         """Bytes of the frame at the head that have left."""
         self._room_wanted = False
         self.memory: RdmaPeer | None = None
-        """What regions are opened by; None if one of the two sides has no memory for it."""
+        """Opens regions; None if one of the two sides has no memory for it."""
         tcp_link.on_frame = self._on_tcp_frame
         tcp_link.on_closed = self._on_tcp_closed
         queue_pair.receive_with(self)

@@ -91,7 +91,9 @@ def open_channel(context: Any) -> tuple[Any, int]:
     found = _channels() - before
     if len(found) != 1:
         channel.close()
-        raise UserError(f"the descriptor of a completion channel cannot be told: {len(found)} new ones.")
+        raise UserError(
+            f"cannot find the descriptor of a completion channel: {len(found)} new descriptors, expected 1."
+        )
     fd = found.pop()
     os.set_blocking(fd, False)
     return channel, fd
@@ -229,7 +231,7 @@ class MessageDevice:
     # -- queue pairs -------------------------------------------------------------------------------------
 
     def add(self, number: int, owner: Completes) -> None:
-        """Whose completions those of the queue pair are; buffers for it are posted."""
+        """Deliver the completions of the queue pair to `owner`; post buffers for it."""
         self._owners[number] = owner
         self._idle.clear()
         if len(self._owners) > len(self._slabs):

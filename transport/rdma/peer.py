@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 TRIAL_BYTES: Final = 8
 LET_GO_NS: Final = 1_000_000_000
-"""How long a caller that gives up waits for its transfers to drain; then the connection ends."""
+"""Longest time that a caller that gives up waits for its transfers to drain; then the connection ends."""
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
 

@@ -48,7 +48,7 @@ class PortAt(NamedTuple):
     message_bytes_max: int
 
     def queue_pair(self, number: int, first_psn: int) -> QueuePairAt:
-        """What a peer is told of a queue pair here, whose first packet has that sequence number."""
+        """Describe to a peer a queue pair here, whose first packet has that sequence number."""
         return QueuePairAt(gid=self.gid, lid=self.lid, number=number, first_psn=first_psn, mtu=self.mtu)
 
     def path_to(self, peer: QueuePairAt, own_psn: int, *, timeout: int = TIMEOUT) -> Path:
@@ -92,9 +92,9 @@ KEPT_MAX: Final = 256
 class Registrations:
     """Registrations of what users own. For any thread.
 
-    That of a NumPy array is kept until the array is gone, which is told before its memory is: so none
-    outlives its memory, and no array lives longer for it. What transfers use lives until they are done. Other
-    buffers are registered for one transfer.
+    That of a NumPy array is kept until the array is gone, which is reported before its memory is freed: so
+    none outlives its memory, and no array lives longer for it. What transfers use lives until they are done.
+    Other buffers are registered for one transfer.
     """
 
     def __init__(self, device: Device) -> None:
@@ -193,7 +193,7 @@ _CLOSED: Final = "the RDMA data plane of this process is closed"
 
 
 class RdmaPlanePeer(Protocol):
-    """What the plane calls of a peer. See `peer.RdmaPeer`."""
+    """The calls of the plane to a peer. See `peer.RdmaPeer`."""
 
     @property
     def counts(self) -> TransferCounts:

@@ -176,7 +176,7 @@ class QueuePair:
             self.receiver.on_message(word, data)
 
     def receive_with(self, receiver: Receiver) -> None:
-        """Who is told from now on; what has come before is told at once."""
+        """Deliver to `receiver` from now on, and at once what has come before."""
         self.receiver = receiver
         early, self._early = self._early, []
         for word, data in early:
@@ -194,7 +194,7 @@ class QueuePair:
     # -- the end -----------------------------------------------------------------------------------------
 
     def end(self, on_ended: Callable[[], None]) -> None:
-        """Let what was sent arrive, then close; `on_ended` is called then, once. Nothing is told any more."""
+        """Let what was sent arrive, then close and call `on_ended`, once. Nothing more is delivered."""
         self.receiver = None
         self._on_ended = on_ended
         if self._state is QueuePairState.OPEN and not self.all_arrived:

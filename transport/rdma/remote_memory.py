@@ -26,7 +26,7 @@ SEGMENT_BYTES_MAX: Final = 1 << 48
 
 
 class RemotePlane(Protocol):
-    """Who moves the bytes: `bulk_plane.DataPlane` or `rdma_plane.RdmaPlane`, which see."""
+    """The plane that moves the bytes: see `bulk.plane.DataPlane` and `rdma.plane.RdmaPlane`."""
 
     def driving(self) -> AbstractContextManager[None]:
         """For the time of the context this thread, if no other does so, moves them itself by `drive`."""
@@ -57,7 +57,7 @@ class RemotePeer(Protocol):
 
     @property
     def plane(self) -> RemotePlane:
-        """Who moves the bytes."""
+        """The plane that moves the bytes."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class RemotePeer(Protocol):
 
 
 class Mirror:
-    """Where one peer puts its descriptors: an array of our inbox. Raises `ArenaFull` if there is no room."""
+    """The array of our inbox into which one peer puts its descriptors. Raises `ArenaFull`."""
 
     def __init__(self, own: Segment, slot: int) -> None:
         self._own = own
@@ -141,7 +141,7 @@ class RemoteMemory:
 
     @property
     def plane(self) -> RemotePlane:
-        """Who moves the bytes."""
+        """The plane that moves the bytes."""
         return self._bulk.plane
 
     @property
@@ -164,7 +164,7 @@ class RemoteMemory:
         self._theirs.notify(channel, value)
 
     def lent(self, offset: int, nbytes: int, *, writable: bool) -> CheckedRegion:
-        """What the peer lends at these bytes of its segment: over TCP it refuses transfers if it does not."""
+        """Open bytes that the peer lends of its segment; over TCP it refuses transfers if it lends none."""
         handle = RegionHandle(
             slot=self.slot, incarnation=self.incarnation, offset=offset, nbytes=nbytes, writable=writable
         )

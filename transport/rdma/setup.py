@@ -130,10 +130,10 @@ def require_fits(at: QueuePairAt, peer: str) -> QueuePairAt:
 
 
 def why_broken(status: int) -> str:
-    """What a failed completion says of the peer. status: an ibv_wc_status."""
+    """Describe the fault of the peer that a failed completion reports. status: an ibv_wc_status."""
     tries = RETRIES + 1
     if status == UNACKNOWLEDGED:
         return f"its RDMA device has acknowledged nothing in {tries} tries: it is down or cut off"
     if status == NO_RECEIVE:
-        return f"its RDMA device had no buffer for us in {tries} tries: the peer takes nothing"
+        return f"its RDMA device had no buffer for us in {tries} tries: the peer accepts no messages"
     return f"its RDMA connection broke (ibv_wc_status {status})"

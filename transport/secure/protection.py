@@ -90,7 +90,7 @@ class RecordMac:
 
     @property
     def seal(self) -> Seal:
-        """What makes a tag of (nonce, b"", body), for those who make the nonces themselves."""
+        """Makes a tag of (nonce, b"", body), for callers that make the nonces themselves."""
         return self._aead.encrypt
 
     def running(self, kind: int, sequence: int) -> RunningTag:
@@ -125,7 +125,7 @@ class RunningTag:
 
 
 TAG_CHUNK_BYTES: Final = 1 << 20
-"""What the tag of a chunk covers, about 50 us of work. Both sides of a stripe must agree on it."""
+"""Bytes that the tag of a chunk covers, about 50 us of work. Both sides of a stripe must agree on it."""
 # Kinds of the tags of one sequence number (see `record_mac`); those of chunks are the ones that follow.
 _PAYLOAD: Final = 2
 _FIRST_CHUNK: Final = 3
@@ -320,7 +320,7 @@ class Secrets:
         return self._keys(purpose.value.encode())
 
     def join_key(self) -> bytes:
-        """What the tokens of this session's stripes are made with (`join_token`)."""
+        """The key of the tokens of this session's stripes (`join_token`)."""
         return self._expand(b"join", KEY_BYTES)
 
     def _keys(self, purpose: bytes) -> Keys:
@@ -360,7 +360,7 @@ class Session:
 
 
 def join_token(join_key: bytes, *, stripe: int, stripe_session_id: bytes) -> bytes:
-    """What lets one connection, and no other, join a control session: `TOKEN_BYTES` bytes.
+    """Return the token that lets one connection, and no other, join a control session: `TOKEN_BYTES` bytes.
 
     join_key: of the control session; stripe_session_id: of the connection that joins.
     """

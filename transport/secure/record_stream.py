@@ -210,7 +210,7 @@ class SecureStream:
     # -- sending -----------------------------------------------------------------------------------------
 
     def seal_frame(self, header: bytes, payload: Buffer) -> list[Buffer]:
-        """What to send for a frame; see `Sealer.seal`."""
+        """Return the bytes to send for a frame; see `Sealer.seal`."""
         return self._sealer.seal(RecordKind.FRAME, (header, payload))
 
     def seal_goodbye(self) -> list[Buffer]:
@@ -230,7 +230,7 @@ class SecureStream:
         return len(self._partial)
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong, at least one. Release it before `buffer_updated`."""
+        """Return the buffer for the next bytes, at least one. Release it before `buffer_updated`."""
         if self._header:
             return memoryview(self._partial)[self._partial_filled :]
         scratch, head = _scratch(), self._head
@@ -273,7 +273,7 @@ class SecureStream:
         return None
 
     def end(self) -> TruncatedRecord | None:
-        """What the end of the stream here means: None between records."""
+        """Return the error of a stream that ends here: None between records."""
         if self._header:
             missing = len(self._partial) - self._partial_filled
             what = f"{missing} bytes before the end of record {self._opener.sequence}"

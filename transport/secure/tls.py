@@ -51,7 +51,7 @@ class NotTls(TlsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Where the certificates are, PEM. name: what must stand in each peer's certificate, if anything."""
+    """The paths of the certificates, PEM. name: what must stand in each peer's certificate, if anything."""
 
     cert: Path
     key: Path
@@ -60,7 +60,7 @@ class TlsFiles:
 
 
 def tls_files(environ: Mapping[str, str] = os.environ) -> TlsFiles | None:
-    """What the environment says, None if nothing. Raises `UserError` if it says only a part."""
+    """Read the paths from the environment; None if it has none. Raises `UserError` if it has only some."""
     names = (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE)
     missing = [name for name in names if not environ.get(name)]
     if len(missing) == len(names):
@@ -86,7 +86,7 @@ class Tls:
         return self._dialer if side is Side.DIALER else self._listener
 
     def binding(self, side: Side, sock: ssl.SSLSocket) -> bytes:
-        """What names this channel, the same on both sides: the digests of both certificates.
+        """Return the name of this channel, the same on both sides: the digests of both certificates.
 
         After the handshake. Raises `UntrustedCertificate` if the job's name is not in the peer's.
         """
@@ -101,7 +101,7 @@ class Tls:
 
 
 def tls_error(error: ssl.SSLError, *, peer: str) -> TlsError:
-    """What a failed handshake, or the first read after it, means in our terms."""
+    """Convert the error of a handshake, or of the first read after it."""
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         expired = error.verify_code in _EXPIRED_CODES

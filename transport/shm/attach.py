@@ -44,7 +44,7 @@ MessageT = TypeVar("MessageT", AttachOffer, AttachAnswer)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """What an offer brought, checked and mapped; the eventfds belong to the caller."""
+    """An accepted offer, checked and mapped; the eventfds belong to the caller."""
 
     ring_bytes: int
     mapping: Mapping

@@ -219,7 +219,7 @@ async def _dialer_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinkMemory:
-    """What the dialer makes for a new link."""
+    """The memory and eventfds that the dialer makes for a new link."""
 
     ring_bytes: int
     memfd: int
@@ -278,7 +278,7 @@ class _SeqpacketWire:
             return None
         with contextlib.suppress(ConnectionResetError):
             return self._sock.recv(HELLO_MESSAGE_BYTES_MAX)
-        # A reset is reported once, before the last words of the peer: why it refused us, perhaps.
+        # A reset is reported once, before the peer's final message: why it refused us, perhaps.
         return self._sock.recv(HELLO_MESSAGE_BYTES_MAX)
 
 

@@ -26,7 +26,7 @@ from zbmd.transport.shm._shm_link import ShmCore
 
 GOODBYE = b"\x01"
 LOOK_NS = 2_000
-"""How long a spinning reader looks before the loop gets its next turn, which takes about as long."""
+"""Time that a spinning reader looks before the loop gets its next turn, which takes about as long."""
 
 
 def link_memory_bytes(ring_bytes: int) -> int:
@@ -76,7 +76,7 @@ class ShmLink(ShmCore, LinkSide):
             self._takes_pieces = True
         self._said_goodbye = False
         self.spins = SpinPolicy(limits.spin_ns)
-        """How its reader waits, and why."""
+        """The policy by which its reader spins or parks."""
         lends = self._loans is not None
         self._begin_rings(
             writer, reader, self.spins, look_ns=LOOK_NS, lends_from_bytes=BLOCK_BYTES_MIN, lends=lends

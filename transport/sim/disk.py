@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 DISK_BYTES_DEFAULT = 1 << 30
 OPERATION_NS = 50_000
-"""What one operation takes, unless the disk is slow; the caller is blocked for so long."""
+"""Time of one operation, unless the disk is slow; the caller is blocked for so long."""
 SYNC_NS = 2_000_000
 UNSYNCED_MAX = 4096
 """Writes of a file, or changes of names, that may wait for a sync; then the oldest becomes durable."""

@@ -79,7 +79,7 @@ class Operations:
 
 
 class LinkOwner(Protocol):
-    """What a link needs of the process that owns one of its ends."""
+    """The process that owns one end of a link, as the link sees it."""
 
     name: str
     incarnation: int
@@ -94,7 +94,7 @@ class LinkOwner(Protocol):
 
 
 class Carrier(Protocol):
-    """What a link needs of the network; see `network.Network`."""
+    """The network as a link sees it; see `network.Network`."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -196,7 +196,7 @@ class SimLink(LinkSide):
 
     @property
     def own_memory(self) -> SimSegment:
-        """What this process brought to the link."""
+        """The memory that this process brought to the link."""
         assert self._memory is not None, "a region was opened, so both have one"
         return self._memory
 
@@ -223,7 +223,7 @@ class SimLink(LinkSide):
         self._network.carry(self, nbytes, partial(self.far.operation_arrives, arrive), b"")
 
     def operation_arrives(self, arrive: Callable[[float], None]) -> None:
-        """What came last from a peer that died in the middle of it arrives in part."""
+        """Deliver a part of the last operation of a peer that died during it."""
         self.frames_arrived += 1
         if self.owner.dead or self._closed or self._peer_end is not None:
             return

@@ -102,10 +102,10 @@ CANCELLED_TIMERS_MIN = 256
 
 JOB_NS_MIN = 20_000
 JOB_NS_MAX = 2_000_000
-"""How long a job in an executor takes."""
+"""Range of the time that a job in an executor takes."""
 
 TURNS_PER_COLLECTION = 1 << 16
-"""How often cycles are collected while the loop runs: at fixed turns, as finalisers are part of a history."""
+"""Cycles are collected every so many turns of the loop: fixed, as finalisers are part of a history."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

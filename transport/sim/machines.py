@@ -66,7 +66,7 @@ PENDING_A_HOST_MAX = 200
 """The same in large worlds: when one host in a hundred dies at once, all others take notice of each."""
 
 EVENTS_PER_COLLECTION = 1 << 16
-"""How often cycles among the objects made since the last time are looked for."""
+"""Cycles among the objects made since the last collection are looked for every so many events."""
 
 
 class Simulation(ProcessTable[Host[MessageT]], Generic[MessageT]):
@@ -95,7 +95,7 @@ class Simulation(ProcessTable[Host[MessageT]], Generic[MessageT]):
     # -- building ------------------------------------------------------------------------------------
 
     def add(self, name: str, factory: Factory[MessageT], *, start: bool = True) -> None:
-        """Add the process `name`; `factory(incarnation)` makes it anew for each incarnation, from 1 on.
+        """Add the process `name`; `factory(incarnation)` makes it again for each incarnation, from 1 on.
 
         With `start` its first incarnation starts now; else a `Start` effect or `start()` does it later.
         Raises `LocalProtocolError` if the name is taken.
@@ -397,7 +397,7 @@ class Simulation(ProcessTable[Host[MessageT]], Generic[MessageT]):
                 self._push(at_ns, self._order.random(), target, incarnation, arrived)
 
     def _under_way(self, sender: str, incarnation: int) -> dict[Host[MessageT], list[Flying[MessageT]]]:
-        """What an incarnation has sent and has not arrived, by receiver: one pass for all ten thousand."""
+        """Return the messages of an incarnation that have not arrived, by receiver, in one pass."""
         found: dict[Host[MessageT], list[Flying[MessageT]]] = {}
         for at_ns, tie, sequence, host, _, what, _ in self._queue:
             if host is None or not isinstance(what, Arrived) or sequence in self._dropped:

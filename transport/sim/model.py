@@ -61,10 +61,10 @@ MAX_EVENTS_DEFAULT = 200_000
 """A run that takes more events than this has not ended by itself: reported as a failure."""
 
 STORY_RECORDS = 40
-"""How many of the last records a failure quotes."""
+"""Number of the last records that a failure quotes."""
 
 
-# --- what a process is told -----------------------------------------------------------------------------
+# --- stimuli of a process -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """Leave cleanly: what was sent arrives, and peers are told `clean=True`. Later effects are dropped."""
+    """Leave cleanly: what was sent arrives, and peers get `clean=True`. Later effects are dropped."""
 
 
 Effect: TypeAlias = Send[MessageT] | SetTimer | CancelTimer | Note | Start | Kill | Exit
@@ -218,7 +218,7 @@ class MachineProcess(Generic[EventT, ActionT, MessageT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """How the network and the machine underneath behave.
+    """The behaviour of the network and the machine underneath.
 
     Messages of a pair arrive in order and each takes `latency_ns` plus up to `jitter_ns` plus its bytes'
     time on a link of `bandwidth_bytes_per_s`; `loss`, `duplicate` and `reorder` are probabilities per
@@ -348,10 +348,10 @@ class SimulationFailure(ZbmdError):
 # for. What is recorded must therefore not change afterwards: messages are frozen.
 
 BATCH_RECORDS = 4096
-"""How many records are encoded at once for the digest."""
+"""Number of records that are encoded at once for the digest."""
 
 Raw: TypeAlias = tuple[int, str, int, HistoryKind, object]
-"""What a `Record` is made of: time, ns; process; incarnation; kind; detail."""
+"""The fields of a `Record`: time, ns; process; incarnation; kind; detail."""
 
 
 def _plain(value: object) -> Any:
@@ -393,7 +393,7 @@ class History(Sequence[Record]):
         return ((process, detail) for _, process, _, kind, detail in self.raw if kind is HistoryKind.NOTE)
 
     def turns(self, numbers: list[int]) -> None:
-        """Take the order of turns into the digest: (time, process) pairs, which no record tells of."""
+        """Take the order of turns into the digest: (time, process) pairs, which no record holds."""
         if numbers:
             self._digest.update(self._encoder.encode((len(self.raw), numbers)))
 

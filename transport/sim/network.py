@@ -62,7 +62,7 @@ class NetworkPath:
         self.held.append((incarnation, again))
 
     def held_from(self, incarnation: int) -> int:
-        """How many messages of that incarnation are held."""
+        """Return how many messages of that incarnation are held."""
         return sum(held == incarnation for held, _ in self.held)
 
     def drop_held(self, incarnation: int, *, keep: int) -> None:
@@ -89,7 +89,7 @@ class Weather:
 
     @property
     def conditions(self) -> Conditions:
-        """What holds while no `NetConditions` is on; may be replaced at any time."""
+        """The conditions while no `NetConditions` is on; may be replaced at any time."""
         return self._conditions
 
     @conditions.setter
@@ -226,7 +226,7 @@ class Datagram:
 
 
 class NetworkProcess(LinkOwner, Protocol):
-    """What the network needs of a process; see `world.SimProcess`."""
+    """A process as the network sees it; see `world.SimProcess`."""
 
     def identity(self, options: LinkOptions, /) -> Identity:
         """Return the identity that the process proves at hello."""

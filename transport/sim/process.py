@@ -29,7 +29,7 @@ from zbmd.transport.sim.model import Waiting
 # madsim, which puts itself in front of libc's `clock_gettime` and `getrandom` for the same end.
 
 WALL_START_NS = 1_700_000_000_000_000_000
-"""What a wall clock that is right shows at virtual time 0."""
+"""The time that a correct wall clock shows at virtual time 0."""
 
 _PPM = 1_000_000
 
@@ -71,7 +71,7 @@ class LocalClock:
 
 
 class Times(Protocol):
-    """Whose time the `time` module tells while a simulation runs."""
+    """The source of the `time` module's clocks while a simulation runs."""
 
     def monotonic_ns(self) -> int:
         """The monotonic clock of the process that runs."""
@@ -187,13 +187,13 @@ class StillDice:
 # ---- suspended tasks: where they wait, and throwing them away in silence
 
 FRAMES_MAX = 32
-"""How deep a chain of awaits is followed."""
+"""Greatest depth to which a chain of awaits is followed."""
 WAITING_MAX = 200
-"""How many tasks are told of."""
+"""Most tasks that a report lists."""
 
 
 def waiting(processes: Iterable[LoopProcess]) -> list[Waiting]:
-    """What every task of these processes waits for, the oldest of each first."""
+    """Return what every task of these processes waits for, the oldest of each first."""
     found = [
         Waiting(process=f"{process.name}#{process.incarnation}", task=task.get_name(), frames=_frames(task))
         for process in processes

@@ -32,7 +32,7 @@ from zbmd.transport.sim.model import STORY_RECORDS, FailureKind, History, Record
 # ---- shrinking
 
 RUNS_MAX = 200
-"""How often a failing run is repeated at most."""
+"""Most repetitions of a failing run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ DIGITS_MAX = 9
 
 
 class SimulatedWorld(Protocol):
-    """What the frame asks of a world: `Simulation` and `World` are such."""
+    """A world as the frame sees it: `Simulation` and `World` are such."""
 
     seed: int | str
 
@@ -173,7 +173,7 @@ class SimulatedWorld(Protocol):
 
     @property
     def history(self) -> History:
-        """What has happened so far."""
+        """The history so far."""
         ...
 
     def add_checker(self, name: str, check: Callable[[], None], *, stride: int = 1) -> None:
@@ -212,7 +212,7 @@ class Checker(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in a failure."""
+        """Its name in a failure."""
         ...
 
     @property
@@ -248,9 +248,9 @@ class ScenarioStage:
     converged: Callable[[frozenset[str]], bool]
     """Whether the healed core has done what it must; the processes that are no victims are well too."""
     span_ns: int
-    """How long faults strike."""
+    """Span of virtual time in which faults strike."""
     liveness_ns: int
-    """How long the core may take."""
+    """Virtual time within which the core must reach its goal."""
     checkers: tuple[Checker, ...] = ()
     core_min: int | None = None
     """The fewest victims that can make progress alone; None: all are needed."""

@@ -41,7 +41,7 @@ class Allocation:
 
 
 class SimMemory:
-    """What one incarnation holds. A limit that shrinks below it takes nothing away."""
+    """The memory of one incarnation. A limit that shrinks below its use frees none of it."""
 
     def __init__(self, limit_bytes: int = MEMORY_BYTES_DEFAULT) -> None:
         self.limit_bytes = limit_bytes

@@ -56,7 +56,7 @@ CALLBACK_NS = 1_000
 """The virtual time that a callback of a process takes, half to one and a half times."""
 DIAL_TIMEOUT_S = 5.0
 TURNS_PER_DIGEST_RECORD = 64
-"""How many turns one record of the order of turns tells of."""
+"""Number of turns that one record of the order of turns covers."""
 
 SIM_UID = 1000
 PIDS_PER_PLACE = 10_000
@@ -92,7 +92,7 @@ class SimProcess(LoopProcess):
         self.world.record(self, HistoryKind.NOTE, value)
 
     def identity(self, options: LinkOptions) -> Identity:
-        """Who this process proves to be at hello."""
+        """Return the identity that this process proves at hello."""
         return Identity(
             name=options.hello or self.name,
             pid=self.pid,
@@ -235,7 +235,7 @@ class World(ProcessTable[ProcessHome]):
     # -- building ------------------------------------------------------------------------------------
 
     def add(self, name: str, program: Program, *, start: bool = True, callback_ns: int = CALLBACK_NS) -> None:
-        """Add a process: `program(process)` is its main coroutine, run anew for each incarnation, from 1 on.
+        """Add a process: `program(process)` is its main coroutine, run again for each incarnation, from 1 on.
 
         With `start` the first one starts now. When the program returns, the process ends; when it raises,
         the run does. Raises `LocalProtocolError` if the name is taken.

@@ -36,7 +36,7 @@ class TcpSettings:
 
 
 def tcp_settings(environ: Mapping[str, str] = os.environ) -> TcpSettings:
-    """What the environment says. With certificates, TLS is the default. Raises `UserError`."""
+    """Read the settings from the environment. With certificates, TLS is the default. Raises `UserError`."""
     files = tls_files(environ)
     text = environ.get(PROTECTION_VARIABLE) or ("mac" if files is None else "tls")
     try:
@@ -107,9 +107,9 @@ def numeric(sockaddr: tuple[Any, ...]) -> TcpAddress:
 
 
 def source_of(host: str) -> str:
-    """What connections from this numeric host count as together: an IPv4 address, or an IPv6 /64.
+    """Return the source under which connections from this host count: an IPv4 address, or an IPv6 /64.
 
-    Whoever holds one IPv6 address commonly holds the other 2**64 of its network.
+    The holder of one IPv6 address commonly holds the other 2**64 of its network.
     """
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):

@@ -366,7 +366,7 @@ def _hosts(interface: str, addresses: tuple[str, ...]) -> list[str]:
 
 
 def _reachable(sockets: list[socket.socket], settings: TcpSettings) -> list[TcpAddress]:
-    """Where others can dial these sockets: for one that listens everywhere, the addresses of the machine."""
+    """Return the addresses of these sockets for others: of one that listens everywhere, the machine's."""
     bound = [numeric(sock.getsockname()) for sock in sockets]
     every = {":" in each.host: each.port for each in bound if each.host in _ANY}
     named = [each for each in bound if each.host not in _ANY]

@@ -398,7 +398,7 @@ class TcpLink(LinkSide):
     def _read(self) -> None:
         """Read a bounded amount; not at all while enough waits to be taken.
 
-        To the end of what there is: libuv tells of a reset once, and if data came with it never again.
+        To the end of what there is: libuv reports a reset once, and if data came with it never again.
         """
         records = self._records
         for _ in range(READS_PER_WAKE):
@@ -425,7 +425,7 @@ class TcpLink(LinkSide):
         self._loop.call_soon(self._on_readable)
 
     def _room(self) -> int:
-        """How much more may be read."""
+        """Return how many more bytes may be read."""
         memory = self._unread.memory
         if memory.full and not self._records.partial_bytes:
             memory.wait(self, self._on_room_to_read)

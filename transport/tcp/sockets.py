@@ -84,7 +84,7 @@ ATTEMPT_DELAY_NS: Final = 250_000_000
 PORT_TRIES_MAX: Final = 16
 """For one free port on several addresses."""
 NOTSENT_BYTES_MAX: Final = 1 << 17
-"""What may wait in the kernel of a control connection unsent, so that it does not grow stale there."""
+"""Bytes of a control connection that may wait unsent in the kernel, so that they do not grow stale."""
 
 
 class HostUnknown(UserError):
@@ -291,7 +291,7 @@ async def _attempt(
 
 
 def _unreachable(address: TcpAddress, error: OSError) -> Exception:
-    """What to tell when no address answered."""
+    """Return the error to raise when no address answered."""
     match error.errno:
         case errno.ECONNREFUSED | errno.ECONNRESET:
             return PeerLost(str(address), "nobody listens at its address")

@@ -364,7 +364,7 @@ def facts(number: int, **changes: Any) -> DeviceFacts:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "situation", "way", "words"),
+    ("theirs", "situation", "route", "words"),
     [
         (facts(1), {}, CopyRoute.SAME_DEVICE, "both compute on"),
         (facts(2), {}, CopyRoute.PEER, "by itself"),

@@ -70,7 +70,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affinity:
-    """How far a GPU is from a network device."""
+    """The distance of a GPU from a network device."""
 
     gpu: str
     device: str

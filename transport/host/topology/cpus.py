@@ -179,7 +179,7 @@ def read_cpus(root: Path = Path("/")) -> Cpus:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """How many processes of ours can compute at once: what the affinity allows and the cgroups grant."""
+    """Return how many of our processes can compute at once, by the CPU affinity and the cgroups."""
     return _usable(_allowed(root, _online(root)), cpu_quota(root))
 
 

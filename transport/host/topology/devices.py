@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What a vendor's driver says of a GPU."""
+    """The facts of a GPU that its vendor's driver reports."""
 
     model: str
     uuid: str | None = None

@@ -29,7 +29,7 @@ _NLM_F_REQUEST, _NLM_F_DUMP = 1, 0x300
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 _UNUSABLE: Final = 0x08 | 0x40 | 0x20
-"""IFA_F_DADFAILED, IFA_F_TENTATIVE, IFA_F_DEPRECATED: nobody should be told of such an address."""
+"""IFA_F_DADFAILED, IFA_F_TENTATIVE, IFA_F_DEPRECATED: no peer should get such an address."""
 
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
 _ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix length, flags, scope, interface
@@ -121,7 +121,7 @@ _CONTAINER_NETWORKS = ("docker", "br-", "virbr", "veth", "cni", "cali", "flannel
 
 
 class InterfaceKind(Enum):
-    """What an interface is, best first for reaching another host."""
+    """The kind of an interface, best first for reaching another host."""
 
     HARDWARE = "hardware"
     AGGREGATE = "bond or vlan"

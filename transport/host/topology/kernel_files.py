@@ -21,7 +21,7 @@ _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 
 class Distance(Enum):
-    """What lies between two devices, nearest first, by the names of `nvidia-smi topo -m`."""
+    """The bridges between two devices, nearest first, by the names of `nvidia-smi topo -m`."""
 
     SELF = "X"
     PIX = "PIX"  # at most one PCIe bridge or switch
@@ -33,7 +33,7 @@ class Distance(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciLocation:
-    """Where a device sits. path: the host bridge, then every bridge on the way, then the device itself."""
+    """The position of a device. path: the host bridge, every bridge below it, then the device itself."""
 
     path: tuple[str, ...]
     numa_node: int | None
@@ -102,7 +102,7 @@ def link_name(path: Path) -> str | None:
 
 
 def distance(a: PciLocation, b: PciLocation) -> Distance:
-    """What lies between two devices.
+    """Return the distance between two devices.
 
     The bridges that their paths share decide, as in `nvidia-smi topo -m` and NCCL's `pciDistance`: a shared
     switch is PIX, a shared bridge further up PXB, only the host bridge PHB; with different host bridges,
@@ -176,7 +176,7 @@ def read_fields(path: Path, separator: str | None = None) -> dict[str, str]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What is in a folder, in natural order (`eth2` before `eth10`); nothing if it cannot be read."""
+    """List a folder in natural order (`eth2` before `eth10`); empty if it cannot be read."""
     try:
         found = [path for path, _ in zip(folder.iterdir(), range(ENTRIES_MAX), strict=False)]
     except (OSError, ValueError):

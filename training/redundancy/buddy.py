@@ -51,7 +51,10 @@ class HoldingsRow:
     handles: tuple[RegionHandle, ...]
 
     def encoded(self) -> Numbers:
-        """Return (ROW_NUMBERS,): versions and wards are incremented by one, 0 means none."""
+        """Return (ROW_NUMBERS,): versions and wards are incremented by one, 0 means none.
+
+        So does a handle of no bytes, of a slot that a rank does not have.
+        """
         held = self.held
         numbers = [0 if version is None else version + 1 for version in held.own]
         numbers.append(held.known)
@@ -59,6 +62,7 @@ class HoldingsRow:
             numbers += [0, 0, 0] if copy is None else [copy.ward + 1, copy.version, copy.digest]
         for handle in self.handles:
             numbers += [handle.offset, handle.nbytes]
+        numbers += [0] * (ROW_NUMBERS - len(numbers))
         return np.array(numbers, np.uint64)
 
     @classmethod
@@ -103,11 +107,12 @@ RESTORED_POINT = faults.declare("mirror.restored", "when the own shard is back")
 
 
 class BuddyReplica(RedundancyDriver):
-    """`Redundancy` by a replica at a buddy, of what `own` holds at `place` of `ranks`.
+    """`Redundancy` of what `own` holds at `place` of `ranks`: a replica at a buddy, or ranks of equal keys.
 
-    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank. `known`: the
-    highest version known to be committed. `on_update`: called with each step whose update is done here;
-    `on_commit`: with each version that is safe, and its digests.
+    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if ranks of
+    equal `keys` stand for each other (see `Mirror`). `known`: the highest version known to be committed.
+    `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
+    and its digests.
     """
 
     def __init__(
@@ -121,10 +126,11 @@ class BuddyReplica(RedundancyDriver):
         known: int,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
+        keys: Sequence[int] = (),
     ) -> None:
-        if len(copies) != zm.SLOTS:
-            raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies")
-        machine = zm.Mirror(place=place, ranks=ranks, known=known)
+        if len(copies) not in (0, zm.SLOTS):
+            raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies, or none, got {len(copies)}")
+        machine = zm.Mirror(place=place, ranks=ranks, known=known, keys=keys, replicas=not copies)
         super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
         self._worker = worker
         self._copies = list(copies)
@@ -208,7 +214,7 @@ class BuddyReplica(RedundancyDriver):
     def _restore(self, version: int, source: zm.Source) -> zm.Restored:
         faults.hit(RESTORE_POINT)
         into = self._own.slots[version % zm.SLOTS]
-        handle = self._rows[source.place].handles[zm.SLOTS + source.slot]
+        handle = self._rows[source.place].handles[source.slot + (0 if source.own else zm.SLOTS)]
         self._pull(source.place, handle, into, middle=RESTORE_MIDDLE_POINT)
         faults.hit(RESTORED_POINT)
         return zm.Restored(digest=_digest(into))

@@ -18,11 +18,15 @@ lost, and the run fails with that reason.
 
 A version may also be protected at once, without a step after it: the actions of a step are done twice then.
 
-If the state outlives its rank (`outlives`: in a file), there are no copies and no buddies: a replacement
-begins with its predecessor's state, and everything else is the same.
+Shards have keys, and ranks with equal keys hold the same shard, as those along `dp` of a mesh do. If they
+stand for each other (`replicas`), nothing is copied: a replacement pulls its shard from the slot of such a
+rank, which overwrites that slot only after a vote of the replacement's.
+
+If the state outlives its rank (`outlives`: in a file), there are no copies and no buddies either: a
+replacement begins with its predecessor's state, and everything else is the same.
 
 A vote carries the digests of the own shard and of the copy of the ward's: a copy that differs from its
-original ends the run.
+original ends the run, and so do shards of equal keys that differ.
 """
 
 from __future__ import annotations
@@ -80,17 +84,22 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The location of a shard: a slot of the rank at `place`."""
+    """The location of a shard: a slot of the rank at `place`.
+
+    `own`: whether it is a slot of that rank's own shard, and not of a copy; its digest is not known.
+    """
 
     place: int
     slot: int
     digest: int
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The version to continue from, and why. `sources`: for each place the location of its shard, None: its
-    own.
+    """The version to continue from, and why.
+
+    `sources`: for each place the location of its shard, None: its own slot.
     """
 
     version: int
@@ -107,24 +116,28 @@ class Lost:
 
 
 LOST_WITH_BUDDY = "a rank and its buddy were lost at once"
+LOST_WITH_REPLICAS = "all ranks that held the same state were lost at once"
 LOST_WITH_FILE = "its file is gone, or of another run, or damaged"
 
 
-def choose(held: Sequence[Held], cause: str = LOST_WITH_BUDDY) -> Choice | Lost:
+def choose(
+    held: Sequence[Held], cause: str = LOST_WITH_BUDDY, keys: Sequence[int] | None = None
+) -> Choice | Lost:
     """Return what a group continues from, given what its ranks hold, in order: the same on all of them.
 
-    `cause`: how a shard can have been lost. Version 0 is computed from a seed: every rank can begin with it,
-    if no later one was committed.
+    `cause`: how a shard can have been lost. `keys`: of the ranks' shards; None: all differ. Version 0 is
+    computed from a seed: every rank can begin with it, if no later one was committed.
     """
+    keys = range(len(held)) if keys is None else keys
     known = max(one.known for one in held)
     versions = {0} | {version for one in held for version in one.own if version is not None}
     versions |= {copy.version for one in held for copy in one.copies if copy is not None}
     for version in sorted(versions, reverse=True):
-        sources = _sources(held, version)
+        sources = _sources(held, keys, version)
         if version < known or None in sources:
             continue
         pulled = sum(isinstance(source, Source) for source in sources)
-        reason = f"version {version} is the highest of which every shard is here; {pulled} are copies"
+        reason = f"version {version} is the highest of which every shard is here; {pulled} are to be pulled"
         return Choice(
             version=version,
             sources=tuple(source if isinstance(source, Source) else None for source in sources),
@@ -132,7 +145,8 @@ def choose(held: Sequence[Held], cause: str = LOST_WITH_BUDDY) -> Choice | Lost:
         )
     candidates = sorted(version for version in versions | {known} if version >= known)
     missing = [
-        [p for p, found in enumerate(_sources(held, version)) if found is None] for version in candidates
+        [p for p, found in enumerate(_sources(held, keys, version)) if found is None]
+        for version in candidates
     ]
     gone = min(missing, key=len)
     return Lost(
@@ -146,11 +160,20 @@ class _Here(Enum):
     HERE = "here"
 
 
-def _sources(held: Sequence[Held], version: int) -> list[Source | _Here | None]:
+def _sources(held: Sequence[Held], keys: Sequence[int], version: int) -> list[Source | _Here | None]:
     """Return, for each place, the location of its shard of `version`."""
     found: list[Source | _Here | None] = [
         _Here.HERE if version == 0 or version in one.own else None for one in held
     ]
+    holders: dict[int, list[int]] = {}
+    for place, source in enumerate(found):
+        if source is not None:
+            holders.setdefault(keys[place], []).append(place)
+    for place, source in enumerate(found):
+        alike = holders.get(keys[place])
+        if source is None and alike is not None:  # several readers spread over the holders
+            whose = alike[place % len(alike)]
+            found[place] = Source(place=whose, slot=version % SLOTS, digest=NO_DIGEST, own=True)
     for place, one in enumerate(held):
         for slot, copy in enumerate(one.copies):
             if copy is not None and copy.version == version and found[copy.ward] is None:
@@ -277,7 +300,8 @@ class Mirror:
     """The machine of one rank. `place` of `ranks`; `known`: the version known to be committed, from a log.
 
     `own`: the versions that it begins with, by slot. `outlives`: whether a replacement finds the rank's
-    state.
+    state. `keys`: of the shards of all ranks; empty: all differ. `replicas`: whether ranks with equal keys
+    stand for each other, so that nothing is copied.
     """
 
     def __init__(
@@ -288,16 +312,22 @@ class Mirror:
         known: int = 0,
         own: tuple[int | None, int | None] = (None, None),
         outlives: bool = False,
+        keys: Sequence[int] = (),
+        replicas: bool = False,
     ) -> None:
         if not 0 <= place < ranks or known < 0:
             raise LocalProtocolError(f"no mirror at place {place} of {ranks}, with version {known} known")
+        self.keys = tuple(keys) or tuple(range(ranks))
+        if len(self.keys) != ranks or (replicas and min(map(self.keys.count, self.keys)) < 2):
+            raise LocalProtocolError(f"keys {self.keys} of {ranks} ranks: each must be held twice, or copied")
+        self.replicas = replicas
         self.place = place
         self.ranks = ranks
         self.state = State.WAITING
         self.version = 0
         """The version that the next step begins with."""
         self.own: list[int | None] = list(own)
-        self.copied = ranks > 1 and not outlives
+        self.copied = ranks > 1 and not outlives and not replicas
         self.known = known
         self.ward = place
         self.copies: list[Copy | None] = [None] * SLOTS
@@ -366,7 +396,8 @@ class Mirror:
             raise LocalProtocolError(f"{len(event.held)} ranks hold a state of {self.ranks}")
         if any(c is not None and not 0 <= c.ward < self.ranks for one in event.held for c in one.copies):
             raise RemoteProtocolError("a rank says that it has a copy of a rank that there is not")
-        choice = choose(event.held, LOST_WITH_BUDDY if self.copied else LOST_WITH_FILE)
+        cause = LOST_WITH_BUDDY if self.copied else LOST_WITH_REPLICAS if self.replicas else LOST_WITH_FILE
+        choice = choose(event.held, cause, self.keys)
         if isinstance(choice, Lost):
             return self._fail(choice.reason, lost=True)
         self._buddies = buddies(event.hosts)
@@ -388,7 +419,7 @@ class Mirror:
 
     def _restored(self, digest: int) -> list[Action]:
         self._expect(Restored(digest=digest), State.RESTORING)
-        if digest != self._expected:
+        if self._expected not in (NO_DIGEST, digest):
             return self._fail(
                 f"the shard of version {self._target} that was pulled has digest {digest:016x}, and its copy "
                 f"{self._expected:016x}: memory or a link has erred",
@@ -418,6 +449,15 @@ class Mirror:
     def _voted(self, votes: tuple[tuple[int, int], ...]) -> list[Action]:
         self._expect(Voted(votes=votes), State.COPIED)
         assert len(votes) == self.ranks
+        first_of = {key: place for place, key in reversed(list(enumerate(self.keys)))}
+        for place, (own, _) in enumerate(votes):
+            first = first_of[self.keys[place]]
+            if own != votes[first][0]:
+                return self._fail(
+                    f"places {first} and {place} hold the same state, and version {self.version} of it has "
+                    f"digests {votes[first][0]:016x} and {own:016x}: memory or a processor has erred",
+                    lost=False,
+                )
         for place, (own, _) in enumerate(votes):
             keeper = votes[self._buddies[place]]
             if self.copied and keeper[1] != own:
@@ -445,6 +485,8 @@ def mirror_config(machine: Mirror, *, outlives: bool = False) -> dict[str, Any]:
         "known": machine.known,
         "own": list(machine.own),
         "outlives": outlives,
+        "keys": list(machine.keys),
+        "replicas": machine.replicas,
     }
 
 
@@ -456,9 +498,11 @@ def _build_mirror(config: Mapping[str, Any]) -> Mirror:
         known=config["known"],
         own=(first, second),
         outlives=config["outlives"],
+        keys=config["keys"],
+        replicas=config["replicas"],
     )
 
 
 MIRROR: MachineKind[Event, Action] = register(
-    "mirror", 1, _build_mirror, events=Event, actions=Action, states=(Mirror,)
+    "mirror", 2, _build_mirror, events=Event, actions=Action, states=(Mirror,)
 )

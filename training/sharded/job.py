@@ -1,7 +1,8 @@
-"""A run on a mesh that outlives its ranks: each one's state is copied by a buddy at every step, or in a file.
+"""A run on a mesh that outlives its ranks: the state of each is at other ranks, too, or in a file.
 
-A rank that is killed is replaced, takes its state from there, and the step is run again: the run ends with
-the bits of one that nothing disturbed. What the run is for (`MeshTask`) is told of each step once it is safe.
+Ranks along `dp` hold the same state; where they do not, a buddy copies it at every step. A rank that is
+killed is replaced, takes its state from there, and the step is run again: the run ends with the bits of one
+that nothing disturbed. What the run is for (`MeshTask`) is told of each step once it is safe.
 """
 
 from __future__ import annotations
@@ -87,10 +88,15 @@ class MeshTask(Protocol[TaskResultT]):
 
 
 class MeshJob(Generic[ResultT]):
-    """One rank's side of a run, through all of its epochs."""
+    """One rank's side of a run, through all of its epochs.
 
-    def __init__(self, worker: Worker, mesh: Mesh, task: MeshTask[ResultT]) -> None:
-        self._worker, self._mesh, self._task = worker, mesh, task
+    `replicas`: whether ranks along `dp` stand for each other, so that no buddies have copies.
+    """
+
+    def __init__(
+        self, worker: Worker, mesh: Mesh, task: MeshTask[ResultT], *, replicas: bool = False
+    ) -> None:
+        self._worker, self._mesh, self._task, self._replicas = worker, mesh, task, replicas
         self._world: Group | None = None
         self._groups: MeshGroups | None = None
         self._trainer: MeshTrainer | None = None
@@ -205,7 +211,8 @@ class MeshJob(Generic[ResultT]):
             trainer,
             place=place,
             ranks=world.size,
-            copies=self._task.copies(trainer),
+            copies=[] if self._replicas else self._task.copies(trainer),
+            keys=self._mesh.state_keys(),
             known=known,
             on_update=self._keep,
             on_commit=self._committed,

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import mul
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
@@ -217,6 +218,25 @@ class Mesh:
         """Return the group of `groups(*along)` that `rank` is in."""
         self.coordinates(rank)
         return next(group for group in self.groups(*along) if rank in group)
+
+    def state_keys(self) -> tuple[int, ...]:
+        """Return a number for each rank: equal where ranks differ only along `dp`, which hold one state."""
+        others = [axis for axis in self.axes if axis != DATA_AXIS]
+        sizes = [self.size(axis) for axis in others]
+        places = [[self.coordinates(rank)[axis] for axis in others] for rank in range(self.world_size)]
+        strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+        return tuple(sum(map(mul, place, strides)) for place in places)
+
+    def has_replicas(self, ranks_per_host: int) -> bool:
+        """Return whether each state is on several ranks and, if the mesh is, on several hosts.
+
+        Hosts have `ranks_per_host` consecutive ranks.
+        """
+        hosts: dict[int, set[int]] = {}
+        for rank, key in enumerate(self.state_keys()):
+            hosts.setdefault(key, set()).add(rank // ranks_per_host)
+        one_host = self.world_size <= ranks_per_host
+        return self.size(DATA_AXIS) > 1 and (one_host or all(len(where) > 1 for where in hosts.values()))
 
     def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         for places in product(*(range(self.size(axis)) for axis in axes)):

@@ -182,9 +182,15 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
         mesh,
         options.stages,
         dtype=dtype,
-        copies=SLOTS,
+        copies=0 if _has_replicas(mesh) else SLOTS,
         offloaded=options.offload is not None,
     )
+
+
+def _has_replicas(mesh: Mesh) -> bool:
+    """Return whether ranks along `dp` stand for each other. In a launcher all ranks are of this host."""
+    launched = RankEnvironment.read(os.environ)
+    return mesh.has_replicas(mesh.world_size if launched is None else launched.ranks_per_host)
 
 
 async def run(options: TrainOptions) -> TrainResult | None:
@@ -202,7 +208,7 @@ async def run(options: TrainOptions) -> TrainResult | None:
     try:
         async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as worker:
             with contextlib.closing(_Run(worker, options, mesh, model, corpus, again=again)) as task:
-                return await MeshJob(worker, mesh, task).run()
+                return await MeshJob(worker, mesh, task, replicas=_has_replicas(mesh)).run()
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except StepOutOfMemory as error:

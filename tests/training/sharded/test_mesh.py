@@ -85,3 +85,29 @@ def test_replicas_write_each_piece_once_and_share_out_the_work(sizes: list[int],
     assert sorted(at for one in found for at in one) == list(range(len(sizes)))
     most = max(sum(sizes[at] for at in one) for one in found)
     assert most <= sum(sizes) / ranks + max(sizes, default=0)
+
+
+@given(sizes=SIZES)
+def test_ranks_that_differ_only_along_dp_have_one_state_key(sizes: list[int]) -> None:
+    mesh = mesh_of(sizes)
+    keys = mesh.state_keys()
+    assert len(set(keys)) * mesh.size("dp") == mesh.world_size
+    for group in mesh.groups("dp"):
+        assert len({keys[rank] for rank in group}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks_per_host", "replicated"),
+    [
+        ("dp=2,pp=2", 4, True),  # one host: they outlive a rank, and nothing here outlives the host
+        ("dp=2,pp=2", 2, True),  # each state is on both hosts
+        ("dp=2,pp=2", 3, False),  # ranks 0 and 2, with one state, share a host
+        ("pp=2,dp=2", 2, False),
+        ("pp=2,tp=2", 4, False),
+        ("dp=4", 1, True),
+    ],
+)
+def test_replicas_stand_for_each_other_where_a_host_may_be_lost(
+    text: str, ranks_per_host: int, replicated: bool
+) -> None:
+    assert Mesh.parse(text, 4).has_replicas(ranks_per_host) is replicated

@@ -59,8 +59,16 @@ class Cut(Exception):
 class World:
     """Ranks of one job. A move is whatever happens between two moments at which a rank can be killed."""
 
-    def __init__(self, ranks: int, steps: int, luck: random.Random, hosts: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        steps: int,
+        luck: random.Random,
+        hosts: Sequence[int] = (),
+        keys: Sequence[int] = (),
+    ) -> None:
         self.ranks, self.steps, self.luck = ranks, steps, luck
+        self.keys, self.replicas = tuple(keys) or tuple(range(ranks)), bool(keys)
         self.hosts = tuple(hosts) or (0,) * ranks
         self.epoch = 0
         self.over = False
@@ -72,12 +80,18 @@ class World:
         """What those who have come to the end of the run hold."""
         self.waiting: set[int] = set()
         self.operations: dict[tuple[int, str], Operation] = {}
-        self.memories = [Memory([content(place, 0), TORN]) for place in range(ranks)]
+        self.memories = [Memory([self.content(place, 0), TORN]) for place in range(ranks)]
         self.machines = [self.made(place) for place in range(ranks)]
         self.processes: list[Moves] = [self.process(place) for place in range(ranks)]
 
     def made(self, place: int) -> zm.Mirror:
-        return zm.Mirror(place=place, ranks=self.ranks, known=self.known)
+        return zm.Mirror(
+            place=place, ranks=self.ranks, known=self.known, keys=self.keys, replicas=self.replicas
+        )
+
+    def content(self, place: int, version: int) -> int:
+        """What the shard of a place holds: ranks with equal keys hold the same."""
+        return content(self.keys[place], version)
 
     def run(self, kills: Sequence[tuple[int, int]] = ()) -> int:
         """Go on to the end; at move k of each `(k, place)` that one is killed. Returns how many moves."""
@@ -104,7 +118,7 @@ class World:
             return
         self.over = True
         self.waiting.discard(place)
-        self.memories[place] = Memory([content(place, 0), TORN])
+        self.memories[place] = Memory([self.content(place, 0), TORN])
         self.machines[place] = self.made(place)
         self.processes[place] = self.process(place)
 
@@ -165,16 +179,19 @@ class World:
                 yield
                 if self.over and self.luck.random() < 0.5:
                     raise Cut
-                found = memory.own[version % 2] = self.memories[source.place].slots[source.slot]
-                assert found == content(place, version) or self.over, "a copy is not what it is said to be"
-                if self.over and found != content(place, version):
+                where = self.memories[source.place]
+                found = memory.own[version % 2] = (where.own if source.own else where.slots)[source.slot]
+                assert found == self.content(place, version) or self.over, (
+                    "a copy is not what it is said to be"
+                )
+                if self.over and found != self.content(place, version):
                     raise Cut
                 for more in self.feed(place, zm.Restored(digest=found)):
                     yield from self.restore(place, more)
             case zm.StartAnew():
-                memory.own[0] = content(place, 0)
+                memory.own[0] = self.content(place, 0)
             case zm.Resume(version=version):
-                assert memory.own[version % 2] == content(place, version), (
+                assert memory.own[version % 2] == self.content(place, version), (
                     "it goes on from what it does not hold"
                 )
             case zm.Fail(lost=True, reason=reason):
@@ -194,14 +211,15 @@ class World:
             if whole:
                 copied = self.memories[action.ward].own[version % 2]
                 if not self.over:
-                    assert copied == content(action.ward, version), "a shard changed while it was copied"
-                whole = copied == content(action.ward, version)  # of a dead ward nothing may be left
+                    assert copied == self.content(action.ward, version), "a shard changed while it was copied"
+                whole = copied == self.content(action.ward, version)  # of a dead ward nothing may be left
                 memory.slots[action.slot] = copied if whole else TORN
             yield
             self.feed(place, zm.Copied(digest=memory.slots[action.slot] if whole else None))
             if not whole:
                 raise Cut
-        vote = (memory.own[version % 2], memory.slots[version % zm.SLOTS])
+        kept = memory.own if self.replicas else memory.slots
+        vote = (memory.own[version % 2], kept[version % zm.SLOTS])
         votes = yield from self.together(place, f"norm {name} {version}", vote)
         actions = self.feed(place, zm.Voted(votes=tuple(v for v in votes if isinstance(v, tuple))))
         assert [type(action) for action in actions] == [zm.Commit]
@@ -212,20 +230,22 @@ class World:
         memory, version = self.memories[place], machine.version
         memory.own[(version + 1) % 2] = TORN
         yield
-        memory.own[(version + 1) % 2] = content(place, version + 1)
+        memory.own[(version + 1) % 2] = self.content(place, version + 1)
         self.feed(place, zm.Updated())
         yield
 
     def where(self, place: int, version: int) -> bool:
         """Whether the shard of a place at a version is anywhere."""
-        wanted = content(place, version)
+        wanted = self.content(place, version)
         return any(wanted in one.own or wanted in one.slots for one in self.memories)
 
     def check_safe(self, version: int) -> None:
         """A version is committed only when each shard of it has its copy."""
         if not self.over and self.ranks > 1:
             for place in range(self.ranks):
-                assert any(content(place, version) in memory.slots for memory in self.memories)
+                wanted = self.content(place, version)
+                held = [memory.own if self.replicas else memory.slots for memory in self.memories]
+                assert sum(wanted in slots for slots in held) >= 1 + self.replicas
 
     def check_lost(self) -> None:
         """The state is said to be lost only if it is."""
@@ -242,6 +262,48 @@ def test_a_kill_at_any_moment_loses_nothing() -> None:
                 world.run([(moment, place)])
                 assert not world.lost and world.ended, (ranks, moment, place)
                 assert world.ended == {rank: content(rank, 3) for rank in world.ended}
+
+
+MESHES = [(0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1)]
+"""Keys of `dp=3`, `dp=2,pp=2` and of a mesh whose last axis is `dp`."""
+
+
+@pytest.mark.parametrize("keys", MESHES, ids=str)
+def test_a_kill_at_any_moment_loses_nothing_that_another_rank_holds(keys: tuple[int, ...]) -> None:
+    def made(seed: int) -> World:
+        return World(len(keys), 3, random.Random(seed), (), keys)
+
+    for moment in range(made(1).run()):
+        for place in range(len(keys)):
+            world = made(1)
+            world.run([(moment, place)])
+            assert not world.lost and world.ended, (moment, place)
+            assert world.ended == {rank: content(keys[rank], 3) for rank in world.ended}
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    keys=st.sampled_from(MESHES),
+    kills=st.lists(st.tuples(st.integers(0, 250), st.integers(0, 3)), max_size=5),
+)
+def test_any_kills_lose_only_what_no_rank_holds(
+    seed: int, keys: tuple[int, ...], kills: list[tuple[int, int]]
+) -> None:
+    world = World(len(keys), 4, random.Random(seed), (), keys)
+    world.run([(moment, place) for moment, place in kills if place < len(keys)])
+    if not world.lost:
+        assert world.ended == {rank: content(keys[rank], 4) for rank in world.ended}
+
+
+def test_ranks_with_equal_keys_and_other_bits_end_the_run() -> None:
+    mirror = zm.Mirror(place=0, ranks=2, keys=(0, 0), replicas=True)
+    mirror.handle(zm.Entered(held=(mirror.held, mirror.held), hosts=(0, 0)), now_ns=0)
+    assert mirror.handle(zm.AllHold(version=0), now_ns=0) == []
+    (action,) = mirror.handle(zm.Voted(votes=((4, 4), (6, 6))), now_ns=0)
+    assert isinstance(action, zm.Fail) and not action.lost
+    assert "places 0 and 1 hold the same state" in action.reason
+    with pytest.raises(LocalProtocolError, match="each must be held twice"):
+        zm.Mirror(place=0, ranks=3, keys=(0, 0, 1), replicas=True)
 
 
 def test_a_mirror_goes_on_from_any_of_its_states() -> None:

@@ -17,7 +17,7 @@ from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.tensor.model import ParallelGPT
+from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 

@@ -13,12 +13,12 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, widened
 from zbmd.training.model.gpt import Batch
+from zbmd.training.model.tensor_shards import cut_of
 from zbmd.training.optim.clip import global_norm, norm_from, norm_of, pieces_length, pieces_of
 from zbmd.training.optim.mixed_precision import computing_dtype
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import gather_rows
-from zbmd.training.tensor.shards import cut_of
 from zbmd.transport.errors import RemoteProtocolError
 
 WINDOWS_PER_PASS = 16

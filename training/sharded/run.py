@@ -24,6 +24,7 @@ from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
+from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import storage_dtype
@@ -55,7 +56,6 @@ from zbmd.training.step.memory_estimate import (
     too_large,
 )
 from zbmd.training.step.recipe import Recipe, learning_rate_of
-from zbmd.training.tensor.model import PartOfGPT
 from zbmd.transport.errors import OutOfMemory, UserError
 from zbmd.transport.native._native import now_ns
 

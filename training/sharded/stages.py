@@ -9,6 +9,7 @@ import numpy as np
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.model.gpt import GPT
+from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.optim import OptimizerConfig, arrays_of
 from zbmd.training.optim.mixed_precision import LossScale, computing_dtype
 from zbmd.training.pipeline.part import OwnParts, even_cuts
@@ -16,7 +17,6 @@ from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed, runnable_programs, traffic_of
 from zbmd.training.sharded.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from zbmd.training.step.accumulate import AccumulationPlan
-from zbmd.training.tensor.model import PartOfGPT
 from zbmd.transport.errors import UserError
 
 FLOAT32: np.dtype[np.floating] = np.dtype(np.float32)

@@ -26,6 +26,8 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSl
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
 from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.model.tensor_parallel import ParallelGPT
+from zbmd.training.model.tensor_shards import cut_of
 from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_matrices
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
@@ -46,8 +48,6 @@ from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_fi
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardReduction, gather_pieces, gather_rows, is_alone
 from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook
-from zbmd.training.tensor.model import ParallelGPT
-from zbmd.training.tensor.shards import cut_of
 from zbmd.transport.native._native import now_ns
 
 COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}

@@ -1,4 +1,4 @@
-"""A GPT that is divided over the ranks of a group: see `zbmd.training.tensor.shards`."""
+"""A GPT that is divided over the ranks of a group: see `zbmd.training.model.tensor_shards`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbmd.training.autograd.non_finite_probe import probe_received, probe_sent
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT, Batch, Tokens
-from zbmd.training.tensor.shards import TensorShards, cut_of, span_of
+from zbmd.training.model.tensor_shards import TensorShards, cut_of, span_of
 from zbmd.transport.errors import UserError
 
 # ---- operators

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, assert_never
 
-from zbmd.collectives.algorithms import (
-    bruck,
-    direct,
-    exchange,
-    halving,
-    hierarchical,
-    reduction_trees,
-    ring,
-    rooted,
-    shard_tree,
-    shared_reduce,
-    swap,
-    tree,
-)
-from zbmd.collectives.algorithms.drafts import shared_drafts
+from zbmd.collectives.algorithms import direct, hierarchical, log_rounds, one_host, ring, shard_tree, trees
+from zbmd.collectives.algorithms.compose import shared_drafts
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.programs.program import (
@@ -37,16 +24,17 @@ from zbmd.collectives.programs.program import (
     input_buffer,
 )
 from zbmd.collectives.programs.spec import (
+    Order,
     Spec,
+    Tree,
     all_gather_spec,
     all_reduce_spec,
     all_to_all_spec,
+    at_root,
     barrier_spec,
     broadcast_spec,
-    gather_spec,
     left_fold,
     reduce_scatter_spec,
-    reduce_spec,
     scatter_spec,
 )
 
@@ -65,9 +53,21 @@ class Operation(Enum):
     SCATTER = 9
     ALL_TO_ALL = 10
 
+    @property
+    def blocked(self) -> bool:
+        """Whether the full vector has a block a rank, or one a pair of ranks."""
+        return self in _BLOCKED
+
 
 ROOTED: Final = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
 """Those that one rank, the root, has a part of its own in."""
+_BLOCKED: Final = (
+    Operation.ALL_GATHER,
+    Operation.REDUCE_SCATTER,
+    Operation.GATHER,
+    Operation.SCATTER,
+    Operation.ALL_TO_ALL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +89,9 @@ class Request:
     @property
     def blocks(self) -> int:
         """Blocks of the full vector: one, one a rank, or one a pair of ranks."""
-        match self.operation:
-            case Operation.ALL_TO_ALL:
-                return self.n * self.n
-            case Operation.ALL_GATHER | Operation.REDUCE_SCATTER | Operation.GATHER | Operation.SCATTER:
-                return self.n
-            case _:
-                return 1
+        if self.operation is Operation.ALL_TO_ALL:
+            return self.n**2
+        return self.n if self.operation.blocked else 1
 
     def __str__(self) -> str:
         ranges = ",".join(f"{lo}:{hi}" for lo, hi in self.assignment)
@@ -115,31 +111,68 @@ PROGRAMS_VERSION = 3
 
 
 Sends: TypeAlias = Callable[[Request, int, int], range]
+OrderOf: TypeAlias = Callable[[Request], Order]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Algorithm:
     """One entry of the catalogue.
 
-    `exposes` gives the buffers of a rank that its peers read: these must lie in the arena. The full
-    vector of a `blocked` one has a block a rank, or one a pair of ranks. An `eager` one reads inputs from the
+    `order` gives the order of a reduction; an operation that moves bytes alone has none. `exposes` gives the
+    buffers of a rank that its peers read: these must lie in the arena. An `eager` one reads inputs from the
     descriptors: `sends`, of (request, rank, reader), gives the chunks of a rank's input that a reader reads,
-    and between hosts is sent. One that is `laid_out` always finds its blocks by a `Layout`. The programs of
-    one that goes `over_hosts` depend on who is where.
+    and between hosts is sent. The programs of one that goes `over_hosts` depend on who is where.
     """
 
     build: Callable[[Request, int], Program]
-    spec: Callable[[Request, bool], Spec]
-    exposes: Callable[[Request, int], frozenset[int]]
-    blocked: bool = False
+    order: OrderOf | None = None
+    exposes: Callable[[Request, int], frozenset[int]] = lambda request, rank: frozenset()
     sends: Sends | None = None
-    laid_out: bool = False
     over_hosts: bool = False
 
     @property
     def eager(self) -> bool:
         """Whether inputs travel with the descriptors."""
         return self.sends is not None
+
+
+# -- orders: how a chunk is reduced -------------------------------------------------------------------
+
+
+def _by_rank(request: Request) -> Order:
+    order = left_fold(range(request.n))
+    return lambda chunk: order
+
+
+def _by_chunk(order: Callable[[int, int, int], Tree]) -> OrderOf:
+    return lambda request: partial(order, request.n, request.chunks)
+
+
+def _up_a_tree(request: Request) -> Order:
+    order = trees.tree_order(trees.balanced_tree(request.n))
+    return lambda chunk: order
+
+
+def _up_a_tree_to_root(request: Request) -> Order:
+    order = trees.tree_order(trees.balanced_tree(request.n, request.root))
+    return lambda chunk: order
+
+
+def _up_two_trees(request: Request) -> Order:
+    orders = [trees.tree_order(tree) for tree in trees.two_trees(request.n)]
+    return lambda chunk: orders[chunk % 2]
+
+
+def _round_the_hosts(request: Request) -> Order:
+    return partial(hierarchical.hierarchical_order, request.n, request.chunks, request.hosts)
+
+
+def _up_a_tree_of_hosts(request: Request) -> Order:
+    order = hierarchical.hierarchical_tree_order(request.n, request.hosts)
+    return lambda chunk: order
+
+
+# -- what peers read -------------------------------------------------------------------------------------
 
 
 def _exposes(*buffers: int) -> Callable[[Request, int], frozenset[int]]:
@@ -179,6 +212,9 @@ def _to_root(sends: Sends) -> Sends:
     return lambda request, rank, reader: sends(request, rank, reader) if reader == request.root else range(0)
 
 
+# -- what a builder takes of a request -------------------------------------------------------------------
+
+
 def _plain(builder: Callable[[int, int, int], Program]) -> Callable[[Request, int], Program]:
     return lambda request, rank: builder(request.n, rank, request.chunks)
 
@@ -187,282 +223,95 @@ def _rooted(builder: Callable[[int, int, int, int], Program]) -> Callable[[Reque
     return lambda request, rank: builder(request.n, rank, request.chunks, request.root)
 
 
-def _reduce_in_rank_order(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    order = left_fold(range(request.n))
-    return all_reduce_spec(
-        request.n, request.chunks, order=lambda chunk: order, in_place=in_place, eager=eager
+def _hosted(
+    builder: Callable[[int, int, int, Sequence[int]], Program],
+) -> Callable[[Request, int], Program]:
+    return lambda request, rank: builder(request.n, rank, request.chunks, request.hosts)
+
+
+def _barrier(request: Request, rank: int) -> Program:
+    return log_rounds.dissemination_barrier(request.n, rank)
+
+
+def _shards(request: Request, rank: int) -> Program:
+    return shard_tree.shard_tree_all_reduce(
+        request.n, rank, request.chunks, request.shards, request.assignment
     )
 
 
-def _scatter_in_rank_order(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    order = left_fold(range(request.n))
-    return reduce_scatter_spec(
-        request.n, request.chunks, order=lambda chunk: order, in_place=in_place, eager=eager
-    )
-
-
-def _reduce_to_root(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    order = left_fold(range(request.n))
-    return reduce_spec(
-        request.n,
-        request.chunks,
-        root=request.root,
-        order=lambda chunk: order,
-        in_place=in_place,
-        eager=eager,
-    )
-
-
-def _gather_to_root(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    return gather_spec(request.n, request.chunks, root=request.root, in_place=in_place, eager=eager)
-
-
-def _scatter_from_root(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    return scatter_spec(request.n, request.chunks, root=request.root, in_place=in_place, eager=eager)
-
-
-def _all_to_all(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    return all_to_all_spec(request.n, request.chunks, eager=eager)
-
-
-def _reduce_in_ring_order(request: Request, in_place: bool) -> Spec:
-    n, chunks = request.n, request.chunks
-    return all_reduce_spec(n, chunks, order=partial(ring.ring_order, n, chunks), in_place=in_place)
-
-
-def _scatter_in_ring_order(request: Request, in_place: bool) -> Spec:
-    n, chunks = request.n, request.chunks
-    return reduce_scatter_spec(
-        n, chunks, order=partial(ring.ring_scatter_order, n, chunks), in_place=in_place
-    )
-
-
-def _reduce_both_ways(request: Request, in_place: bool) -> Spec:
-    order = partial(ring.bidirectional_order, request.n, request.chunks)
-    return all_reduce_spec(request.n, request.chunks, order=order, in_place=in_place)
-
-
-def _reduce_by_halves(request: Request, in_place: bool) -> Spec:
-    order = partial(halving.halving_order, request.n, request.chunks)
-    return all_reduce_spec(request.n, request.chunks, order=order, in_place=in_place)
-
-
-def _reduce_up_a_tree(request: Request, in_place: bool) -> Spec:
-    order = reduction_trees.tree_order(reduction_trees.balanced_tree(request.n))
-    return all_reduce_spec(request.n, request.chunks, order=lambda chunk: order, in_place=in_place)
-
-
-def _reduce_up_two_trees(request: Request, in_place: bool) -> Spec:
-    orders = [reduction_trees.tree_order(tree) for tree in reduction_trees.two_trees(request.n)]
-    return all_reduce_spec(
-        request.n, request.chunks, order=lambda chunk: orders[chunk % 2], in_place=in_place
-    )
-
-
-def _reduce_up_to_root(request: Request, in_place: bool) -> Spec:
-    n, chunks, root = request.n, request.chunks, request.root
-    order = reduction_trees.tree_order(reduction_trees.balanced_tree(n, root))
-    return reduce_spec(n, chunks, root=root, order=lambda chunk: order, in_place=in_place)
-
-
-def _reduce_over_hosts(request: Request, in_place: bool) -> Spec:
-    n, chunks = request.n, request.chunks
-    order = partial(hierarchical.hierarchical_order, n, chunks, request.hosts)
-    return all_reduce_spec(n, chunks, order=order, in_place=in_place)
-
-
-def _reduce_up_a_tree_of_hosts(request: Request, in_place: bool) -> Spec:
-    order = hierarchical.hierarchical_tree_order(request.n, request.hosts)
-    return all_reduce_spec(request.n, request.chunks, order=lambda chunk: order, in_place=in_place)
-
-
-def _gather(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    return all_gather_spec(request.n, request.chunks, in_place=in_place, eager=eager)
-
-
-def _broadcast(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
-    return broadcast_spec(request.n, request.chunks, root=request.root, eager=eager)
-
-
-def _shards(request: Request, in_place: bool) -> Spec:
-    return shard_tree.shard_tree_spec(
-        request.n, request.chunks, request.shards, request.assignment, in_place=in_place
-    )
-
-
+_BY_OPERATION: Mapping[Operation, Mapping[str, Algorithm]] = {
+    Operation.ALL_REDUCE: {
+        "eager": Algorithm(_plain(direct.eager_all_reduce), _by_rank, sends=_sends_all),
+        "direct": Algorithm(_plain(direct.direct_all_reduce), _by_rank, _exposes(IN, OUT)),
+        "swap": Algorithm(_plain(one_host.swap_all_reduce), _by_rank),
+        "ring": Algorithm(_plain(ring.ring_all_reduce), _by_chunk(ring.ring_order)),
+        "bidirectional_ring": Algorithm(
+            _plain(ring.bidirectional_ring_all_reduce), _by_chunk(ring.bidirectional_order)
+        ),
+        "halving_doubling": Algorithm(
+            _plain(log_rounds.halving_doubling_all_reduce),
+            _by_chunk(log_rounds.halving_order),
+            _exposes(IN, OUT),
+        ),
+        "tree": Algorithm(_plain(trees.tree_all_reduce), _up_a_tree),
+        "double_tree": Algorithm(_plain(trees.double_tree_all_reduce), _up_two_trees),
+        "hierarchical": Algorithm(
+            _hosted(hierarchical.hierarchical_all_reduce),
+            _round_the_hosts,
+            _exposes(IN, OUT),
+            over_hosts=True,
+        ),
+        "hierarchical_tree": Algorithm(
+            _hosted(hierarchical.hierarchical_tree_all_reduce),
+            _up_a_tree_of_hosts,
+            _exposes(IN, OUT),
+            over_hosts=True,
+        ),
+    },
+    Operation.REDUCE: {
+        "eager": Algorithm(_rooted(direct.eager_reduce), _by_rank, sends=_to_root(_sends_all)),
+        "direct": Algorithm(_rooted(direct.direct_reduce), _by_rank, _exposes(IN)),
+        "shared": Algorithm(_rooted(one_host.shared_reduce), _by_rank, _exposes(IN)),
+        "tree": Algorithm(_rooted(trees.tree_reduce), _up_a_tree_to_root),
+    },
+    Operation.REDUCE_SCATTER: {
+        "eager": Algorithm(_plain(direct.eager_reduce_scatter), _by_rank, sends=_sends_block_of_reader),
+        "direct": Algorithm(_plain(direct.direct_reduce_scatter), _by_rank, _exposes(IN)),
+        "ring": Algorithm(_plain(ring.ring_reduce_scatter), _by_chunk(ring.ring_scatter_order)),
+    },
+    Operation.ALL_REDUCE_SHARDS: {
+        "shard_tree": Algorithm(_shards, exposes=_exposes_partials),
+    },
+    Operation.BROADCAST: {
+        "eager": Algorithm(_rooted(direct.eager_broadcast), sends=_from_root(_sends_all)),
+        "direct": Algorithm(_rooted(direct.direct_broadcast), exposes=_exposes_at_root(OUT)),
+        "tree": Algorithm(_rooted(trees.tree_broadcast), exposes=_exposes(OUT)),
+    },
+    Operation.ALL_GATHER: {
+        "eager": Algorithm(_plain(direct.eager_all_gather), sends=_sends_own_block),
+        "direct": Algorithm(_plain(direct.direct_all_gather), exposes=_exposes(IN)),
+        "ring": Algorithm(_plain(ring.ring_all_gather)),
+    },
+    Operation.GATHER: {
+        "eager": Algorithm(_rooted(direct.eager_gather), sends=_to_root(_sends_own_block)),
+        "direct": Algorithm(_rooted(direct.direct_gather), exposes=_exposes(IN)),
+    },
+    Operation.SCATTER: {
+        "eager": Algorithm(_rooted(direct.eager_scatter), sends=_from_root(_sends_block_of_reader)),
+        "direct": Algorithm(_rooted(direct.direct_scatter), exposes=_exposes_at_root(IN)),
+    },
+    Operation.ALL_TO_ALL: {
+        "eager": Algorithm(_plain(direct.eager_all_to_all), sends=_sends_block_of_pair),
+        "direct": Algorithm(_plain(direct.direct_all_to_all), exposes=_exposes(IN)),
+        "bruck": Algorithm(_plain(log_rounds.bruck_all_to_all)),
+    },
+    Operation.BARRIER: {"dissemination": Algorithm(_barrier)},
+}
 ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
     {
-        (Operation.ALL_REDUCE, "eager"): Algorithm(
-            build=_plain(direct.eager_all_reduce),
-            spec=partial(_reduce_in_rank_order, eager=True),
-            exposes=_exposes(),
-            sends=_sends_all,
-        ),
-        (Operation.ALL_REDUCE, "direct"): Algorithm(
-            build=_plain(direct.direct_all_reduce), spec=_reduce_in_rank_order, exposes=_exposes(IN, OUT)
-        ),
-        (Operation.ALL_REDUCE, "swap"): Algorithm(
-            build=_plain(swap.swap_all_reduce), spec=_reduce_in_rank_order, exposes=_exposes()
-        ),
-        (Operation.ALL_REDUCE, "ring"): Algorithm(
-            build=_plain(ring.ring_all_reduce), spec=_reduce_in_ring_order, exposes=_exposes()
-        ),
-        (Operation.ALL_REDUCE, "bidirectional_ring"): Algorithm(
-            build=_plain(ring.bidirectional_ring_all_reduce), spec=_reduce_both_ways, exposes=_exposes()
-        ),
-        (Operation.ALL_REDUCE, "halving_doubling"): Algorithm(
-            build=_plain(halving.halving_doubling_all_reduce),
-            spec=_reduce_by_halves,
-            exposes=_exposes(IN, OUT),
-        ),
-        (Operation.ALL_REDUCE, "tree"): Algorithm(
-            build=_plain(reduction_trees.tree_all_reduce), spec=_reduce_up_a_tree, exposes=_exposes()
-        ),
-        (Operation.ALL_REDUCE, "double_tree"): Algorithm(
-            build=_plain(reduction_trees.double_tree_all_reduce),
-            spec=_reduce_up_two_trees,
-            exposes=_exposes(),
-        ),
-        (Operation.ALL_REDUCE, "hierarchical"): Algorithm(
-            build=lambda request, rank: hierarchical.hierarchical_all_reduce(
-                request.n, rank, request.chunks, request.hosts
-            ),
-            spec=_reduce_over_hosts,
-            exposes=_exposes(IN, OUT),
-            over_hosts=True,
-        ),
-        (Operation.ALL_REDUCE, "hierarchical_tree"): Algorithm(
-            build=lambda request, rank: hierarchical.hierarchical_tree_all_reduce(
-                request.n, rank, request.chunks, request.hosts
-            ),
-            spec=_reduce_up_a_tree_of_hosts,
-            exposes=_exposes(IN, OUT),
-            over_hosts=True,
-        ),
-        (Operation.REDUCE, "tree"): Algorithm(
-            build=_rooted(reduction_trees.tree_reduce), spec=_reduce_up_to_root, exposes=_exposes()
-        ),
-        (Operation.ALL_TO_ALL, "bruck"): Algorithm(
-            build=_plain(bruck.bruck_all_to_all),
-            spec=_all_to_all,
-            exposes=_exposes(),
-            blocked=True,
-            laid_out=True,
-        ),
-        (Operation.BROADCAST, "eager"): Algorithm(
-            build=_rooted(direct.eager_broadcast),
-            spec=partial(_broadcast, eager=True),
-            exposes=_exposes(),
-            sends=_from_root(_sends_all),
-        ),
-        (Operation.BROADCAST, "direct"): Algorithm(
-            build=_rooted(direct.direct_broadcast), spec=_broadcast, exposes=_exposes_at_root(OUT)
-        ),
-        (Operation.BROADCAST, "tree"): Algorithm(
-            build=_rooted(tree.tree_broadcast), spec=_broadcast, exposes=_exposes(OUT)
-        ),
-        (Operation.ALL_GATHER, "eager"): Algorithm(
-            build=_plain(direct.eager_all_gather),
-            spec=partial(_gather, eager=True),
-            exposes=_exposes(),
-            blocked=True,
-            sends=_sends_own_block,
-        ),
-        (Operation.ALL_GATHER, "direct"): Algorithm(
-            build=_plain(direct.direct_all_gather), spec=_gather, exposes=_exposes(IN), blocked=True
-        ),
-        (Operation.ALL_GATHER, "ring"): Algorithm(
-            build=_plain(ring.ring_all_gather), spec=_gather, exposes=_exposes(), blocked=True
-        ),
-        (Operation.REDUCE_SCATTER, "direct"): Algorithm(
-            build=_plain(direct.direct_reduce_scatter),
-            spec=_scatter_in_rank_order,
-            exposes=_exposes(IN),
-            blocked=True,
-        ),
-        (Operation.REDUCE_SCATTER, "ring"): Algorithm(
-            build=_plain(ring.ring_reduce_scatter),
-            spec=_scatter_in_ring_order,
-            exposes=_exposes(),
-            blocked=True,
-        ),
-        (Operation.REDUCE_SCATTER, "eager"): Algorithm(
-            build=_plain(direct.eager_reduce_scatter),
-            spec=partial(_scatter_in_rank_order, eager=True),
-            exposes=_exposes(),
-            blocked=True,
-            sends=_sends_block_of_reader,
-            laid_out=True,
-        ),
-        (Operation.REDUCE, "eager"): Algorithm(
-            build=_rooted(rooted.eager_reduce),
-            spec=partial(_reduce_to_root, eager=True),
-            exposes=_exposes(),
-            sends=_to_root(_sends_all),
-        ),
-        (Operation.REDUCE, "direct"): Algorithm(
-            build=_rooted(rooted.direct_reduce), spec=_reduce_to_root, exposes=_exposes(IN)
-        ),
-        (Operation.REDUCE, "shared"): Algorithm(
-            build=_rooted(shared_reduce.shared_reduce), spec=_reduce_to_root, exposes=_exposes(IN)
-        ),
-        (Operation.GATHER, "eager"): Algorithm(
-            build=_rooted(rooted.eager_gather),
-            spec=partial(_gather_to_root, eager=True),
-            exposes=_exposes(),
-            blocked=True,
-            sends=_to_root(_sends_own_block),
-            laid_out=True,
-        ),
-        (Operation.GATHER, "direct"): Algorithm(
-            build=_rooted(rooted.direct_gather),
-            spec=_gather_to_root,
-            exposes=_exposes(IN),
-            blocked=True,
-            laid_out=True,
-        ),
-        (Operation.SCATTER, "eager"): Algorithm(
-            build=_rooted(rooted.eager_scatter),
-            spec=partial(_scatter_from_root, eager=True),
-            exposes=_exposes(),
-            blocked=True,
-            sends=_from_root(_sends_block_of_reader),
-            laid_out=True,
-        ),
-        (Operation.SCATTER, "direct"): Algorithm(
-            build=_rooted(rooted.direct_scatter),
-            spec=_scatter_from_root,
-            exposes=_exposes_at_root(IN),
-            blocked=True,
-            laid_out=True,
-        ),
-        (Operation.ALL_TO_ALL, "eager"): Algorithm(
-            build=_plain(exchange.eager_all_to_all),
-            spec=partial(_all_to_all, eager=True),
-            exposes=_exposes(),
-            blocked=True,
-            sends=_sends_block_of_pair,
-            laid_out=True,
-        ),
-        (Operation.ALL_TO_ALL, "direct"): Algorithm(
-            build=_plain(exchange.direct_all_to_all),
-            spec=_all_to_all,
-            exposes=_exposes(IN),
-            blocked=True,
-            laid_out=True,
-        ),
-        (Operation.BARRIER, "dissemination"): Algorithm(
-            build=lambda request, rank: tree.dissemination_barrier(request.n, rank),
-            spec=lambda request, in_place: barrier_spec(request.n),
-            exposes=_exposes(),
-        ),
-        (Operation.ALL_REDUCE_SHARDS, "shard_tree"): Algorithm(
-            build=lambda request, rank: shard_tree.shard_tree_all_reduce(
-                request.n, rank, request.chunks, request.shards, request.assignment
-            ),
-            spec=_shards,
-            exposes=_exposes_partials,
-        ),
+        (operation, name): entry
+        for operation, entries in _BY_OPERATION.items()
+        for name, entry in entries.items()
     }
 )
 
@@ -478,7 +327,9 @@ def algorithm_of(request: Request) -> Algorithm:
         )
     if not 1 <= request.n <= MAX_RANKS:
         raise ProgramError(f"a group has 1..{MAX_RANKS} ranks, not {request.n}")
-    if not 1 <= request.chunks <= MAX_CHUNKS or (algorithm.blocked and request.chunks % request.blocks):
+    if not 1 <= request.chunks <= MAX_CHUNKS or (
+        request.operation.blocked and request.chunks % request.blocks
+    ):
         raise ProgramError(
             f"{request.chunks} chunks: there must be 1..{MAX_CHUNKS}, "
             f"and a multiple of the {request.blocks} blocks"
@@ -503,7 +354,37 @@ def build_all(request: Request) -> list[Program]:
 
 
 def spec_of(request: Request, *, in_place: bool = False) -> Spec:
-    """What the request's programs must achieve, for `verify`."""
-    algorithm = algorithm_of(request)
-    spec = algorithm.spec(request, in_place)
-    return spec if algorithm.sends is None else replace(spec, sent=partial(algorithm.sends, request))
+    """Return the specification that the request's programs must meet, for `verify`."""
+    entry = algorithm_of(request)
+    spec = _spec_of(request, entry, in_place=in_place)
+    return spec if entry.sends is None else replace(spec, sent=partial(entry.sends, request))
+
+
+def _spec_of(request: Request, entry: Algorithm, *, in_place: bool) -> Spec:
+    n, chunks, root, eager = request.n, request.chunks, request.root, entry.eager
+    order = None if entry.order is None else entry.order(request)
+    match request.operation:
+        case Operation.ALL_REDUCE | Operation.REDUCE:
+            assert order is not None
+            spec = all_reduce_spec(n, chunks, order=order, in_place=in_place, eager=eager)
+            return spec if request.operation is Operation.ALL_REDUCE else at_root(spec, root)
+        case Operation.REDUCE_SCATTER:
+            assert order is not None
+            return reduce_scatter_spec(n, chunks, order=order, in_place=in_place, eager=eager)
+        case Operation.ALL_GATHER | Operation.GATHER:
+            spec = all_gather_spec(n, chunks, in_place=in_place, eager=eager)
+            return spec if request.operation is Operation.ALL_GATHER else at_root(spec, root)
+        case Operation.BROADCAST:
+            return broadcast_spec(n, chunks, root=root, eager=eager)
+        case Operation.SCATTER:
+            return scatter_spec(n, chunks, root=root, in_place=in_place, eager=eager)
+        case Operation.ALL_TO_ALL:
+            return all_to_all_spec(n, chunks, eager=eager)
+        case Operation.ALL_REDUCE_SHARDS:
+            return shard_tree.shard_tree_spec(
+                n, chunks, request.shards, request.assignment, in_place=in_place
+            )
+        case Operation.BARRIER:
+            return barrier_spec(n)
+        case _:
+            assert_never(request.operation)

@@ -4,7 +4,7 @@ The chunks are cut into as many slices as the smallest host has ranks. The i-th 
 slice i over its host, then the i-th ranks of all hosts reduce it between them, then everybody reads the
 results of its host. Between hosts a slice goes round a ring (`ring`): every byte crosses between two hosts
 twice, whatever the number of ranks on them, and all links are used. Or it goes up and down a tree of the
-hosts (`reduction_trees`): more bytes at the tree's inner hosts, in as few steps as its height.
+hosts (`trees`): more bytes at the tree's inner hosts, in as few steps as its height.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
-from zbmd.collectives.algorithms.compose import TreeReduction, finish_program
-from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
-from zbmd.collectives.algorithms.reduction_trees import Climb, balanced_tree, inbox_slots, tree_order
+from zbmd.collectives.algorithms.compose import (
+    Await,
+    Draft,
+    Signal,
+    TreeReduction,
+    finish_program,
+    number_waits,
+)
 from zbmd.collectives.algorithms.ring import WINDOW_SLOTS, Hop, Place, walk_ring
+from zbmd.collectives.algorithms.trees import Climb, balanced_tree, inbox_slots, tree_order
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.programs.program import (
     IN,
@@ -49,7 +55,7 @@ def hosts_of(n: int, hosts: Sequence[int]) -> list[list[int]]:
 
 
 class _Partition:
-    """Who is where, and which chunks are whose."""
+    """The ranks of each host, and the chunks of each rank."""
 
     def __init__(self, n: int, hosts: Sequence[int], chunks: int) -> None:
         self.hosts = hosts_of(n, hosts)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from zbmd.collectives.algorithms.compose import finish_program
-from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
+from zbmd.collectives.algorithms.compose import Await, Draft, Signal, finish_program, number_waits
 from zbmd.collectives.programs.program import (
     IN,
     INBOX,
@@ -57,7 +56,7 @@ class Place:
 
 
 def walk_ring(at: Place, hops: Sequence[Hop]) -> Draft:
-    """What a rank does, chunk by chunk: put one, take one."""
+    """The steps of a rank, chunk by chunk: put one, take one."""
     return [item for hop in ring_turns(at, hops) for turn in hop for item in turn]
 
 

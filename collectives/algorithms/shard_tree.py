@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms.compose import Leaf, TreeReduction, exchange_slices
+from zbmd.collectives.algorithms.compose import Leaf, TreeReduction, exchange_slices, finish_program
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.programs.program import (
     IN,
@@ -122,7 +122,7 @@ def partials_of(shards: int, assignment: Assignment) -> list[tuple[Node, Operand
 
 
 def _partial_at(partials: Sequence[tuple[Node, Operand]], chunk: int) -> Leaf:
-    """Where each partial sum of a chunk lies."""
+    """The place of each partial sum of a chunk."""
     return lambda label: partials[label][1]._replace(number=chunk)
 
 
@@ -152,22 +152,11 @@ def shard_tree_all_reduce(n: int, rank: int, chunks: int, shards: int, assignmen
     reduction = TreeReduction(rank)
     instructions: list[Instruction] = []
     for chunk in chunk_range(rank, n, chunks):
-        instructions += reduction.emit(
-            tree,
-            chunk,
-            _partial_at(partials, chunk),
-            Operand(rank, OUT, chunk),
-        )
+        place_of, out = _partial_at(partials, chunk), Operand(rank, OUT, chunk)
+        instructions += reduction.emit(tree, chunk, place_of, out)
     instructions += exchange_slices(n, rank, chunks)
-    return Program(
-        algorithm="shard_tree_all_reduce",
-        n=n,
-        rank=rank,
-        blocks=1,
-        chunks=chunks,
-        scratch_slots=reduction.slots,
-        inbox_slots=0,
-        instructions=tuple(instructions),
+    return finish_program(
+        "shard_tree_all_reduce", n, rank, 1, chunks, instructions, scratch_slots=reduction.slots
     )
 
 

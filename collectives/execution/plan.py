@@ -1,4 +1,4 @@
-"""Plans: the algorithm and chunking of an operation, and this rank's program for it.
+"""Plans and runs: how a call is carried out, and one native run of it.
 
 A plan is a pure function of the call (operation, algorithm, element count, dtype, group), so all ranks
 come to the same one; their descriptors prove it (`Request.digest`).
@@ -6,6 +6,7 @@ come to the same one; their descriptors prove it (`Request.digest`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from zbmd.collectives.algorithms.catalogue import Operation, Request, algorithm_of, build
 from zbmd.collectives.execution.proof import Proof, prove
 from zbmd.collectives.native._program import NativeProgram
+from zbmd.collectives.programs.layout import Piece
 from zbmd.collectives.programs.program import Program, encode, hash_text
 
 CHUNK_BYTES = 128 << 10
@@ -35,13 +37,14 @@ PLANS_MAX = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A request and what this rank does for it. `exposed`: its buffers that peers read.
+    """The plan of a call, or of a piece of it: the request for programs, and this rank's program.
 
-    proof: how the programs of all ranks were proved.
-    sent: of an eager one, which chunks of this rank's input each rank is sent, if it is on another host.
-    encoding: the program as the stepper has it (`program.encode`). in_arena: what is run instead where the
-    `in` and `out` of all ranks lie in the arena, and the first rank of the group finds it quicker: ranks read
-    in each other's descriptors which of the two it is.
+    exposed: the buffers that peers read. proof: how the programs of all ranks were proved. sent: of an eager
+    plan, which chunks of this rank's input each rank is sent, if it is on another host. encoding: the program
+    as the stepper has it (`program.encode`). in_arena: what is run instead where the `in` and `out` of all
+    ranks lie in the arena, and the first rank of the group finds it quicker: ranks read in each other's
+    descriptors which of the two it is. piece: elements of a block that one run takes, 0: all of them. last:
+    the plan of a last, shorter piece, if there is one.
     """
 
     request: Request
@@ -52,6 +55,8 @@ class Plan:
     proof: Proof
     sent: tuple[range, ...] = ()
     in_arena: Plan | None = None
+    piece: int = 0
+    last: Plan | None = None
 
     @property
     def eager(self) -> bool:
@@ -62,6 +67,39 @@ class Plan:
     def kill_points(self) -> int:
         """Points at which fault injection can end an operation: 0..kill_points-1."""
         return self.native.kill_points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One native run of a plan: a whole operation, or one piece of it.
+
+    `addresses` maps each buffer to where it begins. Counts and strides are in elements of a block. With
+    `layout` the blocks lie where it says: `count` is the longest of this piece, `total` that of the whole
+    operation, and a stride is 1 for a staged array and 0 for one used in place. `digest` is of what the ranks
+    must agree on beyond the plan.
+    """
+
+    plan: Plan
+    addresses: Mapping[int, int]
+    dtype: int
+    reduction: int
+    count: int
+    total: int
+    piece: int
+    in_stride: int
+    out_stride: int
+    layout: Piece | None = None
+    digest: int = 0
+
+    @property
+    def operation(self) -> int:
+        """The operation's code in a descriptor."""
+        return self.plan.request.operation.value
+
+    @property
+    def root(self) -> int:
+        """The root's rank in the group; 0 if there is none."""
+        return self.plan.request.root
 
 
 @lru_cache(maxsize=PLANS_MAX)
@@ -100,16 +138,16 @@ def plan_of(request: Request, rank: int, in_arena: Request | None = None) -> Pla
 
 
 def chunks_for(request: Request, block_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """How many chunks to cut the full vector into, for `block_bytes` a block, the longest if they differ.
+    """Return the number of chunks of the full vector, for `block_bytes` a block, the longest if they differ.
 
     Slices and blocks get the same number of chunks, a power of two, of at most `chunk_bytes` each.
     """
     algorithm = algorithm_of(request)
-    if request.operation is Operation.BARRIER or (algorithm.eager and not algorithm.blocked):
+    if request.operation is Operation.BARRIER or (algorithm.eager and not request.operation.blocked):
         return 1
     sliced = request.operation not in (Operation.BROADCAST, Operation.REDUCE) or request.algorithm == "shared"
-    parts = request.blocks if algorithm.blocked else request.n if sliced else 1
-    part_bytes = block_bytes if algorithm.blocked else -(-block_bytes // parts)
+    parts = request.blocks if request.operation.blocked else request.n if sliced else 1
+    part_bytes = block_bytes if request.operation.blocked else -(-block_bytes // parts)
     per_part = 1
     while part_bytes > per_part * chunk_bytes:
         per_part *= 2

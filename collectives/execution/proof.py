@@ -30,7 +30,7 @@ from zbmd.collectives.algorithms.catalogue import (
     build,
     spec_of,
 )
-from zbmd.collectives.algorithms.drafts import shared_drafts
+from zbmd.collectives.algorithms.compose import shared_drafts
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.programs.program import Program
 from zbmd.collectives.programs.verifier import verify
@@ -58,7 +58,7 @@ _CHUNKS_DENSE: Final = 128
 
 
 class ProofKind(Enum):
-    """How the programs of a request were proved."""
+    """The ways in which the programs of a request are proved."""
 
     OFFLINE = "proved offline"
     NOW = "proved now"
@@ -112,11 +112,11 @@ def _swept_chunks(base: Request, entry: Algorithm) -> tuple[int, ...]:
     n = base.n
     if base.operation is Operation.BARRIER:
         return (1,)
-    if entry.eager and not entry.blocked:  # always runs as one chunk (`plan.chunks_for`)
+    if entry.eager and not base.operation.blocked:  # always runs as one chunk (`plan.chunks_for`)
         return _CHUNKS_ODD[:3]
     dense = n <= _DENSE_RANKS_MAX
     per_part = [1 << k for k in range(_CHUNKS_DENSE.bit_length()) if dense and n << k <= _CHUNKS_DENSE]
-    if entry.blocked:
+    if base.operation.blocked:
         counts = {base.blocks, *([3 * base.blocks] if dense else []), *(base.blocks * k for k in per_part)}
     else:
         counts = {*_CHUNKS_ODD, n, 2 * n + 1, *(n * k for k in per_part)}

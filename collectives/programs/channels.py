@@ -47,7 +47,7 @@ class Channels:
         """Places whose sub-group is closed here, and whether it is on all others."""
 
     def offer(self) -> Offer:
-        """What is free now."""
+        """The channels that are free now."""
         for place in [place for place, all_have in self._left.items() if all_have()]:
             del self._left[place]
             self._free |= 1 << place
@@ -80,7 +80,7 @@ class Channels:
 
 
 def agree(offers: Sequence[Offer]) -> Agreed:
-    """What all members choose, each for itself, from the offers of all of them.
+    """Return the choice that every member makes by itself from the offers of all of them.
 
     The lowest channel that is free everywhere. Raises `LocalProtocolError`, on all members, if there is none.
     """
@@ -98,7 +98,7 @@ def agree(offers: Sequence[Offer]) -> Agreed:
 
 
 def title(channel: int, epoch: int) -> str:
-    """What a group is called in messages: by its view's epoch, or, a sub-group, by channel and stamp."""
+    """Return the name of a group in messages: its view's epoch, or, for a sub-group, channel and stamp."""
     if channel < SUBGROUP_CHANNEL_FIRST:
         return f"epoch {epoch}"
     return f"sub-group {channel}.{epoch}"

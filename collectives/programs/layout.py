@@ -1,4 +1,4 @@
-"""Where the blocks of an operation lie in the callers' arrays, if they are not all of one length.
+"""The places of an operation's blocks in the callers' arrays, if they are not all of one length.
 
 A block has one place in the arrays it is read from and one in those it is written to, whichever rank looks:
 block s*n + d of an all-to-all is what rank s sends to rank d, and lies in the `in` of rank s and the `out` of
@@ -84,7 +84,7 @@ class Layout:
     def offsets(
         self, lengths: Sequence[int], sides: Sequence[tuple[int, ...]]
     ) -> tuple[list[int], list[int]]:
-        """Where each block begins, packed by rank; and the elements of each rank."""
+        """Return the first element of each block, packed by rank; and the elements of each rank."""
         ends, begins = [0] * self.n, [0] * len(lengths)
         for block, ranks in enumerate(sides):
             for rank in ranks:

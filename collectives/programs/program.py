@@ -19,7 +19,7 @@ Every rank begins after all ranks have entered: their inputs and `pub` may be re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, assert_never
@@ -59,15 +59,50 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """Copy local `src` (chunk `chunk`) into an inbox slot of another rank, then notify that rank."""
+class _Move:
+    """One chunk that goes from `src` to `dst`."""
 
     chunk: int
     dst: Operand
     src: Operand
 
     def __str__(self) -> str:
-        return f"put #{self.chunk} {self.dst} = {self.src}"
+        return f"{type(self).__name__.lower()} #{self.chunk} {self.dst} = {self.src}"
+
+
+class Put(_Move):
+    """Copy local `src` (chunk `chunk`) into an inbox slot of another rank, then notify that rank."""
+
+    __slots__ = ()
+
+
+class Copy(_Move):
+    """`dst = src`; `dst` is local."""
+
+    __slots__ = ()
+
+
+class Finish(_Move):
+    """`dst`, in `out`, becomes the end result of `src`: a local slot with the reduction of all contributions.
+
+    A reduction into `out` does so by itself: averages are divided, and 16-bit floats rounded. This is for one
+    that another rank has reduced.
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """`dst = a op b`, element by element; `dst` is local and may be `a` or `b`."""
+
+    chunk: int
+    dst: Operand
+    a: Operand
+    b: Operand
+
+    def __str__(self) -> str:
+        return f"reduce #{self.chunk} {self.dst} = {self.a} + {self.b}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,47 +124,6 @@ class Wait:
 
     def __str__(self) -> str:
         return f"wait {self.peer} x{self.count}"
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """`dst = a op b`, element by element; `dst` is local and may be `a` or `b`."""
-
-    chunk: int
-    dst: Operand
-    a: Operand
-    b: Operand
-
-    def __str__(self) -> str:
-        return f"reduce #{self.chunk} {self.dst} = {self.a} + {self.b}"
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """`dst = src`; `dst` is local."""
-
-    chunk: int
-    dst: Operand
-    src: Operand
-
-    def __str__(self) -> str:
-        return f"copy #{self.chunk} {self.dst} = {self.src}"
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """`dst`, in `out`, becomes the end result of `src`: a local slot with the reduction of all contributions.
-
-    A reduction into `out` does so by itself: averages are divided, and 16-bit floats rounded. This is for one
-    that another rank has reduced.
-    """
-
-    chunk: int
-    dst: Operand
-    src: Operand
-
-    def __str__(self) -> str:
-        return f"finish #{self.chunk} {self.dst} = {self.src}"
 
 
 Instruction = Put | Notify | Wait | Reduce | Copy | Finish
@@ -197,6 +191,7 @@ _OPERAND = re.compile(
 _DATA = re.compile(
     r"(?P<word>put|reduce|copy|finish) #(?P<chunk>\d{1,18}) (?P<dst>\S+) = (?P<a>\S+)(?: \+ (?P<b>\S+))?"
 )
+_MOVES: Mapping[str, type[Put | Copy | Finish]] = {"put": Put, "copy": Copy, "finish": Finish}
 _WAIT = re.compile(r"wait (?P<peer>\d{1,18}) x(?P<count>\d{1,18})")
 _NOTIFY = re.compile(r"notify (?P<peer>\d{1,18})")
 
@@ -252,13 +247,9 @@ def _parse_line(text: str, line: int) -> Instruction:
     if found is None or (found["b"] is not None) != (found["word"] == "reduce"):
         raise ProgramError(f"line {line}: {text!r} is no instruction")
     chunk, dst, a = int(found["chunk"]), _parse_operand(found["dst"], line), _parse_operand(found["a"], line)
-    if found["word"] == "put":
-        return Put(chunk, dst, a)
-    if found["word"] == "copy":
-        return Copy(chunk, dst, a)
-    if found["word"] == "finish":
-        return Finish(chunk, dst, a)
-    return Reduce(chunk, dst, a, _parse_operand(found["b"], line))
+    if found["word"] == "reduce":
+        return Reduce(chunk, dst, a, _parse_operand(found["b"], line))
+    return _MOVES[found["word"]](chunk, dst, a)
 
 
 def encode(program: Program) -> NDArray[np.int32]:

@@ -36,7 +36,7 @@ DTYPE_NAMES = (
 )
 """The dtypes, by code (kernels.h)."""
 BYTES_CODE = DTYPE_NAMES.index("uint8")
-"""What operations that only move data call their elements."""
+"""The dtype of operations that only move data: bytes."""
 
 _CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
 _ITEMSIZES = (4, 8, 4, 8, 1, 1, 2, 2, 4, 8, 2, 2, 8, 16, 1)

@@ -45,7 +45,7 @@ STEPS_MAX = 1_000_000
 
 
 class Outcome(Enum):
-    """How an operation ended on one rank."""
+    """The end of an operation on one rank."""
 
     COMPLETE = "complete"
     LOST = "lost"
@@ -89,7 +89,7 @@ class Simulation:
     `kills` maps a rank to the number of its steps after which it dies. `combine` is the reduction, as a
     ufunc. With `layout` the blocks of `in`, `out` and `pub` lie where it says, and `count` is the longest.
     With `sent` (`Spec.sent`) a rank has no more of another's `pub` than that: to read more is a
-    `SimulationError`. `history` tells what happened, one line a step; equal seeds give equal histories.
+    `SimulationError`. `history` has one line a step; equal seeds give equal histories.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Simulation:
             self._end(rank, Outcome.KILLED)
 
     def results(self) -> list[Result] | None:
-        """How every rank ended; None while one has not."""
+        """The result of every rank; None while one has not ended."""
         results = [rank.result for rank in self._ranks if rank.result is not None]
         return results if len(results) == len(self._ranks) else None
 

@@ -1,4 +1,4 @@
-"""What the programs of a collective must achieve: inputs, outputs and the order of the reduction.
+"""Specifications of programs: inputs, outputs and the order of the reduction.
 
 A *label* is one contribution: an input of one rank, or one subtree of logical shards. A `Tree` says in
 which order labels are combined: a label, or a pair of trees; `(a, b)` is `a op b`.
@@ -47,7 +47,6 @@ class Spec:
 
 def left_fold(labels: Iterable[int]) -> Tree:
     """The tree ((l0, l1), l2), … of at least one label."""
-
     first, *rest = labels
     tree: Tree = first
     for label in rest:
@@ -84,9 +83,7 @@ def reduce_scatter_spec(n: int, chunks: int, *, order: Order, in_place: bool, ea
         blocks=n,
         chunks=chunks,
         labels=rank_labels(n),
-        inputs={
-            Operand(rank, PUB if eager else IN, chunk): rank for rank in range(n) for chunk in range(chunks)
-        },
+        inputs={Operand(rank, PUB if eager else IN, c): rank for rank in range(n) for c in range(chunks)},
         outputs=tuple(Output(place=Operand(rank, OUT, chunk), tree=order(chunk)) for rank, chunk in own),
         aliases={Operand(r, OUT, c): Operand(r, IN, c) for r, c in own} if in_place else {},
     )
@@ -125,23 +122,12 @@ def broadcast_spec(n: int, chunks: int, *, root: int, eager: bool = False) -> Sp
     )
 
 
-def reduce_spec(n: int, chunks: int, *, root: int, order: Order, in_place: bool, eager: bool = False) -> Spec:
-    """The root ends with the reduction of all inputs, chunk c as the tree `order(c)` over ranks."""
-    every = all_reduce_spec(n, chunks, order=order, in_place=in_place, eager=eager)
+def at_root(spec: Spec, root: int) -> Spec:
+    """The same for an operation that leaves its result at the root alone."""
     return replace(
-        every,
-        outputs=tuple(output for output in every.outputs if output.place.rank == root),
-        aliases={place: same for place, same in every.aliases.items() if place.rank == root},
-    )
-
-
-def gather_spec(n: int, chunks: int, *, root: int, in_place: bool, eager: bool = False) -> Spec:
-    """The root ends with all inputs, block r being that of rank r."""
-    every = all_gather_spec(n, chunks, in_place=in_place, eager=eager)
-    return replace(
-        every,
-        outputs=tuple(output for output in every.outputs if output.place.rank == root),
-        aliases={place: same for place, same in every.aliases.items() if place.rank == root},
+        spec,
+        outputs=tuple(output for output in spec.outputs if output.place.rank == root),
+        aliases={place: same for place, same in spec.aliases.items() if place.rank == root},
     )
 
 

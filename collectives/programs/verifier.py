@@ -182,7 +182,7 @@ class _Expressions:
         return self._intern((node, -1, 0), self.members[node], self.chunk[node])
 
     def output(self, tree: Tree, chunk: int) -> int:
-        """What an output must hold. `tree` outlives this: it is known again by its identity."""
+        """The expression that an output must hold. `tree` outlives this: it is recognised by its identity."""
         value = self._outputs.get((id(tree), chunk))
         if value is None:
             value = self.tree(tree, chunk)

@@ -76,7 +76,7 @@ def draw_case(
     operation, algorithm = rng.choice(KINDS) if kind is None else kind
     entry = ALGORITHMS[operation, algorithm]
     blank = Request(operation=operation, algorithm=algorithm, n=n)
-    chunks = blank.blocks * rng.randint(1, CHUNKS_A_RANK_MAX) if entry.blocked else rng.randint(1, 2 * n)
+    chunks = blank.blocks * rng.randint(1, CHUNKS_A_RANK_MAX) if operation.blocked else rng.randint(1, 2 * n)
     shards = rng.randint(1, SHARDS_MAX) if operation is Operation.ALL_REDUCE_SHARDS else 0
     request = replace(
         blank,
@@ -95,10 +95,8 @@ def draw_case(
 
 
 def _even_layout(request: Request, count: int) -> Layout | None:
-    """Return the layout of `count` elements a block, or None if the algorithm does not use a layout."""
+    """Return the layout of `count` elements a block, or None if the blocks are one stride apart."""
     n, counts = request.n, (count,) * request.n
-    if not algorithm_of(request).laid_out:
-        return None
     match request.operation:
         case Operation.ALL_TO_ALL:
             return all_to_all_layout((counts,) * n)
@@ -106,7 +104,7 @@ def _even_layout(request: Request, count: int) -> Layout | None:
             return gather_layout(counts, request.root)
         case Operation.SCATTER:
             return scatter_layout(counts, request.root)
-        case Operation.REDUCE_SCATTER:
+        case Operation.REDUCE_SCATTER if algorithm_of(request).eager:
             return reduce_scatter_layout(counts)
         case _:
             return None

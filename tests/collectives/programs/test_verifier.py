@@ -19,8 +19,8 @@ from zbmd.collectives.algorithms.catalogue import (
     build_all,
     spec_of,
 )
-from zbmd.collectives.algorithms.reduction_trees import two_trees
 from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
+from zbmd.collectives.algorithms.trees import two_trees
 from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
 from zbmd.collectives.programs.program import (
     MAX_RANKS,
@@ -45,7 +45,7 @@ def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Reque
         yield base
         return
     counts = (1, 3) if ALGORITHMS[operation, algorithm].eager else (1, n, 2 * n + 1)
-    if ALGORITHMS[operation, algorithm].blocked:
+    if operation.blocked:
         counts = (base.blocks, 3 * base.blocks)
     for chunks in counts:
         if operation in ROOTED:
@@ -99,7 +99,7 @@ def test_short_rings_need_no_credits(n: int) -> None:
 def test_every_algorithm_is_right_for_64_ranks(operation: Operation, algorithm: str) -> None:
     eager = ALGORITHMS[operation, algorithm].eager
     request = Request(operation=operation, algorithm=algorithm, n=64, root=37)
-    chunks = request.blocks if ALGORITHMS[operation, algorithm].blocked else (1 if eager else 5)
+    chunks = request.blocks if operation.blocked else (1 if eager else 5)
     request = replace(request, chunks=chunks)
     if operation is Operation.ALL_REDUCE_SHARDS:
         request = replace(request, shards=100, assignment=assign_shards(100, 64))

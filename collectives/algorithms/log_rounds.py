@@ -1,28 +1,23 @@
-"""All-reduce by recursive halving and doubling, for any number of ranks.
-
-(Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),
-2005; for what is no power of two, Rabenseifner and Träff, EuroPVM/MPI 2004.) Let p be the largest power of
-two with p + r = n. Each of the first r odd ranks reduces its own input and that of the even rank before it;
-then p *workers* halve: in log2 p rounds, a worker gives half of what it still holds to the worker whose
-number differs in one bit, and reduces the other half. In log2 p more rounds they read each other's results,
-doubling what they have; the even ranks read all of it from their odd neighbours at the end.
-"""
+"""Algorithms of about log2 n rounds: halving-doubling all-reduce, Bruck's all-to-all, the barrier."""
 
 from __future__ import annotations
 
-from zbmd.collectives.algorithms.compose import finish_program
-from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
+from functools import cache
+
+from zbmd.collectives.algorithms.compose import Await, Draft, Signal, finish_program, number_waits
 from zbmd.collectives.programs.program import (
     IN,
     INBOX,
     OUT,
     SCRATCH,
     Copy,
+    Instruction,
     Notify,
     Operand,
     Program,
     Put,
     Reduce,
+    Wait,
     chunk_range,
 )
 from zbmd.collectives.programs.spec import Tree
@@ -38,9 +33,15 @@ def workers_of(n: int) -> tuple[int, int]:
 
 
 def halving_doubling_all_reduce(n: int, rank: int, chunks: int) -> Program:
-    """Recursive halving, then recursive doubling. In place or not.
+    """Recursive halving, then recursive doubling, for any number of ranks. In place or not.
 
-    Order (`halving_order`): in every round the lower worker's partial sum comes first.
+    (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
+    19(1), 2005; for what is no power of two, Rabenseifner and Träff, EuroPVM/MPI 2004.) Let p be the largest
+    power of two with p + r = n. Each of the first r odd ranks reduces its own input and that of the even rank
+    before it; then p *workers* halve: in log2 p rounds, a worker gives half of what it still holds to the
+    worker whose number differs in one bit, and reduces the other half. In log2 p more rounds they read each
+    other's results, doubling what they have; the even ranks read all of it from their odd neighbours at the
+    end. Order (`halving_order`): in every round the lower worker's partial sum comes first.
     """
     p, left_over = workers_of(n)
     rounds = p.bit_length() - 1
@@ -66,7 +67,7 @@ def halving_order(n: int, chunks: int, chunk: int) -> Tree:
     block = next(b for b in range(p) if chunk in chunk_range(b, p, chunks))
 
     def held(worker: int, distance: int) -> Tree:
-        """What a worker holds of the block after the round over `distance`."""
+        """The part of the sum that a worker holds after the round over `distance`."""
         if distance == p:
             return (2 * worker, 2 * worker + 1) if worker < left_over else worker + left_over
         low = worker & ~distance
@@ -76,7 +77,7 @@ def halving_order(n: int, chunks: int, chunk: int) -> Tree:
 
 
 class _Walk:
-    """What one rank does."""
+    """The steps of one rank."""
 
     def __init__(self, n: int, rank: int, chunks: int) -> None:
         self._rank, self._chunks = rank, chunks
@@ -118,7 +119,7 @@ class _Walk:
         ]
 
     def _partial(self, chunk: int, distance: int) -> Operand:
-        """Where this rank's sum of a chunk lies before the round over `distance`."""
+        """The place of this rank's sum of a chunk before the round over `distance`."""
         first = 2 * distance == self._p and not self._paired
         return Operand(self._rank, IN if first else SCRATCH, chunk)
 
@@ -171,3 +172,79 @@ class _Walk:
         if self._paired:
             draft.append(Await(self._rank - 1, "read"))
         return draft
+
+
+def bruck_all_to_all(n: int, rank: int, chunks: int) -> Program:
+    """All-to-all in ceil(log2 n) rounds, for many ranks and small blocks.
+
+    (Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
+    message-passing systems", IEEE TPDS 8(11), 1997.) A block from rank s to rank d has j = (d - s) mod n
+    ranks to go. In round k every block whose j has bit k set is moved on by 2^k ranks. A block on its way
+    stays in the inbox slot that it was put into; each has a slot of its own.
+    """
+    slots = sum(j.bit_count() for j in range(n)) * (chunks // (n * n))
+    return finish_program(
+        "bruck_all_to_all",
+        n,
+        rank,
+        n * n,
+        chunks,
+        [
+            *(
+                Copy(chunk, Operand(rank, OUT, chunk), Operand(rank, IN, chunk))
+                for chunk in chunk_range(rank * n + rank, n * n, chunks)
+            ),
+            *number_waits(lambda r: _bruck_draft(n, r, chunks), rank),
+        ],
+        inbox_slots=slots,
+    )
+
+
+def _bruck_draft(n: int, rank: int, chunks: int) -> Draft:
+    per_block = chunks // (n * n)
+    draft: Draft = []
+    for k in range((n - 1).bit_length()):
+        ahead, behind = (rank + (1 << k)) % n, (rank - (1 << k)) % n
+        moving = [j for j in range(n) if j >> k & 1]
+        for j in moving:
+            # What came in earlier rounds came from as many ranks behind as the lower bits of j say.
+            source = (rank - (j & ((1 << k) - 1))) % n
+            for i in range(per_block):
+                chunk = (source * n + (source + j) % n) * per_block + i
+                at = Operand(rank, IN, chunk)
+                if source != rank:
+                    at = Operand(rank, INBOX, _bruck_slot(j, k - 1, i, per_block))
+                put = Put(chunk, Operand(ahead, INBOX, _bruck_slot(j, k, i, per_block)), at)
+                draft.append(Signal(put, (k, j, i)))
+        for j in moving:
+            for i in range(per_block):
+                draft.append(Await(behind, (k, j, i)))
+                if j >> (k + 1) == 0:
+                    chunk = ((rank - j) % n * n + rank) * per_block + i
+                    slot = Operand(rank, INBOX, _bruck_slot(j, k, i, per_block))
+                    draft.append(Copy(chunk, Operand(rank, OUT, chunk), slot))
+    return draft
+
+
+def _bruck_slot(j: int, k: int, i: int, per_block: int) -> int:
+    """The slot of a block with `j` to go that has been moved in round `k`, or last in a round before it."""
+    moved = (j & ((1 << (k + 1)) - 1)).bit_count() - 1
+    return (_hops_below(j) + moved) * per_block + i
+
+
+@cache
+def _hops_below(j: int) -> int:
+    """Moves of all blocks with less than `j` to go."""
+    return sum(below.bit_count() for below in range(j))
+
+
+def dissemination_barrier(n: int, rank: int) -> Program:
+    """ceil(log2 n) rounds; in round k notify rank + 2^k, then wait for rank - 2^k (mod n).
+
+    (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", Int. J. Parallel
+    Programming 17(1), 1988.) No peer is met twice, so every count is 1.
+    """
+    instructions: list[Instruction] = []
+    for k in range((n - 1).bit_length()):
+        instructions += [Notify((rank + (1 << k)) % n), Wait((rank - (1 << k)) % n, 1)]
+    return finish_program("dissemination_barrier", n, rank, 1, 1, instructions)

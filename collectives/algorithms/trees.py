@@ -1,4 +1,4 @@
-"""Reductions up binary trees, chunk by chunk in a pipeline, and the way down for all-reduce.
+"""Reductions up binary trees and broadcasts down, chunk by chunk in a pipeline.
 
 With two trees, in which nobody has children in both, every rank's bandwidth is used both ways (Sanders, Speck
 and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12),
@@ -13,19 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zbmd.collectives.algorithms.compose import finish_program
-from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
+from zbmd.collectives.algorithms.compose import Await, Draft, Signal, finish_program, number_waits
 from zbmd.collectives.programs.program import (
     IN,
     INBOX,
     OUT,
     SCRATCH,
     Copy,
+    Instruction,
     Notify,
     Operand,
     Program,
     Put,
     Reduce,
+    Wait,
 )
 from zbmd.collectives.programs.spec import Tree
 
@@ -51,7 +52,7 @@ class BinaryTree:
 
     @property
     def root(self) -> int:
-        """Who has no parent."""
+        """The node without a parent."""
         return self.parents.index(-1)
 
 
@@ -113,6 +114,27 @@ def tree_reduce(n: int, rank: int, chunks: int, root: int) -> Program:
     return _program("tree_reduce", n, rank, chunks, (balanced_tree(n, root),), down=False)
 
 
+def tree_broadcast(n: int, rank: int, chunks: int, root: int) -> Program:
+    """Broadcast down a binary tree, pipelined: a chunk is announced to the children once it is here.
+
+    Ranks are numbered from the root: v = (rank - root) mod n has the parent (v - 1) // 2. A rank ends
+    when its children have read all of its chunks.
+    """
+    place = (rank - root) % n
+    parent = ((place - 1) // 2 + root) % n
+    children = [(child + root) % n for child in (2 * place + 1, 2 * place + 2) if child < n]
+    instructions: list[Instruction] = []
+    for chunk in range(chunks):
+        if place:
+            instructions.append(Wait(parent, chunk + 1))
+            instructions.append(Copy(chunk, Operand(rank, OUT, chunk), Operand(parent, OUT, chunk)))
+        instructions += [Notify(child) for child in children]
+    if place:
+        instructions.append(Notify(parent))
+    instructions += [Wait(child, 1) for child in children]
+    return finish_program("tree_broadcast", n, rank, 1, chunks, instructions)
+
+
 def tree_order(tree: BinaryTree, leaf: Callable[[int], Tree] = lambda node: node) -> Tree:
     """The order in which a chunk is reduced: a node's own input, `leaf(node)`, then its children's sums."""
 
@@ -162,7 +184,7 @@ def _part_from_root(tree: BinaryTree, n: int, rank: int) -> Draft:
 
 
 def inbox_slots(trees: tuple[BinaryTree, ...]) -> int:
-    """How many slots a rank's inbox has: for sums of children, then for results of parents."""
+    """The slots of a rank's inbox: for sums of children, then for results of parents."""
     return _sums_slots(trees) + len(trees) * PARENT_SLOTS
 
 
@@ -172,7 +194,7 @@ def _sums_slots(trees: tuple[BinaryTree, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
-    """What one node of the trees does: its chunks go up to the root, and the results come down.
+    """The steps of one node of the trees: its chunks go up to the root, and the results come down.
 
     `ranks[node]` is the rank of a node. The k-th of `chunks` takes the k-th tree in turn; `own(k)` is where
     this node's contribution to it lies, `partial(k)` where its sum may be kept.

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from zbmd.collectives.programs.program import (
+    IN,
     OUT,
     SCRATCH,
     Copy,
@@ -87,6 +88,11 @@ class TreeReduction:
     def _release(self, place: Operand) -> None:
         if place.buffer == SCRATCH:
             self._free.append(place.number)
+
+
+def copy_if_alone(n: int, chunks: int) -> list[Instruction]:
+    """All there is to do for a group of one rank; nothing for a larger one."""
+    return [Copy(c, Operand(0, OUT, c), Operand(0, IN, c)) for c in range(chunks) if n == 1]
 
 
 def exchange_slices(n: int, rank: int, chunks: int) -> list[Instruction]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from zbmd.collectives.algorithms.compose import Await, Draft, Signal, finish_program, number_waits
+from zbmd.collectives.algorithms.compose import (
+    Await,
+    Draft,
+    Signal,
+    copy_if_alone,
+    finish_program,
+    number_waits,
+)
 from zbmd.collectives.programs.program import (
     IN,
     INBOX,
@@ -46,8 +53,7 @@ def halving_doubling_all_reduce(n: int, rank: int, chunks: int) -> Program:
     p, left_over = workers_of(n)
     rounds = p.bit_length() - 1
     if n == 1:
-        copies = [Copy(chunk, Operand(0, OUT, chunk), Operand(0, IN, chunk)) for chunk in range(chunks)]
-        return finish_program("halving_doubling_all_reduce", n, rank, 1, chunks, copies)
+        return finish_program("halving_doubling_all_reduce", n, rank, 1, chunks, copy_if_alone(n, chunks))
     follows = rank < 2 * left_over and rank % 2 == 0
     return finish_program(
         "halving_doubling_all_reduce",

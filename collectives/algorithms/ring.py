@@ -10,11 +10,18 @@ must have taken t - n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
-from zbmd.collectives.algorithms.compose import Await, Draft, Signal, finish_program, number_waits
+from zbmd.collectives.algorithms.compose import (
+    Await,
+    Draft,
+    Signal,
+    copy_if_alone,
+    finish_program,
+    number_waits,
+)
 from zbmd.collectives.programs.program import (
     IN,
     INBOX,
@@ -96,7 +103,7 @@ def _program(
     blocks: int,
     chunks: int,
     hops_of: Callable[[int], list[Hop]],
-    first: list[Copy],
+    first: Iterable[Instruction],
     scratch_slots: int = 0,
 ) -> Program:
     walk: list[Instruction] = []
@@ -114,20 +121,42 @@ def _program(
     )
 
 
-def _keep(rank: int) -> Callable[[int, int, Operand], Copy]:
-    return lambda chunk, j, slot: Copy(chunk, Operand(rank, OUT, chunk), slot)
+def _reducing(n: int, r: int, blocks: Sequence[range], first_scratch: int = 0) -> list[Hop]:
+    """Send the sums of these blocks on, each after adding the own input; keep that of the last."""
+
+    def partial_sum(chunk: int, j: int) -> Operand:
+        return Operand(r, SCRATCH, first_scratch + j)
+
+    def own(chunk: int, j: int) -> Operand:
+        return Operand(r, IN, chunk)
+
+    def add(chunk: int, j: int, slot: Operand) -> Reduce:
+        return Reduce(chunk, partial_sum(chunk, j), slot, own(chunk, j))
+
+    def end(chunk: int, j: int, slot: Operand) -> Reduce:
+        return Reduce(chunk, Operand(r, OUT, chunk), slot, own(chunk, j))
+
+    return [
+        Hop(send, receive, partial_sum if s else own, add if s < n - 2 else end)
+        for s, (send, receive) in enumerate(pairwise(blocks))
+    ]
 
 
-def _add_to_out(rank: int) -> Callable[[int, int, Operand], Reduce]:
-    return lambda chunk, j, slot: Reduce(chunk, Operand(rank, OUT, chunk), slot, Operand(rank, IN, chunk))
+def _gathering(r: int, blocks: Sequence[range]) -> list[Hop]:
+    """Send each of these blocks on, and keep the next."""
+
+    def result(chunk: int, j: int) -> Operand:
+        return Operand(r, OUT, chunk)
+
+    def keep(chunk: int, j: int, slot: Operand) -> Copy:
+        return Copy(chunk, result(chunk, j), slot)
+
+    return [Hop(send, receive, result, keep) for send, receive in pairwise(blocks)]
 
 
-def _add_to_scratch(rank: int) -> Callable[[int, int, Operand], Reduce]:
-    return lambda chunk, j, slot: Reduce(chunk, Operand(rank, SCRATCH, j), slot, Operand(rank, IN, chunk))
-
-
-def _from(rank: int, buffer: int) -> Callable[[int, int], Operand]:
-    return lambda chunk, j: Operand(rank, buffer, j if buffer == SCRATCH else chunk)
+def _round(n: int, chunks: int, first: int) -> list[range]:
+    """Blocks `first`, first - 1, …, one a rank."""
+    return [chunk_range((first - s) % n, n, chunks) for s in range(n)]
 
 
 def ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
@@ -138,24 +167,10 @@ def ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
     """
 
     def hops_of(r: int) -> list[Hop]:
-        def block(b: int) -> range:
-            return chunk_range(b % n, n, chunks)
+        return _reducing(n, r, _round(n, chunks, r)) + _gathering(r, _round(n, chunks, r + 1))
 
-        reducing = [
-            Hop(
-                block(r - s),
-                block(r - s - 1),
-                _from(r, SCRATCH if s else IN),
-                _add_to_scratch(r) if s < n - 2 else _add_to_out(r),
-            )
-            for s in range(n - 1)
-        ]
-        gathering = [Hop(block(r + 1 - s), block(r - s), _from(r, OUT), _keep(r)) for s in range(n - 1)]
-        return reducing + gathering
-
-    alone = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in range(chunks) if n == 1]
     slots = -(-chunks // n) if n > 2 else 0
-    return _program("ring_all_reduce", n, rank, 1, chunks, hops_of, alone, slots)
+    return _program("ring_all_reduce", n, rank, 1, chunks, hops_of, copy_if_alone(n, chunks), slots)
 
 
 def ring_order(n: int, chunks: int, chunk: int) -> Tree:
@@ -169,24 +184,17 @@ def ring_reduce_scatter(n: int, rank: int, chunks: int) -> Program:
 
     Order (`ring_scatter_order`): block b is the left fold over ranks b+1, b+2, …, b (mod n).
     """
-
-    def hops_of(r: int) -> list[Hop]:
-        def block(b: int) -> range:
-            return chunk_range(b % n, n, chunks)
-
-        return [
-            Hop(
-                block(r - 1 - s),
-                block(r - 2 - s),
-                _from(r, SCRATCH if s else IN),
-                _add_to_scratch(r) if s < n - 2 else _add_to_out(r),
-            )
-            for s in range(n - 1)
-        ]
-
-    alone = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in range(chunks) if n == 1]
     slots = chunks // n if n > 2 else 0
-    return _program("ring_reduce_scatter", n, rank, n, chunks, hops_of, alone, slots)
+    return _program(
+        "ring_reduce_scatter",
+        n,
+        rank,
+        n,
+        chunks,
+        lambda r: _reducing(n, r, _round(n, chunks, r - 1)),
+        copy_if_alone(n, chunks),
+        slots,
+    )
 
 
 def ring_scatter_order(n: int, chunks: int, chunk: int) -> Tree:
@@ -197,15 +205,8 @@ def ring_scatter_order(n: int, chunks: int, chunk: int) -> Tree:
 
 def ring_all_gather(n: int, rank: int, chunks: int) -> Program:
     """All-gather round the ring: block r sets out from rank r."""
-
-    def hops_of(r: int) -> list[Hop]:
-        def block(b: int) -> range:
-            return chunk_range(b % n, n, chunks)
-
-        return [Hop(block(r - s), block(r - s - 1), _from(r, OUT), _keep(r)) for s in range(n - 1)]
-
     own = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in chunk_range(rank, n, chunks)]
-    return _program("ring_all_gather", n, rank, n, chunks, hops_of, own)
+    return _program("ring_all_gather", n, rank, n, chunks, lambda r: _gathering(r, _round(n, chunks, r)), own)
 
 
 def bidirectional_ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
@@ -230,14 +231,13 @@ def bidirectional_ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
                 draft += [*up, *down]
         return draft
 
-    alone = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in range(chunks) if n == 1]
     return finish_program(
         "bidirectional_ring_all_reduce",
         n,
         rank,
         1,
         chunks,
-        (*alone, *(number_waits(draft_of, rank) if n > 1 else [])),
+        (*copy_if_alone(n, chunks), *(number_waits(draft_of, rank) if n > 1 else [])),
         scratch_slots=sum(slots),
         inbox_slots=2 * WINDOW_SLOTS if n > 1 else 0,
     )
@@ -267,14 +267,5 @@ def _reducing_hops(n: int, r: int, chunks: int, way: int, first_scratch: int) ->
     def half(steps: int) -> range:
         return _half(r + way * steps, n, chunks, way)
 
-    def partial_sum(chunk: int, j: int) -> Operand:
-        return Operand(r, SCRATCH, first_scratch + j)
-
-    def add(chunk: int, j: int, slot: Operand) -> Reduce:
-        return Reduce(chunk, partial_sum(chunk, j), slot, Operand(r, IN, chunk))
-
-    reducing = [
-        Hop(half(-s), half(-s - 1), partial_sum if s else _from(r, IN), add if s < n - 2 else _add_to_out(r))
-        for s in range(n - 1)
-    ]
-    return reducing + [Hop(half(1 - s), half(-s), _from(r, OUT), _keep(r)) for s in range(n - 1)]
+    reducing = _reducing(n, r, [half(-s) for s in range(n)], first_scratch)
+    return reducing + _gathering(r, [half(1 - s) for s in range(n)])

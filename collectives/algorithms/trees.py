@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zbmd.collectives.algorithms.compose import Await, Draft, Signal, finish_program, number_waits
+from zbmd.collectives.algorithms.compose import (
+    Await,
+    Draft,
+    Signal,
+    copy_if_alone,
+    finish_program,
+    number_waits,
+)
 from zbmd.collectives.programs.program import (
     IN,
     INBOX,
@@ -151,8 +158,7 @@ def _program(
     name: str, n: int, rank: int, chunks: int, trees: tuple[BinaryTree, ...], *, down: bool
 ) -> Program:
     if n == 1:
-        copies = [Copy(chunk, Operand(0, OUT, chunk), Operand(0, IN, chunk)) for chunk in range(chunks)]
-        return finish_program(name, n, rank, 1, chunks, copies)
+        return finish_program(name, n, rank, 1, chunks, copy_if_alone(n, chunks))
 
     def draft_of(r: int) -> Draft:
         climb = Climb(

@@ -21,31 +21,52 @@ is absolute CLOCK_MONOTONIC, 0 for none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NoReturn
 
 from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
-from zbmd.collectives.communicator.coalescing import CoalescedOperations
 from zbmd.collectives.communicator.cost_model import Model
-from zbmd.collectives.communicator.peer_reading import agree_on_reading
-from zbmd.collectives.communicator.pieces import Job, Side, shape_of
-from zbmd.collectives.communicator.runs import NO_ROOT, Said
-from zbmd.collectives.communicator.tuning import agree_on_model
+from zbmd.collectives.communicator.group_trials import (
+    NOT_TRIED,
+    Reading,
+    agree_on_model,
+    agree_on_reading,
+)
+from zbmd.collectives.communicator.pieces import Side, sides_of
+from zbmd.collectives.communicator.planning import Planner
+from zbmd.collectives.communicator.turns import NO_ROOT, OnFlight, Turns
+from zbmd.collectives.communicator.uneven import UnevenOperations
 from zbmd.collectives.device.arrays_in import (
-    Placed,
     Target,
     as_bytes,
     as_placed,
     is_block,
+    new_output,
+    output,
+    own_block,
     packed,
+    reduced_arrays,
     require_apart,
+    require_blocks,
     require_size,
 )
-from zbmd.collectives.programs.layout import gather_layout, reduce_scatter_layout, scatter_layout
+from zbmd.collectives.execution.executor import Membership
+from zbmd.collectives.execution.remote_executor import make_executor
+from zbmd.collectives.native._fast_path import FastPathCalls
+from zbmd.collectives.programs.layout import (
+    all_to_all_layout,
+    gather_layout,
+    reduce_scatter_layout,
+    scatter_layout,
+)
 from zbmd.collectives.programs.program import IN, OUT, PUB, input_buffer
-from zbmd.collectives.programs.reductions import BYTES_CODE, dtype_code, reduction_code
-from zbmd.transport.errors import UserError
+from zbmd.collectives.programs.reductions import dtype_code, reduction_code
+from zbmd.transport.cuda.api import CudaFault
+from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.memory.segment import PeerMemory, Segment
 
 _REDUCE: Final = Operation.REDUCE.value
 _BROADCAST: Final = Operation.BROADCAST.value
@@ -53,17 +74,127 @@ _ALL_GATHER: Final = Operation.ALL_GATHER.value
 _GATHER: Final = Operation.GATHER.value
 _SCATTER: Final = Operation.SCATTER.value
 _REDUCE_SCATTER: Final = Operation.REDUCE_SCATTER.value
+_ALL_TO_ALL: Final = Operation.ALL_TO_ALL.value
 _BARRIER: Final = Operation.BARRIER.value
 
 
-class Communicator(CoalescedOperations):
+class Communicator(FastPathCalls):
     """The collective operations of `members` at `epoch`, from the side of process `rank`.
 
     `members` and `rank` are ranks of the job; a `root` is a rank of the group, as `place` is, 0..size-1.
 
     `peers` maps every other member to its memory. Two communicators of a process that are alive at once need
     different channels (0..15). `hosts` numbers the host of each member, in their order; empty: all on one.
+
+    An operation turns its arguments into a `Call`. A `Planner` gives the plan of it, and `Turns` carries it
+    out in turn, piece by piece (`pieces`), on an `Executor`.
     """
+
+    def __init__(
+        self,
+        *,
+        segment: Segment,
+        peers: Mapping[int, PeerMemory],
+        members: tuple[int, ...],
+        rank: int,
+        epoch: int,
+        channel: int,
+        hosts: tuple[int, ...] = (),
+    ) -> None:
+        if hosts and len(hosts) != len(members):
+            raise LocalProtocolError(f"hosts are given for {len(hosts)} of the members {members}")
+        self._executor = make_executor(
+            Membership(segment=segment, peers=peers, members=members, rank=rank, epoch=epoch, channel=channel)
+        )
+        self.members = members
+        self.rank = rank
+        self.epoch = epoch
+        self.channel = channel
+        self.title = self._executor.title
+        self.hosts = hosts
+        self.size = len(members)
+        self.place = members.index(rank)
+        self.reading = NOT_TRIED
+        self._segment = segment
+        self._planner = Planner(self._executor, hosts)
+        self._turns = Turns(self._executor, segment, self._planner, repr(self))
+        self._uneven = UnevenOperations(self._planner, self._turns, segment, members, self.place)
+        self.flight = self._turns.flight
+        self.fast_path = self._turns.fast_path
+        self._closed = False
+
+    def __repr__(self) -> str:
+        place = f"epoch {self.epoch} channel {self.channel}"
+        return f"<{type(self).__name__} {place}: rank {self.rank} of {self.members}>"
+
+    @property
+    def model(self) -> Model:
+        """The cost model that "auto" goes by, the same on all ranks."""
+        return self._planner.model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self._planner.model = model
+
+    @property
+    def on_flight(self) -> OnFlight | None:
+        """The observer of operations as they begin and end. Setting one closes the fast path."""
+        return self._turns.on_flight
+
+    @on_flight.setter
+    def on_flight(self, hears: OnFlight) -> None:
+        self.fast_path.open = False
+        self._turns.on_flight = hears
+
+    @property
+    def on_fault(self) -> Callable[[str], object] | None:
+        """Is called when an operation has failed otherwise than by the end of a member or an abort."""
+        return self._turns.on_fault
+
+    @on_fault.setter
+    def on_fault(self, hears: Callable[[str], object]) -> None:
+        self._turns.on_fault = hears
+
+    @property
+    def sequence(self) -> int:
+        """Runs begun in this epoch; an operation counts once for each of its pieces."""
+        return self._executor.sequence
+
+    def has_moved(self, since: int) -> bool:
+        """Whether an operation begun when `sequence` was `since` may have written to its arrays."""
+        begun = self.sequence - since
+        return begun > 1 or (begun == 1 and self._executor.may_have_moved)
+
+    def abort(self) -> None:
+        """End the running operation with `OperationAborted`, and every later one; from any thread."""
+        self._turns.end("it was aborted")
+        self._executor.abort()
+
+    def give_up(self) -> None:
+        """Abort, wait for the running operation to drain, and let the peers know; the memory is kept.
+
+        A peer that waits for this rank, now or later, ends its operation with `OperationAborted`.
+        """
+        self.abort()
+        with self._turns.turnstile:
+            self._executor.give_up()
+
+    def close(self) -> None:
+        """`give_up`, and give back inbox and scratch. Idempotent.
+
+        After a loss call it only once the dead are confirmed dead: their last store may still be under way.
+        """
+        self.abort()
+        with self._turns.turnstile:
+            if not self._closed:
+                self._closed = True
+                self._executor.give_up()
+                self._executor.release()
+                with contextlib.suppress(
+                    CudaFault
+                ):  # a failed device gives nothing back before the process ends
+                    self._turns.pieces.devices.close()
+                self._turns.forget()
 
     def tune(self, *, deadline_ns: int = 0) -> Model:
         """Measure the group's link, unless its first member knows such groups; all members must call this.
@@ -83,30 +214,55 @@ class Communicator(CoalescedOperations):
         if self.size > 1 and not self._executor.far:
             self.read_peers(agree_on_reading(self, deadline_ns))
 
+    def read_peers(self, found: Reading) -> None:
+        """Have the members, who were all in a trial, read each other's ordinary arrays, if all of them can.
+
+        Changes nothing if they do already.
+        """
+        if self.reading.pids:
+            return
+        self.reading = found
+        if found.pids and self.size > 1 and not self._executor.far:
+            with self._turns.turnstile:
+                self._executor.read_peers([found.pids[member] for member in self.members])
+
+    def kill_at(self, sequence: int, point: int) -> None:
+        """Fault injection: this process dies by SIGKILL at `point` of the run numbered `sequence`.
+
+        Points are those of `Plan.kill_points`; `sequence + 1` is the next run.
+        """
+        self._executor.kill_at(sequence, point)
+        self.fast_path.kill_at(sequence, point)
+
+    def fast_path_failed(self) -> NoReturn:
+        """Raise what became of the fast path's call, which still has the turn."""
+        self._turns.fast_path_failed()
+
     def _all_reduce(self, x: Any, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any:
         given = as_placed(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
-        if out is None:
-            target = Target(given, "x", load=True)
-            source = target.flat
-        else:
-            target = Target(require_size(as_placed(out, "out"), given.dtype, given.size, "out"), "out")
-            source = packed(given)
-            require_apart(source, target.flat)
-        shape = shape_of(self._ask(Operation.ALL_REDUCE, algorithm, source.size, dtype))
-        flat = target.flat
-        if shape.plan.eager:
-            sides = [Side((PUB,), source, 1, source), Side((OUT,), flat, store=flat)]
-        elif out is None:
-            sides = [Side((IN, OUT), flat, 1, flat, flat)]
-        elif IN in shape.plan.exposed and not self._is_readable(source):
-            sides = [Side((IN, OUT), flat, 1, source, flat)]
-        else:
-            sides = [Side((IN,), source, 1, source), Side((OUT,), flat, 1, None, flat)]
-        job = Job(shape=shape, sides=sides, count=source.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns, Said(x, out, op, algorithm, NO_ROOT))
+        source, target = reduced_arrays(given, out)
+        call = self._planner.call(Operation.ALL_REDUCE, algorithm, source.size, dtype, reduction)
+        plan = self._planner.plan(call)
+        sides = sides_of(plan, source, target.flat)
+        if out is not None and IN in plan.exposed and not self._turns.pieces.can_be_read(source):
+            sides = [Side((IN, OUT), target.flat, 1, source, target.flat)]
+        self._turns.perform_sides(call, plan, sides, deadline_ns, x, out)
         target.bring_home()
         return x if out is None else out
+
+    def all_reduce_many(
+        self, arrays: Sequence[Any], *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
+    ) -> Sequence[Any]:
+        """`all_reduce` of every array, in place, small ones together; see
+        `zbmd.collectives.communicator.uneven`.
+
+        All ranks give arrays of the same dtypes and sizes in the same order, or all raise `Desynchronised`.
+        The arrays share no memory with each other. After an error each holds its input, its result, or, if
+        it is longer than `PACK_BYTES_MAX`, neither. Returns `arrays`.
+        """
+        self._uneven.all_reduce_many(arrays, op, algorithm, deadline_ns)
+        return arrays
 
     def reduce(
         self,
@@ -126,141 +282,12 @@ class Communicator(CoalescedOperations):
         done = self.fast_path.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
         if done is not None:
             return self._at_root(root, x if out is None else out) if done else self.fast_path_failed()
-        given, place = as_placed(x, "x"), self._root(root)
+        given, at_root = as_placed(x, "x"), self._is_root(root)
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
-        at_root, source = place == self.place, packed(given)
-        target: Target[Any] | None = None
-        if at_root and out is None:
-            target = Target(given, "x", load=True)
-            source = target.flat
-        elif at_root:
-            target = Target(require_size(as_placed(out, "out"), given.dtype, given.size, "out"), "out")
-            require_apart(source, target.flat)
-        shape = shape_of(self._ask(Operation.REDUCE, algorithm, source.size, dtype, root=place))
-        first = (PUB,) if shape.plan.eager else (IN,)
-        sides = [Side(first, source, 1, source)]
-        if target is not None and target.flat is source and not shape.plan.eager:
-            sides = [Side((IN, OUT), source, 1, source, source)]
-        elif target is not None:
-            sides.append(Side((OUT,), target.flat, 1, None, target.flat))
-        job = Job(shape=shape, sides=sides, count=source.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns, Said(x, out, op, algorithm, root))
-        if target is None:
-            return None
-        target.bring_home()
-        return x if out is None else out
-
-    def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
-        """Every rank's `x` becomes that of rank `root` of the group. Any dtype without objects.
-
-        `algorithm`: auto, eager, direct or tree.
-        """
-        done = self.fast_path.run(_BROADCAST, x, None, "sum", algorithm, root, deadline_ns)
-        if done is not None:
-            return x if done else self.fast_path_failed()
-        place = self._root(root)
-        given = as_placed(x, "x")
-        # The root's array is only read, so it need not be writeable.
-        target = None if place == self.place else Target(given, "x", load=True)
-        flat = as_bytes(packed(given) if target is None else target.flat, "x")
-        shape = shape_of(self._ask(Operation.BROADCAST, algorithm, flat.size, BYTES_CODE, root=place))
-        sides = [Side((OUT,), flat, 1, flat, flat, only_read=target is None)]
-        if shape.plan.eager:
-            sides.append(Side((PUB,), flat, 1, flat))
-        job = Job(shape=shape, sides=sides, count=flat.size, dtype=BYTES_CODE)
-        self._perform(job, deadline_ns, Said(x, None, "sum", algorithm, root))
-        if target is not None:
-            target.bring_home()
-        return x
-
-    def all_gather(self, x: Any, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
-        """Collect every rank's `x` into `out`, shape (size, *x.shape), in the order of the members.
-
-        `x` may be the rank's own part of `out`. Any dtype without objects. `algorithm`: auto, eager,
-        direct or ring.
-        """
-        if out is None:
-            out = self._new(x, lambda shape: (self.size, *shape))
-        done = self.fast_path.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
-        if done is not None:
-            return out if done else self.fast_path_failed()
-        given = as_placed(x, "x")
-        result, target = self._output(out, (self.size, *given.shape), given)
-        source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
-        if not is_block(source, flat, self.place * source.size):
-            require_apart(source, flat)
-        shape = shape_of(self._ask(Operation.ALL_GATHER, algorithm, source.size, BYTES_CODE))
-        first = (PUB,) if shape.plan.eager else (IN,)
-        sides = [Side(first, source, 1, source), Side((OUT,), flat, self.size, None, flat)]
-        job = Job(shape=shape, sides=sides, count=source.size, dtype=BYTES_CODE)
-        self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, NO_ROOT))
-        target.bring_home()
-        return result
-
-    def gather(
-        self, x: Any, root: int, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0
-    ) -> Any:
-        """Collect every rank's `x` at rank `root` in `out`, shape (size, *x.shape), in the order of the
-        members.
-
-        Returns `out` at the root and None elsewhere, where `out` is not used. At the root `x` may be its part
-        of `out`. Any dtype without objects. `algorithm`: auto, eager or direct.
-        """
-        if out is None and root == self.place:
-            out = self._new(x, lambda shape: (self.size, *shape))
-        done = self.fast_path.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
-        if done is not None:
-            return self._at_root(root, out) if done else self.fast_path_failed()
-        given, place = as_placed(x, "x"), self._root(root)
-        source = as_bytes(packed(given), "x")
-        layout = gather_layout((source.size,) * self.size, place)
-        if place != self.place:
-            job = self._laid_out(Operation.GATHER, algorithm, layout, source, None, root=place)
-            self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, root))
-            return None
-        result, target = self._output(out, (self.size, *given.shape), given)
-        flat = as_bytes(target.flat, "out")
-        if not is_block(source, flat, place * source.size):
-            require_apart(source, flat)
-        job = self._laid_out(Operation.GATHER, algorithm, layout, source, flat, root=place)
-        self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, root))
-        target.bring_home()
-        return result
-
-    def scatter(
-        self, x: Any, root: int, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0
-    ) -> Any:
-        """Rank r of the group gets block r of the `x` of rank `root` in `out`.
-
-        `x`, shape (size, …), is given at the root, where `out` may be its own block of it or be left out; the
-        others pass None for `x`, and an `out`, shape (…). Any dtype without objects. `algorithm`: auto, eager
-        or direct. Returns `out`.
-        """
-        if out is None and root == self.place:
-            out = self._new(x, lambda shape: shape[1:])
-        done = self.fast_path.run(_SCATTER, x, out, "sum", algorithm, root, deadline_ns)
-        if done is not None:
-            return out if done else self.fast_path_failed()
-        place = self._root(root)
-        source: Placed | None = None
-        if place == self.place:
-            given = self._blocks_of(as_placed(x, "x"))
-            result, target = self._output(out, given.shape[1:], given)
-            source = as_bytes(packed(given), "x")
-            if not is_block(as_bytes(target.flat, "out"), source, place * target.flat.nbytes):
-                require_apart(source, target.flat)
-        elif out is None:
-            raise UserError(
-                f"rank {self.place} is not the root: pass the array that takes its block as `out`"
-            )
-        else:
-            result, target = out, Target(as_placed(out, "out"), "out")
-        flat = as_bytes(target.flat, "out")
-        layout = scatter_layout((flat.size,) * self.size, place)
-        job = self._laid_out(Operation.SCATTER, algorithm, layout, source, flat, root=place)
-        self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, root))
-        target.bring_home()
-        return result
+        source, target = reduced_arrays(given, out) if at_root else (packed(given), None)
+        call = self._planner.call(Operation.REDUCE, algorithm, source.size, dtype, reduction, root=root)
+        self._turns.perform(call, source, target, deadline_ns, x, out)
+        return self._at_root(root, x if out is None else out)
 
     def reduce_scatter(
         self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
@@ -271,44 +298,41 @@ class Communicator(CoalescedOperations):
         ring.
         """
         if out is None:
-            out = self._new(x, lambda shape: shape[1:])
+            out = new_output(x, lambda shape: shape[1:])
         done = self.fast_path.run(_REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT, deadline_ns)
         if done is not None:
             return out if done else self.fast_path_failed()
         given = as_placed(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
-        self._blocks_of(given)
-        result, target = self._output(out, given.shape[1:], given)
+        require_blocks(given, self.size)
+        result, target = output(out, given.shape[1:], given)
         source, flat = packed(given), target.flat
         if not is_block(flat, source, self.place * flat.size):
             require_apart(source, flat)
-        ask = self._ask(Operation.REDUCE_SCATTER, algorithm, flat.size, dtype, published=source.size)
-        shape = shape_of(ask)
-        if shape.plan.eager:
-            layout = reduce_scatter_layout((flat.size,) * self.size)
-            job = self._laid_out(
-                Operation.REDUCE_SCATTER, algorithm, layout, source, flat, dtype=dtype, reduction=reduction
-            )
-        else:
-            sides = [Side((IN,), source, self.size, source), Side((OUT,), flat, 1, None, flat)]
-            job = Job(shape=shape, sides=sides, count=flat.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns, Said(x, out, op, algorithm, NO_ROOT))
-        target.bring_home()
+        call = self._planner.call(
+            Operation.REDUCE_SCATTER, algorithm, flat.size, dtype, reduction, published=source.size
+        )
+        if self._planner.plan(call).eager:
+            call = replace(call, layout=reduce_scatter_layout((flat.size,) * self.size))
+        blocks_in = self.size if call.layout is None else 1
+        self._turns.perform(call, source, target, deadline_ns, x, out, blocks_in=blocks_in)
         return result
 
-    def barrier(self, *, deadline_ns: int = 0) -> None:
-        """Return once every member has called it."""
-        done = self.fast_path.run(_BARRIER, None, None, "sum", "auto", NO_ROOT, deadline_ns)
-        if done is False:
-            self.fast_path_failed()
-        if done:
-            return
-        shape = shape_of(self._ask(Operation.BARRIER, "auto", 0, BYTES_CODE))
-        job = Job(shape=shape, sides=[], count=0, dtype=BYTES_CODE)
-        self._perform(job, deadline_ns, Said(None, None, "sum", "auto", NO_ROOT))
+    def reduce_scatter_v(
+        self,
+        x: Any,
+        rows: Sequence[int],
+        out: Any = None,
+        *,
+        op: str = "sum",
+        algorithm: str = "auto",
+        deadline_ns: int = 0,
+    ) -> Any:
+        """Combine every rank's `x`, and keep this rank's rows of it in `out`: `rows[r]` for the r-th member.
 
-    def _at_root(self, root: int, result: Any) -> Any:
-        return result if root == self.place else None
+        `rows` is the same on all ranks and adds up to the first extent of `x`.
+        """
+        return self._uneven.reduce_scatter(x, rows, out, op, algorithm, deadline_ns)
 
     def all_reduce_shards(
         self,
@@ -342,14 +366,170 @@ class Communicator(CoalescedOperations):
             flat = packed(require_size(partial, result.dtype, result.size, f"partial {node}"))
             require_apart(flat, target.flat)
             sides.append(Side((input_buffer(k),), flat, 1, flat))
-        ask = self._ask(
-            Operation.ALL_REDUCE_SHARDS,
-            "auto",
-            result.size,
-            dtype,
-            shards=shards,
-            assignment=tuple(assignment),
-        )
-        self._perform(Job(shape=shape_of(ask), sides=sides, count=result.size, dtype=dtype), deadline_ns)
+        call = self._planner.call(Operation.ALL_REDUCE_SHARDS, "auto", result.size, dtype)
+        request = replace(call.request, shards=shards, assignment=tuple(assignment))
+        call = replace(call, request=request)
+        self._turns.perform_sides(call, self._planner.plan(call), sides, deadline_ns)
         target.bring_home()
         return out
+
+    def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
+        """Every rank's `x` becomes that of rank `root` of the group. Any dtype without objects.
+
+        `algorithm`: auto, eager, direct or tree.
+        """
+        done = self.fast_path.run(_BROADCAST, x, None, "sum", algorithm, root, deadline_ns)
+        if done is not None:
+            return x if done else self.fast_path_failed()
+        at_root, given = self._is_root(root), as_placed(x, "x")
+        # The root's array is only read, so it need not be writeable.
+        target = None if at_root else Target(given, "x", load=True)
+        flat = as_bytes(packed(given) if target is None else target.flat, "x")
+        call = self._planner.call(Operation.BROADCAST, algorithm, flat.size, root=root)
+        plan = self._planner.plan(call)
+        sides = [Side((OUT,), flat, 1, flat, flat, only_read=at_root)]
+        if plan.eager:
+            sides.append(Side((PUB,), flat, 1, flat))
+        self._turns.perform_sides(call, plan, sides, deadline_ns, x)
+        if target is not None:
+            target.bring_home()
+        return x
+
+    def all_gather(self, x: Any, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
+        """Collect every rank's `x` into `out`, shape (size, *x.shape), in the order of the members.
+
+        `x` may be the rank's own part of `out`. Any dtype without objects. `algorithm`: auto, eager,
+        direct or ring.
+        """
+        if out is None:
+            out = new_output(x, lambda shape: (self.size, *shape))
+        done = self.fast_path.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
+        if done is not None:
+            return out if done else self.fast_path_failed()
+        given = as_placed(x, "x")
+        result, target = output(out, (self.size, *given.shape), given)
+        source = own_block(given, target, self.place)
+        call = self._planner.call(Operation.ALL_GATHER, algorithm, source.size)
+        self._turns.perform(call, source, target, deadline_ns, x, out, blocks_out=self.size)
+        return result
+
+    def all_gather_v(self, x: Any, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
+        """Every rank's `x`, shape (rows, …) with a number of rows of its own, one after the other: a new
+        array.
+        """
+        return self.all_gather_rows(x, algorithm=algorithm, deadline_ns=deadline_ns)[0]
+
+    def all_gather_rows(
+        self, x: Any, *, algorithm: str = "auto", deadline_ns: int = 0
+    ) -> tuple[Any, tuple[int, ...]]:
+        """As `all_gather_v`, with the number of rows of each member, in their order."""
+        return self._uneven.all_gather(x, algorithm, deadline_ns)
+
+    def gather(
+        self, x: Any, root: int, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0
+    ) -> Any:
+        """Collect every rank's `x` at rank `root` in `out`, shape (size, *x.shape), in the order of the
+        members.
+
+        Returns `out` at the root and None elsewhere, where `out` is not used. At the root `x` may be its part
+        of `out`. Any dtype without objects. `algorithm`: auto, eager or direct.
+        """
+        if out is None and root == self.place:
+            out = new_output(x, lambda shape: (self.size, *shape))
+        done = self.fast_path.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
+        if done is not None:
+            return self._at_root(root, out) if done else self.fast_path_failed()
+        given, result, target = as_placed(x, "x"), None, None
+        if self._is_root(root):
+            result, target = output(out, (self.size, *given.shape), given)
+        source = as_bytes(packed(given), "x") if target is None else own_block(given, target, self.place)
+        layout = gather_layout((source.size,) * self.size, root)
+        call = self._planner.call_laid_out(Operation.GATHER, algorithm, layout, root=root)
+        self._turns.perform(call, source, target, deadline_ns, x, out)
+        return result
+
+    def scatter(
+        self, x: Any, root: int, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0
+    ) -> Any:
+        """Rank r of the group gets block r of the `x` of rank `root` in `out`.
+
+        `x`, shape (size, …), is given at the root, where `out` may be its own block of it or be left out; the
+        others pass None for `x`, and an `out`, shape (…). Any dtype without objects. `algorithm`: auto, eager
+        or direct. Returns `out`.
+        """
+        if out is None and root == self.place:
+            out = new_output(x, lambda shape: shape[1:])
+        done = self.fast_path.run(_SCATTER, x, out, "sum", algorithm, root, deadline_ns)
+        if done is not None:
+            return out if done else self.fast_path_failed()
+        source: Any = None
+        if self._is_root(root):
+            given = require_blocks(as_placed(x, "x"), self.size)
+            result, target = output(out, given.shape[1:], given)
+            source = as_bytes(packed(given), "x")
+            if not is_block(as_bytes(target.flat, "out"), source, root * target.flat.nbytes):
+                require_apart(source, target.flat)
+        elif out is None:
+            raise UserError(
+                f"rank {self.place} is not the root: pass the array that takes its block as `out`"
+            )
+        else:
+            result, target = out, Target(as_placed(out, "out"), "out")
+        layout = scatter_layout((target.flat.nbytes,) * self.size, root)
+        call = self._planner.call_laid_out(Operation.SCATTER, algorithm, layout, root=root)
+        self._turns.perform(call, source, target, deadline_ns, x, out)
+        return result
+
+    def all_to_all(self, x: Any, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
+        """Send block d of `x`, shape (size, …), to the d-th member; block s of `out` comes from the s-th.
+
+        Any dtype without objects. `algorithm`: auto, eager or direct. Returns `out`, of the shape of `x`.
+        """
+        if out is None:
+            out = new_output(x, lambda shape: shape)
+        done = self.fast_path.run(_ALL_TO_ALL, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
+        if done is not None:
+            return out if done else self.fast_path_failed()
+        given = require_blocks(as_placed(x, "x"), self.size)
+        result, target = output(out, given.shape, given)
+        source = as_bytes(packed(given), "x")
+        require_apart(source, target.flat)
+        layout = all_to_all_layout(((source.size // self.size,) * self.size,) * self.size)
+        call = self._planner.call_laid_out(Operation.ALL_TO_ALL, algorithm, layout)
+        self._turns.perform(call, source, target, deadline_ns, x, out)
+        return result
+
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_rows: Sequence[int],
+        receive_rows: Sequence[int],
+        out: Any = None,
+        *,
+        algorithm: str = "auto",
+        deadline_ns: int = 0,
+    ) -> Any:
+        """Send `send_rows[d]` rows of `x` to the d-th member, one block after the other, and receive
+        `receive_rows[s]` rows from the s-th into `out`, shape (sum(receive_rows), *x.shape[1:]).
+
+        All ranks raise `Desynchronised` if what one sends is not what the other expects, or rows differ in
+        size.
+        """
+        return self._uneven.all_to_all(x, send_rows, receive_rows, out, algorithm, deadline_ns)
+
+    def barrier(self, *, deadline_ns: int = 0) -> None:
+        """Return once every member has called it."""
+        done = self.fast_path.run(_BARRIER, None, None, "sum", "auto", NO_ROOT, deadline_ns)
+        if done is False:
+            self.fast_path_failed()
+        if not done:
+            self._turns.perform(self._planner.call(Operation.BARRIER, "auto", 0), None, None, deadline_ns)
+
+    def _is_root(self, root: int) -> bool:
+        """Whether this rank is the root. Raises `UserError` unless that is a rank of the group."""
+        if not 0 <= root < self.size:
+            raise UserError(f"root={root} is not a rank of this group: expected 0..{self.size - 1}")
+        return root == self.place
+
+    def _at_root(self, root: int, result: Any) -> Any:
+        return result if root == self.place else None

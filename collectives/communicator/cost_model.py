@@ -1,4 +1,4 @@
-"""What an operation should cost by each algorithm: the α-β-γ model.
+"""Predict the time of an operation by each algorithm: the α-β-γ model.
 
 (Hockney, Parallel Computing 20(3), 1994, with γ for reductions as in Thakur, Rabenseifner and Gropp, IJHPCA
 19(1), 2005.) α is the time from a notification to the end of the wait for it, β that of a byte moved, γ that
@@ -54,7 +54,7 @@ Formula: TypeAlias = "Callable[[Case], float]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is to be predicted: `nbytes` of one rank's largest array, over `n` ranks on `hosts` hosts."""
+    """The case to predict: `nbytes` of one rank's largest array, over `n` ranks on `hosts` hosts."""
 
     n: int
     nbytes: int
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def crowding(self) -> float:
-        """How many ranks of a host share a core."""
+        """The ranks of a host that share a core."""
         return max(1.0, math.ceil(self.n / self.hosts) / self.model.cores)
 
     @property
@@ -72,9 +72,9 @@ class Case:
         return (self.n - 1).bit_length()
 
     def time_ns(self, *, steps: float, moved: float, reduced: float = 0.0) -> float:
-        """Of so many notifications one after the other, and shares of `nbytes` moved and reduced.
+        """Return the time of `steps` notifications in sequence, and shares of `nbytes` moved and reduced.
 
-        Between hosts who reads what a notification behind the first tells of asks for it, and is answered.
+        Between hosts a rank asks for the data of each notification after the first, and is answered.
         """
         model, asking_ns = self.model, 0.0
         if self.hosts > 1:
@@ -139,23 +139,11 @@ def _trees_all_reduce(case: Case, trees: int) -> float:
     )
 
 
-def _tree_all_reduce(case: Case) -> float:
-    return _trees_all_reduce(case, 1)
-
-
 def _over_hosts(case: Case, between: Formula) -> float:
     inside = math.ceil(case.n / case.hosts)
     near = Case(n=inside, nbytes=case.nbytes, hosts=1, model=ONE_HOST)
     far = Case(n=case.hosts, nbytes=-(-case.nbytes // inside), hosts=case.hosts, model=case.model)
     return _direct_all_reduce(near) + between(far)
-
-
-def _ring_of_hosts(case: Case) -> float:
-    return _over_hosts(case, _ring_all_reduce)
-
-
-def _tree_of_hosts(case: Case) -> float:
-    return _over_hosts(case, _tree_all_reduce)
 
 
 def _read_by_all(case: Case) -> float:
@@ -201,10 +189,12 @@ FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
         (Operation.ALL_REDUCE, "ring"): _ring_all_reduce,
         (Operation.ALL_REDUCE, "bidirectional_ring"): _bidirectional_all_reduce,
         (Operation.ALL_REDUCE, "halving_doubling"): _halving_all_reduce,
-        (Operation.ALL_REDUCE, "tree"): _tree_all_reduce,
+        (Operation.ALL_REDUCE, "tree"): lambda case: _trees_all_reduce(case, 1),
         (Operation.ALL_REDUCE, "double_tree"): lambda case: _trees_all_reduce(case, 2),
-        (Operation.ALL_REDUCE, "hierarchical"): _ring_of_hosts,
-        (Operation.ALL_REDUCE, "hierarchical_tree"): _tree_of_hosts,
+        (Operation.ALL_REDUCE, "hierarchical"): lambda case: _over_hosts(case, _ring_all_reduce),
+        (Operation.ALL_REDUCE, "hierarchical_tree"): lambda case: _over_hosts(
+            case, lambda far: _trees_all_reduce(far, 1)
+        ),
         (Operation.REDUCE, "direct"): _one_root_reads,
         (Operation.REDUCE, "shared"): _shared_by_all,
         (Operation.REDUCE, "tree"): _up_a_tree,
@@ -230,4 +220,4 @@ FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
         for operation in operations
     }
 )
-"""What each algorithm is predicted to take, ns."""
+"""The predicted time of each algorithm, ns."""

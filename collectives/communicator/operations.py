@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.communicator.communicator import Communicator
-from zbmd.collectives.communicator.runs import NO_ROOT
+from zbmd.collectives.communicator.turns import NO_ROOT
 from zbmd.collectives.device.arrays import given_back, taken
 from zbmd.collectives.native._fast_path import BlockingCalls
 from zbmd.transport.errors import UserError
@@ -98,7 +98,7 @@ class Operations(ABC, Generic[CalledT]):
         stream: Any = None,
     ) -> CalledT:
         """`all_reduce` of every array, in place; small ones travel together
-        (`zbmd.collectives.communicator.coalescing`).
+        (`zbmd.collectives.communicator.uneven`).
 
         All members give arrays of the same dtypes and sizes in the same order. Returns `arrays`.
         """

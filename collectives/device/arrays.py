@@ -34,7 +34,7 @@ FindCuda = Callable[[int], CudaApi]
 
 
 class CudaFinder:
-    """How this process finds the CUDA of a device's memory; a model of devices takes its place."""
+    """Finds the CUDA of a device's memory in this process; a model of devices takes its place."""
 
     def __init__(self) -> None:
         self.find: FindCuda = runtime_at
@@ -117,7 +117,7 @@ class DeviceArray:
 
 
 class CallersArray:
-    """What a caller passed, as it was then: `given`, and where its elements lie.
+    """An array that a caller passed, as it was then: `given`, and where its elements lie.
 
     It stands for `given` on the way to the data plane, whose thread has streams of its own.
     """
@@ -139,7 +139,7 @@ class CallersArray:
             )
 
     def operand(self) -> Array | DeviceArray:
-        """What operations work on. An array without elements lies nowhere, so it may be one of the host."""
+        """Return the array to work on; one without elements lies nowhere, so it may be one of the host."""
         span, stream = self.span, self.span.stream
         assert stream is not None, "one was chosen"
         dtype = dtype_named("bfloat16") if span.typestr == _BFLOAT16 else np.dtype(span.typestr)
@@ -207,7 +207,7 @@ def stream_address(stream: Any) -> int | None:
 
 
 def given_back(x: Any) -> Any:
-    """Return what the caller passed, of what `taken` made of it."""
+    """Return the array that the caller passed, from the one that `taken` made of it."""
     return x.given if type(x) in _CALLERS else x
 
 

@@ -5,12 +5,13 @@ An array that is not C-contiguous is packed before an operation, and unpacked af
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.device.arrays import CallersArray, DeviceArray, taken
+from zbmd.collectives.device.arrays import CallersArray, DeviceArray, new_array, taken
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import address_of
 
@@ -130,3 +131,51 @@ def require_apart(a: Placed, b: Placed) -> None:
         overlap = np.may_share_memory(a, b)
     if overlap:
         raise UserError("input and output overlap; operate in place, or on arrays that are apart")
+
+
+def require_blocks(x: PlacedT, size: int) -> PlacedT:
+    """`x` itself. Raises `UserError` unless its first extent is the group's size."""
+    if x.ndim == 0 or x.shape[0] != size:
+        raise UserError(f"x has shape {x.shape}; its first extent must be the group's size, {size}")
+    return x
+
+
+def new_output(x: Any, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+    """A new array for the result of a plain `x`; None for any other.
+
+    It is made before the fast path is asked, which takes calls whose arrays are all there.
+    """
+    return np.empty(shape_of(x.shape), x.dtype) if type(x) is np.ndarray else None
+
+
+def output(out: Any, shape: tuple[int, ...], like: Placed) -> tuple[Any, Target[Any]]:
+    """What the caller gets back, and the array to write: `out`, or, if it is None, a new one of `shape` with
+    the dtype of `like`, where that lies.
+    """
+    dtype, size = like.dtype, int(np.prod(shape, dtype=np.int64))
+    if out is not None:
+        return out, Target(require_size(as_placed(out, "out"), dtype, size, "out"), "out")
+    if isinstance(like, DeviceArray):
+        made = new_array(like, shape, dtype)
+        return made.given, Target(made.operand(), "out")
+    result = np.empty(shape, dtype)
+    return result, Target(result, "out")
+
+
+def reduced_arrays(given: Placed, out: Any) -> tuple[Placed, Target[Any]]:
+    """Return the array that a reduction reads and the one it writes: `out`, or, if that is None, in place."""
+    if out is None:
+        target = Target(given, "x", load=True)
+        return target.flat, target
+    target = Target(require_size(as_placed(out, "out"), given.dtype, given.size, "out"), "out")
+    source = packed(given)
+    require_apart(source, target.flat)
+    return source, target
+
+
+def own_block(given: Placed, target: Target[Any], place: int) -> Placed:
+    """The bytes of an input that may be block `place` of the output, and else must be apart from it."""
+    source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
+    if not is_block(source, flat, place * source.size):
+        require_apart(source, flat)
+    return source

@@ -83,7 +83,7 @@ class Landings:
 
 @dataclass(slots=True)
 class _Landed:
-    """What a caller passed, where that lies, and its elements on the host."""
+    """An array that a caller passed, where it lies, and its elements on the host."""
 
     caller: CallersArray
     operand: Placed
@@ -150,7 +150,7 @@ class Landing:
 
     def end(self) -> None:
         """The end of the call, however it went."""
-        with contextlib.suppress(CudaFault):  # it has been told of where it was waited for
+        with contextlib.suppress(CudaFault):  # it was reported where it was waited for
             self._staging.end()
         self._landed.clear()
 
@@ -188,7 +188,7 @@ class Landing:
         )
 
     def _whose(self, value: Any) -> _Landed | None:
-        """Which of the arrays on the host it is, or the first rows of which."""
+        """Return the array on the host that `value` is, or that it has the first rows of."""
         for each in self._landed.values():
             inside = isinstance(value, np.ndarray) and value.size and np.may_share_memory(value, each.host)
             if value is each.host or inside:

@@ -18,8 +18,8 @@ import structlog
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.group_trials import NOT_TRIED, Reading
 from zbmd.collectives.communicator.operations import timeout_ns
-from zbmd.collectives.communicator.peer_reading import NOT_TRIED, Reading
 from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.elastic.calls import ElasticCalls
 from zbmd.collectives.elastic.operations import ElasticOperations, Result

@@ -100,7 +100,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """`all_reduce` of every array in one operation; small ones travel together (`coalescing`).
+        """`all_reduce` of every array in one operation; small ones travel together (`uneven`).
 
         All members give arrays of the same dtypes and sizes in the same order. In place, and the value is
         `arrays`; with "preserve" or "adopt" it is a list of new ones. "adopt" copies them into the arena.

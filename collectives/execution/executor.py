@@ -7,7 +7,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from zbmd.collectives.errors import (
     MembersLost,
     OperationAborted,
 )
-from zbmd.collectives.execution.plan import Plan
+from zbmd.collectives.execution.plan import Plan, Run
 from zbmd.collectives.native._stepper import (
     PUB_BYTES_MAX,
     STATUS_ABORTED,
@@ -33,8 +33,7 @@ from zbmd.collectives.native._stepper import (
     NativeGroup,
 )
 from zbmd.collectives.programs.channels import title
-from zbmd.collectives.programs.layout import Piece, Table
-from zbmd.collectives.programs.program import BUFFERS, INBOX, hash_text
+from zbmd.collectives.programs.program import BUFFERS, INBOX, Program, hash_text
 from zbmd.collectives.programs.reductions import DTYPE_NAMES, REDUCTIONS, slot_itemsize
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import (
@@ -53,55 +52,66 @@ COLLECTIVE_POINT = faults.declare(
 SPINS_ALONE = 200
 """Looks before a wait lets others have the core, when every rank could have one of its own: some 8 µs."""
 YIELDS_ALONE = 20
-"""How often it does so before it parks: some 160 µs. The cores may have others to serve than our ranks."""
+"""Times that it does so before it parks: some 160 µs. The cores may have others to serve than our ranks."""
 SPINS_SHARED = 4
 """Looks before a wait lets others have the core, when ranks share cores and it is for one of them to run."""
 YIELDS_SHARED = 200
-"""How often it does so before it parks."""
+"""Times that it does so before it parks."""
 SPINS_REMOTE = 64
 """Looks before a wait parks, when what it waits for comes over a network."""
 
 _HEADER = struct.Struct("=6Q2BHI2Q35Q")
+NativeGroupT = TypeVar("NativeGroupT", bound=NativeGroup)
 _OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One native run: a whole operation, or one piece of it. Counts and strides in elements of a block.
+class Membership:
+    """One rank's end of a group in one epoch.
 
-    With `layout` the blocks lie where it says: `count` is the longest of this piece, `total` that of the
-    whole operation, and a stride is 1 for a staged array and 0 for one used in place.
+    `peers` maps every other member, and perhaps more ranks, to its memory. Raises `LocalProtocolError` unless
+    `rank` and some of `peers` make up `members`.
     """
 
-    dtype: int
-    reduction: int
-    count: int
-    total: int
-    piece: int
-    in_stride: int
-    out_stride: int
-    layout: Piece | None = None
-    digest: int = 0
-    """Of what the ranks must agree on beyond the plan and the layout."""
+    segment: Segment
+    peers: Mapping[int, PeerMemory]
+    members: tuple[int, ...]
+    rank: int
+    epoch: int
+    channel: int
 
+    def __post_init__(self) -> None:
+        if self.rank not in self.members or len(set(self.members)) != len(self.members):
+            raise LocalProtocolError(f"rank {self.rank} is not one of the members {self.members}")
+        missing = [member for member in self.members if member != self.rank and member not in self.peers]
+        if missing:
+            raise LocalProtocolError(f"no memory is attached for the members {missing} of {self.members}")
 
-class RunArguments(TypedDict):
-    """See `NativeGroup.run`."""
+    @property
+    def others(self) -> dict[int, PeerMemory]:
+        """The memory of every other member, by its place."""
+        return {i: self.peers[m] for i, m in enumerate(self.members) if m != self.rank}
 
-    operation: int
-    dtype: int
-    reduction: int
-    root: int
-    count: int
-    total: int
-    piece: int
-    in_stride: int
-    out_stride: int
-    scratch: int
-    scratch_bytes: int
-    layout: Table | None
-    extents: Table | None
-    layout_digest: int
+    def native(self, kind: type[NativeGroupT], bases: Mapping[int, int], **settings: Any) -> NativeGroupT:
+        """Make the native group. `bases`: where the segments of other members begin here, by place; 0 if it
+        is on another host. Raises `LocalProtocolError` if the channel has been used in this epoch.
+        """
+        own, place = self.segment, self.members.index(self.rank)
+        ranges = [(bases[i], peer.slot, peer.arena_offset, peer.nbytes) for i, peer in self.others.items()]
+        own_inbox_end = own.nbytes - own.arena.capacity_bytes
+        ranges.insert(place, (own.base, own.slot, own_inbox_end, own.nbytes))
+        try:
+            return kind(
+                ranges,
+                rank=place,
+                channel=self.channel,
+                epoch=self.epoch,
+                identity=hash_text(f"members={self.members} epoch={self.epoch}"),
+                **settings,
+            )
+        except ValueError as error:
+            text = f"no executor for {self.members} in epoch {self.epoch}: {error}"
+            raise LocalProtocolError(text) from None
 
 
 class Executor(ABC):
@@ -110,45 +120,23 @@ class Executor(ABC):
     `native` holds the group's counters and descriptors. Subclasses say how a program is walked.
     """
 
-    def __init__(
-        self, native: NativeGroup, *, segment: Segment, members: tuple[int, ...], rank: int, epoch: int
-    ) -> None:
-        self.members = members
-        self.place = members.index(rank)
-        self.epoch = epoch
-        self.title = title(native.channel_number, epoch)
+    def __init__(self, native: NativeGroup, membership: Membership) -> None:
+        self.members = membership.members
+        self.place = membership.members.index(membership.rank)
+        self.epoch = membership.epoch
+        self.title = title(membership.channel, membership.epoch)
         self.native = native
-        self._segment = segment
+        self._segment = membership.segment
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._inbox: NDArray[Any] = np.empty(0, np.uint8)
         self._addresses = np.zeros(BUFFERS, np.uint64)
         self._kill_at: tuple[int, int] | None = None
         self.raised: Exception | None = None
-        """What has ended a run of the fast path, if it was none of the native statuses."""
+        """The exception that has ended a run of the fast path, if it was none of the native statuses."""
 
     @abstractmethod
-    def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
+    def _execute(self, run: Run, *, deadline_ns: int, kill_point: int) -> int:
         """Enter and run one operation over `_addresses`; returns a STATUS."""
-
-    def arguments(self, plan: Plan, call: Call) -> RunArguments:
-        """What the native run is told of a call."""
-        piece = call.layout
-        return RunArguments(
-            operation=plan.request.operation.value,
-            dtype=call.dtype,
-            reduction=call.reduction,
-            root=plan.request.root,
-            count=call.count,
-            total=call.total,
-            piece=call.piece,
-            in_stride=call.in_stride,
-            out_stride=call.out_stride,
-            scratch=address_of(self._scratch),
-            scratch_bytes=self._scratch.nbytes,
-            layout=None if piece is None else piece.table,
-            extents=None if piece is None else piece.extents,
-            layout_digest=call.digest if piece is None else piece.digest,
-        )
 
     @property
     def scratch(self) -> NDArray[np.uint8]:
@@ -162,12 +150,12 @@ class Executor(ABC):
 
     @property
     def addresses(self) -> NDArray[np.uint64]:
-        """Where the buffers of the latest run began."""
+        """The addresses of the buffers of the latest run."""
         return self._addresses
 
     @property
     def eager_bytes_max(self) -> int:
-        """What a rank's input may have to travel with its descriptor; the same on all ranks."""
+        """The largest input that travels with a rank's descriptor, bytes; the same on all ranks."""
         return PUB_BYTES_MAX
 
     @property
@@ -177,7 +165,7 @@ class Executor(ABC):
 
     @property
     def reads_peers(self) -> bool:
-        """Whether all members can read each other's ordinary arrays where they lie (`peer_reading`)."""
+        """Whether all members can read each other's ordinary arrays where they lie (`group_trials`)."""
         return self.native.reads_peers
 
     def read_peers(self, pids: list[int]) -> None:
@@ -195,7 +183,7 @@ class Executor(ABC):
         return True
 
     def ran(self, plan: Plan) -> Plan:
-        """Which of a plan's programs the last run, which was of that plan, was by."""
+        """Return `plan`, or its `in_arena` if the last run, which was of `plan`, used that."""
         return plan if plan.in_arena is None or not self.native.reads else plan.in_arena
 
     def kill_at(self, sequence: int, point: int) -> None:
@@ -217,38 +205,37 @@ class Executor(ABC):
         """Give back inbox and scratch."""
         self._scratch = self._inbox = np.empty(0, np.uint8)
 
-    def run(self, plan: Plan, call: Call, buffers: Mapping[int, int], *, deadline_ns: int) -> None:
-        """Run `plan` over `buffers` (buffer number to address) and return when this rank has completed.
+    def run(self, run: Run, *, deadline_ns: int) -> None:
+        """Carry out a run, and return when this rank has completed.
 
         Raises `MembersLost`, `OperationAborted`, `DeadlineExceeded`, `Desynchronised`,
         `RemoteProtocolError` (a peer's descriptor is out of bounds), `EpochExhausted`, and `ArenaFull` if
         the inbox cannot hold the algorithm's slots.
         """
+        plan, addresses = run.plan, self._addresses
         if self.native.capacity_left(plan.native) < 1:
             raise EpochExhausted(f"{self.title} has used up its notification counters: install a new view")
-        addresses = self._addresses
         addresses.fill(0)
-        for buffer, address in buffers.items():
+        for buffer, address in run.addresses.items():
             addresses[buffer] = address
-        self._make_room(plan, call)
+        for each in (plan, plan.in_arena):
+            if each is not None:
+                self._make_room(each.program, run)
         addresses[INBOX] = address_of(self._inbox)
         point = -1
         if self._kill_at is not None and self._kill_at[0] == self.sequence + 1:
             point = self._kill_at[1]
         elif faults.armed():
             point = faults.reserve(COLLECTIVE_POINT, plan.kill_points)
-        status = self._execute(plan, call, deadline_ns=deadline_ns, kill_point=point)
+        status = self._execute(run, deadline_ns=deadline_ns, kill_point=point)
         if status != STATUS_DONE:
             raise self.error_of(status, plan)
 
-    def _make_room(self, plan: Plan, call: Call) -> None:
-        if plan.in_arena is not None:
-            self._make_room(plan.in_arena, call)
-        program = plan.program
+    def _make_room(self, program: Program, run: Run) -> None:
         if not program.scratch_slots and not program.inbox_slots:
             return
         per_block = program.chunks // program.blocks
-        slot_bytes = -(-(-(-call.count // per_block) * slot_itemsize(call.dtype)) // 64) * 64
+        slot_bytes = -(-(-(-run.count // per_block) * slot_itemsize(run.dtype)) // 64) * 64
         if self._scratch.nbytes < program.scratch_slots * slot_bytes:
             self._scratch = np.empty(program.scratch_slots * slot_bytes, np.uint8)
         if self._inbox.nbytes < program.inbox_slots * slot_bytes:
@@ -277,7 +264,7 @@ class Executor(ABC):
         return f"{program.algorithm} #{self.sequence} of {self.title}, rank {rank} {at}"
 
     def error_of(self, status: int, plan: Plan) -> ZbmdError:
-        """What to raise for a native run that ended so."""
+        """Return the error of a native run that ended with `status`."""
         if self.raised is not None and not isinstance(self.raised, ZbmdError):
             raise self.raised
         if self.raised is not None:
@@ -340,78 +327,35 @@ class MappedExecutor(Executor):
     `ranges` of the native group are trusted: they come from the mappings, not from shared memory.
     """
 
-    def __init__(
-        self,
-        *,
-        segment: Segment,
-        peers: Mapping[int, PeerSegment],
-        members: tuple[int, ...],
-        rank: int,
-        epoch: int,
-        channel: int,
-    ) -> None:
-        own_inbox_end = segment.nbytes - segment.arena.capacity_bytes
-        ranges = [
-            (segment.base, segment.slot, own_inbox_end, segment.nbytes)
-            if member == rank
-            else (peers[member].base, peers[member].slot, peers[member].arena_offset, peers[member].nbytes)
-            for member in members
-        ]
-        try:
-            native = NativeGroup(
-                ranges,
-                rank=members.index(rank),
-                channel=channel,
-                epoch=epoch,
-                identity=group_identity(members, epoch),
-                spins=spins_for(len(members)),
-                yields=YIELDS_ALONE if a_core_each(len(members)) else YIELDS_SHARED,
-            )
-        except ValueError as error:
-            raise no_executor(members, epoch, error) from None
-        super().__init__(native, segment=segment, members=members, rank=rank, epoch=epoch)
+    def __init__(self, membership: Membership) -> None:
+        others = {i: peer for i, peer in membership.others.items() if isinstance(peer, PeerSegment)}
+        alone = a_core_each(len(membership.members))
+        native = membership.native(
+            NativeGroup,
+            {i: peer.base for i, peer in others.items()},
+            spins=SPINS_ALONE if alone else SPINS_SHARED,
+            yields=YIELDS_ALONE if alone else YIELDS_SHARED,
+        )
+        super().__init__(native, membership)
         # The native group holds bare addresses: these keep the mappings behind them alive.
-        self._mappings = (segment.mapping, *(peer.mapping for peer in peers.values()))
+        self._mappings = (membership.segment.mapping, *(peer.mapping for peer in others.values()))
 
     @property
     def may_have_moved(self) -> bool:
         """See `Executor`: it has got past its entry."""
         return self.native.pc >= 0
 
-    def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
+    def _execute(self, run: Run, *, deadline_ns: int, kill_point: int) -> int:
         return self.native.run(
-            plan.native,
+            run.plan.native,
+            run,
             self._addresses,
+            self._scratch,
             deadline_ns=deadline_ns,
             kill_point=kill_point,
-            **self.arguments(plan, call),
         )
-
-
-def group_identity(members: tuple[int, ...], epoch: int) -> int:
-    """What tells a group's operations from those of another: it enters their fingerprints."""
-    return hash_text(f"members={members} epoch={epoch}")
-
-
-def spins_for(members: int) -> int:
-    """Looks before a wait lets others have the core, in a group of so many on one host."""
-    return SPINS_ALONE if a_core_each(members) else SPINS_SHARED
 
 
 def a_core_each(members: int) -> bool:
     """Whether so many on one host need not share cores."""
     return members <= len(os.sched_getaffinity(0))
-
-
-def no_executor(members: tuple[int, ...], epoch: int, error: ValueError) -> LocalProtocolError:
-    """The error of a native group that cannot be."""
-    return LocalProtocolError(f"no executor for {members} in epoch {epoch}: {error}")
-
-
-def require_members(members: tuple[int, ...], rank: int, peers: Mapping[int, PeerMemory]) -> None:
-    """Raise `LocalProtocolError` unless `rank` and exactly `peers` make up `members`."""
-    if rank not in members or len(set(members)) != len(members):
-        raise LocalProtocolError(f"rank {rank} is not one of the members {members}")
-    missing = [member for member in members if member != rank and member not in peers]
-    if missing:
-        raise LocalProtocolError(f"no memory is attached for the members {missing} of {members}")

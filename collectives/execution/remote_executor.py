@@ -24,18 +24,13 @@ import numpy as np
 
 from zbmd.collectives.execution.executor import (
     SPINS_REMOTE,
-    Call,
     Executor,
     MappedExecutor,
-    group_identity,
-    no_executor,
-    require_members,
+    Membership,
 )
-from zbmd.collectives.execution.plan import Plan
-from zbmd.collectives.execution.remote_drive import Driver
-from zbmd.collectives.execution.remote_fetch import Ended, Fetcher, Landings, Staging
-from zbmd.collectives.execution.remote_outgoing import Outgoing
-from zbmd.collectives.execution.remote_slots import Slots
+from zbmd.collectives.execution.plan import Plan, Run
+from zbmd.collectives.execution.remote_fetch import Driver, Ended, Fetcher, Landings, Staging
+from zbmd.collectives.execution.remote_sending import Outgoing, Slots
 from zbmd.collectives.execution.remote_walk import Walk, reach
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import (
@@ -47,35 +42,19 @@ from zbmd.collectives.native._stepper import (
 )
 from zbmd.collectives.programs.program import INBOX, SCRATCH
 from zbmd.transport.memory.region import RegionHandle
-from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerSegment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 
-def make_executor(
-    *,
-    segment: Segment,
-    peers: Mapping[int, PeerMemory],
-    members: tuple[int, ...],
-    rank: int,
-    epoch: int,
-    channel: int,
-) -> Executor:
-    """Make the executor for `members` at `epoch` on `channel`: a mapped one if all of them share memory.
+def make_executor(membership: Membership) -> Executor:
+    """Make the executor of a group: a mapped one if all members share memory.
 
-    `peers` may hold more than the members. Raises `LocalProtocolError` if members and peers do not fit, or
-    the channel has been used in this epoch.
+    Raises `LocalProtocolError` if the channel has been used in this epoch.
     """
-    require_members(members, rank, peers)
-    group = {member: peers[member] for member in members if member != rank}
-    mapped = {member: memory for member, memory in group.items() if isinstance(memory, PeerSegment)}
-    if len(mapped) == len(group):
-        return MappedExecutor(
-            segment=segment, peers=mapped, members=members, rank=rank, epoch=epoch, channel=channel
-        )
-    return RemoteExecutor(
-        segment=segment, peers=group, members=members, rank=rank, epoch=epoch, channel=channel
-    )
+    if all(isinstance(memory, PeerSegment) for memory in membership.others.values()):
+        return MappedExecutor(membership)
+    return RemoteExecutor(membership)
 
 
 SentT = TypeVar("SentT")
@@ -86,58 +65,31 @@ _WITHDRAWN_OFFSET = 8
 class RemoteExecutor(Executor):
     """See `Executor`."""
 
-    def __init__(
-        self,
-        *,
-        segment: Segment,
-        peers: Mapping[int, PeerMemory],
-        members: tuple[int, ...],
-        rank: int,
-        epoch: int,
-        channel: int,
-    ) -> None:
-        own_inbox_end = segment.nbytes - segment.arena.capacity_bytes
-        ranges: list[tuple[int, int, int, int]] = []
-        self._remote: dict[int, RemoteMemory] = {}
-        mappings = [segment.mapping]
-        for place, member in enumerate(members):
-            if member == rank:
-                ranges.append((segment.base, segment.slot, own_inbox_end, segment.nbytes))
-                continue
-            memory = peers[member]
-            base = 0
-            if isinstance(memory, PeerSegment):
-                base = memory.base
-                mappings.append(memory.mapping)
-            elif isinstance(memory, RemoteMemory):
-                self._remote[place] = memory
-            ranges.append((base, memory.slot, memory.arena_offset, memory.nbytes))
-        try:
-            group = RemoteGroup(
-                ranges,
-                rank=members.index(rank),
-                channel=channel,
-                epoch=epoch,
-                identity=group_identity(members, epoch),
-                spins=SPINS_REMOTE,
-                mirrors={place: memory.descriptors for place, memory in self._remote.items()},
-            )
-        except ValueError as error:
-            raise no_executor(members, epoch, error) from None
-        super().__init__(group, segment=segment, members=members, rank=rank, epoch=epoch)
+    def __init__(self, membership: Membership) -> None:
+        others, segment = membership.others, membership.segment
+        near = {i: memory for i, memory in others.items() if isinstance(memory, PeerSegment)}
+        self._remote = {i: memory for i, memory in others.items() if isinstance(memory, RemoteMemory)}
+        group = membership.native(
+            RemoteGroup,
+            {i: near[i].base if i in near else 0 for i in others},
+            spins=SPINS_REMOTE,
+            mirrors={place: memory.descriptors for place, memory in self._remote.items()},
+        )
+        super().__init__(group, membership)
         self._group = group
-        self._channel = channel
-        self._mappings = mappings  # the group holds bare addresses
+        self._channel = channel = membership.channel
+        # The native group holds bare addresses: these keep the mappings behind them alive.
+        self._mappings = (segment.mapping, *(memory.mapping for memory in near.values()))
         planes = {id(memory.plane): memory.plane for memory in self._remote.values()}
         self._driver = Driver(next(iter(planes.values()), None))
-        self._all_by_plane = len(self._remote) == len(members) - 1 and len(planes) == 1
+        self._all_by_plane = len(self._remote) == len(others) and len(planes) == 1
         """Nothing comes but by the plane that is driven."""
         self._landings = Landings(
-            segment, group, self._driver, channel=channel, epoch=epoch, spins=SPINS_REMOTE
+            segment, group, self._driver, channel=channel, epoch=self.epoch, spins=SPINS_REMOTE
         )
         self._staging = Staging()
         self._outgoing = Outgoing()
-        self._slots = Slots(segment, group, members=len(members), place=self.place, remote=self._remote)
+        self._slots = Slots(segment, group, members=len(self.members), place=self.place, remote=self._remote)
         self._gone: set[int] = set()
         """Places of members that could not be reached any more."""
 
@@ -173,17 +125,16 @@ class RemoteExecutor(Executor):
         gone = {place for place in self._gone if not self._group.has_closed(place)}
         return sorted({*super()._lost(), *gone})
 
-    def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
-        group, arguments = self._group, self.arguments(plan, call)
+    def _execute(self, run: Run, *, deadline_ns: int, kill_point: int) -> int:
+        group, plan = self._group, run.plan
         self._addresses[SCRATCH] = self._slots.told
 
         def begin() -> None:
-            group.begin(plan.native, self._addresses, **arguments)
+            group.begin(plan.native, run, self._addresses, self._scratch)
 
         if plan.eager:
-            return self._run(
-                plan, begin, partial(self._walk_eagerly, plan, deadline_ns), deadline_ns, kill_point
-            )
+            walk = partial(self._walk_eagerly, plan, deadline_ns)
+            return self._carry_out(plan, begin, walk, deadline_ns, kill_point)
         fetcher = Fetcher(plan, group, self._remote, self._landings, self._staging, deadline_ns)
         lent: list[RegionHandle] = []
 
@@ -191,25 +142,25 @@ class RemoteExecutor(Executor):
             begin()
             self._lend(plan, lent)
 
-        walk = partial(self._walk, plan, call, fetcher, deadline_ns)
-        return self._run(plan, begin_and_lend, walk, deadline_ns, kill_point, fetcher.asked, lent)
+        whole = partial(self._walk, run, fetcher, deadline_ns)
+        return self._carry_out(plan, begin_and_lend, whole, deadline_ns, kill_point, fetcher.asked, lent)
 
     def resume(self, plan: Plan, deadline_ns: int, kill_point: int) -> int:
         """Run an eager plan whose arguments the fast path has filled in; returns a STATUS. Raises nothing."""
         group = self._group
         try:
-            return self._run(
+            return self._carry_out(
                 plan,
                 lambda: group.resume(plan.native),
                 partial(self._walk_eagerly, plan, deadline_ns),
                 deadline_ns,
                 kill_point,
             )
-        except Exception as error:  # noqa: BLE001 -- the fast path has the turn, and `Runs.fast_path_failed` raises it
+        except Exception as error:  # noqa: BLE001 -- `Communicator.fast_path_failed` raises it
             self.raised = error
             return STATUS_ABORTED
 
-    def _run(
+    def _carry_out(
         self,
         plan: Plan,
         begin: Callable[[], None],
@@ -269,21 +220,21 @@ class RemoteExecutor(Executor):
         """All that it reads came with the descriptors."""
         return self._group.walk(plan.native, kill_point, deadline_ns)
 
-    def _walk(self, plan: Plan, call: Call, fetcher: Fetcher, deadline_ns: int, kill_point: int) -> int:
+    def _walk(self, run: Run, fetcher: Fetcher, deadline_ns: int, kill_point: int) -> int:
         group = self._group
         Walk(
-            plan,
+            run.plan,
             group,
             fetcher,
             self._outgoing,
             driver=self._driver,
             remote=self._remote,
             channel=self._channel,
-            dtype=call.dtype,
+            dtype=run.dtype,
             deadline_ns=deadline_ns,
             kill_index=kill_point - len(self.members) if kill_point >= len(self.members) else -1,
         ).run()
-        return group.finish(plan.native)
+        return group.finish(run.plan.native)
 
     def _lend(self, plan: Plan, lent: list[RegionHandle]) -> None:
         """Let the members on other hosts reach what this operation exposes."""
@@ -326,8 +277,8 @@ class RemoteExecutor(Executor):
             put = self._try(place, partial(self._tell_withdrawn, place, memory, at, word))
             if put is not None and memory.one_sided:
                 told.append((memory, put))
-        # Who reads our memory without us cannot be refused. It looks for this word after all that it has
-        # read: once it has the word, or is cut off, nobody takes what the caller changes for a result.
+        # A member that reads our memory without us cannot be refused. It looks for this word after it has
+        # read all: once it has the word, or is cut off, nobody takes what the caller changes for a result.
         for memory, put in told:
             memory.let_go((put,))
 

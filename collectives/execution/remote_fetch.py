@@ -1,9 +1,16 @@
-"""Gets from members on other hosts: merged into longer runs, asked for ahead, waited for without the GIL."""
+"""Gets from members on other hosts: merged into longer runs, asked for ahead, waited for without the GIL.
+
+The thread that waits moves the bytes itself: two wake-ups of sleeping threads are most of what a small
+message costs. So it takes the turns of the data plane (`RemotePlane.drive`) for a while, then sleeps, and
+leaves them to the plane's thread.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.collectives.execution.plan import Plan
-from zbmd.collectives.execution.remote_drive import Driver
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import STATUS_ABORTED, STATUS_DONE, STATUS_LOST
 from zbmd.transport.errors import LinkClosed, PeerLost
@@ -19,7 +25,65 @@ from zbmd.transport.memory.region import RemoteRegion
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
-from zbmd.transport.rdma.remote_memory import RemoteMemory
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.rdma.remote_memory import RemoteMemory, RemotePlane
+
+SPIN_NS: Final = 50_000
+"""The time for which a waiting thread spins before it sleeps."""
+DRIVE_NS: Final = 500_000
+"""The time for which it drives in vain if its data may come by another route: some wake-ups long."""
+PARKED_NS: Final = 50_000_000
+"""The time for which it drives in vain if its data can come by the plane alone."""
+
+
+class Driver:
+    """Drives the data plane for one thread at a time. plane: None if nothing passes it."""
+
+    def __init__(self, plane: RemotePlane | None) -> None:
+        self._plane = plane
+
+    def driving(self) -> AbstractContextManager[None]:
+        """For the time of an operation; see `RemotePlane.driving`."""
+        return nullcontext() if self._plane is None else self._plane.driving()
+
+    def wake(self) -> None:
+        """Have the thread that sleeps in `until` look again; from any thread."""
+        if self._plane is not None:
+            self._plane.wake()
+
+    def until(self, come: Callable[[], bool], *, far: bool, soon: bool = True) -> None:
+        """Drive until `come`, or for a while in vain: then the plane's own thread takes over.
+
+        far: only the plane can bring what `come` looks for, so the thread may sleep where the plane sleeps.
+        It sees whatever else ends a wait `PARK_MS` later at most. soon: it is worth to spin for it first.
+        """
+        plane = self._plane
+        if plane is None or come():
+            return
+        idle_ns, vain_ns = 0, PARKED_NS if far else DRIVE_NS
+        spin_ns = SPIN_NS if soon else 0
+        while True:
+            moved = plane.drive()
+            if come():
+                return
+            if moved:
+                idle_ns = 0
+                continue
+            at_ns = now_ns()
+            idle_ns = idle_ns or at_ns
+            if at_ns - idle_ns >= vain_ns:
+                plane.hand_over()
+                return
+            if far and at_ns - idle_ns >= spin_ns:
+                plane.park()
+            else:
+                os.sched_yield()
+
+    def leave(self) -> None:
+        """Others may still need what this process lends: have the plane's thread see to it at once."""
+        if self._plane is not None:
+            self._plane.hand_over()
+
 
 FETCH_BYTES: Final = 2 << 20
 """A get of what is to be reduced is no longer than this, or than one chunk: what came is reduced while more
@@ -133,7 +197,7 @@ class Fetched:
 
     @property
     def address(self) -> int:
-        """Where it comes to lie."""
+        """The address that it is received at."""
         return self.fetch.address + self.at
 
 
@@ -166,7 +230,7 @@ class Fetcher:
         """Of `_next`, what needs staging."""
 
     def region(self, place: int, buffer: int, *, writable: bool) -> RemoteRegion:
-        """What the member at `place` lends of a buffer for this run."""
+        """Return the memory that the member at `place` lends of a buffer for this run."""
         key = place, buffer, writable
         found = self._regions.get(key)
         if found is None:

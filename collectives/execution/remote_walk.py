@@ -19,9 +19,8 @@ from typing import Final, TypeVar
 import numpy as np
 
 from zbmd.collectives.execution.plan import Plan
-from zbmd.collectives.execution.remote_drive import Driver
-from zbmd.collectives.execution.remote_fetch import STAGING_BYTES_MAX, Ended, Fetch, Fetched, Fetcher
-from zbmd.collectives.execution.remote_outgoing import Outgoing
+from zbmd.collectives.execution.remote_fetch import STAGING_BYTES_MAX, Driver, Ended, Fetch, Fetched, Fetcher
+from zbmd.collectives.execution.remote_sending import Outgoing
 from zbmd.collectives.native._program import BLOCKED, DONE, Stepper
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import STATUS_DONE, STATUS_LOST
@@ -49,7 +48,7 @@ ROWS_MAX: Final = 256
 
 @dataclass(slots=True)
 class _Move:
-    """What moves data, with its operands: addresses, or what is fetched. b: 0 but in a reduce."""
+    """An instruction that moves data, with its operands: addresses, or fetches. b: 0 but in a reduce."""
 
     instruction: Put | Reduce | Copy | Finish
     dst: int

@@ -17,7 +17,7 @@ class QuickClock:
 class FlightRing:
     """The latest operations of a communicator, `capacity` of them.
 
-    Whoever has the communicator's turn writes it; anybody may read it.
+    The thread that has the communicator's turn writes it; any thread may read it.
     """
 
     capacity: int
@@ -26,7 +26,7 @@ class FlightRing:
 
     def __init__(self, capacity: int) -> None: ...
     def number(self, operation: str, algorithm: str) -> int:
-        """What stands for these names in the ring."""
+        """Return the number that stands for these names in the ring."""
     def begin(self, call: int, sequence: int, nbytes: int, start_ns: int) -> None:
         """An operation begins; `call` is its `number`."""
     def renumber(self, call: int) -> None:

@@ -15,7 +15,7 @@ FLIGHT_RECORDS_MAX = 4096
 
 
 class FlightState(Enum):
-    """How far an operation came."""
+    """The state of an operation."""
 
     RUNNING = "running"
     COMPLETE = "complete"

@@ -5,19 +5,14 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.execution.plan import Plan
+from zbmd.collectives.execution.plan import Plan, Run
 from zbmd.collectives.flight._flight import FlightRing
-from zbmd.collectives.native._program import NativeProgram
 from zbmd.collectives.native._stepper import NativeGroup
 
 WAITING_MAX: Final[int]
 """Threads that may wait for their turn on one communicator."""
-SHAPES_MAX: Final[int]
-"""Calls that a fast path knows; one more takes another's place."""
-LOOKS_WITH_GIL: Final[int]
-"""Looks for the other members before a small operation lets go of the GIL: some microseconds."""
 QUICK_BYTES_MAX: Final[int]
-"""What a small operation moves at most."""
+"""Bytes that a small operation moves at most."""
 
 class Turnstile:
     """Lets threads through one at a time, in the order in which they came: `with turnstile: ...`.
@@ -31,21 +26,21 @@ class Turnstile:
     ) -> None: ...
     @property
     def waiting(self) -> int:
-        """How many wait for their turn."""
+        """The threads that wait for their turn."""
 
-class Shape:
-    """One call that has been made before: everything of it but its arrays' addresses."""
+class KnownCall:
+    """A call that has been made before: everything of it but its arrays' addresses."""
 
     @property
     def plan(self) -> Plan: ...
 
 class FastPath:
-    """The way of calls that have been made before past all that decided how they run.
+    """Repeats the cached run of an identical earlier call.
 
     A call that it takes is the very one that the executor would make: the same program, descriptor,
     fingerprint, abort word, deadline, kill points and flight record. It takes a call if one of the same
     operation, dtype, size, arguments and reduction has run in one piece over arrays where they lay
-    (`learn`), if its own arrays can be used where they lie too, and if nobody else has the turn.
+    (`learn`), if its own arrays can be used where they lie too, and if no other thread has the turn.
 
     A small operation looks for the other members with the GIL held, for some microseconds: most often they
     are there. `held`: whether every member has a core of its own, so that this is worth it. `counts`: whether
@@ -77,9 +72,9 @@ class FastPath:
         """Operations that wait for another thread, or run there (`queue`)."""
     @property
     def status(self) -> int:
-        """How the call ended that failed."""
+        """The STATUS of the call that failed."""
     @property
-    def failed(self) -> Shape | None:
+    def failed(self) -> KnownCall | None:
         """The call that failed; the turn is still its caller's."""
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection, see `Executor.kill_at`."""
@@ -89,8 +84,7 @@ class FastPath:
         """Operations that wait for another thread have become one more, or one less."""
     def learn(
         self,
-        plan: Plan,
-        program: NativeProgram,
+        run: Run,
         x: NDArray[Any] | None,
         out: NDArray[Any] | None,
         *,
@@ -100,29 +94,16 @@ class FastPath:
         places: Mapping[int, bool],
         memory: object,
         addresses: NDArray[np.uint64],
+        scratch: NDArray[np.uint8],
         nbytes: int,
         flight: int,
         flight_read: int,
-        operation: int,
-        dtype: int,
-        reduction: int,
-        root: int,
-        count: int,
-        total: int,
-        piece: int,
-        in_stride: int,
-        out_stride: int,
-        scratch: int,
-        scratch_bytes: int,
-        layout: NDArray[np.uint64] | None = None,
-        extents: NDArray[np.uint64] | None = None,
-        layout_digest: int = 0,
     ) -> None:
         """Take calls like this one, which has just run, from now on; call it while the turn is the caller's.
 
         `called_root`: as the caller had it. `places`: for each of its buffers, whether it is `out` (or `x`).
-        `memory`: what owns scratch and inbox; it is kept. `flight`: its number in the ring, and
-        `flight_read` if the program's other ran. The rest is what `NativeGroup.run` was told.
+        `memory`: what owns scratch and inbox; it is kept. `addresses`, `scratch`: as `NativeGroup.run` had
+        them. `flight`: its number in the ring, and `flight_read` if the program's other ran.
         """
     def run(
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, deadline_ns: int
@@ -134,7 +115,7 @@ class FastPath:
         """As `run`, unless operations wait for another thread: they come first."""
 
 class FastPathCalls:
-    """The call that is made most often, with no frame of Python's between it and its fast path."""
+    """The call that is made most often: no Python frame lies between it and its fast path."""
 
     fast_path: FastPath
 

@@ -1,17 +1,17 @@
 # cython: boundscheck=False, wraparound=False
-"""The turnstile and the fast path of calls that have been made before. See _fast_path.pyi."""
+"""The turnstile, and the fast path of repeated calls. See _fast_path.pyi."""
 
 import threading
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from zbmd.collectives.flight._flight cimport F_COMPLETE, FlightRing, QuickClock, zbmd_quick_ns
 from zbmd.collectives.native._stepper cimport (
-    BUFFERS, IN, OUT, PUB, S_DONE, Header, NativeGroup, NativeProgram, Run, run_close, run_open
+    BUFFERS, IN, OUT, PUB, S_DONE, Header, NativeGroup, NativeProgram, run_close, run_open, zbmd_run
 )
 
 from zbmd.collectives.algorithms.catalogue import Operation
@@ -20,17 +20,15 @@ from zbmd.transport.errors import LocalProtocolError
 cnp.import_array()
 
 cdef int ALL_REDUCE = Operation.ALL_REDUCE.value
-cdef object NO_ROOT = -1  # as runs.py has it
+cdef object NO_ROOT = -1  # as turns.py has it
 
 WAITING_MAX = 1024
-SHAPES_MAX = SHAPES
-LOOKS_WITH_GIL = LOOKS
 QUICK_BYTES_MAX = QUICK_BYTES
 
 cdef enum:
-    SHAPES = 128
-    WAYS = 8          # shapes that a call may be found among: a set of the table
-    LOOKS = 40
+    KNOWN = 128       # calls that a fast path knows; one more takes another's place
+    WAYS = 8          # known calls that a call may be found among: a set of the table
+    LOOKS = 40        # for the other members, before a small operation lets go of the GIL: some microseconds
     QUICK_BYTES = 1408
     NOWHERE = 0
     AT_X = 1
@@ -74,7 +72,7 @@ cdef class Turnstile:
             self.busy = False
 
 
-cdef class Shape:
+cdef class KnownCall:
     """One call that has been made before: everything of it but its arrays' addresses."""
 
     cdef readonly object plan
@@ -88,11 +86,11 @@ cdef class Shape:
     cdef uint64_t nbytes, most
     cdef uint64_t x_bytes, out_bytes
     cdef int32_t flight, flight_read
-    cdef Run *run
+    cdef zbmd_run *run
     cdef Header header
 
     def __cinit__(self):
-        self.run = <Run *>calloc(1, sizeof(Run))
+        self.run = <zbmd_run *>calloc(1, sizeof(zbmd_run))
         if self.run == NULL:
             raise MemoryError
 
@@ -121,12 +119,12 @@ cdef inline bint usable(object x, bint writes):
 
 @cython.final
 cdef class FastPath:
-    """The way of calls that have been made before past everything that decided how they run."""
+    """Repeats the cached run of an identical earlier call."""
 
     cdef NativeGroup group
     cdef Turnstile turnstile
     cdef FlightRing ring
-    cdef list shapes
+    cdef list known
     cdef uint64_t arena_begin, arena_end
     cdef readonly uint32_t queued
     cdef readonly uint64_t taken
@@ -134,7 +132,7 @@ cdef class FastPath:
     cdef bint held
     cdef public bint open
     cdef public object far
-    cdef readonly Shape failed
+    cdef readonly KnownCall failed
     cdef readonly int status
     cdef int64_t kill_sequence, kill_point
     cdef QuickClock clock
@@ -143,7 +141,7 @@ cdef class FastPath:
                  uint64_t arena_begin, uint64_t arena_end, bint held, bint counts):
         self.group, self.turnstile, self.ring = group, turnstile, ring
         self.arena_begin, self.arena_end = arena_begin, arena_end
-        self.shapes = [None] * SHAPES
+        self.known = [None] * KNOWN
         self.queued, self.taken, self.oldest, self.held, self.open, self.far = 0, 0, 0, held, True, None
         self.failed, self.status, self.kill_sequence, self.kill_point = None, 0, -1, -1
         self.clock = QuickClock(counts)
@@ -153,29 +151,25 @@ cdef class FastPath:
 
     def forget(self):
         """See _fast_path.pyi."""
-        self.shapes = [None] * SHAPES
+        self.known = [None] * KNOWN
         self.oldest = 0
 
     def queue(self, int change):
         """Operations that wait for another thread: + 1 or - 1."""
         self.queued += change
 
-    def learn(self, object plan, NativeProgram program not None, x, out, *, str op not None, str algorithm not None,
-              object called_root, object places not None, object memory not None,
-              const uint64_t[::1] addresses not None, uint64_t nbytes, int32_t flight, int32_t flight_read, int operation,
-              int dtype, int reduction, int root, uint64_t count, uint64_t total, uint32_t piece, uint64_t in_stride,
-              uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes, const uint64_t[:, ::1] layout=None,
-              const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
+    def learn(self, run not None, x, out, *, str op not None, str algorithm not None, object called_root,
+              object places not None, object memory not None, const uint64_t[::1] addresses not None,
+              const uint8_t[::1] scratch not None, uint64_t nbytes, int32_t flight, int32_t flight_read):
         """Take a call that has just run. `places`: {buffer: whether it is `out`}."""
-        cdef Shape made = Shape()
+        cdef KnownCall made = KnownCall()
+        cdef NativeProgram program = run.plan.native
         cdef int i
         run_open(made.run, self.group.n)
-        self.group._prepare(program, made.run, addresses, operation, dtype, reduction, root, count, total, piece,
-                            in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
+        self.group._prepare(program, made.run, run, addresses, scratch)
         memcpy(&made.header, &self.group.own, sizeof(Header))
-        made.kept = (memory, None if layout is None else layout.base, None if extents is None else extents.base)
-        made.plan, made.program = plan, program
-        made.operation, made.root, made.op, made.algorithm = operation, called_root, op, algorithm
+        made.kept, made.plan, made.program = (memory, run.layout), run.plan, program
+        made.operation, made.root, made.op, made.algorithm = run.operation, called_root, op, algorithm
         made.has_x, made.has_out = x is not None, out is not None
         first = x if made.has_x else out
         made.descr = None if first is None else first.dtype
@@ -190,22 +184,22 @@ cdef class FastPath:
             made.place[buffer] = AT_OUT if at_out else AT_X
             if at_out:
                 made.writes_out |= buffer == OUT
-                made.shares_out |= buffer in plan.exposed
+                made.shares_out |= buffer in run.plan.exposed
             else:
                 made.writes_x |= buffer == OUT
-                made.shares_x |= buffer in plan.exposed
+                made.shares_x |= buffer in run.plan.exposed
         made.most = program.most_counted()
         made.quick = program.head_only and self.held and nbytes <= QUICK_BYTES
         for i in range(self.group.n):
             made.quick &= program.awaited[i] == 0
         made.nbytes = nbytes
         made.flight, made.flight_read = flight, flight_read
-        at = self._home(operation, NULL if first is None else <void *>made.descr, made.size)
+        at = self._home(made.operation, NULL if first is None else <void *>made.descr, made.size)
         for i in range(WAYS):
-            if self.shapes[at + i] is None:
-                self.shapes[at + i] = made
+            if self.known[at + i] is None:
+                self.known[at + i] = made
                 return
-        self.shapes[at + self.oldest % WAYS] = made
+        self.known[at + self.oldest % WAYS] = made
         self.oldest += 1
 
     cdef int _home(self, int operation, void *descr, Py_ssize_t size) noexcept:
@@ -213,7 +207,7 @@ cdef class FastPath:
         cdef uint64_t mixed = <uint64_t><uintptr_t>descr ^ <uint64_t>size << 20 ^ <uint64_t>operation << 56
         mixed = (mixed ^ mixed >> 30) * <uint64_t>0xbf58476d1ce4e5b9
         mixed = (mixed ^ mixed >> 27) * <uint64_t>0x94d049bb133111eb
-        return <int>((mixed ^ mixed >> 31) % (SHAPES // WAYS)) * WAYS
+        return <int>((mixed ^ mixed >> 31) % (KNOWN // WAYS)) * WAYS
 
     def run(self, int operation, x, out, str op not None, str algorithm not None, object root, uint64_t deadline_ns):
         return self._run(operation, x, out, op, algorithm, root, deadline_ns, 0)
@@ -225,7 +219,7 @@ cdef class FastPath:
 
     cdef object _run(self, int operation, object x, object out, str op, str algorithm, object root, uint64_t deadline_ns,
                      uint64_t timeout_ns):
-        cdef Shape shape
+        cdef KnownCall call
         cdef void *descr = NULL
         cdef Py_ssize_t size = 0
         cdef int at
@@ -245,16 +239,16 @@ cdef class FastPath:
                 return None
         at = self._home(operation, descr, size)
         for at in range(at, at + WAYS):
-            shape = self.shapes[at]
-            if shape is None:
+            call = self.known[at]
+            if call is None:
                 return None
-            if (shape.operation == operation and shape.size == size and same(shape.root, root)
-                    and (descr == NULL) == (shape.descr is None) and (descr == NULL or descr == <void *>shape.descr)
-                    and shape.has_x == (x is not None) and shape.has_out == (out is not None)
-                    and (x is None or shape.extent == extent_of(x))
-                    and (out is None or shape.out_size == cnp.PyArray_SIZE(<cnp.ndarray>out))
-                    and same(shape.op, op) and same(shape.algorithm, algorithm)):
-                return self._enter(shape, x, out, deadline_ns, timeout_ns)
+            if (call.operation == operation and call.size == size and same(call.root, root)
+                    and (descr == NULL) == (call.descr is None) and (descr == NULL or descr == <void *>call.descr)
+                    and call.has_x == (x is not None) and call.has_out == (out is not None)
+                    and (x is None or call.extent == extent_of(x))
+                    and (out is None or call.out_size == cnp.PyArray_SIZE(<cnp.ndarray>out))
+                    and same(call.op, op) and same(call.algorithm, algorithm)):
+                return self._enter(call, x, out, deadline_ns, timeout_ns)
         return None
 
     cdef bint _readable(self, char *at, uint64_t nbytes) noexcept:
@@ -264,35 +258,35 @@ cdef class FastPath:
             return True
         return self.arena_begin <= begin and nbytes <= self.arena_end - begin and begin <= self.arena_end
 
-    cdef object _enter(self, Shape shape, object x, object out, uint64_t deadline_ns, uint64_t timeout_ns):
+    cdef object _enter(self, KnownCall call, object x, object out, uint64_t deadline_ns, uint64_t timeout_ns):
         """Check the arrays, put in their addresses, and run."""
         cdef char *x_at = NULL
         cdef char *out_at = NULL
         cdef NativeGroup group = self.group
         cdef uint64_t left
         cdef int i
-        if shape.has_x:
+        if call.has_x:
             x_at = data_of(x)
-            if not usable(x, shape.writes_x) or shape.shares_x and not self._readable(x_at, shape.x_bytes):
+            if not usable(x, call.writes_x) or call.shares_x and not self._readable(x_at, call.x_bytes):
                 return None
-        if shape.has_out:
+        if call.has_out:
             out_at = data_of(out)
-            if not usable(out, shape.writes_out) or shape.shares_out and not self._readable(out_at, shape.out_bytes):
+            if not usable(out, call.writes_out) or call.shares_out and not self._readable(out_at, call.out_bytes):
                 return None
-            if shape.has_x and x_at < out_at + shape.out_bytes and out_at < x_at + shape.x_bytes:
+            if call.has_x and x_at < out_at + call.out_bytes and out_at < x_at + call.x_bytes:
                 return None
         for i in range(group.n):
             left = 0xffffffff - max(group.peers[i].sent, group.peers[i].received)
-            if left < shape.most or group.sequence == 0xffffffff:
+            if left < call.most or group.sequence == 0xffffffff:
                 return None
-        memcpy(&group.own, &shape.header, sizeof(Header))
+        memcpy(&group.own, &call.header, sizeof(Header))
         for i in (OUT, PUB, IN):
-            if shape.place[i] != NOWHERE:
-                shape.run.address[group.rank][i] = x_at if shape.place[i] == AT_X else out_at
-                group._tell(i, <uint64_t><uintptr_t>shape.run.address[group.rank][i])
-        return self._fly(shape, deadline_ns, timeout_ns)
+            if call.place[i] != NOWHERE:
+                call.run.address[group.rank][i] = x_at if call.place[i] == AT_X else out_at
+                group._tell(i, <uint64_t><uintptr_t>call.run.address[group.rank][i])
+        return self._fly(call, deadline_ns, timeout_ns)
 
-    cdef object _fly(self, Shape shape, uint64_t deadline_ns, uint64_t timeout_ns):
+    cdef object _fly(self, KnownCall call, uint64_t deadline_ns, uint64_t timeout_ns):
         cdef NativeGroup group = self.group
         cdef uint64_t now_ns = zbmd_quick_ns(&self.clock.clock)
         cdef int64_t point = -1
@@ -304,33 +298,33 @@ cdef class FastPath:
         self.turnstile.busy = True
         self.taken += 1
         group.met_ns = 0
-        self.ring.enter(shape.flight, <uint64_t>group.sequence + 1, shape.nbytes, now_ns)
+        self.ring.enter(call.flight, <uint64_t>group.sequence + 1, call.nbytes, now_ns)
         if self.far is not None:
-            group.flying = shape.run
-            status = self.far(shape.plan, deadline_ns, point)
+            group.flying = call.run
+            status = self.far(call.plan, deadline_ns, point)
             if status != S_DONE:
-                self.status, self.failed = status, shape
+                self.status, self.failed = status, call
                 return False
             self._land(now_ns)
             self.turnstile._pass_on()
             return True
-        group._announce(shape.program, shape.run, point)
-        if shape.quick and group._all_are_here(LOOKS):
-            status = group._complete(shape.program, shape.run, point, deadline_ns)
+        group._announce(call.program, call.run, point)
+        if call.quick and group._all_are_here(LOOKS):
+            status = group._complete(call.program, call.run, point, deadline_ns)
         else:
             with nogil:
-                status = group._complete(shape.program, shape.run, point, deadline_ns)
+                status = group._complete(call.program, call.run, point, deadline_ns)
         if group.reads:
-            self.ring.relabel(shape.flight_read)
+            self.ring.relabel(call.flight_read)
         if status != S_DONE:
-            self.status, self.failed = status, shape
+            self.status, self.failed = status, call
             return False
         self._land(now_ns)
         self.turnstile._pass_on()
         return True
 
     cdef void _land(self, uint64_t began_ns) noexcept nogil:
-        """It is complete. Who met the others was told by another clock, which may be a microsecond off."""
+        """It is complete. `met_ns` is by another clock, which may be a microsecond off."""
         cdef uint64_t met_ns = max(self.group.met_ns, began_ns) if self.group.met_ns else 0
         self.ring.leave(F_COMPLETE, met_ns, max(met_ns, zbmd_quick_ns(&self.clock.clock)))
 

@@ -24,7 +24,7 @@ cdef extern from "collectives/native/run.h" nogil:
         INBOX "ZBMD_INBOX"
         PUB "ZBMD_PUB"
         IN "ZBMD_IN"
-    ctypedef struct Run "zbmd_run":
+    ctypedef struct zbmd_run:
         char *(*address)[32]
         uint64_t *in_stride
         uint64_t *out_stride
@@ -48,9 +48,9 @@ cdef extern from "collectives/native/run.h" nogil:
         uint64_t count
     int zbmd_is_narrow(int dtype)
     zbmd_place zbmd_place_of(int buffer, char *at) noexcept
-    zbmd_move zbmd_move_of(const Run *run, const int32_t *row, int own) noexcept
-    void zbmd_apply(const Run *run, const int32_t *row, zbmd_move move) noexcept
-    int zbmd_perform(const Run *run, const int32_t *row, int own) noexcept
+    zbmd_move zbmd_move_of(const zbmd_run *run, const int32_t *row, int own) noexcept
+    void zbmd_apply(const zbmd_run *run, const int32_t *row, zbmd_move move) noexcept
+    int zbmd_perform(const zbmd_run *run, const int32_t *row, int own) noexcept
 
 cdef extern from "collectives/native/peers.h" nogil:
     enum:

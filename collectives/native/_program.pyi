@@ -51,12 +51,12 @@ class NativeProgram:
     def __len__(self) -> int: ...
     @property
     def kill_points(self) -> int:
-        """How many points of an operation `NativeGroup.run` can be killed at: 0..kill_points-1."""
+        """The points at which `NativeGroup.run` can be killed in an operation: 0..kill_points-1."""
 
 class StoreChoice:
-    """How the bytes of runs of one size go, as rank 0 of a group chooses it (stores.h)."""
+    """Rank 0's choice of how the bytes of runs of one size go (stores.h)."""
 
     def next(self, ways: int) -> int:
         """The way of the run that begins, one of the first so many: CACHED, STREAMED or READ."""
     def note(self, way: int, cost: float) -> None:
-        """What the run that went so took, in any unit that stays the same."""
+        """Note the time of the run that went so, in any unit that stays the same."""

@@ -83,7 +83,7 @@ cdef class NativeProgram:
         return last_point(self) + 1
 
     cdef uint64_t most_counted(self) noexcept:
-        """How far a run takes a counter of the epoch at most, whichever program it is."""
+        """The most that a run adds to a counter of the epoch, whichever program it is."""
         cdef uint64_t most = 1 if self.other is None else self.other.most_counted()
         cdef int i
         for i in range(self.n):

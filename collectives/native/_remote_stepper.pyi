@@ -1,13 +1,14 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.collectives.execution.plan import Run
 from zbmd.collectives.native._program import NativeProgram
 from zbmd.collectives.native._stepper import NativeGroup
 
 class RemoteGroup(NativeGroup):
     """A group with members on other hosts, whose base is 0: the run of `NativeGroup`, a phase at a time.
 
-    What a phase needs of such a member goes through its `RemoteMemory`, which is its caller's to do.
+    The caller transfers what a phase needs of such a member, by its `RemoteMemory`.
     """
 
     wide: bool
@@ -18,9 +19,6 @@ class RemoteGroup(NativeGroup):
 
     The next run waits first (`catch_up`) for those that this one did not wait for.
     """
-    lags: bool
-    """Whether there are such."""
-
     def widen(self, addresses: list[int], slot_bytes: int) -> None:
         """From now on an eager run may carry `slot_bytes` less its header of each rank.
 
@@ -31,22 +29,9 @@ class RemoteGroup(NativeGroup):
     def begin(
         self,
         program: NativeProgram,
+        run: Run,
         addresses: NDArray[np.uint64],
-        *,
-        operation: int,
-        dtype: int,
-        reduction: int,
-        root: int,
-        count: int,
-        total: int,
-        piece: int,
-        in_stride: int,
-        out_stride: int,
-        scratch: int,
-        scratch_bytes: int,
-        layout: NDArray[np.uint64] | None = None,
-        extents: NDArray[np.uint64] | None = None,
-        layout_digest: int = 0,
+        scratch: NDArray[np.uint8],
     ) -> None:
         """Publish the descriptor of the next operation in our segment. Arguments and errors: see `run`."""
     def resume(self, program: NativeProgram) -> None:
@@ -58,7 +43,7 @@ class RemoteGroup(NativeGroup):
     def descriptor(self, program: NativeProgram) -> bytes:
         """Our descriptor, for the others: its header, and behind it, but of a wide run, what it publishes."""
     def published_extent(self, program: NativeProgram, first: int, end: int) -> tuple[int, int]:
-        """Where chunks first..end-1 lie in what the running operation publishes of us: offset and bytes."""
+        """Offset and bytes of chunks first..end-1 in what the running operation publishes of us."""
     def input_part(self, at: int, nbytes: int) -> memoryview:
         """Bytes of what it publishes, where the caller has them. It keeps nothing alive."""
     def keep_input(self, at: int, nbytes: int) -> None:
@@ -68,10 +53,10 @@ class RemoteGroup(NativeGroup):
         """
     @property
     def descriptor_offset(self) -> int:
-        """Where it belongs in a mirror, or behind the first of our slots."""
+        """Its offset in a mirror, or from the first of our slots."""
     @property
     def word(self) -> int:
-        """What tells the running operation from all others; it stands first in a descriptor."""
+        """The word that only the running operation has; it stands first in a descriptor."""
     @property
     def lost_mask(self) -> int:
         """The bits of the other members in a lost mask."""
@@ -101,7 +86,7 @@ class RemoteGroup(NativeGroup):
     def at(self, pc: int) -> None:
         """The walk has come to this instruction."""
     def place(self, program: NativeProgram, index: int) -> tuple[int, int, int, int]:
-        """Where put, reduce or copy `index` has its operands: (dst, a, b or 0, elements).
+        """The operands of put, reduce or copy `index`: (dst, a, b or 0, elements).
 
         Addresses; but in a buffer of a member on another host, `pub` apart, bytes from its beginning.
         """

@@ -3,13 +3,13 @@
 
 from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from zbmd.transport.native._slots cimport zbmd_base, zbmd_load64, zbmd_slots
-from zbmd.collectives.native._program cimport IN_STAGED, Run
+from zbmd.collectives.native._program cimport IN_STAGED, zbmd_run
 from zbmd.collectives.native._stepper cimport (
     DESCRIPTOR_BYTES, HEADER_BYTES, LENGTH, OUT, PAYLOAD_BYTES, PUB, SCRATCH, S_ABORTED, S_DESYNCHRONISED, S_DONE, Header, NativeGroup, NativeProgram,
     extent, published, zbmd_apply, zbmd_move, zbmd_move_of, zbmd_place_of
@@ -25,14 +25,12 @@ cdef extern from *:
     """
     #include <signal.h>
     static inline void zbmd_kill_self(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
-    static inline void zbmd_fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
     """
     void zbmd_kill_self() nogil
-    void zbmd_fence_acquire() nogil
 
 
-cdef inline uint64_t published_at(const Run *run, int chunk, bint end) noexcept nogil:
-    """Where a chunk begins in what its rank publishes, or where it ends; bytes."""
+cdef inline uint64_t published_at(const zbmd_run *run, int chunk, bint end) noexcept nogil:
+    """The byte at which a chunk begins, or ends, in what its rank publishes."""
     cdef int block = chunk // run.per_block
     cdef uint64_t j = <uint64_t>(chunk % run.per_block) + end
     cdef uint64_t base = 0, length = run.count
@@ -45,30 +43,24 @@ cdef inline uint64_t published_at(const Run *run, int chunk, bint end) noexcept 
 cdef class RemoteGroup(NativeGroup):
     """A group some of whose members are on other hosts: the same run, one phase at a time. See _remote_stepper.pyi."""
 
-    cdef const uint64_t[:, ::1] layout, extents  # the run points into them
+    cdef object run                   # the native one points into its layout
     cdef char **narrow                # by rank: descriptors as they always are
     cdef char **slots                 # and of wide runs, two slots in turn
     cdef readonly object lost_mask
     cdef uint64_t slot_stride
     cdef readonly bint wide
-    cdef char *needed                 # by rank: whether we wait for it in this run
     cdef public bint may_lag
-    cdef readonly bint lags           # there are members whose part in the last run has not been looked at
-    cdef uint64_t last_fingerprint    # of that run
     cdef bint keeps_input             # our input of this run is behind our descriptor, too
 
     def __init__(self, list ranges not None, **settings):
         super().__init__(ranges, **settings)
         self.whole_headers, self.wide = True, False
-        self.may_lag = self.lags = False
+        self.may_lag = False
         self.narrow = <char **>calloc(2 * self.n, sizeof(char *))
         if self.narrow == NULL:
             raise MemoryError
         self.slots = self.narrow + self.n
         self.flying = &self.current
-        self.needed = <char *>calloc(self.n, 1)
-        if self.needed == NULL:
-            raise MemoryError
         self.lost_mask = 0
         for i in range(self.n):
             self.narrow[i] = self.peers[i].descriptors
@@ -77,7 +69,6 @@ cdef class RemoteGroup(NativeGroup):
 
     def __dealloc__(self):
         free(self.narrow)
-        free(self.needed)
 
     def widen(self, list addresses not None, uint64_t slot_bytes):
         if len(addresses) != self.n or slot_bytes <= HEADER_BYTES + PAYLOAD_BYTES:
@@ -105,15 +96,10 @@ cdef class RemoteGroup(NativeGroup):
             if self.wide:
                 self.peers[i].descriptors = self.slots[i] + parity * self.slot_stride - (self.channel * 2 + parity) * DESCRIPTOR_BYTES
 
-    def begin(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
-              int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
-              uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
-              uint64_t scratch_bytes, const uint64_t[:, ::1] layout=None,
-              const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
-        self.flying = &self.current
-        self._prepare(program, self.flying, addresses, operation, dtype, reduction, root, count, total,
-                      piece, in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
-        self.layout, self.extents = layout, extents
+    def begin(self, NativeProgram program not None, run not None, const uint64_t[::1] addresses not None,
+              const uint8_t[::1] scratch not None):
+        self.flying, self.run = &self.current, run
+        self._prepare(program, self.flying, run, addresses, scratch)
         self._enter(program)
 
     def resume(self, NativeProgram program not None):
@@ -149,7 +135,7 @@ cdef class RemoteGroup(NativeGroup):
         if nbytes and self.flying.address[self.rank][PUB] != NULL:
             memcpy(self._descriptor(self.rank) + HEADER_BYTES + at, self.flying.address[self.rank][PUB] + at, nbytes)
 
-    cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil:
+    cdef bint _resolve(self, NativeProgram program, zbmd_run *run, int rank, int buffer) noexcept nogil:
         if rank == self.rank and buffer == PUB and not self.keeps_input:
             return True  # it is read where it lies
         return NativeGroup._resolve(self, program, run, rank, buffer)
@@ -206,7 +192,7 @@ cdef class RemoteGroup(NativeGroup):
         return <uint64_t>self.epoch << 32 | self.peers[peer].sent
 
     cdef int _look(self, int peer, uint64_t count) noexcept nogil:
-        """What ends the wait for so many notifications of a peer by now; below 0: nothing."""
+        """The status that ends the wait for `count` notifications of a peer by now; below 0: none does."""
         cdef char *own = self.peers[self.rank].base
         cdef uint64_t value = <uint64_t>self.epoch << 32 | count
         cdef int found = zbmd_arrived(zbmd_load64(own, zbmd_cell_offset(self.peers[peer].slot, self.channel)), value)
@@ -256,56 +242,6 @@ cdef class RemoteGroup(NativeGroup):
         self.lags = False
         return S_DONE if self._still_valid() else S_ABORTED
 
-    # What follows is of those alone that this run waits for.
-
-    cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil:
-        cdef int k, peer, status
-        for k in range(1, self.n):
-            peer = (self.rank + k) % self.n
-            status = self._await(peer, self.peers[peer].received + 1, deadline_ns) if self.needed[peer] else S_DONE
-            if status != S_DONE:
-                return status
-        for peer in range(self.n):
-            if peer != self.rank:
-                self.peers[peer].received += 1
-                self.lags |= not self.needed[peer]
-        self.last_fingerprint = self.own.fingerprint
-        return S_DONE
-
-    cdef int _compare(self, NativeProgram program) noexcept nogil:
-        cdef int i
-        memcpy(&self.headers[self.rank], &self.own, sizeof(Header))
-        for i in range(self.n):
-            if i != self.rank and self.needed[i]:
-                memcpy(&self.headers[i], self._descriptor(i), sizeof(Header))
-            elif i != self.rank:
-                memset(&self.headers[i], 0, sizeof(Header))
-        if not self._still_there():
-            return S_ABORTED
-        for i in range(self.n):
-            if self.needed[i] and self.headers[i].fingerprint != self.own.fingerprint and self.culprit < 0:
-                self.culprit = i
-        if self.culprit >= 0:
-            return S_DESYNCHRONISED
-        return S_DONE if self._still_valid() else S_ABORTED
-
-    cdef bint _still_there(self) noexcept nogil:
-        cdef int i
-        zbmd_fence_acquire()
-        for i in range(self.n):
-            if self.needed[i] and zbmd_load64(self._descriptor(i), 0) != self._word():
-                return False
-        return True
-
-    cdef bint _still_valid(self) noexcept nogil:
-        cdef int i
-        if not self._still_there():
-            return False
-        for i in range(self.n):
-            if self.needed[i] and zbmd_load64(self._descriptor(i), 8) == self._word():
-                return False
-        return True
-
     def has_closed(self, int rank):
         if not 0 <= rank < self.n or rank == self.rank:
             raise IndexError(rank)
@@ -327,7 +263,9 @@ cdef class RemoteGroup(NativeGroup):
         with nogil:
             status = self._await_all(deadline_ns)
             if status == S_DONE:
-                status = self._agree(program, self.flying)
+                status = self._compare(program)
+            if status == S_DONE:
+                status = self._resolve_all(program, self.flying)
         return status
 
     def walk(self, NativeProgram program not None, int64_t kill_point, uint64_t deadline_ns):

@@ -1,4 +1,4 @@
-"""What the executors of groups share natively. See _stepper.pyi."""
+"""The native part that the executors of groups share. See _stepper.pyi."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
@@ -9,8 +9,8 @@ from zbmd.transport.native._slots cimport zbmd_slots
 from zbmd.collectives.native._program cimport (
     BUFFERS, COPY, FINISH, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
     ZBMD_ADDRESS_MAX, ZBMD_ADDRESS_MIN, ZBMD_BOUNCE_BYTES, ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
-    NativeProgram, Run, last_point, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
-    zbmd_place_of, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_next, zbmd_store_note
+    NativeProgram, last_point, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
+    zbmd_place_of, zbmd_run, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_next, zbmd_store_note
 )
 
 # A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
@@ -55,7 +55,7 @@ cdef struct Header:
     uint64_t out_bytes
 
 
-cdef inline int run_open(Run *run, int n) except -1:
+cdef inline int run_open(zbmd_run *run, int n) except -1:
     """Room for `n` ranks, which `run_close` gives back; `run` is all zeros."""
     run.address = <char *(*)[BUFFERS]>calloc(n, (BUFFERS + 4) * sizeof(uint64_t))
     if run.address == NULL:
@@ -67,17 +67,17 @@ cdef inline int run_open(Run *run, int n) except -1:
     return 0
 
 
-cdef inline void run_close(Run *run) noexcept nogil:
+cdef inline void run_close(zbmd_run *run) noexcept nogil:
     free(run.address)
     run.address = NULL
 
 
-cdef inline uint64_t published(const Run *run, int rank) noexcept nogil:
+cdef inline uint64_t published(const zbmd_run *run, int rank) noexcept nogil:
     """The bytes that a rank publishes with its descriptor, if its input travels with it."""
     return (run.count if run.layout == NULL else run.extents[4 * rank + 1]) * run.item
 
 
-cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, int rank, int buffer,
+cdef inline uint64_t extent(NativeProgram program, zbmd_run *run, const Header *h, int rank, int buffer,
                             uint64_t high) noexcept nogil:
     """The bytes of one of a rank's buffers, as its descriptor has it; beyond `high` if that overflows."""
     cdef uint64_t stride = 0
@@ -99,7 +99,7 @@ cdef inline bint lies_within(uint64_t begin, uint64_t need, uint64_t low, uint64
     return need == 0 or (low <= begin <= high and need <= high - begin)
 
 
-cdef inline void cut(NativeProgram program, Run *run) noexcept nogil:
+cdef inline void cut(NativeProgram program, zbmd_run *run) noexcept nogil:
     """The chunks of a run, and its slots, are those of the program."""
     cdef uint64_t longest
     run.per_block = program.chunks // program.blocks
@@ -108,7 +108,7 @@ cdef inline void cut(NativeProgram program, Run *run) noexcept nogil:
     run.slot_bytes = (longest * (WIDE_BYTES if run.narrow else run.item) + 63) // 64 * 64
 
 
-cdef inline uint64_t scratch_needed(NativeProgram program, Run *run) noexcept nogil:
+cdef inline uint64_t scratch_needed(NativeProgram program, zbmd_run *run) noexcept nogil:
     """Bytes of scratch, whichever program it will be; the run is cut for `program`."""
     cdef uint64_t most = 0
     if program.other is not None:
@@ -137,8 +137,8 @@ cdef struct Peer:            # a member of a group, ourselves included
 cdef class NativeGroup:
     cdef Peer *peers                  # by rank
     cdef Header *headers
-    cdef Run current                  # unless a lane has the run of its call
-    cdef Run *flying                  # that one, or `current`: of a group with members on other hosts
+    cdef zbmd_run current             # unless the fast path has the run of its call
+    cdef zbmd_run *flying             # that one, or `current`: of a group with members on other hosts
     cdef int32_t *pids                # by rank, once all can read each other's memory; else NULL
     cdef char *bounce
     cdef zbmd_slots others            # the slots of the other members
@@ -151,18 +151,16 @@ cdef class NativeGroup:
     cdef uint64_t payload_max         # bytes of input that travel with a descriptor
     cdef bint input_stays             # not copied behind the descriptor by `_publish`
     cdef bint whole_headers           # always tell where all buffers are
+    cdef char *needed                 # by rank: whether we wait for it in this run; all, in shared memory
+    cdef readonly bint lags           # there are members whose part in the last run has not been looked at
+    cdef uint64_t last_fingerprint    # of that run
     cdef readonly bint reads          # whether the last run was by the program's other
     cdef readonly int64_t pc
     cdef readonly int culprit
     cdef readonly uint64_t met_ns
 
-    cdef _allocate(self)
     cdef bint _is_lost(self, int rank) noexcept
-    cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses,
-                  int operation, int dtype, int reduction, int root, uint64_t count,
-                  uint64_t total, uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
-                  uint64_t scratch_bytes, const uint64_t[:, ::1] layout,
-                  const uint64_t[:, ::1] extents, uint64_t layout_digest)
+    cdef _prepare(self, NativeProgram program, zbmd_run *to, run, const uint64_t[::1] addresses, const uint8_t[::1] scratch)
     cdef _check_layout(self, NativeProgram program, const uint64_t[:, ::1] layout,
                        const uint64_t[:, ::1] extents, uint64_t count, uint64_t in_staged, uint64_t out_staged)
     cdef uint64_t _fingerprint(self, Header *h) noexcept
@@ -177,22 +175,21 @@ cdef class NativeGroup:
     cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil
     cdef uint64_t _offset(self, uint64_t address) noexcept
     cdef void _tell(self, int buffer, uint64_t address) noexcept
-    cdef void _measure(self, NativeProgram program, Run *run) noexcept nogil
-    cdef int _after_read(self, Run *run, const int32_t *row, int error, uint64_t deadline_ns) noexcept nogil
-    cdef void _announce(self, NativeProgram program, Run *run, int64_t kill_point) noexcept nogil
-    cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point,
+    cdef void _measure(self, NativeProgram program, zbmd_run *run) noexcept nogil
+    cdef int _after_read(self, zbmd_run *run, const int32_t *row, int error, uint64_t deadline_ns) noexcept nogil
+    cdef void _announce(self, NativeProgram program, zbmd_run *run, int64_t kill_point) noexcept nogil
+    cdef int _complete(self, NativeProgram program, zbmd_run *run, int64_t kill_point,
                        uint64_t deadline_ns) noexcept nogil
     cdef bint _all_are_here(self, uint32_t looks) noexcept nogil
-    cdef int _carry_out(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil
-    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run, bint in_arena) noexcept nogil
-    cdef void _propose(self, NativeProgram program, Run *run) noexcept nogil
-    cdef bint _in_arena(self, NativeProgram program, Run *run, int buffer) noexcept nogil
+    cdef int _carry_out(self, NativeProgram program, zbmd_run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const zbmd_run *run, bint in_arena) noexcept nogil
+    cdef void _propose(self, NativeProgram program, zbmd_run *run) noexcept nogil
+    cdef bint _in_arena(self, NativeProgram program, zbmd_run *run, int buffer) noexcept nogil
     cdef bint _all_in_arena(self, NativeProgram program) noexcept nogil
     cdef int _compare(self, NativeProgram program) noexcept nogil
-    cdef int _resolve_all(self, NativeProgram program, Run *run) noexcept nogil
-    cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil
+    cdef int _resolve_all(self, NativeProgram program, zbmd_run *run) noexcept nogil
+    cdef void _publish(self, NativeProgram program, zbmd_run *run) noexcept nogil
     cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil
-    cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil
-    cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil
-    cdef int _walk(self, NativeProgram program, Run *run,
+    cdef bint _resolve(self, NativeProgram program, zbmd_run *run, int rank, int buffer) noexcept nogil
+    cdef int _walk(self, NativeProgram program, zbmd_run *run,
                    int64_t kill_point, uint64_t deadline_ns) noexcept nogil

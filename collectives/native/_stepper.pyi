@@ -3,6 +3,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.collectives.execution.plan import Run
 from zbmd.collectives.native._program import NativeProgram
 
 PUB_BYTES_MAX: Final[int]
@@ -17,7 +18,7 @@ STATUS_BAD_DESCRIPTOR: Final[int]
 STATUS_UNREADABLE: Final[int]
 
 def let_siblings_read() -> int:
-    """Where the kernel's Yama has an exception to make: for what descends from our parent. 0, or errno."""
+    """Have the kernel's Yama make an exception for what descends from our parent. Returns 0 or errno."""
 
 def read_memory(pid: int, address: int, nbytes: int) -> bytes:
     """Bytes of a process's memory, as the kernel copies them. Raises OSError where it does not."""
@@ -35,6 +36,8 @@ class NativeGroup:
     """The first rank that called another operation or sent a bad descriptor, or -1."""
     reads: bool
     """Whether the last run was by the program's `other`."""
+    lags: bool
+    """Whether there are members that the last run did not wait for (`RemoteGroup.may_lag`)."""
     met_ns: int
     """When all members had first entered since `meet_anew`, CLOCK_MONOTONIC; 0 if they have not, or if the
     program reads nothing but what is published, and ends as they meet."""
@@ -64,10 +67,6 @@ class NativeGroup:
         `pids`: the process of each rank. Once, and with all ranks on this host.
         """
     @property
-    def channel_number(self) -> int:
-        """The channel that it uses."""
-
-    @property
     def sequence_number(self) -> int:
         """Operations begun in this epoch."""
     def meet_anew(self) -> None:
@@ -86,37 +85,23 @@ class NativeGroup:
     def always(self, way: int) -> None:
         """As rank 0, say this way whatever has been timed, -1: no longer. For tests and benchmarks."""
     def capacity_left(self, program: NativeProgram) -> int:
-        """How often the program can run before a counter of the epoch is used up."""
+        """The runs of the program that fit before a counter of the epoch is used up."""
     def run(
         self,
         program: NativeProgram,
+        run: Run,
         addresses: NDArray[np.uint64],
+        scratch: NDArray[np.uint8],
         *,
-        operation: int,
-        dtype: int,
-        reduction: int,
-        root: int,
-        count: int,
-        total: int,
-        piece: int,
-        in_stride: int,
-        out_stride: int,
-        scratch: int,
-        scratch_bytes: int,
         deadline_ns: int,
         kill_point: int,
-        layout: NDArray[np.uint64] | None = None,
-        extents: NDArray[np.uint64] | None = None,
-        layout_digest: int = 0,
     ) -> int:
         """Enter and run one operation without the GIL; returns a STATUS.
 
-        `addresses`, 32 entries: where our buffers begin (`pub`: the input to publish, or 0), each as
-        long as the program needs. Those that peers read must lie in our segment, but for
-        `in` and `out` after `read_peers`. `count` and the strides
-        are in elements. `kill_point` k >= 0 ends this process by SIGKILL: 0 before the entry, k in
-        1..n-1 before the k-th entry notification, n + i before instruction i, n + length after the
-        last. `layout` and `extents` are those of a `layout.Piece`; then `count` is its longest block and a
-        stride says whether our array is staged (1) or used in place (0). An average is divided, and a 16-bit
-        float rounded, when a reduction writes `out`. Raises ValueError on arguments out of bounds.
+        `addresses`, 32 entries: where our buffers begin (`pub`: the input to publish, or 0), each as long as
+        the program needs. Those that peers read must lie in our segment, but for `in` and `out` after
+        `read_peers`. `scratch` holds the program's slots. `kill_point` k >= 0 ends this process by SIGKILL:
+        0 before the entry, k in 1..n-1 before the k-th entry notification, n + i before instruction i,
+        n + length after the last. An average is divided, and a 16-bit float rounded, when a reduction writes
+        `out`. Raises ValueError on arguments out of bounds.
         """

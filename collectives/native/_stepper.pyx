@@ -102,9 +102,15 @@ cdef class NativeGroup:
         self.identity, self.spins, self.yields, self.sequence = identity, spins, yields, 0
         self.pc, self.culprit, self.met_ns = 0, -1, 0
         self.payload_max, self.whole_headers, self.input_stays = PAYLOAD_BYTES, False, False
-        self.reads, self.way_always = False, -1
+        self.reads, self.way_always, self.lags, self.last_fingerprint = False, -1, False, 0
         memset(self.choices, 0, sizeof(self.choices))
-        self._allocate()
+        self.peers = <Peer *>calloc(self.n, sizeof(Peer))
+        self.headers = <Header *>calloc(self.n, sizeof(Header))
+        self.needed = <char *>malloc(self.n)
+        if self.peers == NULL or self.headers == NULL or self.needed == NULL:
+            raise MemoryError
+        memset(self.needed, True, self.n)
+        run_open(&self.current, self.n)
         zbmd_slots_none(&self.others)
         for i, (base, slot, inbox_end, total) in enumerate(ranges):
             if not 0 <= slot < ZBMD_MAX_SLOTS or not ZBMD_OFF_END <= inbox_end <= total:
@@ -125,16 +131,10 @@ cdef class NativeGroup:
         if zbmd_load64(self.peers[rank].base, zbmd_abort_offset(channel)) >> 32 >= epoch:
             raise ValueError(f"channel {channel} has been aborted in epoch {epoch} already")
 
-    cdef _allocate(self):
-        self.peers = <Peer *>calloc(self.n, sizeof(Peer))
-        self.headers = <Header *>calloc(self.n, sizeof(Header))
-        if self.peers == NULL or self.headers == NULL:
-            raise MemoryError
-        run_open(&self.current, self.n)
-
     def __dealloc__(self):
         free(self.peers)
         free(self.headers)
+        free(self.needed)
         free(self.pids)
         free(self.bounce)
         run_close(&self.current)
@@ -154,10 +154,6 @@ cdef class NativeGroup:
             raise MemoryError
         for i, pid in enumerate(pids):
             self.pids[i] = pid
-
-    @property
-    def channel_number(self):
-        return self.channel
 
     @property
     def sequence_number(self):
@@ -203,21 +199,16 @@ cdef class NativeGroup:
             left = min(left, (0xffffffff - used) // most)
         return left
 
-    def run(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
-            int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
-            uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
-            uint64_t scratch_bytes, uint64_t deadline_ns, int64_t kill_point,
-            const uint64_t[:, ::1] layout=None, const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
-        cdef Run *run = &self.current
+    def run(self, NativeProgram program not None, run not None, const uint64_t[::1] addresses not None,
+            const uint8_t[::1] scratch not None, *, uint64_t deadline_ns, int64_t kill_point):
         cdef int status
-        self._prepare(program, run, addresses, operation, dtype, reduction, root, count, total, piece,
-                      in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
+        self._prepare(program, &self.current, run, addresses, scratch)
         with nogil:
-            self._announce(program, run, kill_point)
-            status = self._complete(program, run, kill_point, deadline_ns)
+            self._announce(program, &self.current, kill_point)
+            status = self._complete(program, &self.current, kill_point, deadline_ns)
         return status
 
-    cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
+    cdef int _complete(self, NativeProgram program, zbmd_run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
         """Everything behind the announcement."""
         cdef zbmd_store_choice *choice = NULL
         cdef uint64_t began_ns = 0
@@ -249,8 +240,8 @@ cdef class NativeGroup:
             self._withdraw()
         return status
 
-    cdef int _carry_out(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
-        """What all have agreed on."""
+    cdef int _carry_out(self, NativeProgram program, zbmd_run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
+        """Carry out the program that all have agreed on."""
         cdef int status
         cut(program, run)
         status = self._resolve_all(program, run)
@@ -260,45 +251,46 @@ cdef class NativeGroup:
             status = S_ABORTED
         return status
 
-    cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses, int operation,
-                  int dtype, int reduction, int root, uint64_t count, uint64_t total, uint32_t piece,
-                  uint64_t in_stride, uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes,
-                  const uint64_t[:, ::1] layout, const uint64_t[:, ::1] extents, uint64_t layout_digest):
-        """Check the call, and fill in the run and our descriptor."""
+    cdef _prepare(self, NativeProgram program, zbmd_run *to, run, const uint64_t[::1] addresses, const uint8_t[::1] scratch):
+        """Check the run, and fill in what the native code knows of it and our descriptor."""
         cdef Header *own = &self.own
+        cdef int dtype = run.dtype, reduction = run.reduction
+        cdef uint64_t count = run.count
+        cdef const uint64_t[:, ::1] table, extents
         cdef int i
         if program.n != self.n or program.rank != self.rank or addresses.shape[0] != BUFFERS:
             raise ValueError("the program is of another group or the addresses are incomplete")
         if not 0 <= dtype < ZBMD_DTYPES or not 0 <= reduction < ZBMD_REDUCTIONS:
             raise ValueError("no such dtype or reduction")
-        run.item, run.count, run.dtype = zbmd_itemsize[dtype], count, dtype
-        run.narrow = zbmd_is_narrow(dtype)
-        run.divisor = self.n if reduction == ZBMD_AVG and self.n > 1 else 0
-        run.kernel = zbmd_kernel_of(dtype, reduction)
-        if run.kernel == NULL:
+        to.item, to.count, to.dtype = zbmd_itemsize[dtype], count, dtype
+        to.narrow = zbmd_is_narrow(dtype)
+        to.divisor = self.n if reduction == ZBMD_AVG and self.n > 1 else 0
+        to.kernel = zbmd_kernel_of(dtype, reduction)
+        if to.kernel == NULL:
             raise ValueError("this reduction means nothing for this dtype")
-        run.blocks, run.layout, run.extents = program.blocks, NULL, NULL
-        if layout is not None:
-            self._check_layout(program, layout, extents, count, in_stride, out_stride)
-            run.layout, run.extents = &layout[0, 0], &extents[0, 0]
-        run.pub_bytes = published(run, self.rank)
-        run.scratch = <char *>scratch
-        if count >= <uint64_t>1 << 48 or scratch_needed(program, run) > scratch_bytes:
+        to.blocks, to.layout, to.extents = program.blocks, NULL, NULL
+        own.piece, own.in_stride, own.out_stride = run.piece, run.in_stride, run.out_stride
+        if run.layout is not None:
+            table, extents = run.layout.table, run.layout.extents
+            self._check_layout(program, table, extents, count, own.in_stride, own.out_stride)
+            to.layout, to.extents = &table[0, 0], &extents[0, 0]
+        to.pub_bytes = published(to, self.rank)
+        to.scratch = <char *>&scratch[0] if scratch.shape[0] else NULL
+        if count >= <uint64_t>1 << 48 or scratch_needed(program, to) > <uint64_t>scratch.shape[0]:
             raise ValueError("too many elements, or too little scratch")
-        if program.eager and run.pub_bytes > self.payload_max:
+        if program.eager and to.pub_bytes > self.payload_max:
             raise ValueError(f"an eager operation has at most {self.payload_max} bytes")
-        own.plan, own.count, own.total = program.plan ^ layout_digest, count, total
-        own.operation, own.kind, own.root = operation, dtype | reduction << 4, root
-        own.piece, own.in_stride, own.out_stride = piece, in_stride, out_stride
+        own.plan, own.count, own.total = program.plan ^ <uint64_t>run.digest, count, run.total
+        own.operation, own.kind, own.root = run.operation, dtype | reduction << 4, run.root
         for i in range(BUFFERS):
-            run.address[self.rank][i] = <char *><uintptr_t>addresses[i]
+            to.address[self.rank][i] = <char *><uintptr_t>addresses[i]
             self._tell(i, addresses[i])
         own.fingerprint = self._fingerprint(own)
 
     cdef _check_layout(self, NativeProgram program, const uint64_t[:, ::1] layout,
                        const uint64_t[:, ::1] extents, uint64_t count, uint64_t in_staged, uint64_t out_staged):
         """That every block lies within the extents is the caller's to see to."""
-        if extents is None or layout.shape[0] != LAYOUT_ROWS or layout.shape[1] != program.blocks:
+        if layout.shape[0] != LAYOUT_ROWS or layout.shape[1] != program.blocks:
             raise ValueError("the layout is not of this program")
         if extents.shape[0] != self.n or extents.shape[1] != 4 or in_staged > 1 or out_staged > 1:
             raise ValueError("the layout's extents are not of this group")
@@ -329,21 +321,21 @@ cdef class NativeGroup:
         zbmd_fence()
 
     cdef bint _still_there(self) noexcept nogil:
-        """Whether the descriptors are those of this run."""
+        """Whether the descriptors that are needed are those of this run."""
         cdef int i
         zbmd_fence_acquire()
         for i in range(self.n):
-            if zbmd_load64(self._descriptor(i), 0) != self._word():
+            if self.needed[i] and zbmd_load64(self._descriptor(i), 0) != self._word():
                 return False
         return True
 
     cdef bint _still_valid(self) noexcept nogil:
-        """Whether no member has given the run up, or gone on to another epoch."""
+        """Whether no member that is needed has given the run up, or gone on to another epoch."""
         cdef int i
         if not self._still_there():
             return False
         for i in range(self.n):
-            if zbmd_load64(self._descriptor(i), 8) == self._word():
+            if self.needed[i] and zbmd_load64(self._descriptor(i), 8) == self._word():
                 return False
         return True
 
@@ -365,7 +357,7 @@ cdef class NativeGroup:
         return zbmd_wait(own, self.peers[peer].slot, self.channel, value, &self.others, deadline_ns, self.spins)
 
     cdef uint64_t _offset(self, uint64_t address) noexcept:
-        """What peers are told of our memory: its offset if it lies in the segment, or 0."""
+        """The offset by which peers know our memory, if it lies in the segment; else 0."""
         cdef uint64_t base = <uint64_t><uintptr_t>self.peers[self.rank].base
         return address - base if base < address < base + self.peers[self.rank].total else 0
 
@@ -380,12 +372,12 @@ cdef class NativeGroup:
         self.own.offsets[buffer] = address if foreign else offset
         self.own.foreign = self.own.foreign & ~(<uint32_t>1 << buffer) | <uint32_t>foreign << buffer
 
-    cdef void _measure(self, NativeProgram program, Run *run) noexcept nogil:
+    cdef void _measure(self, NativeProgram program, zbmd_run *run) noexcept nogil:
         """Tell peers how long those buffers are."""
         self.own.in_bytes = extent(program, run, &self.own, self.rank, IN, ZBMD_ADDRESS_MAX) if self.own.foreign >> IN & 1 else 0
         self.own.out_bytes = extent(program, run, &self.own, self.rank, OUT, ZBMD_ADDRESS_MAX) if self.own.foreign >> OUT & 1 else 0
 
-    cdef void _announce(self, NativeProgram program, Run *run, int64_t kill_point) noexcept nogil:
+    cdef void _announce(self, NativeProgram program, zbmd_run *run, int64_t kill_point) noexcept nogil:
         """Publish the descriptor, and tell every peer."""
         cdef int k
         if kill_point == 0:
@@ -396,8 +388,8 @@ cdef class NativeGroup:
                 zbmd_die()
             self._signal((self.rank + k) % self.n)
 
-    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run, bint in_arena) noexcept nogil:
-        """What decides how this run's bytes go, or NULL if it has few or no puts."""
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const zbmd_run *run, bint in_arena) noexcept nogil:
+        """The choice of how this run's bytes go, or NULL if it has few or no puts."""
         cdef uint64_t left = run.count * run.item
         cdef int k = 0
         if not program.inbox_slots or left < STORE_BYTES_MIN:
@@ -407,7 +399,7 @@ cdef class NativeGroup:
             k += 1
         return &self.choices[in_arena][k]
 
-    cdef void _propose(self, NativeProgram program, Run *run) noexcept nogil:
+    cdef void _propose(self, NativeProgram program, zbmd_run *run) noexcept nogil:
         """Say where our arrays lie and, as rank 0, the ways: wherever arrays lie, and if all are in the arena."""
         cdef bint readable = run.count * run.item >= READ_BYTES_MIN
         cdef zbmd_store_choice *choice
@@ -424,7 +416,7 @@ cdef class NativeGroup:
             self.own.arena_way = self.way_always
             self.own.store = min(self.way_always, <int>ZBMD_STORE_STREAMED)
 
-    cdef bint _in_arena(self, NativeProgram program, Run *run, int buffer) noexcept nogil:
+    cdef bint _in_arena(self, NativeProgram program, zbmd_run *run, int buffer) noexcept nogil:
         """Whether all of this buffer of ours lies there; there may be none, as `out` where another rank is the root."""
         cdef uint64_t high = self.peers[self.rank].total
         cdef uint64_t need = extent(program, run, &self.own, self.rank, buffer, high)
@@ -444,7 +436,7 @@ cdef class NativeGroup:
                 return False
         return True
 
-    cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil:
+    cdef void _publish(self, NativeProgram program, zbmd_run *run) noexcept nogil:
         cdef char *mine
         self.pc = self.culprit = -1
         self.sequence += 1
@@ -474,36 +466,39 @@ cdef class NativeGroup:
         return True
 
     cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil:
+        """Wait until all that are needed have entered."""
         cdef int k, peer, status
         for k in range(1, self.n):
             peer = (self.rank + k) % self.n
-            status = self._await(peer, self.peers[peer].received + 1, deadline_ns)
-            if status != ZBMD_WAIT_OK:
+            status = self._await(peer, self.peers[peer].received + 1, deadline_ns) if self.needed[peer] else S_DONE
+            if status != S_DONE:
                 return status
-            self.peers[peer].received += 1
+        for peer in range(self.n):
+            if peer != self.rank:
+                self.peers[peer].received += 1
+                self.lags |= not self.needed[peer]
+        self.last_fingerprint = self.own.fingerprint
         return S_DONE
 
-    cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil:
-        cdef int status = self._compare(program)
-        return self._resolve_all(program, run) if status == S_DONE else status
-
     cdef int _compare(self, NativeProgram program) noexcept nogil:
-        """Check that all called the same."""
+        """Check that all that are needed called the same."""
         cdef int i
         memcpy(&self.headers[self.rank], &self.own, sizeof(Header))
         for i in range(self.n):
-            if i != self.rank:
+            if i != self.rank and self.needed[i]:
                 memcpy(&self.headers[i], self._descriptor(i), self._header_bytes(program))
+            elif i != self.rank:
+                memset(&self.headers[i], 0, sizeof(Header))
         if not self._still_there():
             return S_ABORTED
         for i in range(self.n):
-            if self.headers[i].fingerprint != self.own.fingerprint and self.culprit < 0:
+            if self.needed[i] and self.headers[i].fingerprint != self.own.fingerprint and self.culprit < 0:
                 self.culprit = i
         if self.culprit >= 0:
             return S_DESYNCHRONISED
         return S_DONE if self._still_valid() else S_ABORTED
 
-    cdef int _resolve_all(self, NativeProgram program, Run *run) noexcept nogil:
+    cdef int _resolve_all(self, NativeProgram program, zbmd_run *run) noexcept nogil:
         """Resolve and bound every buffer the program touches."""
         cdef int i, k, rank
         run.pids, run.bounce = self.pids, self.bounce
@@ -521,7 +516,7 @@ cdef class NativeGroup:
             self.met_ns = zbmd_now_ns()
         return S_DONE
 
-    cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil:
+    cdef bint _resolve(self, NativeProgram program, zbmd_run *run, int rank, int buffer) noexcept nogil:
         cdef Header *h = &self.headers[rank]
         cdef uint64_t begin = h.offsets[buffer]
         cdef uint64_t low = self.peers[rank].inbox_end
@@ -544,7 +539,7 @@ cdef class NativeGroup:
         need = extent(program, run, h, rank, buffer, high)
         return lies_within(begin, need, low, high)
 
-    cdef int _walk(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
+    cdef int _walk(self, NativeProgram program, zbmd_run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
         cdef const int32_t *code = NULL
         cdef const int32_t *row
         cdef int64_t index
@@ -581,8 +576,8 @@ cdef class NativeGroup:
             self.peers[peer].received += program.awaited[peer]
         return S_DONE
 
-    cdef int _after_read(self, Run *run, const int32_t *row, int error, uint64_t deadline_ns) noexcept nogil:
-        """What has been read of a peer's memory counts if the peer still lived: its process number may be another's."""
+    cdef int _after_read(self, zbmd_run *run, const int32_t *row, int error, uint64_t deadline_ns) noexcept nogil:
+        """Bytes read of a peer's memory count if the peer still lived: its process number may be another's."""
         cdef int column, status, rank, read = -1
         for column in range(6, 10 if row[0] == REDUCE else 7, 3):
             rank = row[column]

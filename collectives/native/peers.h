@@ -1,7 +1,7 @@
 /* Arrays in a peer's ordinary memory: the kernel copies out of them (process_vm_readv), once and straight to their place.
  *
- * A process is named by its number, which another one may have after its end. Its end is told before that (life.h): who
- * has read looks at that last, and what it read counts only if the peer still lived. */
+ * A process is named by its number, which another one may have after its end. Its end is reported before that (life.h): a
+ * reader looks at that last, and what it read counts only if the peer still lived. */
 #ifndef ZBMD_PEERS_H
 #define ZBMD_PEERS_H
 

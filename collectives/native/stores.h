@@ -1,4 +1,4 @@
-/* How an array's bytes go from one rank of a host to another: puts through the cache, puts past it, or reads.
+/* The ways of an array's bytes from one rank of a host to another: puts through the cache, puts past it, or reads.
  *
  * What a rank writes through its cache lies there, modified, when its peer reads it. Where both cores share a
  * cache that is the quickest way; where they do not (another part of the same chip, another socket), each line is

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Final, TypeAlias
 import numpy as np
 import xxhash
 
-from zbmd.collectives.communicator.coalescing import ARRAYS_MAX
 from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.uneven import ARRAYS_MAX
 from zbmd.collectives.device.arrays_in import (
     Array,
     as_array,

@@ -13,7 +13,7 @@ import numpy as np
 from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import Model, is_far
-from zbmd.collectives.communicator.tuning import agree_on_model
+from zbmd.collectives.communicator.group_trials import agree_on_model
 from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair.events import Call, Failed, Failure, Inputs, OnLoss, Phase, Report
@@ -109,7 +109,7 @@ class ExchangedReport:
     """What a member sends in an exchange.
 
     `record_at`: where it publishes, from its segment's base; 0: it does not. `measured`: the model by which
-    it has chosen algorithms, if measured. `reading`: the number of its last trial (`peer_reading.Reading`).
+    it has chosen algorithms, if measured. `reading`: the number of its last trial (`group_trials.Reading`).
     """
 
     report: Report

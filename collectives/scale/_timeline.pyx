@@ -42,7 +42,7 @@ cdef struct Mail:
 
 
 cdef struct Reads:
-    # What was asked for of other hosts to be reduced, and when it comes.
+    # Requests to other hosts for data to reduce, and when each arrives.
     double *at
     uint32_t room
     uint32_t asked

@@ -1,4 +1,4 @@
-"""What an operation by each algorithm cannot be faster than on a network, in the α-β model; and by any.
+"""Lower bounds of an operation's time on a network, in the α-β model: by each algorithm, and by any.
 
 Three things bound a phase: the way of one chunk (latencies one after the other), the busiest port (its bytes
 over its rate) and the busiest rank. Phases that a rank does one after the other add up. An operation's
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms.catalogue import Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
-from zbmd.collectives.algorithms.reduction_trees import BinaryTree, balanced_tree, two_trees
+from zbmd.collectives.algorithms.trees import BinaryTree, balanced_tree, two_trees
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.scale.fabric import Fabric, Placement
 
@@ -67,14 +67,12 @@ def bound_ns(request: Request, placement: Placement, nbytes: float) -> float:
 
 
 def least_ns(operation: Operation, placement: Placement, nbytes: float, root: int = 0) -> float:
-    """What no algorithm can be faster than.
+    """Return the time that no algorithm can undercut.
 
     Between hosts: what has to leave or enter a host over its ports (for an all-reduce twice what a
-    reduce-scatter sends, since it is one and an all-gather), and the way of one byte: one latency, or,
-    if one rank's
-    input has to reach all, as long as it takes until all hosts can have been told (`_reach_ns`). In one
-    host: what has to
-    move from rank to rank, by all of them together, at the rate within.
+    reduce-scatter sends, since it is one and an all-gather), and the route of one byte: one latency, or, if
+    one rank's input has to reach all, the time until a message can have reached all hosts (`_reach_ns`). In
+    one host: what has to move from rank to rank, by all of them together, at the rate within.
     """
     fabric, n, sizes = placement.fabric, placement.n, Counter(placement.hosts)
     share = (n - 1) / n

@@ -13,7 +13,7 @@ from zbmd.transport.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where ranks run: `hosts[r]` is the host of rank r, `ports[r]` its port to the network."""
+    """The placement of ranks: `hosts[r]` is the host of rank r, `ports[r]` its port to the network."""
 
     hosts: tuple[int, ...]
     ports: tuple[int, ...]

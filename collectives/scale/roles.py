@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
-from zbmd.collectives.algorithms.reduction_trees import BinaryTree, balanced_tree, two_trees
+from zbmd.collectives.algorithms.trees import BinaryTree, balanced_tree, two_trees
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.programs.program import (
     COPY_CODE,
@@ -84,7 +84,7 @@ def schedule_of(request: Request) -> ScaleSchedule:
 
 
 def code_of(request: Request, rank: int, role: Roles) -> Code:
-    """What matters in time of a rank's program: neighbours for ranks, and neither chunks nor slots.
+    """The part of a rank's program that decides its time: neighbours for ranks, and neither chunks nor slots.
 
     Raises `ProgramError` if the program has a peer that is no neighbour.
     """
@@ -235,7 +235,7 @@ def roles_of(request: Request) -> list[Roles]:
 
 
 def _distinct(neighbours: Iterable[int], key: tuple[Hashable, ...]) -> Roles:
-    """Who is a neighbour twice counts once, and makes another key."""
+    """A rank that is a neighbour twice counts once, and makes another key."""
     named = list(neighbours)
     places = {peer: i for i, peer in enumerate(dict.fromkeys(named))}
     return Roles(np.array(list(places), np.int32), (*key, tuple(places[peer] for peer in named)))

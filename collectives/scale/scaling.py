@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
-from zbmd.collectives.algorithms.reduction_trees import CHILD_SLOTS
 from zbmd.collectives.algorithms.ring import WINDOW_SLOTS
+from zbmd.collectives.algorithms.trees import CHILD_SLOTS
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.execution.remote_fetch import STAGING_BYTES_MAX
-from zbmd.collectives.execution.remote_slots import slot_payload_bytes
+from zbmd.collectives.execution.remote_sending import slot_payload_bytes
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
 from zbmd.collectives.scale._timeline import Timeline
 from zbmd.collectives.scale.bounds import bound_ns, least_ns
@@ -43,7 +43,7 @@ RANKS_MIN = WINDOW_SLOTS + 1
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How often chunks go around, to be reduced and to be kept. `own`: the own block is copied first."""
+    """The times that chunks go around, to be reduced and to be kept. `own`: the own block is copied first."""
 
     reducing: int
     keeping: int
@@ -139,7 +139,7 @@ BUILT_MAX = 4_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What passes between a death and the repeated operation, beyond the network's own times."""
+    """The time between a death and the repeated operation, beyond the network's own times."""
 
     notice_ns: float = 1e6
     message_ns: float = 50e3
@@ -215,7 +215,7 @@ def refusal(operation: Operation, algorithm: str, n: int, nbytes: int, fabric: F
 
 
 def eager_bytes_max(n: int, fabric: Fabric) -> int:
-    """What travels with a descriptor in production: more if no two ranks share a host (`remote_slots`)."""
+    """Bytes that travel with a descriptor in production; see `remote_sending`."""
     return PUB_BYTES_MAX if fabric.ranks_per_host > 1 else max(PUB_BYTES_MAX, slot_payload_bytes(n))
 
 

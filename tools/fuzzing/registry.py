@@ -126,7 +126,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "actors/process_pool/device_worker.py": "reads the cookie that its parent process writes, within a bound",
     "actors/core/pools.py": "reads what a pool and its own processes send to each other, within a bound",
     "actors/supervision/events.py": "makes a number of a digest of its own settings",
-    "collectives/communicator/peer_reading.py": "compares a number of its own with the bytes that it reads",
+    "collectives/communicator/group_trials.py": "compares a number of its own with the bytes that it reads",
     "collectives/execution/remote_executor.py": "copies a descriptor of its own",
     "collectives/group/group.py": "hands on what tagged.py has decoded",
     "collectives/torch/process_group.py": "hands on what tagged.py has decoded",

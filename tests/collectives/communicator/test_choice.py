@@ -10,11 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation
-from zbmd.collectives.communicator.algorithm_choice import VARIABLE, Choice, choose
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation, Request
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import FORMULAS, MANY_HOSTS, ONE_HOST, Model
-from zbmd.collectives.communicator.pieces import Ask, shape_of
+from zbmd.collectives.communicator.planning import VARIABLE, Call, Choice, GroupTraits, choose, plan_call
 from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.execution.plan import CHUNK_BYTES
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
@@ -177,14 +176,6 @@ def test_hosts_are_one_a_member(run_ranks: RunRanks) -> None:
 def test_chunks_are_longer_between_hosts_where_no_bits_depend_on_them(
     operation: Operation, algorithm: str, hosts: tuple[int, ...], chunks: int
 ) -> None:
-    ask = Ask(
-        operation=operation,
-        algorithm=algorithm,
-        n=4,
-        place=0,
-        count=16 << 20 >> 2,
-        dtype=dtype_code(np.dtype(np.float32)),
-        hosts=hosts,
-        far=True,
-    )
-    assert shape_of(ask).plan.request.chunks == chunks
+    request = Request(operation=operation, algorithm=algorithm, n=4, hosts=hosts)
+    call = Call(request=request, count=16 << 20 >> 2, dtype=dtype_code(np.dtype(np.float32)))
+    assert plan_call(call, GroupTraits(place=0, far=True)).request.chunks == chunks

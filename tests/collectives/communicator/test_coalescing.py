@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.collectives.communicator.coalescing import PACK_BYTES_MAX, packs_of
+from zbmd.collectives.communicator.uneven import PACK_BYTES_MAX, packs_of
 from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.programs.reductions import dtype_code, itemsize
 from zbmd.transport.errors import UserError

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
-from zbmd.collectives.communicator import pieces as module
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised, OperationAborted
+from zbmd.collectives.execution.plan import PIECE_BYTES
 from zbmd.collectives.flight.recorder import FLIGHT_RECORDS_MAX, FlightState
 from zbmd.collectives.native._fast_path import Turnstile
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
@@ -147,7 +147,7 @@ def test_shards_give_the_same_bits_for_every_assignment(run_ranks: RunRanks, n: 
 
 
 def test_large_arrays_go_in_pieces(run_ranks: RunRanks) -> None:
-    count = 2 * module.PIECE_BYTES // 4 + 12_345
+    count = 2 * PIECE_BYTES // 4 + 12_345
 
     def body(p: Any) -> list[int]:
         c = p.communicator()

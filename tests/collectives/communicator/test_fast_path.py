@@ -174,7 +174,7 @@ def test_what_the_lane_cannot_take_goes_the_long_way(run_ranks: RunRanks) -> Non
 
 
 def test_a_kill_at_every_point_of_a_call_on_the_lane(run_ranks: RunRanks) -> None:
-    """Who survives ends with the error that names the dead, or has the whole sum."""
+    """A survivor ends with the error that names the dead, or has the whole sum."""
 
     def body_for(point: int, count: int) -> Callable[[Any], str]:
         def body(p: Any) -> str:

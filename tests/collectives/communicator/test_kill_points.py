@@ -45,14 +45,14 @@ def eager(p: Any, c: Communicator) -> Array:
 
 def read(p: Any, c: Communicator) -> Array:
     """Two programs to choose from, of which the one that reads in place is taken."""
-    c.always_go(READ)
+    c._executor.native.always(READ)
     x = p.segment.arena.from_array(inputs(c.size)[c.place])
     return c.all_reduce(x, deadline_ns=p.soon())
 
 
 def put_after_all(p: Any, c: Communicator) -> Array:
     """The same, but for a rank whose array lies elsewhere."""
-    c.always_go(READ)
+    c._executor.native.always(READ)
     x = inputs(c.size)[c.place]
     return c.all_reduce(p.segment.arena.from_array(x) if c.place else x.copy(), deadline_ns=p.soon())
 
@@ -204,7 +204,7 @@ def kill_at(
         expected = EXPECTED.setdefault((id(operation), n), run_ranks(n, undisturbed))
         for rank in survivors:
             assert outcomes[rank] in ("lost", "aborted", expected[rank]), f"rank {rank}: a mixed result"
-    if point < n - 1:  # dead before it had entered for all: the last to be told cannot complete
+    if point < n - 1:  # dead before it had entered for all: the last peer cannot complete
         untold = (victim + n - 1) % n
         assert outcomes[untold] == "lost"
 

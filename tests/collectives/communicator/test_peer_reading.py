@@ -13,7 +13,7 @@ import pytest
 from support.processes.program_points import points_of
 
 from zbmd.collectives.communicator.communicator import Communicator
-from zbmd.collectives.communicator.peer_reading import NOT_TRIED, Reading
+from zbmd.collectives.communicator.group_trials import NOT_TRIED, Reading
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.native._stepper import read_memory
 from zbmd.transport.errors import RemoteProtocolError
@@ -147,7 +147,7 @@ def test_where_one_cannot_be_read_all_are_staged(run_ranks: RunRanks) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if p.rank == 1:
                 refused = OSError(1, "Operation not permitted")
-                patch.setattr("zbmd.collectives.communicator.peer_reading.read_memory", _raise(refused))
+                patch.setattr("zbmd.collectives.communicator.group_trials.read_memory", _raise(refused))
             c: Communicator = p.communicator()
             c.tune(deadline_ns=p.soon())
         x = np.full(COUNT, p.rank, np.float64)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from zbmd.collectives.algorithms.catalogue import Operation
-from zbmd.collectives.communicator.algorithm_choice import choose
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import Model
+from zbmd.collectives.communicator.planning import choose
 from zbmd.collectives.native._program import CACHED, READ, STREAMED
 
 RunRanks = Callable[..., list[Any]]
@@ -56,14 +56,14 @@ def test_the_root_gets_what_it_would_have_reduced_alone(run_ranks: RunRanks, n: 
 
 @pytest.mark.parametrize("way", [CACHED, STREAMED, READ])
 def test_whichever_way_the_bytes_go(run_ranks: RunRanks, way: int) -> None:
-    """Who is not the root has no output, and that keeps nobody from reading in the arena."""
+    """A rank that is not the root has no output, and still its peers read in the arena."""
     count = 1_500_001
 
     def body(p: Any) -> list[str]:
         c: Communicator = p.communicator()
         c.tune(deadline_ns=p.soon())
         c.model = Model(cores=2)
-        c.always_go(way)
+        c._executor.native.always(way)
         x = p.segment.arena.from_array(values(p.rank, count, np.float32))
         out = p.segment.arena.empty(count, np.float32)
         for turn in range(4):  # most of them by the fast path

@@ -89,7 +89,7 @@ def test_ranks_read_each_other_only_if_the_arrays_of_all_lie_in_the_arena(
 
     def body(p: Any) -> list[list[Any]]:
         c: Communicator = p.communicator()
-        c.always_go(way)
+        c._executor.native.always(way)
         arena = p.segment.arena
         inside = [arena.empty(count, np.float32) for _ in range(2)]
         outside = [np.empty(count, np.float32) for _ in range(2)]

@@ -217,7 +217,7 @@ def test_what_cannot_be_used_is_told(run_ranks: RunRanks) -> None:
 
 
 async def test_a_group_takes_an_array_as_it_is_when_it_is_called() -> None:
-    """What its stream is asked after the call is not in the result; results lie on the device, too."""
+    """Work queued on the stream after the call is not in the result; results lie on the device, too."""
     process = model_host().process()
     async with zbmd.join() as worker:
         group = await zbmd.group(worker)

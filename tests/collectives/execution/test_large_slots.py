@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.execution.remote_slots import (
+from zbmd.collectives.execution.remote_sending import (
     PAIR_BYTES,
     PAIR_SPARE_BYTES,
     PART_BYTES,
@@ -42,7 +42,7 @@ def values(rank: int, count: int) -> Array:
 
 
 def every_operation(p: Any, c: Any, count: int, algorithm: str) -> list[bytes]:
-    """Whoever returns changes what it gave at once, so what is sent later than that is found out."""
+    """A rank that returns changes what it gave at once, so what is sent later than that is found out."""
     found: list[bytes] = []
     soon = {"algorithm": algorithm, "deadline_ns": p.soon()}
 

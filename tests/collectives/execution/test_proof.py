@@ -14,7 +14,7 @@ import pytest
 from zbmd.collectives.algorithms import catalogue
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Algorithm, Operation, Request
 from zbmd.collectives.communicator.communicator import Communicator
-from zbmd.collectives.communicator.pieces import shape_of
+from zbmd.collectives.communicator.planning import plan_call
 from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
 from zbmd.collectives.execution import proof
 from zbmd.collectives.execution.plan import CHUNK_BYTES, plan_of
@@ -32,7 +32,7 @@ UNSWEPT = 13
 @pytest.fixture
 def nothing_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "SWEPT_RANKS_MAX", 0)
-    for cached in (proof._prove, plan_of, shape_of):
+    for cached in (proof._prove, plan_of, plan_call):
         cached.cache_clear()
 
 

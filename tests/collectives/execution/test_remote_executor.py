@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
 from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
 from zbmd.collectives.execution.remote_fetch import Ended, Fetcher
-from zbmd.collectives.execution.remote_slots import Slots, slot_payload_bytes
+from zbmd.collectives.execution.remote_sending import Slots, slot_payload_bytes
 from zbmd.collectives.execution.remote_walk import Walk
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import COUNTER_MAX, PUB_BYTES_MAX, STATUS_ABORTED
@@ -268,7 +268,7 @@ def test_who_gives_up_may_change_its_memory_at_once(run_ranks: RunRanks) -> None
 
 
 def test_who_gives_up_lends_nothing_more_once_it_lets_go(run_ranks: RunRanks) -> None:
-    """What is asked for behind that would be served from memory that may change, under an older tag."""
+    """A later request would be served from memory that may change, under an older tag."""
 
     def body(p: Any) -> int:
         x, regions = p.segment.arena.from_array(np.ones(900_000, np.float32)), p.segment.regions
@@ -377,7 +377,7 @@ def test_inputs_travel_with_the_descriptors(run_ranks: RunRanks, hosts: Sequence
 
 
 def wide_operations(p: Any, c: Any, count: int, dtype: type[Any], algorithm: str) -> list[bytes]:
-    """Each by this algorithm. Whoever returns changes what it gave at once."""
+    """Each by this algorithm. A rank that returns changes what it gave at once."""
     n, root = c.size, c.members[-1]
     found: list[bytes] = []
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from zbmd.collectives.execution.remote_outgoing import PLACE_BYTES_MIN, PLACES_MAX, Outgoing, Place
+from zbmd.collectives.execution.remote_sending import (
+    SEND_BUFFER_BYTES_MIN,
+    SEND_BUFFERS_MAX,
+    Outgoing,
+    SendBuffer,
+)
 from zbmd.transport.memory.transfer import Transfer
 
 
@@ -24,12 +29,12 @@ def test_memory_is_taken_again_once_its_put_is_done_and_not_before() -> None:
 
 def test_so_many_are_kept_and_no_more() -> None:
     outgoing = Outgoing()
-    places: list[Place] = []
-    while len(places) < PLACES_MAX:
-        places.append(outgoing.take(PLACE_BYTES_MIN))
-        places[-1].transfer = Transfer()
+    buffers: list[SendBuffer] = []
+    while len(buffers) < SEND_BUFFERS_MAX:
+        buffers.append(outgoing.take(SEND_BUFFER_BYTES_MIN))
+        buffers[-1].transfer = Transfer()
     extra = outgoing.take(1)
-    assert extra not in places and outgoing.take(1) is not extra, "all are under way: it is not kept"
-    places[3].transfer.finish()
-    larger = outgoing.take(PLACE_BYTES_MIN + 1)  # in place of the one that is free
-    assert outgoing.take(PLACE_BYTES_MIN + 1) is larger and outgoing.take(1) is larger
+    assert extra not in buffers and outgoing.take(1) is not extra, "all are under way: it is not kept"
+    buffers[3].transfer.finish()
+    larger = outgoing.take(SEND_BUFFER_BYTES_MIN + 1)  # in place of the one that is free
+    assert outgoing.take(SEND_BUFFER_BYTES_MIN + 1) is larger and outgoing.take(1) is larger

@@ -11,7 +11,7 @@ from zbmd.transport.native._native import now_ns
 OFF_NS_MAX = 10_000
 """It is a microsecond at most by design; a machine may be moved to another host meanwhile."""
 LOOKS = 60_000
-"""They take some tens of milliseconds: the rate is measured, and the clock read anew, several times."""
+"""They take some tens of milliseconds: the rate is measured, and the clock read again, several times."""
 
 
 @pytest.mark.parametrize("counts", [True, False])

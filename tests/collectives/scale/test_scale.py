@@ -11,7 +11,7 @@ import pytest
 
 from zbmd.collectives.algorithms.catalogue import ROOTED, Operation, Request
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.execution.remote_slots import slot_payload_bytes
+from zbmd.collectives.execution.remote_sending import slot_payload_bytes
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
 from zbmd.collectives.scale._timeline import Timeline
 from zbmd.collectives.scale.bounds import bound_ns, least_ns

@@ -21,7 +21,7 @@ def points_of(run_ranks: Callable[..., list[Any]], operation: Callable[[Any], ob
             return plans[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zbmd.collectives.communicator.pieces.plan_of", remember)
+            patch.setattr("zbmd.collectives.communicator.planning.plan_of", remember)
             operation(p)
         return plans[-1].kill_points
 

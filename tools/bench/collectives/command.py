@@ -18,9 +18,14 @@ from typing import Final
 import msgspec
 
 from zbmd.collectives.algorithms.catalogue import Operation, Request
-from zbmd.collectives.communicator.algorithm_choice import override_of_environment
 from zbmd.collectives.communicator.cost_model import MANY_HOSTS, Model
-from zbmd.collectives.communicator.pieces import Ask, choice_of, shape_of
+from zbmd.collectives.communicator.planning import (
+    Call,
+    GroupTraits,
+    choice_of,
+    override_of_environment,
+    plan_call,
+)
 from zbmd.collectives.programs.reductions import BYTES_CODE
 from zbmd.tools.bench.peer_catalogue import ONE_THREAD, Site, find_peer
 from zbmd.tools.bench.peers.control import CASES, CASES_FOREIGN, MODEL, bus_factor
@@ -44,44 +49,37 @@ EXPLAINED: Final = tuple(
 def explain(sizes: Sequence[int], ranks: int, hosts: int, model: Model) -> list[str]:
     """A line for each operation and size: the algorithm, why, and what the others were predicted to take."""
     how = "as the ranks have measured it" if hosts == 1 else "assumed"
+    # The traits of the group as the first of its ranks sees them.
+    traits = GroupTraits(place=0, model=model, far=hosts > 1, override=override_of_environment())
     lines = [f"# {ranks} ranks on {hosts} hosts, {how}: {model}"]
     for operation in EXPLAINED:
         for nbytes in sizes:
-            ask = _call_of(operation, nbytes, ranks, hosts, model)
-            choice = choice_of(ask)
+            call = _call_of(operation, nbytes, ranks, hosts)
+            choice = choice_of(call, traits)
             costs = ", ".join(f"{name} {cost / 1e3:.1f} us" for name, cost in choice.predicted_ns)
             name = f"{choice.algorithm} or {choice.in_arena}" if choice.in_arena else choice.algorithm
-            what = f"{operation.name.lower():14} {size_in_words(nbytes):>5}  {name:18} {_proved(ask)}"
+            proved = _proved(call, traits)
+            what = f"{operation.name.lower():14} {size_in_words(nbytes):>5}  {name:18} {proved}"
             lines.append(f"{what}; {choice.reason}" + (f" [{costs}]" if costs else ""))
     return lines
 
 
-def _call_of(operation: Operation, nbytes: int, ranks: int, hosts: int, model: Model) -> Ask:
-    """Return the call of which a rank's largest array has `nbytes`, as the first of the ranks makes it."""
-    in_blocks = Request(operation=operation, algorithm="", n=ranks).blocks > 1
-    count = nbytes // ranks if in_blocks else nbytes
-    return Ask(
-        operation=operation,
-        algorithm="auto",
-        n=ranks,
-        place=0,
-        count=count,
-        published=count if operation is Operation.ALL_GATHER else nbytes,
-        dtype=BYTES_CODE,
-        hosts=tuple(rank * hosts // ranks for rank in range(ranks)) if hosts > 1 else (),
-        model=model,
-        far=hosts > 1,
-        override=override_of_environment(),
-    )
+def _call_of(operation: Operation, nbytes: int, ranks: int, hosts: int) -> Call:
+    """Return the call of which a rank's largest array has `nbytes`."""
+    on_hosts = tuple(rank * hosts // ranks for rank in range(ranks)) if hosts > 1 else ()
+    request = Request(operation=operation, algorithm="auto", n=ranks, hosts=on_hosts)
+    count = nbytes // ranks if request.blocks > 1 else nbytes
+    published = count if operation is Operation.ALL_GATHER else nbytes
+    return Call(request=request, count=count, published=published, dtype=BYTES_CODE)
 
 
-def _proved(ask: Ask) -> str:
+def _proved(call: Call, traits: GroupTraits) -> str:
     """Return the steps of a rank's programs, and how those of all ranks were proved.
 
-    Verifies what has not been proved, as the first call of this shape would.
+    Verifies what has not been proved, as the first such call would.
     """
-    shape = shape_of(ask)
-    plans = {plan.request: plan for plan in (shape.plan, shape.plan.in_arena, shape.last) if plan is not None}
+    plan = plan_call(call, traits)
+    plans = {each.request: each for each in (plan, plan.in_arena, plan.last) if each is not None}
     steps = "+".join(str(len(plan.program.instructions)) for plan in plans.values())
     proofs = ", ".join(dict.fromkeys(str(plan.proof) for plan in plans.values()))
     return f"{steps} steps, {proofs}"

@@ -21,8 +21,8 @@ from zbmd.collectives.commit import wire as commit_wire
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.communicator.cost_model import Model
 from zbmd.collectives.errors import CollectiveError
-from zbmd.collectives.execution.executor import Call, MappedExecutor
-from zbmd.collectives.execution.plan import Plan, plan_of
+from zbmd.collectives.execution.executor import MappedExecutor, Membership
+from zbmd.collectives.execution.plan import Plan, Run, plan_of
 from zbmd.collectives.group import flight_dump, priority_machine
 from zbmd.collectives.group.priority_driver import decode_told, encode_told
 from zbmd.collectives.member_id import MemberId
@@ -317,21 +317,30 @@ def _all_reduce(
     own: Segment, peer: PeerSegment, deadline_ns: int, *, pair: bool, foreign: bool = False
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     executor = MappedExecutor(
-        segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
+        Membership(
+            segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
+        )
     )
     source, target = (
         own.arena.from_array(np.ones(ELEMENTS, np.float32)),
         own.arena.empty(ELEMENTS, np.float32),
     )
-    call = Call(
-        dtype=0, reduction=0, count=ELEMENTS, total=ELEMENTS, piece=0, in_stride=ELEMENTS, out_stride=ELEMENTS
+    run = Run(
+        plan=_plan(own.slot, pair),
+        addresses={IN: _native.address_of(source), OUT: _native.address_of(target)},
+        dtype=0,
+        reduction=0,
+        count=ELEMENTS,
+        total=ELEMENTS,
+        piece=0,
+        in_stride=ELEMENTS,
+        out_stride=ELEMENTS,
     )
-    addresses = {IN: _native.address_of(source), OUT: _native.address_of(target)}
     executor.native.always(READ)
     if foreign:  # what is told of its own memory is looked for in ours
         executor.read_peers([os.getpid()] * 2)
     try:
-        executor.run(_plan(own.slot, pair), call, addresses, deadline_ns=deadline_ns)
+        executor.run(run, deadline_ns=deadline_ns)
     finally:
         executor.release()
     return target

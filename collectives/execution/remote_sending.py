@@ -1,12 +1,16 @@
-"""Where members on other hosts put what travels with their descriptors, if it is too much for a mirror.
+"""Sends to members on other hosts: copies of what is put, and inputs that travel with descriptors.
 
-Each member of a group that shares memory with none of the others keeps two slots for every member in its
-inbox, used in turn as descriptors are: a slot is not written again before its operation's successor's
-successor begins, when everybody has ended it. Where its slots begin every member says in its descriptors.
-So from the second operation of an epoch on an input of up to `slot_payload_bytes` travels with its
-descriptor, and an all-reduce of two hosts is one message each way. A member is sent what it reads of an
-input (`Algorithm.sends`), to where all of it would have it; a long part as messages of their own, in front of
-the descriptor.
+A program may overwrite the source of a put as soon as it has been put, so a copy is sent, from buffers that
+are kept from run to run (`Outgoing`). A device has to know the memory that it sends from: it knows this after
+the first put, where a new copy would be registered each time.
+
+An input that is too large for a mirror goes to slots (`Slots`). Each member of a group that shares memory
+with none of the others keeps two slots for every member in its inbox, used in turn as descriptors are: a slot
+is not written again before its operation's successor's successor begins, when everybody has ended it. Where
+its slots begin every member says in its descriptors. So from the second operation of an epoch on an input of
+up to `slot_payload_bytes` travels with its descriptor, and an all-reduce of two hosts is one message each
+way. A member is sent what it reads of an input (`Algorithm.sends`), to where all of it would have it; a long
+part as messages of their own, in front of the descriptor.
 
 In a group of two over TCP slots are large if the inboxes of both have room for them and for others; which
 each says in the lowest bit of where its slots begin, and the shorter are used.
@@ -15,6 +19,7 @@ each says in the lowest bit of where its slots begin, and the shorter are used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -25,16 +30,51 @@ from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_
 from zbmd.transport.errors import ArenaFull
 from zbmd.transport.memory.region import CheckedRegion, RegionHandle
 from zbmd.transport.memory.segment import Segment
-from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.memory.transfer import DONE, Transfer
 from zbmd.transport.native._native import address_of
 from zbmd.transport.rdma.remote_memory import RemoteMemory
 
+SEND_BUFFERS_MAX: Final = 8
+"""Kept; what is put while all of them are under way has memory of its own."""
+SEND_BUFFER_BYTES_MIN: Final = 4096
+
+
+@dataclass(slots=True, eq=False)
+class SendBuffer:
+    """Memory for one put at a time. transfer: the last one's; its bytes stay as they are until it is done."""
+
+    array: NDArray[np.uint8]
+    transfer: Transfer = DONE
+
+
+class Outgoing:
+    """The send buffers of one executor. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: list[SendBuffer] = []
+
+    def take(self, nbytes: int) -> SendBuffer:
+        """Return the smallest free one of at least `nbytes` bytes; the caller sets its transfer."""
+        free = [buffer for buffer in self._buffers if buffer.transfer.done]
+        large = [buffer for buffer in free if buffer.array.nbytes >= nbytes]
+        if large:
+            return min(large, key=lambda buffer: buffer.array.nbytes)
+        # A power of two: puts of about one size share their buffers.
+        made = SendBuffer(np.empty(max(SEND_BUFFER_BYTES_MIN, 1 << (nbytes - 1).bit_length()), np.uint8))
+        if len(self._buffers) == SEND_BUFFERS_MAX:
+            if not free:
+                return made
+            self._buffers.remove(min(free, key=lambda buffer: buffer.array.nbytes))
+        self._buffers.append(made)
+        return made
+
+
 SLOTS_BYTES: Final = 1 << 20
-"""What all members together may send a member with their descriptors."""
+"""Bytes that all members together may send a member with their descriptors."""
 PAIR_BYTES: Final = 4 << 20
 """The same in a group of two, where the inbox has room: longer inputs are asked for in less time."""
 PAIR_SPARE_BYTES: Final = 8 << 20
-"""What they must leave of the inbox to others."""
+"""Bytes of the inbox that they must leave to others."""
 PART_BYTES: Final = 1 << 20
 """Input is sent in messages of so much: the tag of one is checked while the next is sent."""
 APART_BYTES_MIN: Final = 32 << 10
@@ -78,7 +118,7 @@ class Slots:
         """Whether ours are large; they are used as such if all members' are."""
         self._slot_bytes = 0
         self._array: NDArray[np.uint8] = np.empty(0, np.uint8)
-        """What the others write, each its own two, in the order of their places behind ours."""
+        """The slots that the others write, each its own two, in the order of their places after ours."""
         self._own: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._handle: RegionHandle | None = None
         self._regions: dict[int, CheckedRegion] = {}
@@ -89,7 +129,7 @@ class Slots:
 
     @property
     def told(self) -> int:
-        """Where ours are, as members are told, and 1 behind that if they are large; 0 if there are none."""
+        """The offset of our slots, as descriptors report it, plus 1 if they are large; 0: there are none."""
         return address_of(self._array) + self._large if self._array.nbytes else 0
 
     def learn(self) -> None:
@@ -152,7 +192,7 @@ class Slots:
         return self._regions[place].put(data, at, channel=channel, value=value)
 
     def _at(self, writer: int, owner: int) -> int:
-        """Where in the owner's memory the slots of another place are."""
+        """Return the offset, in the owner's memory, of the slots of another place."""
         return (writer - owner - 1) % self._members * 2 * self._slot_bytes
 
     def release(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +11,11 @@ import msgspec
 
 from zbmd.tools.bench.figures import add_record, append_figures
 from zbmd.tools.bench.peer_catalogue import PEERS, PeerMissing
-from zbmd.tools.bench.result import (
-    BenchResult,
-    Contestant,
-    check_plot,
-    figures,
-    now_utc,
-    save_plot,
-    table,
-    this_machine,
-)
-from zbmd.tools.bench.run import CASES, TRANSPORTS, TransferPlan, check_plan, progress, run
+from zbmd.tools.bench.result import BenchResult, check_plot, figures, new_result, save_plot, table
+from zbmd.tools.bench.run import CASES, TRANSPORTS, TransferPlan, check_plan, run
 from zbmd.tools.bench.stats import ITERATIONS_MAX, ROUNDS_MAX, parse_sizes
 from zbmd.tools.bench.workers import ContenderFailed
-from zbmd.tools.cli.options import LazyParser, add_json, add_plot, listed
+from zbmd.tools.cli.options import LazyParser, add_json, add_plot, add_sizes, add_turns, listed
 from zbmd.transport.errors import UserError
 
 EXIT_FAILED = 1
@@ -101,7 +91,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _fill_collectives(kind: argparse.ArgumentParser) -> None:
-    from zbmd.tools.bench.collectives import command as bench_collectives
+    from zbmd.tools.bench import collectives as bench_collectives
 
     kind.description = bench_collectives.__doc__
     bench_collectives.add_arguments(kind, rounds_default=ROUNDS_DEFAULT)
@@ -109,26 +99,21 @@ def _fill_collectives(kind: argparse.ArgumentParser) -> None:
 
     def run_command(arguments: argparse.Namespace) -> int:
         if not arguments.explain:
-            return _report(arguments, lambda: bench_collectives.results(arguments, _command()))
+            return _report(arguments, lambda: bench_collectives.results(arguments))
         return _told(lambda: print(bench_collectives.explanation(arguments)))
 
     kind.set_defaults(run_command=run_command)
 
 
 def _fill_actors(kind: argparse.ArgumentParser) -> None:
-    from zbmd.tools.bench.actors import command as bench_actors
+    from zbmd.tools.bench import actors as bench_actors
 
     bench_actors.add_arguments(kind)
-    kind.set_defaults(run_command=bench_actors.run)
+    kind.set_defaults(run_command=lambda arguments: _told(lambda: bench_actors.run(arguments)))
 
 
 def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
-    kind.add_argument(
-        "--sizes",
-        default=SIZES_DEFAULT[name],
-        metavar="SIZES",
-        help="FIRST:LAST[:FACTOR] or A,B,C, with K, M, G (default: %(default)s)",
-    )
+    add_sizes(kind, SIZES_DEFAULT[name])
     kind.add_argument(
         "--cases",
         action="append",
@@ -137,16 +122,7 @@ def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
         help=f"time only: {', '.join(case.name for case in CASES[name])}",
     )
     kind.add_argument("--transport", choices=TRANSPORTS, default="shm", help="(default: %(default)s)")
-    kind.add_argument(
-        "--vs", action="append", default=[], metavar="PEERS", help=f"run in turn with: {', '.join(PEERS)}"
-    )
-    kind.add_argument(
-        "--rounds",
-        type=int,
-        default=ROUNDS_DEFAULT,
-        metavar="N",
-        help="rounds: each contender has a turn in each (default: %(default)s)",
-    )
+    add_turns(kind, PEERS, ROUNDS_DEFAULT)
     kind.add_argument(
         "--iterations",
         type=int,
@@ -175,23 +151,9 @@ def _transfers(arguments: argparse.Namespace) -> int:
         peers=listed("--vs", arguments.vs, PEERS),
     )
     check_plan(plan)
-
-    def measure() -> BenchResult:
-        began, machine = now_utc(), this_machine()
-        with progress(plan.total) as tell:
-            rows, peers = run(plan, tell)
-        return BenchResult(
-            benchmark=arguments.benchmark,
-            command=_command(),
-            date=began,
-            machine=machine,
-            transport=plan.transport,
-            rounds=plan.rounds,
-            rows=rows,
-            peers=[Contestant(name=peer.name, version=peer.version, command=peer.shown) for peer in peers],
-        )
-
-    return _report(arguments, measure)
+    return _report(
+        arguments, lambda: new_result(arguments.benchmark, plan.transport, plan.rounds, lambda: run(plan))
+    )
 
 
 def _detect(arguments: argparse.Namespace) -> int:
@@ -203,30 +165,16 @@ def _detect(arguments: argparse.Namespace) -> int:
         trials=_in_range("--trials", arguments.trials, TRIALS_MAX),
     )
 
-    def measure() -> BenchResult:
-        began, machine = now_utc(), this_machine()
-        with progress(plan.total) as tell:
-            rows = detect(plan, tell)
-        return BenchResult(
-            benchmark="detect",
-            command=_command(),
-            date=began,
-            machine=machine,
-            transport="shm",
-            rounds=plan.trials,
-            rows=rows,
-        )
-
-    return _report(arguments, measure)
+    return _report(arguments, lambda: new_result("detect", "shm", plan.trials, lambda: detect(plan)))
 
 
-def _report(arguments: argparse.Namespace, measure: Any) -> int:
+def _report(arguments: argparse.Namespace, measure: Callable[[], BenchResult]) -> int:
     """Measure and print. See the exit codes in `EXAMPLES`."""
     if arguments.plot is not None:
         check_plot(arguments.plot)
 
     def show() -> None:
-        result: BenchResult = measure()
+        result = measure()
         print(msgspec.json.encode(result).decode() if arguments.json else table(result))
         if arguments.plot is not None:
             save_plot(result, arguments.plot)
@@ -247,11 +195,6 @@ def _told(show: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return 0
-
-
-def _command() -> str:
-    """The command line, as it was given."""
-    return shlex.join(["zbmd", *sys.argv[1:]])
 
 
 def _in_range(option: str, value: int, most: int) -> int:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from zbmd.tools.bench.result import Contestant
 from zbmd.tools.bench.transport.perftest import BANDWIDTH, LATENCY, MESSAGES
 from zbmd.tools.bench.workers import CONTROL, Workers
 from zbmd.transport.errors import UserError
@@ -86,6 +87,11 @@ class Peer:
     def workers(self) -> Workers:
         """Return its processes, to be started."""
         return Workers(self.name, self.commands, ranks=self.ranks, environment=self.environment)
+
+    @property
+    def contestant(self) -> Contestant:
+        """How a result names it."""
+        return Contestant(name=self.name, version=self.version, command=self.shown)
 
     @property
     def shown(self) -> str:

@@ -11,7 +11,9 @@ import importlib.util
 import io
 import os
 import platform
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -138,6 +140,32 @@ def this_machine() -> Machine:
 def now_utc() -> str:
     """To the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line() -> str:
+    """Return the command line, as it was given."""
+    return shlex.join(["zbmd", *sys.argv[1:]])
+
+
+def new_result(
+    benchmark: str,
+    transport: str,
+    rounds: int,
+    measure: Callable[[], tuple[list[Measurement], list[Contestant]]],
+) -> BenchResult:
+    """Measure; return what came of it, with this machine and its load before."""
+    began, machine = now_utc(), this_machine()
+    rows, peers = measure()
+    return BenchResult(
+        benchmark=benchmark,
+        command=command_line(),
+        date=began,
+        machine=machine,
+        transport=transport,
+        rounds=rounds,
+        rows=rows,
+        peers=peers,
+    )
 
 
 def figures(result: BenchResult) -> Iterator[Figure]:

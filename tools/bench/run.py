@@ -30,7 +30,7 @@ from zbmd.tools.bench.peer_catalogue import (
     iperf3_client,
 )
 from zbmd.tools.bench.peers.control import window_of, windows
-from zbmd.tools.bench.result import Measurement
+from zbmd.tools.bench.result import Contestant, Measurement
 from zbmd.tools.bench.stats import (
     ITERATIONS_LEAST,
     OURS,
@@ -327,14 +327,15 @@ Samples = dict[str, list[list[float]]]
 Tell = Callable[[str], None]
 
 
-def run(plan: TransferPlan, tell: Tell) -> tuple[list[Measurement], list[Peer]]:
-    """Run it; `tell` hears of each turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
+def run(plan: TransferPlan) -> tuple[list[Measurement], list[Contestant]]:
+    """Run it; Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack:
         everyone, peers = _start_all(plan, stack)
         rows: list[Measurement] = []
-        for case, nbytes in plan.steps():
-            rows += rows_of(case.name, nbytes, measure(plan, case, nbytes, everyone, tell))
-    return rows, peers
+        with progress(plan.total) as tell:
+            for case, nbytes in plan.steps():
+                rows += rows_of(case.name, nbytes, measure(plan, case, nbytes, everyone, tell))
+    return rows, [peer.contestant for peer in peers]
 
 
 def _start_all(plan: TransferPlan, stack: contextlib.ExitStack) -> tuple[dict[str, Contender], list[Peer]]:

@@ -104,6 +104,21 @@ def add_plot(options: Options) -> None:
     options.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as .png or .svg")
 
 
+def add_sizes(options: Options, default: str) -> None:
+    """Add `--sizes`."""
+    help_text = "FIRST:LAST[:FACTOR] or A,B,C, with K, M, G (default: %(default)s)"
+    options.add_argument("--sizes", default=default, metavar="SIZES", help=help_text)
+
+
+def add_turns(options: Options, peers: Sequence[str], rounds: int) -> None:
+    """Add `--vs` and `--rounds`."""
+    options.add_argument(
+        "--vs", action="append", default=[], metavar="PEERS", help=f"run in turn with: {', '.join(peers)}"
+    )
+    help_text = "rounds: each contender has a turn in each (default: %(default)s)"
+    options.add_argument("--rounds", type=int, default=rounds, metavar="N", help=help_text)
+
+
 def add_at(options: Options) -> None:
     """Add `--at`."""
     options.add_argument(

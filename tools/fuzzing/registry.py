@@ -146,7 +146,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "tools/lab/gpu/*.py": "read what processes that they have started themselves write",
     "tools/bench/peers/*.py": "are other systems' programs, run beside ours for comparison",
     "tools/lab/hosts/*.py": "read the lines of processes that they have started themselves",
-    "tools/lab/network/switch.py": "reads what the laboratory that has started it says",
+    "tools/lab/hosts/switch.py": "reads what the laboratory that has started it says",
     "tools/dev/*.py": "read files of the repository",
     "tools/demo/command.py": "reads the last line of a command that it has just run itself",
     "tools/sim/hunt.py": "reads the lines of workers that are forks of itself",

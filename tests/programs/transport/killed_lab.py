@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from zbmd.tools.lab.network.netns import Lab
+from zbmd.tools.lab.hosts.netns import Lab
 
 with Lab(2, shaped=sys.argv[1] == "shaped") as lab:
     print("made", flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools.lab.network.netns import Lab, LabHost, why_not
+from zbmd.tools.lab.hosts.netns import Lab, LabHost, why_not
 
 TIMEOUT_S = 60.0
 PEER = str(Path(__file__).with_name("netns_peer.py"))

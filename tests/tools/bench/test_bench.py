@@ -16,7 +16,7 @@ import pytest
 
 from zbmd.collectives.communicator.cost_model import ONE_HOST
 from zbmd.tools.bench import command as bench_cli
-from zbmd.tools.bench.collectives.command import explain
+from zbmd.tools.bench.collectives import explain
 from zbmd.tools.bench.peer_catalogue import OF_TCP, PEERS, PeerMissing, Site, find_peer
 from zbmd.tools.bench.result import FORMAT, BenchResult, Measurement, table
 from zbmd.tools.bench.run import MEMCPY

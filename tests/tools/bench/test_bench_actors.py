@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.system import ActorSystem
-from zbmd.tools.bench.actors import command as bench_actors
-from zbmd.tools.bench.actors.lifecycle import fairness, restarting, restarting_process, spawning
-from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING, ActorMeasurement, percentile, table
+from zbmd.tools.bench import actors as bench_actors
+from zbmd.tools.bench.actor_lifecycle import fairness, restarting, restarting_process, spawning
+from zbmd.tools.bench.peer_catalogue import PeerMissing
+from zbmd.tools.bench.peers.actor_asks import ActorMeasurement, percentile, table
 from zbmd.transport.errors import UserError
 
 
@@ -45,13 +46,14 @@ async def test_the_floor_is_measured() -> None:
     assert 0 < floor.p50_us <= floor.p99_us and floor.by == "C"
 
 
-def test_a_library_that_is_absent_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_library_that_is_absent_is_named(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec " + sys.executable + ' -S "$@"\n')  # it has no package at all
     python.chmod(0o700)
     options = argparse.Namespace(seconds=0.01, vs=f"xoscar={python}", json=False)
-    assert bench_actors.run(options) == EXIT_MISSING
-    said = capsys.readouterr().err
+    with pytest.raises(PeerMissing) as raised:
+        bench_actors.run(options)
+    said = str(raised.value)
     assert f"{python} -m pip install xoscar" in said and "No module named 'xoscar'" in said
 
 

@@ -14,7 +14,7 @@ from support.netns import netns
 from support.netns.netns import Process
 
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
-from zbmd.tools.lab.network.netns import Lab, LabHost
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
 from zbmd.training.__main__ import options_of, parser
 from zbmd.training.replicated.job import run_plain
 

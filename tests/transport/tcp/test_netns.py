@@ -16,7 +16,7 @@ import pytest
 from programs import PROGRAMS
 from support.netns import netns
 
-from zbmd.tools.lab.network.netns import Lab, LabError, LabHost, sweep
+from zbmd.tools.lab.hosts.netns import Lab, LabError, LabHost, sweep
 from zbmd.transport.errors import UserError
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.bench.peer_catalogue import NOTICE_FLOOR, compile_floor
-from zbmd.tools.bench.result import Measurement
-from zbmd.tools.bench.run import Tell
+from zbmd.tools.bench.result import Contestant, Measurement
+from zbmd.tools.bench.run import progress
 from zbmd.tools.bench.stats import OURS, Ratio, median, percentile, ratio_of_medians
 from zbmd.tools.bench.transport.deaths import READY
 from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers
@@ -51,9 +51,10 @@ class DetectPlan:
         return 2 * len(LOADS) * len(self.sizes) * self.trials
 
 
-def detect(plan: DetectPlan, tell: Tell) -> list[Measurement]:
+def detect(plan: DetectPlan) -> tuple[list[Measurement], list[Contestant]]:
     """Run it. Raises `PeerMissing` if the floor cannot be compiled, `ContenderFailed`."""
     with contextlib.ExitStack() as stack:
+        tell = stack.enter_context(progress(plan.total))
         with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
             program = compile_floor(Path(scratch))
             floor = stack.enter_context(Workers(NOTICE_FLOOR, [[str(program), CONTROL]], ranks=1))
@@ -69,7 +70,7 @@ def detect(plan: DetectPlan, tell: Tell) -> list[Measurement]:
                     tell(f"{load} {nbytes} floor")
                     _take_down(found, FLOORS, floor.ask("floor", nbytes, 1)[0])
                 rows += rows_of(f"detect-{load}", nbytes, found)
-        return rows
+        return rows, []
 
 
 def rows_of(case: str, nbytes: int, found: dict[str, list[float]]) -> list[Measurement]:

@@ -1,1 +1,1 @@
-"""Jobs and clusters on several hosts of a laboratory network; hosts are killed while they work."""
+"""Hosts as network namespaces, joined by a switch; jobs and clusters on them, and hosts that are killed."""

@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 
 from zbmd.tools.bench.stats import median
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
-from zbmd.tools.lab.network.netns import Lab, LabHost
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError, ZbmdError
 

@@ -26,7 +26,7 @@ from typing import Final
 
 from zbmd.tools.bench.stats import median
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
-from zbmd.tools.lab.network.netns import Lab, LabHost
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
 from zbmd.transport.clock.deadlines import (
     RECOVERY_BUDGET_NS_DEFAULT,
     derive,

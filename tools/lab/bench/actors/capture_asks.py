@@ -30,7 +30,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.system import ActorSystem
-from zbmd.tools.bench.actors.command import Echo, Ping
+from zbmd.tools.bench.actors import Echo, Ping
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.identity import Identity

@@ -57,7 +57,7 @@ class LoopbackHost:
     def popen(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """See `zbmd.tools.lab.network.netns.LabHost`."""
+        """See `zbmd.tools.lab.hosts.netns.LabHost`."""
         own = {
             "ZBMD_COOKIE_FILE": str(self.home / "cookie"),
             "XDG_RUNTIME_DIR": str(self.home),

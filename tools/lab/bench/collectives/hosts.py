@@ -29,15 +29,15 @@ import uvloop
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import join
 from zbmd.collectives.group.group import group
-from zbmd.tools.bench.collectives.ranks import SPARE_BYTES, Rank
+from zbmd.tools.bench.collective_ranks import SPARE_BYTES, Rank
 from zbmd.tools.bench.peer_catalogue import ONE_THREAD, need_module
 from zbmd.tools.bench.peers.control import CASES, CPU, bus_factor, serve
 from zbmd.tools.bench.result import this_machine
 from zbmd.tools.bench.stats import OURS, iterations_for, median, parse_sizes, ratio_of_medians, size_in_words
 from zbmd.tools.bench.workers import CONTROL, Workers
 from zbmd.tools.cli.options import exit_code_of, script_parser
-from zbmd.tools.lab.network.netns import Lab, LabHost
-from zbmd.tools.lab.network.switch import DEVICE
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
+from zbmd.tools.lab.hosts.switch import DEVICE
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import PROTECTION_VARIABLE
 

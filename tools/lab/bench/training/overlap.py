@@ -30,7 +30,7 @@ from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
-from zbmd.tools.lab.network.netns import Lab, LabHost
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
 from zbmd.tools.runs.profile import clocks_of, read_rings
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.config import GPTConfig

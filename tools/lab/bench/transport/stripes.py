@@ -31,7 +31,7 @@ import uvloop
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import median
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
-from zbmd.tools.lab.network.netns import Lab, LabHost
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.bulk.stripe_io import SLOW_BYTES_PER_S, buffer_bytes_max, stripes_for
 from zbmd.transport.clock.deadlines import parse_duration

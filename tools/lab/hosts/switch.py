@@ -1,7 +1,7 @@
 """A network switch in user space: hosts' cables with delay, loss and a rate, on kernels with `netem` or
 without.
 
-    python -m zbmd.tools.lab.network.switch --seed N PID [PID ...]
+    python -m zbmd.tools.lab.hosts.switch --seed N PID [PID ...]
 
 Makes one TAP device `eth0` in the network namespace of each process, and carries Ethernet frames between
 them. What a host sends waits for its turn at the cable's rate, is lost by chance, and arrives after the

@@ -18,7 +18,6 @@ import asyncio
 import json
 import os
 import secrets
-import shlex
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.system import ActorSystem
-from zbmd.tools.bench.actors.lifecycle import life
+from zbmd.tools.bench.actor_lifecycle import life
 from zbmd.tools.bench.figures import Figure, add_record, append_figures, new_figure
 from zbmd.tools.bench.peer_catalogue import ASK_FLOOR, PeerMissing, compile_floor
 from zbmd.tools.bench.peers.actor_asks import (
@@ -49,6 +48,7 @@ from zbmd.tools.bench.peers.actor_asks import (
     table,
     tells_per_second,
 )
+from zbmd.tools.bench.result import command_line
 from zbmd.tools.bench.workers import ContenderFailed
 from zbmd.tools.cli.options import add_json
 from zbmd.transport.capture.log import RingRecorder
@@ -61,7 +61,6 @@ from zbmd.transport.shm.connect import Endpoint, dial, listen
 from zbmd.transport.shm.link import ShmLink
 
 IN_FLIGHT = 1000
-EXIT_FAILED = 1
 TIMEOUT_S = 30.0
 SECONDS_MAX = 60.0
 BATCH = 200
@@ -208,7 +207,7 @@ async def _other_process(*, ring: bool) -> AsyncGenerator[ActorSystem]:
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "zbmd.tools.bench.actors.command",
+            "zbmd.tools.bench.actors",
             "--serve",
             address,
             *([] if ring else ["--no-ring"]),
@@ -346,8 +345,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure, and print a table, or JSON. Raises `UserError`."""
+def run(options: argparse.Namespace) -> None:
+    """Measure, and print a table, or JSON. Raises `UserError`, `PeerMissing`, `ContenderFailed`."""
     named = [one.partition("=") for one in options.vs.split(",") if one]
     libraries = {name: python or sys.executable for name, _, python in named}
     if missing := [python for python in libraries.values() if not os.access(python, os.X_OK)]:
@@ -356,34 +355,20 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--vs {unknown[0]} is not known: give some of {', '.join(LIBRARIES)}.")
     if not 0 < options.seconds <= SECONDS_MAX:
         raise UserError(f"--seconds {options.seconds:g} is out of range: give up to {SECONDS_MAX:g}.")
-    try:
-        rows = uvloop.run(_all(options.seconds, libraries))
-    except PeerMissing as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISSING
-    except ContenderFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    rows = uvloop.run(_all(options.seconds, libraries))
     print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
     if options.record is not None:
-        append_figures(options.record, _figures(rows, shlex.join(["zbmd", *sys.argv[1:]])))
-    return 0
+        append_figures(options.record, _figures(rows, command_line()))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark, or the other process of it."""
-    parser = argparse.ArgumentParser(
-        prog="bench_actors", description="Time actors, within and across processes."
-    )
-    add_arguments(parser)
-    parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
-    parser.add_argument("--no-ring", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.serve is not None:
-        uvloop.run(_serve(options.serve, ring=not options.no_ring))
-        return 0
-    return run(options)
+def main() -> None:
+    """Be the other process of the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", metavar="ADDRESS", required=True)
+    parser.add_argument("--no-ring", action="store_true")
+    options = parser.parse_args()
+    uvloop.run(_serve(options.serve, ring=not options.no_ring))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

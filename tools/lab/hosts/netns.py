@@ -1,6 +1,6 @@
 """A few hosts on one machine: each a network namespace with an address, a name and a home of its own.
 
-    python -m zbmd.tools.lab.network.netns [--hosts N] [--delay TIME] [--loss FRACTION] [--rate MBPS] COMMAND
+    python -m zbmd.tools.lab.hosts.netns [--hosts N] [--delay TIME] [--loss FRACTION] [--rate MBPS] COMMAND
         ...
 
 runs the command on every host, with ZBMD_LAB_HOST, ZBMD_LAB_ADDRESS and ZBMD_LAB_HOSTS in its environment,
@@ -30,7 +30,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from zbmd.tools.cli.options import exit_code_of, script_parser
-from zbmd.tools.lab.network.switch import DEVICE, Cable, Command
+from zbmd.tools.lab.hosts.switch import DEVICE, Cable, Command
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError, ZbmdError
 
@@ -283,7 +283,7 @@ class Lab:
             bridge.ip("link", "set", port, "master", BRIDGE, "up")
 
     def _start_switch(self, pids: Sequence[int]) -> None:
-        command = [sys.executable, "-m", "zbmd.tools.lab.network.switch", "--seed", str(self._seed)]
+        command = [sys.executable, "-m", "zbmd.tools.lab.hosts.switch", "--seed", str(self._seed)]
         switch = subprocess.Popen([*command, *map(str, pids)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._switch = switch
         self._stack.callback(self._stop_switch)
@@ -312,7 +312,7 @@ class Lab:
 @exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = script_parser("lab.network.netns", __doc__)
+    parser = script_parser("lab.hosts.netns", __doc__)
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")

@@ -29,18 +29,18 @@ from zbmd.collectives.communicator.planning import (
 from zbmd.collectives.programs.reductions import BYTES_CODE
 from zbmd.tools.bench.peer_catalogue import ONE_THREAD, Site, find_peer
 from zbmd.tools.bench.peers.control import CASES, CASES_FOREIGN, MODEL, bus_factor
-from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, now_utc, this_machine
+from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, new_result
 from zbmd.tools.bench.run import progress, rows_of
 from zbmd.tools.bench.stats import OURS, iterations_for, parse_sizes, size_in_words, turns
 from zbmd.tools.bench.workers import CONTROL, Workers
-from zbmd.tools.cli.options import add_ranks, listed
+from zbmd.tools.cli.options import add_ranks, add_sizes, add_turns, listed
 from zbmd.transport.errors import UserError
 
 PEERS: Final = ("openmpi", "mpich", "gloo")
 RANKS_MAX: Final = 16
 SIZES_DEFAULT: Final = "4,1K,1M,16M,64M"
 ITERATIONS_MAX: Final = 2_000
-_RANKS: Final = "zbmd.tools.bench.collectives.ranks"
+_RANKS: Final = "zbmd.tools.bench.collective_ranks"
 EXPLAINED: Final = tuple(
     operation for operation in Operation if operation not in (Operation.BARRIER, Operation.ALL_REDUCE_SHARDS)
 )
@@ -105,7 +105,7 @@ def measure(
                             tell(f"{case} {nbytes} {name}")
                             samples[name].append(everyone[name].ask(case, nbytes, iterations)[0])
                     rows += rows_of(case, nbytes, samples)
-    return rows, [Contestant(name=p.name, version=p.version, command=p.shown) for p in found]
+    return [titled(row, ranks) for row in rows], [peer.contestant for peer in found]
 
 
 def measured_model(ranks: int) -> Model:
@@ -131,28 +131,14 @@ def titled(row: Measurement, ranks: int) -> Measurement:
 def add_arguments(kind: argparse.ArgumentParser, *, rounds_default: int) -> None:
     """The options of the benchmark."""
     add_ranks(kind, 2)
-    kind.add_argument(
-        "--sizes",
-        default=SIZES_DEFAULT,
-        metavar="SIZES",
-        help="A,B,C or FIRST:LAST[:FACTOR] (default: %(default)s)",
-    )
+    add_sizes(kind, SIZES_DEFAULT)
+    add_turns(kind, PEERS, rounds_default)
     kind.add_argument(
         "--cases",
         action="append",
         default=[],
         metavar="CASES",
         help=f"time only: {', '.join((*CASES, *CASES_FOREIGN))} (default: all in the arena, and all-reduces)",
-    )
-    kind.add_argument(
-        "--vs", action="append", default=[], metavar="PEERS", help=f"run in turn with: {', '.join(PEERS)}"
-    )
-    kind.add_argument(
-        "--rounds",
-        type=int,
-        default=rounds_default,
-        metavar="N",
-        help="rounds: each contender has a turn in each (default: %(default)s)",
     )
     kind.add_argument(
         "--explain", action="store_true", help="print which algorithm is chosen at each size, and why"
@@ -176,24 +162,9 @@ def explanation(arguments: argparse.Namespace) -> str:
     return "\n".join(explain(sizes, arguments.ranks, arguments.hosts, model))
 
 
-def results(arguments: argparse.Namespace, command: str) -> BenchResult:
+def results(arguments: argparse.Namespace) -> BenchResult:
     """Everyone timed. Raises `UserError`, `PeerMissing`, `ContenderFailed`."""
     sizes, peers = check(arguments)
-    began, machine = now_utc(), this_machine()
-    rows, told = measure(
-        sizes,
-        listed("--cases", arguments.cases, (*CASES, *CASES_FOREIGN)) or tuple(CASES),
-        arguments.ranks,
-        peers,
-        arguments.rounds,
-    )
-    return BenchResult(
-        benchmark="collectives",
-        command=command,
-        date=began,
-        machine=machine,
-        transport="shm",
-        rounds=arguments.rounds,
-        rows=[titled(row, arguments.ranks) for row in rows],
-        peers=told,
-    )
+    cases = listed("--cases", arguments.cases, (*CASES, *CASES_FOREIGN)) or tuple(CASES)
+    ranks, rounds = arguments.ranks, arguments.rounds
+    return new_result("collectives", "shm", rounds, lambda: measure(sizes, cases, ranks, peers, rounds))

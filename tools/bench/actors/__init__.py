@@ -1,1 +1,0 @@
-"""`zbmd bench actors`: asks, tells, and the cost of spawning, keeping and restarting actors."""

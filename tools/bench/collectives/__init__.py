@@ -1,1 +1,0 @@
-"""`zbmd bench collectives`: every operation among ranks of this host, beside its peers."""

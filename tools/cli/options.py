@@ -69,14 +69,23 @@ Options = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def add_command(
-    commands: Any, name: str, summary: str, *, description: str | None = None, examples: Sequence[str] = ()
+    commands: Any,
+    name: str,
+    summary: str,
+    *,
+    description: str | None = None,
+    examples: Sequence[str] = (),
+    epilog: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a command: a one-line `summary`, the same or a longer `description`, and examples at its end."""
+    """Add a command: a one-line `summary`, the same or a longer `description`, and examples at its end.
+
+    epilog: stands at the end instead of the examples.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=description or f"{summary[0].upper()}{summary[1:]}.",
-        epilog=format_examples(examples) if examples else None,
+        epilog=format_examples(examples) if examples else epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -64,16 +64,17 @@ def parser(*only: str) -> argparse.ArgumentParser:
 
 def _add_run(commands: Any) -> None:
     from zbmd.tools.cli.launch import add_flags, spellings
+    from zbmd.tools.cli.options import add_command
     from zbmd.tools.cli.settings import SETTINGS
 
-    run = commands.add_parser(
+    run = add_command(
+        commands,
         "run",
-        help="run a script or module in supervised processes",
+        "run a script or module in supervised processes",
         description="Run a script or module in supervised processes, on one node or several.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    run.set_defaults(run_command=run_command)
     for setting in SETTINGS:
         short = ["-n"] if setting.name == "nproc_per_node" else []
         run.add_argument(
@@ -99,6 +100,7 @@ def _add_status(commands: Any) -> None:
         examples=("zbmd-node status", "zbmd-node status --json"),
     )
     add_json(shown)
+    shown.set_defaults(run_command=status_command)
 
 
 def _add_dump(commands: Any) -> None:
@@ -120,18 +122,18 @@ def _add_cluster(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    from zbmd.tools.cli.options import add_json
+    from zbmd.tools.cli.options import add_command, add_json
     from zbmd.tools.doctor import command as doctor
 
-    examined = commands.add_parser(
+    examined = add_command(
+        commands,
         "doctor",
-        help="check this machine; show its parts, links and deadlines",
+        "check this machine; show its parts, links and deadlines",
         description="Check this machine: what it has, which link each pair of processes gets and why, "
         "every deadline and where it comes from, and what is missing.",
         epilog=doctor.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    examined.set_defaults(run_command=doctor.main)
     add_json(examined)
     examined.add_argument(
         "--peer", action="append", metavar="HOST[:PORT]", help="another host to reach; may be repeated"
@@ -222,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with process.ended_by_ctrl_c():
             found = parser(*(word for word in words[:1] if word in ADDS))
-        return _run(found.parse_args(words))
+        arguments = found.parse_args(words)
+        return int(arguments.run_command(arguments))
     except UserError as error:
         print(f"zbmd-node: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -232,31 +235,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZbmdError as error:
         print(f"zbmd-node: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    """Run a command; its modules are imported when it is chosen, and no others."""
-    match arguments.command:
-        case "run":
-            return run_command(arguments)
-        case "status":
-            return status_command(arguments)
-        case "dump":
-            from zbmd.tools.node import status as node_dump
-
-            return node_dump.dump_command(arguments)
-        case "top" | "tree":
-            from zbmd.tools.node import top as node_inside
-
-            return node_inside.main(arguments)
-        case "doctor":
-            from zbmd.tools.doctor import command as doctor
-
-            return doctor.main(arguments)
-        case _:
-            from zbmd.tools.node import cluster as node_cluster
-
-            return node_cluster.main(arguments)
 
 
 if __name__ == "__main__":

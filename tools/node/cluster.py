@@ -8,6 +8,7 @@ import contextlib
 import os
 import select
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -23,7 +24,6 @@ from zbmd.actors.cluster.node.contracts import (
     MembersReply,
     MembersRequest,
 )
-from zbmd.actors.process.early_template import fork_template
 from zbmd.tools.cli.console import screen_for_tables
 from zbmd.tools.cli.options import add_at, add_command, add_json, by_names
 from zbmd.tools.node import jobs as node_jobs
@@ -32,80 +32,86 @@ from zbmd.tools.node import up as node_up
 from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed
 
-REQUESTS: Final = {
-    "token": "print the line to paste on the next host; it holds the cookie",
-    "members": "show the members of the cluster, as one node sees them",
-    "down": "make a node leave the cluster in an orderly way",
-    "jobs": "show the jobs of the cluster and the hosts they run on",
-    "stop": "end a job of the cluster",
-}
-REQUEST_EXAMPLES: Final = {
-    "token": ("zbmd-node token",),
-    "members": ("zbmd-node members", "zbmd-node members --at node0:29400 --json"),
-    "down": ("zbmd-node down",),
-    "jobs": ("zbmd-node jobs --json",),
-    "stop": ("zbmd-node stop job-1", "zbmd-node stop job-1 --kill"),
-}
-
 
 def add_commands(commands: Any) -> None:
     """Add `up`, `submit` and the requests to a running node."""
-    shape: dict[str, Any] = {
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "allow_abbrev": False,
-    }
-    up = commands.add_parser(
+    up = add_command(
+        commands,
         "up",
-        help="run this host's node of a cluster",
+        "run this host's node of a cluster",
         description="Run the node of this host in the foreground, until it is asked to leave.",
         epilog=node_up.EXAMPLES,
-        **shape,
     )
     node_up.add_arguments(up)
-    submit = commands.add_parser(
+    up.set_defaults(run_command=node_up.main)
+    submit = add_command(
+        commands,
         "submit",
-        help="run a script or module on the cluster",
+        "run a script or module on the cluster",
         description="Give a job to the cluster. Its files must be the same, in the same place, on all hosts.",
         epilog=node_submit.EXAMPLES,
-        **shape,
     )
     node_submit.add_arguments(submit)
-    for name, text in REQUESTS.items():
-        asked = add_command(commands, name, text, examples=REQUEST_EXAMPLES[name])
+    submit.set_defaults(run_command=lambda arguments: uvloop.run(node_submit.submit(arguments)))
+    for name, (text, run, examples) in REQUESTS.items():
+        asked = add_command(commands, name, text, examples=examples)
         add_at(asked)
         if name in ("members", "jobs"):
             add_json(asked)
         if name == "stop":
             asked.add_argument("job", metavar="JOB", help="name of the job, or a prefix of it")
             asked.add_argument("--kill", action="store_true", help="send SIGKILL instead of SIGTERM")
+        asked.set_defaults(run_command=_request(run))
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run one of them; returns the exit code."""
-    match arguments.command:
-        case "up":
-            config = node_up.node_config(arguments)
-            template = fork_template(node_up.PRELOADS, os.environ)
-            start = None if arguments.actors is None else node_up.load_start(arguments.actors)
-            return uvloop.run(node_up.run_node(config, arguments.store, start, template))
-        case "submit":
-            return uvloop.run(node_submit.submit(arguments))
-        case "token":
-            uvloop.run(node_up.print_token(arguments.at))
-        case "members":
-            found = uvloop.run(members(arguments.at))
-            print(as_json(found)) if arguments.json else show(found, screen_for_tables())
-        case "jobs":
-            jobs = uvloop.run(node_jobs.jobs(arguments.at))
-            print(node_jobs.as_json(jobs)) if arguments.json else node_jobs.show(jobs, screen_for_tables())
-        case "stop":
-            _tell(uvloop.run(node_jobs.stop(arguments.at, arguments.job, kill=arguments.kill)))
-        case _:
-            _tell(uvloop.run(down(arguments.at)))
-    return 0
+def _request(run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]]) -> Callable[..., int]:
+    def request(arguments: argparse.Namespace) -> int:
+        uvloop.run(run(arguments))
+        return 0
+
+    return request
 
 
-def _tell(text: str) -> None:
+async def _members(arguments: argparse.Namespace) -> None:
+    found = await members(arguments.at)
+    print(as_json(found)) if arguments.json else show(found, screen_for_tables())
+
+
+async def _jobs(arguments: argparse.Namespace) -> None:
+    found = await node_jobs.jobs(arguments.at)
+    print(node_jobs.as_json(found)) if arguments.json else node_jobs.show(found, screen_for_tables())
+
+
+async def _stop(arguments: argparse.Namespace) -> None:
+    _say(await node_jobs.stop(arguments.at, arguments.job, kill=arguments.kill))
+
+
+async def _down(arguments: argparse.Namespace) -> None:
+    _say(await down(arguments.at))
+
+
+REQUESTS: Final = {
+    "token": (
+        "print the line to paste on the next host; it holds the cookie",
+        lambda arguments: node_up.print_token(arguments.at),
+        ("zbmd-node token",),
+    ),
+    "members": (
+        "show the members of the cluster, as one node sees them",
+        _members,
+        ("zbmd-node members", "zbmd-node members --at node0:29400 --json"),
+    ),
+    "down": ("make a node leave the cluster in an orderly way", _down, ("zbmd-node down",)),
+    "jobs": ("show the jobs of the cluster and the hosts they run on", _jobs, ("zbmd-node jobs --json",)),
+    "stop": (
+        "end a job of the cluster",
+        _stop,
+        ("zbmd-node stop job-1", "zbmd-node stop job-1 --kill"),
+    ),
+}
+
+
+def _say(text: str) -> None:
     print(f"zbmd-node: {text}", file=sys.stderr)
 
 

@@ -172,6 +172,7 @@ def add_dump(commands: Any) -> None:
         examples=("zbmd-node dump", "zbmd-node dump --trace flights.json"),
     )
     flights.add_options(command)
+    command.set_defaults(run_command=dump_command)
 
 
 def dump_command(arguments: argparse.Namespace) -> int:

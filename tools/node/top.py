@@ -412,6 +412,7 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--here", action="store_true", help="show only ranks of this host")
         add_at(command)
         add_json(command)
+        command.set_defaults(run_command=main)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Final, cast
 
 import msgspec
+import uvloop
 
 import zbmd
 from zbmd.actors.cluster.contracts import is_name
@@ -42,7 +43,7 @@ from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.host.supervisor import PRELOAD
-from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.tools.node.run import MORE_PRELOADS
 from zbmd.tools.node.store import with_store
@@ -236,6 +237,14 @@ def load_start(text: str) -> Start:
         )
     allow_remote_modules(module_name)
     return cast(Start, function)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`zbmd-node up`; returns the exit code."""
+    config = node_config(arguments)
+    template = fork_template(PRELOADS, os.environ)
+    start = None if arguments.actors is None else load_start(arguments.actors)
+    return uvloop.run(run_node(config, arguments.store, start, template))
 
 
 PRELOADS: Final = (*PRELOAD, *MORE_PRELOADS)

@@ -40,20 +40,17 @@ class Progress:
 
 def format_progress(p: Progress) -> str:
     """`step 20 loss 3.21 grad_norm 0.91 mem 0.4GiB tok/s 7,443 tflops 0.03 mfu 1.9%`."""
-    parts = [f"step {p.step}"]
-    if p.loss is not None:
-        parts.append(f"loss {p.loss:.2f}")
-    if p.grad_norm is not None:
-        parts.append(f"grad_norm {p.grad_norm:.2f}")
-    if p.memory_bytes is not None:
-        parts.append(f"mem {p.memory_bytes / GIB:.1f}GiB")
-    if p.tokens_per_s is not None:
-        parts.append(f"tok/s {p.tokens_per_s:,.0f}")
-    if p.tflops is not None:
-        parts.append(f"tflops {p.tflops:.2f}")
-    if p.mfu is not None:
-        parts.append(f"mfu {p.mfu:.1%}")
-    return " ".join(parts)
+    memory_gib = None if p.memory_bytes is None else p.memory_bytes / GIB
+    figures = (
+        ("loss {:.2f}", p.loss),
+        ("grad_norm {:.2f}", p.grad_norm),
+        ("mem {:.1f}GiB", memory_gib),
+        ("tok/s {:,.0f}", p.tokens_per_s),
+        ("tflops {:.2f}", p.tflops),
+        ("mfu {:.1%}", p.mfu),
+    )
+    parts = [text.format(value) for text, value in figures if value is not None]
+    return " ".join([f"step {p.step}", *parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

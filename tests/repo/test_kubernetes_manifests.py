@@ -40,7 +40,7 @@ every_pod = pytest.mark.parametrize("name", PODS)
 
 
 def errors(document: Manifest) -> list[str]:
-    """What the schema of its kind has against it."""
+    """Return what the schema of its kind rejects."""
     schemas = json.loads((HERE / "kubernetes_schema.json").read_text())
     kind = schemas["kinds"][f"{document['apiVersion']} {document['kind']}"]
     schema = {"$schema": schemas["$schema"], "$defs": schemas["$defs"], "$ref": f"#/$defs/{kind}"}
@@ -54,7 +54,7 @@ def node_container(document: Manifest) -> Manifest:
 
 
 def bootstrap(document: Manifest, number: int) -> Bootstrap:
-    """What a pod of it with this number makes of its surroundings."""
+    """Return what the pod with this number reads from its environment."""
     host = f"{document['metadata']['name']}-{number}"
     fields = {
         "metadata.name": host if document["kind"] == "StatefulSet" else f"{host}-x7k2p",

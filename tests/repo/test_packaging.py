@@ -1,4 +1,4 @@
-"""What a user installs: sdist → wheel → an empty environment, far from the checkout."""
+"""Installs as a user does: sdist → wheel → an empty environment, far from the checkout."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ async def _ask_all(refs: list[Ref], seconds: float) -> Times:
 
 
 async def fairness(system: ActorSystem, seconds: float) -> list[ActorMeasurement]:
-    """Asks of quiet actors, alone and while another one in the process is told more than it can handle.
+    """Asks of quiet actors, alone and while another one in the process receives more than it can handle.
 
     In turns, so that a drift of the machine meets both. The growth is the median over rounds.
     """

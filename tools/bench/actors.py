@@ -249,7 +249,7 @@ async def _bench(seconds: float) -> list[ActorMeasurement]:
 
 
 async def _run_peer(library: str, python: str, *options: str) -> bytes:
-    """What it printed. Raises `PeerMissing` and `ContenderFailed`."""
+    """Return what it printed. Raises `PeerMissing` and `ContenderFailed`."""
     command = ("-m", "zbmd.tools.bench.peers.actor_asks", library, *options)
     # An interpreter of its own has no zbmd: it finds this one, whose peers need nothing compiled.
     found = {**os.environ, "PYTHONPATH": str(Path(zbmd.__file__).parents[1])}
@@ -275,7 +275,7 @@ async def _beside(library: str, python: str, seconds: float) -> list[ActorMeasur
 
 
 async def _floor(ask: ActorMeasurement, seconds: float) -> ActorMeasurement:
-    """What the machine itself does to round trips as long as ours: see peers/ask_floor.c."""
+    """Measure round trips as long as ours without any of our code: see peers/ask_floor.c."""
     with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
         try:
             program = compile_floor(Path(scratch), ASK_FLOOR)

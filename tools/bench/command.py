@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
     )
     _add_output(found)
     found.set_defaults(run_command=_detect)
-    text = "asks and tells of actors; what they cost to spawn, to keep, to restart, to share a loop with"
+    text = "asks and tells between actors; the cost of spawning, keeping and restarting them, and fairness"
     kinds.add_parser(
         "actors", help=text, description=text, epilog=EXAMPLES, formatter_class=raw, fill=_fill_actors
     )

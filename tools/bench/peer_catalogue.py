@@ -90,7 +90,7 @@ class Peer:
 
     @property
     def contestant(self) -> Contestant:
-        """How a result names it."""
+        """Return its entry in a result."""
         return Contestant(name=self.name, version=self.version, command=self.shown)
 
     @property

@@ -73,7 +73,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One contender at one size."""
 
     case: str
-    """What was timed, such as `p2p-arena`; the same for all who are compared."""
+    """The pattern that was timed, such as `p2p-arena`; the same for all contenders."""
     who: str
     """`zbmd`, or the peer's name."""
     size_bytes: int
@@ -96,7 +96,7 @@ class Contestant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it was measured."""
+    """The machine that measured it."""
 
     cpu: str
     cores: int

@@ -264,7 +264,7 @@ CASES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """What to run."""
+    """The cases, sizes and contenders of a run."""
 
     cases: tuple[TransferCase, ...]
     sizes: tuple[int, ...]
@@ -285,7 +285,7 @@ class TransferPlan:
         ]
 
     def iterations_of(self, case: TransferCase, nbytes: int) -> int:
-        """How many operations a turn."""
+        """Return the operations of a turn."""
         return self.iterations or min(iterations_for(nbytes), case.iterations_max)
 
     def peers_of(self, case: TransferCase, nbytes: int) -> list[str]:

@@ -31,7 +31,7 @@ _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 class Ratio(Struct, frozen=True, kw_only=True):
     """One median over another, and the interval that holds it with 95 % certainty.
 
-    The interval is a percentile bootstrap over rounds (Efron 1979): it tells of the noise of these rounds,
+    The interval is a percentile bootstrap over rounds (Efron 1979): it covers the noise of these rounds,
     nothing of another machine or day.
     """
 
@@ -94,7 +94,7 @@ def iterations_for(nbytes: int) -> int:
 
 
 def turns(peers: Sequence[str], rounds: int) -> list[tuple[str, ...]]:
-    """Who is measured in which order, by round: we first and last, the peers between, rotated.
+    """Return the order of measurement for each round: ours first and last, the peers between, rotated.
 
     Being first and last makes a drift of the machine cancel in the mean of our two turns, and those two are
     the noise floor: A against A. The rotation gives every peer every place.

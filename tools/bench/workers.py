@@ -44,7 +44,7 @@ class Workers:
     `commands` are started as they are, with `CONTROL` replaced; together they connect as ranks 0 to
     `ranks` - 1. `pass_fds` are given to each of them, and closed here then. folder: where the control address
     lies as a file, for processes in other network namespaces. Raises `ContenderFailed` with the
-    last words of their output if they do not connect.
+    end of their output if they do not connect.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Workers:
         if self._output is not None:
             self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - TAIL_BYTES))
             tail = self._output.read().decode(errors="replace").strip()
-        return ContenderFailed(f"{self._name} {what}. Its last words:\n{tail or '(none)'}")
+        return ContenderFailed(f"{self._name} {what}. The end of its output:\n{tail or '(none)'}")
 
 
 def _kill_session(pid: int) -> None:

@@ -21,7 +21,7 @@ class KillLines(Generic[LineT]):
     def __init__(self, path: Path | None, decoder: msgspec.json.Decoder[LineT]) -> None:
         self.path = path
         self.found: list[LineT] = []
-        """What was there."""
+        """The lines that the file held."""
         if path is None or not path.exists():
             return
         data = path.read_bytes()

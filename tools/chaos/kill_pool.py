@@ -77,7 +77,7 @@ class Family:
         return tuple(place * 2 // self.n for place in range(self.n))
 
     def plan(self, rank: int) -> Plan:
-        """What this rank runs."""
+        """Return the plan of a rank."""
         request = Request(operation=self.operation, algorithm=self.algorithm, n=self.n, hosts=self.hosts)
         if self.operation is Operation.ALL_REDUCE_SHARDS:
             shards = tuple((place, place + 1) for place in range(self.n))
@@ -88,7 +88,7 @@ class Family:
         return plan_of(replace(request, chunks=chunks_for(request, self.count * 8)), rank)
 
     def points(self) -> list[int]:
-        """How many points each rank's program has."""
+        """Return the number of points of each rank's program."""
         return [self.plan(rank).kill_points for rank in range(self.n)]
 
 
@@ -196,7 +196,7 @@ def operate(c: Communicator, arena: Any, said: dict[str, Any], k: int) -> tuple[
 
 
 def attempt(c: Communicator, arena: Any, said: dict[str, Any], k: int) -> str:
-    """How the operation ends here: `RIGHT`, or what is to be said of it."""
+    """Run the operation; return `RIGHT`, or a description of its end."""
     try:
         got, wanted = operate(c, arena, said, k)
     except MembersLost as lost:
@@ -399,7 +399,7 @@ class KillPool:
             os.close(pidfd)
 
     def _round(self, asked: dict[str, Any], members: Sequence[int], victim: int) -> dict[int, str]:
-        """How the operation ended on each member; a victim that died is missing, and gone."""
+        """Return how the operation ended on each member; a victim that died is missing, and gone."""
         self._epoch += 1
         message = json.dumps({**asked, "do": "round", "epoch": self._epoch, "members": members}).encode()
         for rank in members:
@@ -467,7 +467,7 @@ class KillPool:
         return answer["fds"], answer["threads"]
 
     def _check_leaks(self, rank: int, held: tuple[int, int]) -> None:
-        """Who stays has no more of anything than when the pool was first whole in its life."""
+        """Check that a rank that stays has no more of anything than when the pool was first whole."""
         pid = self._ranks[rank].pid
         first_pid, first = self._held.setdefault(rank, (pid, held))
         if first_pid != pid:
@@ -484,7 +484,7 @@ class KillPool:
                 process.segment.close()
             Rank(segment, line).serve()
             code = 0
-        except BaseException:  # noqa: BLE001 -- it is told, and the pool sees the end
+        except BaseException:  # noqa: BLE001 -- it is printed, and the pool sees the end
             traceback.print_exc()
         finally:
             os._exit(code)

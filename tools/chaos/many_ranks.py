@@ -4,7 +4,7 @@
 
 Every rank is in a group of all and in a sub-group of `ROW` neighbours, and each checks what they compute. The
 last but one is killed in the midst of an operation; all others name it, a replacement comes, and all do the
-same again with it. Rank 0 tells what each part took, and what a rank has of descriptors, threads and memory.
+same again with it. Rank 0 prints how long each part took, and the descriptors, threads and memory of a rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def check(worker: zbmd.Worker, group: zbmd.Group, told: dict[str, float]) 
 
 
 def footprint() -> str:
-    """What this process has."""
+    """Describe the resources of this process."""
     status = Path("/proc/self/status").read_text()
     resident = next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))
     maps = Path("/proc/self/maps").read_text().count("\n")

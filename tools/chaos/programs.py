@@ -95,7 +95,7 @@ class Ledger:
         return entry is not None and not entry.faults
 
     def of(self, kills: Iterable[Kill]) -> list[KillRecord]:
-        """What became of those of these kills that have been tried."""
+        """Return the records of those of these kills that have been tried."""
         return [entry for kill in kills if (entry := self.entries.get(kill.key)) is not None]
 
 

@@ -92,7 +92,7 @@ async def be_rank() -> None:
 
 @dataclass(slots=True)
 class Soak:
-    """What has been told so far."""
+    """False positives and progress so far."""
 
     false_positives: list[str] = field(default_factory=list[str])
     turns: int = 0
@@ -101,7 +101,7 @@ class Soak:
     working: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def observe(self, event: HostEvent) -> None:
-        """What the host tells of its ranks."""
+        """Take an event of the host."""
         match event:
             case RankReport(payload=payload):
                 self.turns = max(self.turns, int(payload["turns"]))
@@ -118,7 +118,7 @@ class Soak:
                 pass
 
     def node_line(self, line: str, *, formed: bool) -> None:
-        """What a node says once the cluster stands."""
+        """Take a line of a node: a false positive once the cluster stands."""
         if formed:
             self._wrong(f"a node: {line}")
 
@@ -127,7 +127,7 @@ class Soak:
             self.false_positives.append(text)
 
     async def write_line(self, line: OutputLine) -> None:
-        """What ranks print is no verdict; the last of it is told with a rank's end."""
+        """Drop a rank's line: it is no verdict, and its end is reported with the rank's."""
 
 
 class Nodes:

@@ -62,7 +62,7 @@ class Ledger(Actor):
 
 @dataclass(slots=True)
 class Account:
-    """What one life of a process has been sent, has acknowledged, and was heard to have written."""
+    """Messages that one incarnation of a process was sent, and those that it acknowledged."""
 
     sent: list[int] = field(default_factory=list[int])
     acknowledged: list[int] = field(default_factory=list[int])
@@ -103,7 +103,7 @@ class Bookkeeper:
         self.acknowledged += 1
 
     def lose(self) -> None:
-        """No answer: it may have been written or not, and its client was told so."""
+        """Note a message without an answer: it may have been written or not, and its client knows that."""
         self.unknown += 1
 
     def audit(self, books: Books) -> None:

@@ -98,7 +98,7 @@ class FlakyDevice:
 class FlakyTape(Tape):
     """Records on another tape rules that fail, some with the gradient spoiled that they were given.
 
-    fail: raises, or not; is told where the rule stands.
+    fail: raises, or not; receives the position of the rule.
     """
 
     __slots__ = ("_fail", "_tape")
@@ -125,7 +125,7 @@ class FlakyTape(Tape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Soaked:
-    """What a seed came to: `same` bits as the undisturbed run; what was injected, and what it led to."""
+    """Result of a seed: `same` bits as the undisturbed run; what was injected, and what it led to."""
 
     seed: int
     same: bool

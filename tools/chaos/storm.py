@@ -42,7 +42,7 @@ TOLD_RUNS: Final = 50
 TWO_KILLS: Final = 0.3
 """The part of runs that have two."""
 SECOND_S: Final = (0.0, 1.0)
-"""How long behind the first the second may come: while a replacement starts, takes over, or has done so."""
+"""Range of the delay of the second kill: while a replacement starts, takes over, or has done so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def kinds() -> list[StormSetting]:
 
 @dataclass(slots=True)
 class Victims:
-    """The processes of a run, as its host tells of them; some of them are killed by the clock."""
+    """The processes of a run, as its host reports them; some are killed by the clock."""
 
     chosen: random.Random
     pids: dict[int, int] = field(default_factory=dict[int, int])

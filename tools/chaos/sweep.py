@@ -2,7 +2,7 @@
 
     python -m zbmd.tools.chaos.sweep                              three ranks, each with the whole state
     python -m zbmd.tools.chaos.sweep --second                     and a second kill in the recovery
-    python -m zbmd.tools.chaos.sweep --zero 3                     the job with its state shared out
+    python -m zbmd.tools.chaos.sweep --zero 3                     the job with sharded state
     python -m zbmd.tools.chaos.sweep --mesh dp=2,pp=2             a run on a mesh
     python -m zbmd.tools.chaos.sweep --every --second --ledger FILE --minutes 60
                                                                  all of ZeRO and meshes, an hour of it; again,
@@ -53,7 +53,7 @@ MESHES: Final = ("pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A job: with state that is shared out (`zero`, its stage), on a `mesh`, or neither; on `ranks` ranks."""
+    """A job: with sharded state (`zero`, its stage), on a `mesh`, or neither; on `ranks` ranks."""
 
     zero: int = 0
     mesh: str = ""
@@ -250,7 +250,7 @@ class Ledger:
 
     @property
     def wrong(self) -> list[CaseVerdict]:
-        """What is not as it should be."""
+        """Return the cases that did not end with the same bits."""
         return [one for one in self.found.values() if one.verdict != "same bits"]
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from zbmd.actors.process.output import LineWriter, OutputLine, StreamName, emit_plainly
 
-# The progress line of a training run, and the one line that tells of a recovery.
+# The progress line of a training run, and the line that reports a recovery.
 
 GIB = 1 << 30
 
@@ -105,7 +105,7 @@ class Console:
     """An `OutputSink` with notes and progress. Use it as an async context manager, on the loop's thread.
 
     `live` None means: a bar if standard error is a terminal. `ranks_to_stderr` keeps standard output for the
-    caller. With `hold_last_words` a rank's last words wait for `take_last_words`, for at most
+    caller. With `hold_last_words` a rank's exit reason waits for `take_last_words`, for at most
     `LAST_WORDS_HELD_S`; without it they are lines like others.
     """
 
@@ -153,7 +153,7 @@ class Console:
             self._bar.stop()
 
     async def write_line(self, line: OutputLine) -> None:
-        """Print a rank's line, or hold it as one of its last words."""
+        """Print a rank's line, or hold it as a part of its exit reason."""
         assert self._writer is not None
         text = line.text.decode(errors="replace")
         if line.is_exit_reason and self._hold_last_words and self._hold(line.rank, line.incarnation, text):
@@ -197,7 +197,7 @@ class Console:
         self._bar.update(self._task, description=text, completed=progress.step, total=steps_total)
 
     def _hold(self, rank: int, incarnation: int, text: str) -> bool:
-        """Hold one more line of a rank's last words; False if that is too many."""
+        """Hold one more line of a rank's exit reason; False if that is too many."""
         held = self._held.setdefault((rank, incarnation), _LastWords())
         if len(held.lines) >= LAST_WORDS_LINES_MAX:
             return False

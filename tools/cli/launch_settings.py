@@ -115,7 +115,7 @@ BACKENDS: Final = (STATIC, C10D, *ETCD)
 
 IGNORED: Final[dict[str, str]] = {
     "rdzv_conf": "deadlines follow from --recovery-budget; --join-timeout says how long to wait for nodes",
-    "monitor_interval": "a rank's end is told by the kernel at once",
+    "monitor_interval": "the kernel reports a rank's end at once",
     "start_method": "ranks are forked from a template",
     "event_log_handler": "see --capture and --log-dir",
     "redirects": "see --log-dir",

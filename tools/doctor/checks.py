@@ -136,7 +136,7 @@ def _pages(pages: HostPages) -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Made and let go as a segment is, so this tells what an arena really gets."""
+    """Made and let go as a segment is, so this shows what an arena really gets."""
     try:
         placed = place("zbmd-doctor", head_bytes=PAGE_BYTES, arena_bytes=ARENA_BYTES_MIN)
     except (ZbmdError, OSError) as error:
@@ -322,7 +322,7 @@ def find_extras(topology: Topology) -> tuple[Extra, ...]:
 
 
 def extra_findings(extras: tuple[Extra, ...], topology: Topology) -> Iterator[Finding]:
-    """One line each; what this machine has no use for is told apart from what it lacks."""
+    """Yield a line for each part; a part that this machine cannot use is not reported as missing."""
     for extra in extras:
         if extra.version is not None:
             problem = _cupy_problem(topology) if extra.name == "cupy" else None
@@ -366,7 +366,7 @@ PROBE_FRAME: Final = b"doctor"
 
 
 def read_interface_filter(environment: Mapping[str, str]) -> tuple[InterfaceFilter, Finding | None]:
-    """The user's choice of interfaces; the finding tells of one that names none."""
+    """Return the user's choice of interfaces, and a finding if it names none."""
     text = environment.get(INTERFACES_VARIABLE)
     if text is None:
         return InterfaceFilter(), None

@@ -53,7 +53,7 @@ _MILLISECOND_NS: Final = 1_000_000
 async def compare_clocks(
     address: TcpAddress, here: str, *, clock_ns: Callable[[], int] = wall_ns, timeout_s: float = CLOCK_S
 ) -> Finding:
-    """How far the clock of the node at `address` is from ours. here: what people call this host."""
+    """Compare the clock of the node at `address` with ours. here: the name of this host."""
     try:
         async with asyncio.timeout(timeout_s):
             reply, ahead_ns = await _ask(address, clock_ns)
@@ -125,7 +125,7 @@ def parse_peer(text: str) -> Peer:
 
 
 class Reachability(Enum):
-    """What came back from one address."""
+    """The answer of one address."""
 
     CONNECTED = "connected"
     REFUSED = "refused"
@@ -135,7 +135,7 @@ class Reachability(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How to get to an address. interface: None if unknown; source: ours, None for the kernel's choice."""
+    """A route to an address. interface: None if unknown; source: ours, None for the kernel's choice."""
 
     address: str
     interface: Interface | None

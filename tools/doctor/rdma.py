@@ -122,7 +122,7 @@ def _message_bytes(topology: Topology, device: RdmaDevice, port: RdmaPort) -> It
 
 
 def _trouble(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """What its counters tell, since the driver was loaded."""
+    """Yield what its counters show, since the driver was loaded."""
     found = [(name, value) for name, value in port.counters if value]
     lost = [f"{name} {value}" for name, value in found if name in LOSS_COUNTERS]
     short = [f"{name} {value}" for name, value in found if name in SHORTAGE_COUNTERS]

@@ -110,7 +110,7 @@ def save(target: Target, data: bytes, why: str, directory: Path) -> FuzzFailure:
 def fuzz_by_coverage(
     targets: Sequence[Target], seconds: float, seed: int, directory: Path
 ) -> tuple[list[FuzzFailure], str]:
-    """Have atheris try inputs of all targets for `seconds`: what it found, and its last words."""
+    """Have atheris try inputs of all targets for `seconds`: what it found, and its final report."""
     with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as scratch:
         arguments = [str(seed % (1 << 31)), str(max(1, round(seconds))), scratch, *(t.name for t in targets)]
         command = [sys.executable, "-m", "zbmd.tools.fuzzing.coverage", *arguments]

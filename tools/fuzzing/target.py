@@ -71,7 +71,7 @@ INPUT_BYTES_MAX = 64 << 10
 INPUT_S_MAX = 10.0
 """An input that takes longer is a finding: decoders are linear, and their inputs bounded."""
 FIXED_BYTES_MAX = 32 << 20
-"""What an input may take beside `Target.bytes_per_byte`: systems, rings, decoders made for the first time."""
+"""Memory of an input beside `Target.bytes_per_byte`: systems, rings, decoders made for the first time."""
 
 
 class Hang(BaseException):
@@ -192,7 +192,7 @@ def refuses(target: Target, data: bytes) -> Exception | None:
     try:
         target.run(data)
     except target.allowed as error:
-        str(error)  # what is told to people must be tellable
+        str(error)  # its text must be printable
         return error
     return None
 
@@ -229,5 +229,5 @@ def bounded_in_time(seconds: float = INPUT_S_MAX) -> Generator[None]:
 
 
 def open_descriptors() -> int:
-    """How many descriptors this process has: no input may leave one behind."""
+    """Return the descriptors that this process has: no input may leave one behind."""
     return len(os.listdir("/proc/self/fd"))

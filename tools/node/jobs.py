@@ -37,7 +37,7 @@ SILENT_LOOKS_MAX: Final = 50
 
 
 class _Host:
-    """What the ranks on one node print."""
+    """Follows what the ranks on one node print."""
 
     def __init__(self, job: int, name: str, address: str, console: Console) -> None:
         self.name = name
@@ -130,7 +130,7 @@ LOOKS_MAX: Final = 600
 
 
 def job_name(job: int) -> str:
-    """How people write a job's id."""
+    """Return a job's id as it is shown."""
     return f"{job:x}"
 
 

@@ -1,4 +1,4 @@
-"""What `zbmd-node run` tells of a job: failures, repaired views, and progress where the job reports it.
+"""Reports of `zbmd-node run` on a job: failures, repaired views, and progress where the job reports it.
 
 A job that gives `Worker.report` the fields `kind` = "step", `version` (the step that is committed) and any of
 `loss`, `grad_norm`, `tokens_per_s`, `tflops`, `mfu`, `steps_total` gets the progress line and bar, and each
@@ -85,12 +85,12 @@ class RunTeller:
             await asyncio.wait([task])
 
     async def told(self) -> None:
-        """Wait until all that came is told. Raises `TimeoutError`."""
+        """Wait until every event is reported. Raises `TimeoutError`."""
         async with asyncio.timeout(TOLD_S_MAX):
             await self._waiting.join()
 
     async def over(self, job: Job) -> None:
-        """How the job ended, if it has; the last thing to be told."""
+        """Report how the job ended, if it has; the final report."""
         match job.outcome:
             case Outcome.FAILED:
                 await self._story.failed(self._result(job))
@@ -131,7 +131,7 @@ _CONSEQUENCE = re.compile(r"zbmd\.[\w.]+\.(PeerLost|MembersLost|OperationAborted
 class RunNarrator:
     """Observer of a host: prints its events, and its end in one paragraph.
 
-    `ranks` gives the ranks as they are now; `console` holds their last words.
+    `ranks` gives the ranks as they are now; `console` holds their exit reasons.
     """
 
     def __init__(self, console: Console, ranks: Callable[[], dict[int, RankInfo]]) -> None:
@@ -160,7 +160,7 @@ class RunNarrator:
                 pass
 
     async def failed(self, result: RunResult) -> None:
-        """Tell how the run failed; the last thing to be told."""
+        """Report how the run failed; the final report."""
         users_own = self._first is not None and _is_users_own(*self._first)
         for rank, words in self._said_too:
             if not users_own:  # all ranks were asked for the same: one paragraph on it is enough
@@ -168,7 +168,7 @@ class RunNarrator:
         await self._console.note(self._describe_end(result))
 
     def _describe_end(self, result: RunResult) -> str:
-        """How a run failed: its first failure, and what to do."""
+        """Describe how a run failed: its first failure, and what to do."""
         if self._first is None:
             return f"the run failed: {_sentence(result.reason)}"
         first, words = self._first
@@ -258,13 +258,13 @@ def describe_failure(down: RankDown, words: tuple[str, ...]) -> str:
 
 
 def _cause(down: RankDown, words: tuple[str, ...]) -> str:
-    """How it ended, and the last thing that it said of it."""
+    """Return how it ended, and its exit reason."""
     said = words or (down.tail if down.code > 0 else ())
     return f"{down.reason}: {said[-1]}" if said else down.reason
 
 
 def _is_users_own(down: RankDown, words: tuple[str, ...]) -> bool:
-    """Whether its last words are a paragraph for its user, not a traceback."""
+    """Whether its exit reason is a paragraph for its user, not a traceback."""
     return down.code == USAGE_EXIT_CODE and bool(words)
 
 

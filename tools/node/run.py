@@ -52,7 +52,7 @@ class OwnJob(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCommand:
-    """What to run. `target`: a script's path, or with `is_module` a module's name."""
+    """The script or module of a run. `target`: a path, or with `is_module` a module's name."""
 
     target: str
     is_module: bool
@@ -89,7 +89,7 @@ def check(job: JobCommand, settings: Settings) -> None:
 def check_own(job: JobCommand, settings: Settings) -> None:
     """Have a job of zbmd's own say what it cannot do on these ranks, all of this host: raises `UserError`.
 
-    What it imports for that its ranks need, too: they are forked from here.
+    Its ranks need what it imports for that, too: they are forked from here.
     """
     if job.is_module and job.target in OWN_JOBS:
         name = OWN_JOBS[job.target]
@@ -99,7 +99,7 @@ def check_own(job: JobCommand, settings: Settings) -> None:
 
 
 def _less_memory(ranks: int, arena_bytes: int, available_bytes: int) -> str:
-    """What to ask for instead."""
+    """Return what to ask for instead."""
     arena_bytes_max = available_bytes // ranks - RANK_BYTES
     ranks_max = available_bytes // (arena_bytes + RANK_BYTES)
     choices: list[str] = []
@@ -160,7 +160,7 @@ def host_config(job: JobCommand, settings: Settings, variables: Mapping[str, str
 
 
 def own_modules(job: JobCommand) -> tuple[str, ...]:
-    """What a job that is a package of zbmd itself imports, so that a replacement need not do it again.
+    """Return what a job that is a package of zbmd itself imports, so that a replacement need not do it again.
 
     A user's module is not imported before the fork: what it does then may not survive one.
     """

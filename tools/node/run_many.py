@@ -140,7 +140,7 @@ def preload_of(plan: NodeRun) -> tuple[str, ...]:
 
 
 def local_variables(plan: NodeRun) -> dict[str, str]:
-    """The environment of the ranks of this host, but for what a rank is told of itself."""
+    """The environment of the ranks of this host, but for the variables of a single rank."""
     return {**os.environ, **host_variables(plan.settings)}
 
 

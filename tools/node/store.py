@@ -25,8 +25,8 @@ async def with_store(
 ) -> AsyncGenerator[tuple[NodeConfig, asyncio.Future[str]]]:
     """The node's configuration as the store has it, which lists its join address while in this context.
 
-    The future is done, with the reason, if the cluster was founded anew while none of its members reached the
-    store. Raises `UserError`, and `EtcdError` if the store cannot be reached.
+    The future is done, with the reason, if another cluster was founded while no member of this one reached
+    the store. Raises `UserError`, and `EtcdError` if the store cannot be reached.
     """
     if config.joins or config.anew:
         raise UserError("--store says whom to join: leave out --join, --token's addresses and --new.")

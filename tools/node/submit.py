@@ -73,7 +73,7 @@ def add_arguments(submit: argparse.ArgumentParser) -> None:
 
 
 def job_spec(arguments: argparse.Namespace) -> JobSpec:
-    """What was asked for. Raises `UserError`."""
+    """Return the job that was asked for. Raises `UserError`."""
     on_line = {name: getattr(arguments, name) for name in NAMES}
     settings = merge(on_line, os.environ, arguments.config)
     target = arguments.target if arguments.module else str(Path(arguments.target).absolute())

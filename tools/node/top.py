@@ -50,7 +50,7 @@ class ProcessSnapshots:
 
 
 class Source(Protocol):
-    """Where looks come from."""
+    """A source of looks."""
 
     async def looks(self, *, busiest: bool) -> list[ProcessSnapshots]:
         """One look at each host. Raises `ZbmdError` if nobody can be asked."""
@@ -243,7 +243,7 @@ async def _seen(source: Source, busiest: bool) -> list[ProcessSnapshots]:
 
 @dataclass(slots=True)
 class Rates:
-    """What changed from one look to the next. restarts: by process and actor."""
+    """Difference between one look and the next. restarts: by process and actor."""
 
     before: dict[tuple[str, str, str, int], tuple[int, int]] = field(
         default_factory=dict[tuple[str, str, str, int], tuple[int, int]]

@@ -1,4 +1,4 @@
-"""`zbmd-node up`: run this host's node until it is told to leave."""
+"""`zbmd-node up`: run this host's node until it is asked to leave."""
 
 from __future__ import annotations
 
@@ -365,15 +365,15 @@ async def _host(jobs: JobHost, actors: NodeActors) -> None:
 
 # ---- `zbmd-node token`: a line to paste on the next host, with the addresses of members and the cookie
 #
-# A token is the cookie and a few addresses, in MessagePack behind a checksum, as URL-safe base64. Whoever has
-# it can join and talk to every node, so it is as secret as the cookie file.
+# A token is the cookie and a few addresses, in MessagePack behind a checksum, as URL-safe base64. Its holder
+# can join and talk to every node, so it is as secret as the cookie file.
 
 TOKEN_CHARS_MAX: Final = 4096
 _PREFIX: Final = "zbmd1-"
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What another host needs to join, as one line of text."""
+    """Everything that another host needs to join, as one line of text."""
 
     cookie: Annotated[bytes, msgspec.Meta(min_length=COOKIE_BYTES_MIN, max_length=COOKIE_BYTES_MAX)]
     addresses: Annotated[

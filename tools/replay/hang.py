@@ -1,7 +1,7 @@
 """Analyse a hang: which rank waits at the end of the log, for whom, for what and since when.
 
 Each machine is played to the end of the log, and then asked what it waits for. Asks without an answer are
-read off the links' frames. Who is waited for and waits for nobody itself is where to look first.
+read off the links' frames. A process that others wait for and that waits for none is where to look first.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def find_hang(
 ) -> tuple[Hang, int]:
     """The hang at the end of these logs, and the time up to which they were played, ns since 1970.
 
-    What came after the host was asked to stop is no part of it: ending a job moves everything once more.
+    Records after the host was asked to stop are no part of it: ending a job moves everything once more.
     """
     latest: dict[str, ProcessLog] = {}
     for log in logs:
@@ -202,7 +202,7 @@ def _waits_of(end: ProcessAtEnd, ends: Mapping[str, ProcessAtEnd], now_ns: int) 
 def _answer(
     end: ProcessAtEnd, peer: str, call: int, ask: OpenAsk, other: ProcessAtEnd | None
 ) -> tuple[str, bool]:
-    """What the log of the one that was asked says, and whether that explains why there is no answer."""
+    """Return what the log of the asked process says, and whether that explains the missing answer."""
     if other is None:
         return f"{peer} has no log", False
     came_ns = other.owed.get((end.process, call))
@@ -256,7 +256,7 @@ def _commit_waits(
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What the sender's log says of a message that is missing; not `whom`, if it came when ours had ended."""
+    """Return what the sender's log says of a missing message; not `whom`, if it came when ours had ended."""
 
     whom: tuple[str, ...]
     hint: str

@@ -85,7 +85,7 @@ __all__ = [
 
 
 def secrets_for(cookie: Path | None) -> dict[str, bytes]:
-    """What a replay needs and no log holds: the cookie in this file, or in its usual place if it is there.
+    """Return what a replay needs and no log holds: the cookie in this file, or in its usual place.
 
     Raises `CookieError` if a file that was named cannot be used.
     """
@@ -146,7 +146,7 @@ class ProcessAtEnd:
         default_factory=lambda: deque[tuple[int, CommitSend]](maxlen=SENDS_KEPT_MAX)
     )
     told: dict[tuple[str, str], deque[int]] = field(default_factory=dict[tuple[str, str], deque[int]])
-    """When a message was told, by process and actor."""
+    """Times of tells, by process and actor."""
     step: int | None = None
     last_ns: int = 0
     last: str = ""
@@ -160,7 +160,7 @@ def play_to_end(
 ) -> ProcessAtEnd:
     """Play all machines of a log that can be built, up to `until_ns`, or to its end or damage.
 
-    offset_ns: how far the process's wall clock is ahead of the one that all times are told by.
+    offset_ns: how far the process's wall clock is ahead of the reference clock.
     """
     player = _Player(log, offset_ns, secrets)
     own_until_ns = None if until_ns is None else until_ns + offset_ns
@@ -177,7 +177,7 @@ def play_to_end(
 
 
 def _standing(machine: object) -> object:
-    """What tells whether an event changed more than what a machine has heard; None if nothing does."""
+    """Return a check whether an event changed more than what a machine has heard; None if there is none."""
     return (machine.state, machine.epoch, machine.version) if isinstance(machine, StepCommit) else None
 
 

@@ -31,7 +31,7 @@ class StoryLine:
 
 
 def clock_offsets(logs: Sequence[ProcessLog]) -> dict[str, ClockSkew]:
-    """How far each process's wall clock is ahead of the first one's; nothing for those that no frame ties.
+    """Return how far each process's wall clock is ahead of the first one's, if frames tie them.
 
     Processes of one host share a clock, so their frames need not be read for it.
     """

@@ -87,7 +87,7 @@ class RunPicture:
     ranks: tuple[int, ...]
     """Every rank that was ever a member, ascending."""
     spent: Spent | None = None
-    """What the time of the steps went into; None for a run without a profile."""
+    """Time of the steps by category; None for a run without a profile."""
     unit: str = "byte"
 
     @property
@@ -97,7 +97,7 @@ class RunPicture:
 
 
 def spent_by(lives: Sequence[RankProfile]) -> Spent | None:
-    """What the steps of a run went into, each in the mean of the ranks that did it; None if none was done.
+    """Return the steps' time by category, each in the mean of the ranks that did it; None without a step.
 
     A step that was given up and done again counts as often as it was begun, as in the run's time.
     """
@@ -243,7 +243,7 @@ METRICS_BYTES_MAX = 256 << 20
 
 
 class MetricLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What is drawn of a line; losses in nats per token."""
+    """The part of a line that is drawn; losses in nats per token."""
 
     step: int
     loss: float | None = None
@@ -329,7 +329,7 @@ def _stays_of_lives(lives: Sequence[RankProfile], first: int, last: int) -> list
 
 
 def _changes_of_stays(stays: Sequence[Stay], times: Curve) -> list[Change]:
-    """A later incarnation of a rank tells that the one before was lost; when, only its first step does."""
+    """A later incarnation of a rank shows that the one before was lost; its first step shows when."""
     took = dict(zip(times.steps.tolist(), times.values.tolist(), strict=True))
     lost = sorted((stay for stay in stays if stay.incarnation > 1), key=lambda stay: stay.first)
     found: list[Change] = []

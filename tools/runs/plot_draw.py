@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # ---- where the steps spent their time
 
 SHARE_MIN: Final = 0.01
-"""What takes less than this part of all time is drawn with the others."""
+"""Categories with less than this part of all time are drawn with the others."""
 OTHERS: Final = "other"
 COLORS: Final = {
     "forward": "#7aa6ee",
@@ -68,7 +68,7 @@ SPENT_DARK: Final = {
     "#7d6f66": "#8a7c72",
     "#dfe3e8": "#2a3038",
 }
-"""What each colour becomes on a dark page."""
+"""Colours on a dark page, by colour on a light one."""
 
 
 def draw_spent(axes: Axes, spent: Spent) -> list[Artist]:
@@ -110,7 +110,7 @@ TOP_IN, BOTTOM_IN, GAP_IN = 0.95, 0.5, 0.42
 LEFT_IN, RIGHT_IN = 0.62, 0.22
 LOSS_TICKS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 LABELS_MAX = 4
-"""Of more changes of epoch than this, only the first are told in words; all are drawn."""
+"""Of more changes of epoch than this, only the first are described; all are drawn."""
 LABEL_SPAN = 0.3
 """Labels nearer than this part of the width are put below each other."""
 LABEL_POINTS = 44
@@ -145,7 +145,7 @@ DARK = {
     "#a57bd1": "#8f66bb",
     **SPENT_DARK,
 }
-"""What each colour becomes on a dark page."""
+"""Colours on a dark page, by colour on a light one."""
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so a layout is the same everywhere
 FONTS = f"Helvetica, Arial, '{FONT}', sans-serif"
@@ -213,7 +213,7 @@ def headline(picture: RunPicture) -> str:
 
 
 def subline(picture: RunPicture) -> str:
-    """What was trained, and what the audit of its ledger says."""
+    """Return what was trained, and the audit of its ledger."""
     result = picture.result
     parts = [] if result.parameters is None else [f"byte-level GPT of {result.parameters:,} parameters"]
     steps = f"{picture.last_step:,} steps"
@@ -370,7 +370,7 @@ def _loss_key(picture: RunPicture) -> list[Line2D]:
 
 
 def _tell(axes: Axes, change: Change, level: int, *, to_left: bool) -> None:
-    """Tell of a change beside its line, below what is told on `level` other levels."""
+    """Describe a change beside its line, below `level` other descriptions."""
     for index, line in enumerate(told(change)):
         axes.annotate(
             line,

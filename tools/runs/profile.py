@@ -325,7 +325,7 @@ def _overlap_lines(summary: Summary) -> list[str]:
 
 
 def _held_lines(summary: Summary) -> list[str]:
-    """What ranks held of activations, beside what their schedule promises."""
+    """Return the activations that ranks held, beside what their schedule promises."""
     lines: list[str] = []
     for rank in summary.ranks[:RANKS_SHOWN]:
         if (held := rank.held) is not None:

@@ -113,7 +113,7 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCase:
-    """What is to be simulated."""
+    """Operation and group of a simulation."""
 
     operation: Operation
     algorithm: str

@@ -129,7 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         with quietly():
             report = run_scenario(scenario, seed, options, plan, tell=None)
-    except LocalProtocolError as error:  # the plan names a process, or a kind of fault, that is not there
+    except LocalProtocolError as error:  # the plan names an unknown process or kind of fault
         raise UserError(str(error)) from error
     if arguments.trace:
         for record in scenario.history():

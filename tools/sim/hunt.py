@@ -1,6 +1,6 @@
 """The hunt behind `zbmd sim hunt`: fresh seeds on all cores, until time is up or one fails.
 
-Each core has a worker process of its own, forked, which tells what it does over a pipe, one JSON line a
+Each core has a worker process of its own, forked, which reports over a pipe what it does, one JSON line a
 message. Worker w of j tries the runs w, w + j, w + 2j, …; run i has the seed `first_seed` + i and the
 scenario `names[i % len(names)]`, so a hunt is repeated by its first seed, whatever the number of workers.
 """

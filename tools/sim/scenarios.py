@@ -94,7 +94,7 @@ def _drop(logger: object, method: str, event: EventDict) -> NoReturn:
 
 @contextmanager
 def quietly() -> Generator[None]:
-    """Drop what the simulated would log: in a hunt they fail by the thousand, as they are told to."""
+    """Drop what the simulated would log: in a hunt they fail by the thousand, on purpose."""
     before, configured = structlog.get_config(), structlog.is_configured()
     structlog.configure(processors=[_drop])
     try:

@@ -1,4 +1,4 @@
-"""What the benchmark of overlap makes of spans, on spans that are made up."""
+"""The benchmark of overlap, on synthetic spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 def spans_of(rows: list[tuple[str, int, int, int]]) -> Spans:
-    """What a ring holds of (category or operation, step, begin ms, end ms)."""
+    """Return a ring that holds these (category or operation, step, begin ms, end ms)."""
     with open_profiler(Path(), MODEL, sequences=1, environ={"ZBMD_PROFILE": "off"}) as profiler:
         run = profiler.run
     names = ("barrier", REDUCTION)

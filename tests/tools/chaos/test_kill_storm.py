@@ -54,7 +54,7 @@ def ended(rank: int, pid: int) -> RankDown:
 
 
 def storm_of(monkeypatch: pytest.MonkeyPatch, end: JobOutcome | UserError, *, kills: int) -> int:
-    """What the tool makes of a disturbed run that ends so, behind so many kills."""
+    """Return what the tool reports of a disturbed run that ends so, after so many kills."""
     runs = iter([JobOutcome(digest="a", failures=(), told=""), end])
 
     async def run(*_: Any, **__: Any) -> JobOutcome:

@@ -1,4 +1,4 @@
-"""What a user can get wrong, by the real command: one paragraph that says what to do, and nothing left."""
+"""Mistakes of users, by the real command: one paragraph that says what to do, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OBEY_PERMISSIONS = (sys.executable, "-c", _OBEY_PERMISSIONS)
 
 @pytest.fixture(scope="module")
 def template() -> Generator[socket.socket]:
-    """What all commands here are forked from: none is the superuser in respect of files."""
+    """Return the process that all commands here are forked from: none has the superuser's rights on files."""
     with node_template(*OBEY_PERMISSIONS) as ours:
         yield ours
 

@@ -1,4 +1,4 @@
-"""How the commands begin."""
+"""The first steps of the commands."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_an_example_runs(name: str) -> None:
 
 
 def run_example(name: str) -> str:
-    """What three ranks of an example have printed."""
+    """Return what three ranks of an example printed."""
     command = [sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", "3", str(EXAMPLES / name)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

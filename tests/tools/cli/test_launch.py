@@ -66,7 +66,7 @@ def test_a_command_line_of_torchruns_runs_as_it_is(launcher: Launcher) -> None:
     wanted = [f"[rank{r}]: {r} {r} 2 0 {r} trainer seven 0 {port}" for port in ports for r in range(2)]
     assert sorted(ended.out) == wanted
     assert ended.errors == [
-        "zbmd-node: --monitor-interval has no effect: a rank's end is told by the kernel at once",
+        "zbmd-node: --monitor-interval has no effect: the kernel reports a rank's end at once",
         "zbmd-node: --redirects has no effect: see --log-dir",
     ]
 

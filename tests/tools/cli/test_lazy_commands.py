@@ -16,7 +16,7 @@ CHOSEN = "import sys; from {module} import main; main({words})"
 
 
 def imported(module: str, *words: str) -> set[str]:
-    """All modules of a process that runs the command; its last word lets it end with the parser."""
+    """All modules of a process that runs the command; its last argument makes it end with the parser."""
     program = f"import sys, atexit; atexit.register(lambda: print(*sys.modules)); {CHOSEN}"
     done = subprocess.run(
         [sys.executable, "-c", program.format(module=module, words=list(words))],
@@ -49,7 +49,7 @@ def test_a_command_of_a_node_imports_no_other() -> None:
 
 
 def choices(complaint: str) -> set[str]:
-    """What argparse offers in place of a command that there is not."""
+    """Return what argparse offers instead of an unknown command."""
     return set(re.findall(r"'([a-z]+)'", complaint.partition("choose from")[2]))
 
 

@@ -201,7 +201,7 @@ def test_a_peer_that_is_this_host_and_one_that_is_nowhere(tmp_path: Path) -> Non
 
 
 def in_terminal(tmp_path: Path, columns: int, **variables: str) -> str:
-    """What the command writes to a terminal of that width."""
+    """Return what the command writes to a terminal of that width."""
     ours, theirs = pty.openpty()
     try:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))

@@ -23,7 +23,7 @@ from zbmd.tools.fuzzing.target import (
 
 
 class Refused(Exception):
-    """What the planted decoder may raise."""
+    """The error that the planted decoder may raise."""
 
 
 def planted(data: bytes) -> None:

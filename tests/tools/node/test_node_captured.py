@@ -1,4 +1,4 @@
-"""What real nodes record of themselves with `--capture` replays to the same: membership, detector, jobs."""
+"""Captures of real nodes replay to the same answers: membership, detector, jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbmd.transport import capture
 
 
 def replayed(directory: Path, cookie: Path) -> Counter[str]:
-    """How many streams of each name were replayed to the same answers; fails at one that was not."""
+    """Return how many streams of each name were replayed to the same answers; fails at one that was not."""
     verdicts = list(capture.replay_log(directory, secrets=secrets_for(cookie)))
     others = [verdict for verdict in verdicts if not isinstance(verdict, capture.Identical)]
     assert verdicts and not others, others

@@ -61,7 +61,7 @@ async def codes(*runs: Run) -> list[int]:
 
 
 def printed(run: Run) -> list[str]:
-    """What its ranks have printed, in the order of ranks."""
+    """Return what its ranks printed, in the order of ranks."""
     return sorted(line for line in run.lines if line.startswith("[rank"))
 
 

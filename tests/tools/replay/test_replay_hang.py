@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 LOOK_S = 0.02
 STEPS = 200
 SETTLED_NS = 300_000_000
-"""What has not moved for so long, of several flushes of the log, hangs."""
+"""A machine that has not moved for so long, over several flushes of the log, hangs."""
 
 
 class Output:
@@ -40,7 +40,7 @@ class Output:
 
 
 def records(capture: Path, process: str) -> list[Record]:
-    """What has been written of a process so far."""
+    """Return what has been written of a process so far."""
     try:
         return [e.record for log in open_log(capture).processes for e in log.entries() if log.name == process]
     except CaptureError:

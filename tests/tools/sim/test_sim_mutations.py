@@ -23,7 +23,7 @@ from zbmd.tools.sim import command as sim_cli
 from zbmd.transport.sim import RunOutcome, parse_plan, shrink
 
 SHRINK_RUNS = 10
-"""How often what was found is repeated to shrink it, but for the first bug of each scenario."""
+"""Runs that shrink a finding, except for the first bug of each scenario."""
 HUNT_SECONDS = 240
 """Only what is not found takes so long, or a machine that is busy with other work."""
 

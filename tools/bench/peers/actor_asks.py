@@ -61,12 +61,12 @@ BATCH = 1000
 SIZES = (("ask 1 B", 1), ("ask 1 MiB", 1 << 20))
 WHERE = "other process"
 BACK_S = 60.0
-"""How long a killed process may take to come back."""
+"""Time that a killed process may take to come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is measured.
+    """The actor that is measured.
 
     echo: ask the actor, in another process; tell: send it bytes and expect no answer; spawn: make another
     actor and return the process that it answers from; spawns: of so many; pid: the actor's process;
@@ -215,7 +215,7 @@ class _Echo:
         return payload
 
     def pid(self) -> int:
-        """Where it lives."""
+        """Return the process that it runs in."""
         return os.getpid()
 
 
@@ -256,7 +256,7 @@ async def _monarch(library: Any, seconds: float, in_flight: int) -> list[ActorMe
         kept.append(processes.spawn(f"echo{len(kept)}", echo_class))
         return int(await kept[-1].pid.call_one())
 
-    # It tells of a process that has ended, and restarts none by itself.
+    # It reports a process that has ended, and restarts none by itself.
     subject = Subject(
         echo=actor.echo.call_one, tell=tell, spawn=spawn, spawns=100, pid=actor.pid.call_one, gone=()
     )
@@ -277,7 +277,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[Any, float, int], Awaitable[list[Actor
     "monarch": ("monarch.actor", _monarch),
 }
 INSTALL = {"xoscar": "xoscar", "ray": "ray", "monarch": "torchmonarch"}
-"""What pip calls them."""
+"""Their names for pip."""
 
 
 def main() -> int:

@@ -88,7 +88,7 @@ def window_of(nbytes: int) -> int:
 
 
 def warmups(iterations: int) -> int:
-    """How many operations go before those that count."""
+    """Return the number of operations before those that count."""
     return min(WARMUP_MAX, 1 + iterations // 10)
 
 
@@ -130,7 +130,7 @@ async def timed_on_loop(
 
 
 def windows(iterations: int, nbytes: int) -> int:
-    """How many windows make `iterations` messages, at least two."""
+    """Return the number of windows that make `iterations` messages, at least two."""
     return max(2, iterations // window_of(nbytes))
 
 
@@ -153,7 +153,7 @@ class Reply:
 
 
 def socket_name(control: str) -> str:
-    """How the kernel calls the control address."""
+    """Return the control address as the kernel names it."""
     return control if "/" in control else f"\0{control}"
 
 
@@ -170,7 +170,7 @@ def connect(control: str, rank: int) -> socket.socket:
 
 
 def parse_command(line: bytes) -> tuple[str, int, int]:
-    """What to measure, bytes, iterations. Raises ValueError on anything else."""
+    """Return what to measure, bytes and iterations. Raises ValueError on anything else."""
     what, nbytes, iterations = line.decode().split()
     return what, int(nbytes), int(iterations)
 

@@ -1,4 +1,4 @@
-/* The floor of a death notice: how soon this kernel tells of a SIGKILL, to bare native threads.
+/* The floor of a death notice: how soon this kernel reports a SIGKILL, to bare native threads.
  *
  * Each trial forks a victim that touches NBYTES of memory, holds a robust mutex (pthreads over the kernel's
  * robust list) in shared memory and one end of a socket pair. Three threads wait, for the mutex, for the

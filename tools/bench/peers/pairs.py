@@ -21,7 +21,7 @@ from zbmd.tools.bench.peers.control import Measure, serve, timed, window_of, win
 CONNECT_TRIES_MAX: Final = 3000
 CONNECT_PAUSE_S: Final = 0.01
 PIECE_BYTES: Final = 4 << 20
-"""What one call of a socket sends or receives at most."""
+"""Most bytes that one call of a socket sends or receives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class Echo(_Actor):  # type: ignore[misc]  # xoscar is loaded by name, so its cl
         return payload
 
     async def pid(self) -> int:
-        """Where it lives."""
+        """Return the process that it runs in."""
         return os.getpid()
 
 

@@ -1,7 +1,7 @@
 """The processes of `zbmd bench detect`: a survivor that is to notice deaths, and the victims that are killed.
 
 `python -m zbmd.tools.bench.transport.deaths --address NAME --control NAME` watches victims as any rank does,
-and reports when it was told. Commands: `load 1|0` starts and stops a training step's work, `watch
+and reports when it noticed each. Commands: `load 1|0` starts and stops a training step's work, `watch
 INCARNATION` waits for that victim's link and watches it, `notice INCARNATION` answers with CLOCK_MONOTONIC of
 the native notice, the end of a native wait, the loop's callback and the end of the link, in this order.
 With `--incarnation N --bytes B` instead of `--control` it is a victim: it joins the survivor, touches its

@@ -83,12 +83,12 @@ def _judge(standing: Standing) -> None:
 
 
 DECODED = (RemoteProtocolError, InvalidMessage, UnknownContract)
-"""What a message from a peer may be refused with: the last two are answered, and the link stays."""
+"""Errors that may refuse a message from a peer: the last two are answered, and the link stays."""
 FRAMES_MAX = 64
 PATIENCE_S = 5.0
 PIECES_MAX = 64
 RETYPED = 12
-"""How often each envelope is in the seeds of a conversation with one value changed."""
+"""Copies of each envelope in the seeds of a conversation, each with one value changed."""
 
 
 class Ping(Contract, id="zbmd.fuzz.ping"):
@@ -171,7 +171,7 @@ def _envelope(data: bytes) -> None:
 
 
 def _around() -> tuple[bytes, ...]:
-    """What stands before long bytes, and behind them."""
+    """Return the parts of messages before long bytes and after them."""
     ping = Ping(1, "text", bytes(LONG_BYTES), (1.5, 2.0), {"key": 1})
     payloads = (
         wire.encode_tell("echo", 0, "sender", ping),

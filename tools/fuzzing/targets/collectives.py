@@ -69,7 +69,7 @@ ELEMENTS = 64
 STATE_BYTES = 256
 EPOCH = 1
 FOREIGN_AT = 332
-"""Where a descriptor says which of its rank's buffers are in memory of its own, and then how long."""
+"""Offset in a descriptor of the buffers in its rank's own memory, and then of their lengths."""
 
 
 # ---- the commit of steps
@@ -298,7 +298,7 @@ def _state_handles() -> tuple[bytes, ...]:
 
 @target("commit.handle", "where a rank says that its state can be read", _state_handles, RemoteProtocolError)
 def _state_handle(data: bytes) -> None:
-    """Which slot, and where a rank says that its slots are; then all of it is read."""
+    """Read all of a slot: which one, and where a rank says that its slots are."""
     with _two_segments() as (own, _, peer):
         slot = data[0] % 2 if data else 0
         region = open_state(data[1:], slot, peer, own, rank=1, nbytes=STATE_BYTES)
@@ -337,7 +337,7 @@ def _all_reduce(
         out_stride=ELEMENTS,
     )
     executor.native.always(READ)
-    if foreign:  # what is told of its own memory is looked for in ours
+    if foreign:  # what it says of its own memory is looked for in ours
         executor.read_peers([os.getpid()] * 2)
     try:
         executor.run(run, deadline_ns=deadline_ns)

@@ -210,7 +210,7 @@ SLOTS = ParameterLayout.of({"a": (2, 3), "b": (5,)}).slots
 
 @functools.cache
 def _shard_files() -> tuple[bytes, bytes]:
-    """What names the shard of a checkpoint, and the shard."""
+    """Return the file that names the shard of a checkpoint, and the shard."""
     with folder() as made:
         flats = [np.arange(slot.size, dtype=np.float32) for slot in SLOTS]
         pieces = [

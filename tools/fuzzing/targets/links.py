@@ -73,7 +73,7 @@ REGION = RegionHandle(slot=1, incarnation=3, offset=4096, nbytes=1 << 16, writab
 _SEQUENCE = slice(8, 16)
 LONG_BYTES = 20_000
 LONG_CUT = 50
-"""Where it is cut, by 256 bytes."""
+"""Its cut, in units of 256 bytes."""
 _scratch = bytearray(br.FRAGMENT_BYTES_MAX)
 
 
@@ -216,7 +216,7 @@ class _Driver:
 
 @target("bulk.peer", "a peer's records on several stripes, in any order", _peer_seeds)
 def _peer(data: bytes) -> None:
-    """Any records on any stripe; their numbers are put right, or the first wrong one would be the last."""
+    """Any records on any stripe; their numbers are corrected, or the first wrong one would be the last."""
     script, driver = Script(data), _Driver()
     for _ in range(RECORDS_MAX):
         if script.ended or driver.ends:
@@ -255,7 +255,7 @@ class _Quick:
         return memoryview(self._memory) if named == REGION else None
 
     def hear(self, record: bytearray, cut: int) -> None:
-        """One record, its number put right, in two parts, the first of which has so many bytes."""
+        """One record, its number corrected, in two parts, the first of which has so many bytes."""
         puts, number = self.puts, self.puts.come_records
         record[_SEQUENCE] = number.to_bytes(8, "little")
         given, goes_on = 0, True
@@ -278,7 +278,7 @@ class _Quick:
 
 @target("bulk.quick", "a peer's records, past the machine", _quick_seeds)
 def _quick(data: bytes) -> None:
-    """What the shortcut takes the decoder takes, too; the rest it leaves as it came."""
+    """The decoder takes what the fast path takes, too; the rest it leaves as it came."""
     script, quick = Script(data), _Quick()
     for _ in range(RECORDS_MAX):
         if script.ended:
@@ -529,7 +529,7 @@ class _Deeds:
     "link.standing", "the peer of a link that stands: rings, eventfds, socket", _deeds, bytes_per_byte=4096
 )
 def _standing(data: bytes) -> None:
-    """A link stands; what its peer does then ends that link, with a typed error, or harms nobody."""
+    """A link stands; what its peer does then ends that link, with a typed error, or changes nothing else."""
 
     async def main() -> None:
         script, ours = Script(data), _Ours()

@@ -99,7 +99,7 @@ def _keyed_seeds() -> tuple[bytes, ...]:
 
 @target("stream.keyed", "records with keys, and somebody in between", _keyed_seeds, RecordError)
 def _keyed(data: bytes) -> None:
-    """What stands between the ends may drop, double, replay, change and cut: nothing else is delivered."""
+    """An attacker between the ends may drop, double, replay, change and cut: nothing else is delivered."""
     script, sealer = Script(data), Sealer(_KEYS.receive)
     stream = SecureStream(_KEYS, frame_bytes_max=FRAME_BYTES_MAX)
     said: list[bytes] = []
@@ -201,7 +201,7 @@ def machine(side: Side, nonce: int = 1) -> HelloMachine:
 
 
 def _conversation() -> tuple[list[bytes], list[bytes]]:
-    """What a good dialer and a good listener say, message by message."""
+    """Return the messages of a good dialer and of a good listener."""
     dialer, listener = machine(Side.DIALER, 2), machine(Side.LISTENER)
     said: dict[Side, list[bytes]] = {Side.DIALER: [], Side.LISTENER: []}
     actions: list[HelloAction] = dialer.handle(Opened(peer_uid=UID), now_ns=0)

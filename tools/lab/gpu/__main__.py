@@ -40,7 +40,7 @@ EXIT_OK, EXIT_FAILED, EXIT_NONE_RAN = 0, 1, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMachine:
-    """What this machine has. why_none: why no GPU can be used, if none can."""
+    """GPUs and RDMA devices of this machine. why_none: why no GPU can be used, if none can."""
 
     gpus: int
     rdma_devices: int
@@ -57,7 +57,7 @@ class GpuMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """What came of a check: `ok`, `failed` or `not run`."""
+    """Result of a check: `ok`, `failed` or `not run`."""
 
     check: Check
     verdict: str
@@ -65,7 +65,7 @@ class CheckRow:
 
 
 def look() -> GpuMachine:
-    """What this machine has."""
+    """Return what this machine has."""
     rdma_devices = len(read_topology().rdma_devices)
     try:
         return GpuMachine(gpus=visible_devices(), rdma_devices=rdma_devices)
@@ -100,7 +100,7 @@ def run_inside(checks: Sequence[Check], name: str) -> int:
     check = next(each for each in checks if each.name == name)
     try:
         print(check.run())
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is printed
         traceback.print_exc()
         print(f"{type(error).__name__}: {error}".replace("\n", " "))
         return EXIT_FAILED

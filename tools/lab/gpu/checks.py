@@ -44,12 +44,12 @@ from zbmd.transport.native._native import WAIT_OK, now_ns
 
 
 class CheckFailed(Exception):
-    """What a check has found to be wrong."""
+    """A check has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a check cannot run without."""
+    """Hardware that a check cannot run without."""
 
     gpus: int = 1
     rdma: bool = False
@@ -61,7 +61,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One row. run: returns what is told beside `ok`; it raises whatever is wrong."""
+    """One row. run: returns the text beside `ok`; it raises whatever is wrong."""
 
     name: str
     needs: Needs
@@ -101,7 +101,7 @@ TOLERANCE: Final = 1e-4
 
 @dataclass(slots=True, kw_only=True)
 class _Owner:
-    """Another process's device memory, open here, and the cells by which it would be told."""
+    """Another process's device memory, open here, and the cells that notify it."""
 
     process: subprocess.Popen[str]
     runtime: CudaRuntime
@@ -193,7 +193,7 @@ def put_between_processes(their_device: int) -> str:
 
 
 def signals_between_streams(their_device: int) -> str:
-    """Puts that are told at once; a stream of ours follows the event that was recorded behind them."""
+    """Puts that are notified at once; a stream of ours follows the event that was recorded after them."""
     xp: Any = xp_for("cuda")
     with _owner(0, their_device) as owner, xp.cuda.Device(0):
         owner.region.put(np.zeros(PUT_BYTES, np.uint8), channel=0, value=1).wait()
@@ -365,7 +365,7 @@ CHECKS: Final = (
                 "put to and get from another process's device memory, which says what it sees",
                 put_between_processes,
             ),
-            ("signal", "order streams by events that are told at once", signals_between_streams),
+            ("signal", "order streams by events that are notified at once", signals_between_streams),
             ("bandwidth", "time puts of 64 MiB beside cupy's own copies", put_beside_cupy),
         )
         for pair in _PEERS

@@ -59,7 +59,7 @@ class Layout:
     nodes_max: int
 
     def ranks(self, hosts: int) -> int:
-        """How many there are while so many hosts live."""
+        """Return the number of ranks while so many hosts live."""
         return self.ranks_per_node * min(hosts, self.nodes_max)
 
 
@@ -69,7 +69,7 @@ WITH_SPARE: Final = Layout(ranks_per_node=2, nodes_min=1, nodes_max=HOSTS - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A commit. members: how many; at_ns: when it was told of (CLOCK_MONOTONIC)."""
+    """A commit. members: how many; at_ns: when it was reported (CLOCK_MONOTONIC)."""
 
     version: int
     epoch: int
@@ -82,16 +82,16 @@ class DemoFailed(ZbmdError):
 
 
 class Host(Protocol):
-    """Where a node runs: a host of the laboratory, or one like it."""
+    """The host of a node: one of the laboratory, or one like it."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Return its name."""
         ...
 
     @property
     def address(self) -> str:
-        """Where others reach it."""
+        """Return the address at which others reach it."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class HostNode:
 
     @property
     def fd(self) -> int:
-        """What it tells comes from there; -1 if it does not run."""
+        """Return the descriptor of its reports; -1 if it does not run."""
         process = self.process
         return -1 if process is None or process.stdout is None else process.stdout.fileno()
 
@@ -154,7 +154,7 @@ class HostNode:
         self.process = None
 
     def read(self) -> list[Event]:
-        """What it tells now; its ranks' and its own plain lines are left out."""
+        """Yield its reports so far; its ranks' and its own plain lines are left out."""
         data = os.read(self.fd, 1 << 16)
         if not data:
             raise DemoFailed(f"{self.host.name} has ended: {(self.host.home / 'errors').read_text()[-500:]}")

@@ -73,7 +73,7 @@ class HostNode:
 
     @property
     def fd(self) -> int:
-        """What its lines come from; -1 if it does not run."""
+        """Return the descriptor of its lines; -1 if it does not run."""
         if self._process is None or self._process.stderr is None or self._process.stderr.closed:
             return -1
         return self._process.stderr.fileno()
@@ -87,7 +87,7 @@ class HostNode:
         self.members, self.stopped = (), ""
 
     def command(self, *arguments: str) -> str:
-        """What a command of `zbmd-node` prints on this host. Raises `DemoFailed`."""
+        """Return what a command of `zbmd-node` prints on this host. Raises `DemoFailed`."""
         running = self.host.popen(
             [*NODE, *arguments], environment=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

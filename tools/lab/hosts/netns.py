@@ -41,9 +41,9 @@ PREFIX6: Final = "fd77::"
 START_S: Final = 30.0
 BURST_BYTES_MIN: Final = 128 << 10
 BURST_S: Final = 0.008
-"""What may pass at once behind a rate of the kernel's: two of its ticks, and some large frames at least."""
+"""Burst of a rate of the kernel: two of its ticks, and some large frames at least."""
 QUEUE_MS: Final = 100
-"""What waits for that rate; what comes on top is lost, as at any switch."""
+"""Queue for that rate; what comes on top is lost, as at any switch."""
 
 # Ends when its input does, which is when the process that holds the other end is gone. Each host has booted
 # by itself: else its nodes would take each other for processes of one host, whose ends the kernel proves.
@@ -162,7 +162,7 @@ class LabHost:
         self._namespace = namespace
 
     def environment(self) -> dict[str, str]:
-        """What sets this host's processes apart from another's: where they keep their files."""
+        """Return the variables that give this host's processes files of their own."""
         return {
             "HOME": str(self.home),
             "XDG_STATE_HOME": str(self.home / "state"),

@@ -3,7 +3,7 @@
     python -m zbmd.tools.lab.hosts.node ADDRESS --name NAME [--join ADDRESS] [--recovery-budget TIME]
 
 Standard input takes one order, a JSON object with the fields of a training job to submit; standard
-output tells of views, ranks and steps, each with its time (CLOCK_MONOTONIC, one for all hosts of the
+output reports views, ranks and steps, each with its time (CLOCK_MONOTONIC, one for all hosts of the
 laboratory).
 """
 
@@ -76,7 +76,7 @@ class LabNode:
         )
 
     async def write_line(self, line: OutputLine) -> None:
-        """What ranks print."""
+        """Report a rank's line."""
         say("line", rank=line.rank, text=line.text.decode(errors="replace"))
 
     def _hear(self, event: NodeEvent) -> None:

@@ -72,7 +72,7 @@ class Counted(Cluster):
             self.nbytes += len(msgspec.msgpack.encode(message))
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self.by_node.clear()
         self.beats = self.nbytes = 0
 
@@ -88,7 +88,7 @@ class CountedNode(NodeProcess):
 
 @dataclass(frozen=True, slots=True)
 class ScaleRow:
-    """What one phase cost."""
+    """Cost of one phase."""
 
     size: int
     what: str

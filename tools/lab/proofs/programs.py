@@ -42,7 +42,7 @@ KEPT_FIELDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is proved, and kept, at a time."""
+    """Unit of proof: what is proved, and kept, at a time."""
 
     operation: Operation
     algorithm: str

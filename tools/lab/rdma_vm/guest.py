@@ -12,9 +12,9 @@ CABLES: Final = (
 DEVICES_VARIABLE: Final = "ZBMD_RDMA_DEVICES"
 """In the machine's environment: DEVICE@ADDRESS of the first cable's devices, with a comma."""
 PACKAGES_FOLDER: Final = "packages"
-"""What is below it lies over the host's files in the machine."""
+"""Files below it overlay the host's files in the machine."""
 PYTHON_FOLDER: Final = "opt/rdma/python"
-"""Where pyverbs is in the machine, relative to the root."""
+"""Path of pyverbs in the machine, relative to the root."""
 OUTPUT_PORT: Final = "zbmd.output"
 RESULT_PORT: Final = "zbmd.result"
 COMMAND_FILE: Final = "command"
@@ -91,7 +91,7 @@ echo 1 >/proc/sys/net/ipv4/conf/all/arp_ignore
 
 
 def network() -> str:
-    """Lays the cables, in the machine's shell, and tells of the first one's devices."""
+    """Lays the cables, in the machine's shell, and prints the first one's devices."""
     lines = [_CABLE]
     for ends in CABLES:
         words = [word for end in ends for word in end.removeprefix("rxe").split("@")]

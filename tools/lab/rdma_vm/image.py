@@ -125,7 +125,7 @@ def files_of(package: Path) -> Generator[tarfile.TarFile]:
 
 
 def merged(name: str) -> PurePosixPath:
-    """Where a package's file lies, relative to the root: `./lib/x` is at `usr/lib/x`."""
+    """Return the path of a package's file, relative to the root: `./lib/x` is at `usr/lib/x`."""
     path = PurePosixPath(name.removeprefix("./").lstrip("/"))
     return PurePosixPath("usr") / path if path.parts and path.parts[0] in _MERGED else path
 
@@ -233,7 +233,7 @@ WANTED: Final = (
     "ib_uverbs",
     "rdma_ucm",
 )
-"""What is not a module of this kernel is built into it, or is not asked for."""
+"""Skip what is not a module of this kernel: it is built into it, or not needed."""
 FOLDERS: Final = (
     "arch/x86/crypto",
     "crypto",
@@ -245,7 +245,7 @@ FOLDERS: Final = (
     "lib",
     "net",
 )
-"""Where they and those that they need lie, below `kernel/`."""
+"""Return the paths of these and of those that they need, below `kernel/`."""
 _DEPENDS: Final = re.compile(rb"(?:^|\x00)depends=([^\x00]*)\x00")
 
 
@@ -299,14 +299,14 @@ class Image:
 
 
 def cache_folder() -> Path:
-    """Where images are kept."""
+    """Return the folder of the images."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "zbmd" / "rdma-vm"
 
 
 @contextmanager
 def image() -> Generator[Image]:
-    """The image of today's packages, made if it is not there; nobody removes it meanwhile.
+    """The image of today's packages, made if it is missing; it is kept as long as it is used.
 
     Raises `PackagesMissing` and `UserError`.
     """

@@ -87,7 +87,7 @@ MODULES: Final = (
     "zbmd.training.__main__",
     "zbmd.transport.rdma.plane",
 )
-"""What is not installed is left out."""
+"""Candidates that are not installed are left out."""
 BYTES_MAX: Final = 512 << 20
 """Of the machine's memory; what comes behind it stays on the host."""
 IMPORT_S_MAX: Final = 120.0
@@ -175,10 +175,10 @@ class Run:
     timeout_s: float
     accelerator: str
     console: IO[bytes] | None = None
-    """Where the machine's console is copied to as it comes."""
+    """File that receives a copy of the machine's console."""
 
     def script(self) -> bytes:
-        """What the machine's shell runs."""
+        """Command that the machine's shell runs."""
         passed = {
             name: value
             for name, value in sorted(self.environment.items())

@@ -62,7 +62,7 @@ LOOKUPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What recording does to a round trip: median, and what a recorded message adds to it, ns."""
+    """Effect of recording on a round trip: median, and what a recorded message adds to it, ns."""
 
     recorder: str
     round_trip_p50_ns: float
@@ -186,7 +186,7 @@ def _append_costs(kind: str) -> tuple[float, float]:
 
 
 def bench_messages(seconds: float) -> list[Message]:
-    """What a recorded message costs."""
+    """Measure what a recorded message costs."""
     medians = uvloop.run(_round_trips(seconds))
     found: list[Message] = []
     for kind, median_ns in medians.items():

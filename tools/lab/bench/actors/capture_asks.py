@@ -1,6 +1,6 @@
 """Time what capture adds to an ask, on the asking side; part of `zbmd.tools.lab.bench.actors.capture`.
 
-An ask is a message to an actor of another process, over a link, and its answer. Who asks is a *script* (code
+An ask is a message to an actor of another process, over a link, and its answer. The asker is a *script* (code
 that is no actor), whose frames its links record; or an *actor*, whose life is recorded besides, to be
 replayed, wherever a log is asked for. All of them ask in turn, in rounds, each round in another order, so
 that all meet the same noise; every asker has a system and a link of its own. `none again` is `none` against
@@ -229,7 +229,7 @@ async def _measure(seconds: float) -> dict[str, list[float]]:
 
 
 def bench_asks(seconds: float) -> list[AskCost]:
-    """What recording adds to an ask; `seconds` for each way to ask."""
+    """Measure what recording adds to an ask; `seconds` for each kind of asker."""
     medians = uvloop.run(_measure(seconds))
     costs: list[AskCost] = []
     for asking in ASKING:

@@ -69,7 +69,7 @@ class LoopbackHost:
 
 @dataclass(slots=True)
 class CommitTimeline:
-    """What one process's step-commit machine lived through, ns (CLOCK_MONOTONIC)."""
+    """Events of one process's step-commit machine, ns (CLOCK_MONOTONIC)."""
 
     rank: int
     incarnation: int
@@ -154,7 +154,7 @@ class Joined:
 
 
 def join_of(old: CommitTimeline, new: CommitTimeline) -> Joined | None:
-    """What the join of `new` cost `old`, a member that was there; None if they never stepped together."""
+    """Return what the join of `new` cost `old`, an earlier member; None if they never stepped together."""
     epoch = next((e for e in sorted(new.epochs) if "computed" in new.epochs[e]), None)
     if epoch is None or "computed" not in old.epochs.get(epoch, {}):
         return None

@@ -54,7 +54,7 @@ CONGESTIONS: Final = "net.ipv4.tcp_available_congestion_control"
 
 @dataclass(slots=True)
 class _Found:
-    """What a contender took in each round, ns."""
+    """Times of a contender, one a round, ns."""
 
     times: list[float] = field(default_factory=list[float])
     cpu: list[float] = field(default_factory=list[float])

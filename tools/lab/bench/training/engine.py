@@ -141,7 +141,7 @@ class TorchEngine:
 Run = Callable[[], object]
 TORCH = "torch"
 TURN_S = 0.05
-"""How long a turn repeats an operator."""
+"""Time that a turn repeats an operator."""
 REPEATS_MAX = 1000
 THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
 

@@ -3,8 +3,8 @@
     python -m zbmd.tools.lab.bench.training.model_actors --rounds 500 --out DIR
 
 A round computes one shard's gradient three times, through the actors and twice without, in an order that is
-drawn anew. What is told are medians over the rounds of the ratios, with their 95 % intervals; plain against
-plain is the noise floor. CPU time is the thread's own, which others disturb less than the wall's.
+drawn for each round. Printed are medians over the rounds of the ratios, with their 95 % intervals; plain
+against plain is the noise floor. CPU time is the thread's own, which others disturb less than the wall's.
 """
 
 from __future__ import annotations

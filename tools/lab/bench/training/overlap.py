@@ -90,18 +90,18 @@ def union(begins: npt.ArrayLike, ends: npt.ArrayLike) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
-    """How long they are together, ns."""
+    """Return their total length, ns."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def shared(a: Intervals, b: Intervals) -> int:
-    """How long both were under way, ns."""
+    """Return the time that both were under way, ns."""
     both = union(np.concatenate([a[:, 0], b[:, 0]]), np.concatenate([a[:, 1], b[:, 1]]))
     return length(a) + length(b) - length(both)
 
 
 def hidden_of(spans: Spans, rate_mbps: float) -> Hidden:
-    """What a rank's spans tell of its all-reduces, without the first step. Raises `UserError`."""
+    """Evaluate a rank's spans of all-reduces, without the first step. Raises `UserError`."""
     records = spans.records
     number = spans.operations.index(REDUCTION) if REDUCTION in spans.operations else -1
     is_reduction = (records["track"] == TRACK_OPERATION) & (records["category"] == number)
@@ -139,7 +139,7 @@ def hidden_of(spans: Spans, rate_mbps: float) -> Hidden:
 
 
 def clocks_between(every: Sequence[Spans], rate_mbps: float) -> list[Clocks]:
-    """How far the clocks of a trace are off, of hosts that share one monotonic clock in truth."""
+    """Return the errors of a trace's clocks, for hosts that in truth share one monotonic clock."""
     first, *others = clocks_of(every)
     return [
         Clocks(

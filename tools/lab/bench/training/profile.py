@@ -116,7 +116,7 @@ def _span_ns() -> tuple[float, float]:
 
 
 def _line_us(profiler: Profiler) -> float:
-    """What the end of a step takes: its sums, and its line in the file."""
+    """Measure the end of a step: its sums, and its line in the file."""
 
     def one() -> None:
         profiler.begin_step(1)

@@ -6,7 +6,7 @@
 The job of `python -m zbmd.training` with one rank, the same with N ranks and N times the logical shards, and
 the floor, one plain loop of the same steps and N of them that know nothing of each other, take turns in one
 run; all but one of them sleep. One thread of BLAS a process. Scaling is the tokens a second of N over those
-of one: N is perfect, and the floor tells what the machine itself takes, whose cores share caches, memory and
+of one: N is perfect, and the floor is what the machine itself takes, whose cores share caches, memory and
 clock. Each is the median over rounds with its 95 % interval; noise is the one rank's second turn of a round
 beside its first.
 """

@@ -42,7 +42,7 @@ WARMUP_STEPS: Final = 3
 HEADS: Final = 4
 VOCABULARY: Final = 256
 LOSS_ERROR_MAX: Final = 1e-4
-"""What the order of a sum may make of a loss, relatively."""
+"""Relative difference of a loss that the order of a sum may make."""
 
 
 class Trainer:
@@ -149,7 +149,7 @@ RANKS_MAX: Final = 16
 
 
 async def run(arguments: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    """What rank 0 told of each turn. Raises `UserError` with the last lines if the ranks fail."""
+    """Return what rank 0 reported of each turn. Raises `UserError` with the last lines if the ranks fail."""
     config = HostConfig(
         target="zbmd.tools.lab.bench.training.torch_steps",
         is_module=True,

@@ -150,11 +150,11 @@ def _timed(trainer: ZeroTrainer, watch: StepHook) -> int:
 
 
 def _ignore_update(done: ZeroStepResult) -> None:
-    """Nobody is told."""
+    """Ignore it."""
 
 
 def _ignore_commit(version: int, digests: Digests) -> None:
-    """Nobody is told."""
+    """Ignore it."""
 
 
 async def run_rank() -> None:
@@ -204,7 +204,7 @@ class ZeroCost:
 
 
 def goal_bytes(parameters: int, stage: int, ranks: int) -> int:
-    """What the stage promises a rank, bytes: weights and gradients in 16 bits, 12 bytes of state."""
+    """Return the bytes that a stage promises a rank: weights and gradients in 16 bits, 12 bytes of state."""
     per_parameter = {1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}
     return round(parameters * per_parameter[stage])
 

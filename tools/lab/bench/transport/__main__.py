@@ -36,7 +36,7 @@ LINK_BYTES_MAX: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalRow:
-    """One line of the table; `met` is None where the figure is told without a goal."""
+    """One line of the table; `met` is None for a figure without a goal."""
 
     what: str
     goal: str
@@ -158,7 +158,7 @@ def detect_lines(rows: Rows) -> list[GoalRow]:
 
 
 def idle_lines(idle: Idle) -> list[GoalRow]:
-    """What a link costs."""
+    """Return the row of an idle link's memory."""
     return [
         GoalRow(
             what=f"an idle shm link, of {idle.links} in one process",

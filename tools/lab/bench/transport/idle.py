@@ -40,7 +40,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """What the machine has less of, a link."""
+        """Memory that a link takes from the machine."""
         return self.private_bytes + self.shared_bytes
 
 

@@ -12,12 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from zbmd.actors.bootstrap.environments import (
+    Pod,
+    host_names,
+    read_env,
+    read_kubernetes,
+    read_mpi,
+    read_slurm,
+    read_torchrun,
+)
 from zbmd.actors.bootstrap.hostlist import format_hostlist
-from zbmd.actors.bootstrap.kubernetes import Pod, read_kubernetes
-from zbmd.actors.bootstrap.mpi import read_mpi
 from zbmd.actors.bootstrap.readings import LauncherFacts, NodeRange, Stated
-from zbmd.actors.bootstrap.slurm import host_names, read_slurm
-from zbmd.actors.bootstrap.torchrun import read_env, read_torchrun
 from zbmd.actors.rank.environment import port_of_job
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from zbmd.actors.process import template
-from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
-from zbmd.actors.process.early_template import EarlyTemplate, ForkedProcess
+from zbmd.actors.process.early_template import ONE_THREAD_DEFAULTS, EarlyTemplate, ForkedProcess
 from zbmd.actors.process.template import Exited, Forked, ForkFailed, ForkRequest, Ready, Reply
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
 from zbmd.transport.shm.attach import close_all

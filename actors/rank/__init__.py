@@ -2,6 +2,6 @@
 
 Also holds the contracts between a rank and its host (`host_contracts`) and what a launcher tells a rank
 (`environment`). May import the actor core, replay and hang detection, and never its host's supervisor, which
-runs in another process. Begin with `member`, then `links` (when may a view be entered?) and `tcp` (members on
-other hosts).
+runs in another process. Begin with `member`, then `links` (when may a view be entered?) and `remote_links`
+(members on other hosts).
 """

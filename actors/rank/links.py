@@ -14,7 +14,7 @@ import structlog
 from zbmd.actors.core.scopes import MARK
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.host_contracts import NODE_NAME
-from zbmd.actors.rank.tcp import MemberKey, MemberTcp, MemoryOffered
+from zbmd.actors.rank.remote_links import MemberKey, MemberTcp, MemoryOffered
 from zbmd.actors.routing.contracts import external_address
 from zbmd.actors.routing.dialer import ExternalDialer
 from zbmd.actors.routing.routes import RemoteLocator, Routes

@@ -46,7 +46,7 @@ from zbmd.actors.rank.links import (
     RankRoutes,
     register,
 )
-from zbmd.actors.rank.tcp import MemoryOffered
+from zbmd.actors.rank.remote_links import MemoryOffered
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
 from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.system import ActorSystem

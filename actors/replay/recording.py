@@ -46,7 +46,7 @@ REASON_CHARS_MAX = 4096
 
 
 def _build(config: Mapping[str, Any]) -> Machine[ev.ActorEvent, ev.ActorAction]:
-    from zbmd.actors.replay.machine import ActorReplay  # a process that only records loads no simulator
+    from zbmd.actors.replay.machine import ActorReplay
 
     return ActorReplay.build(config)
 

@@ -19,9 +19,8 @@ from zbmd.actors.routing.contracts import Enrol, Route
 from zbmd.actors.routing.dialer import Lease
 from zbmd.actors.routing.routes import RemoteLocator, Routes
 from zbmd.actors.simulated.ledgers import Change, Life
-from zbmd.actors.simulated.node import accept_guests, dial_guest
 from zbmd.actors.simulated.supervision_scenario import NotingSupervisor, Watch
-from zbmd.actors.simulated.workers import (
+from zbmd.actors.simulated.testbed import (
     ERRAND,
     GUESTS,
     LATER,
@@ -36,6 +35,8 @@ from zbmd.actors.simulated.workers import (
     Watcher,
     Who,
     Worker,
+    accept_guests,
+    dial_guest,
 )
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.local import CodeBook

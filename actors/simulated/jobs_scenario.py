@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
+from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.jobs import node_events as e
-from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJobs
 from zbmd.actors.cluster.messages import Action, Installed, Message, Ordered, Stopped

@@ -23,9 +23,9 @@ from functools import lru_cache, partial
 from typing import Protocol, TypeAlias, assert_never
 
 from zbmd.actors.cluster import messages
+from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.heartbeats import detector as d
 from zbmd.actors.cluster.heartbeats.detector import Detector
-from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.membership import witness
 from zbmd.actors.cluster.membership.machine import LEFT, ClusterMachine, MemberState
 from zbmd.actors.cluster.state.job_table import Submit

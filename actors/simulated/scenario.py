@@ -26,9 +26,8 @@ from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.simulated.clients import CLIENTS, Guest
 from zbmd.actors.simulated.links_scenario import InTime
 from zbmd.actors.simulated.membership_scenario import Cluster, draw_plan, harms, name_of, protected_of
-from zbmd.actors.simulated.node import SimActorEndpoint, SimNode
 from zbmd.actors.simulated.supervision_scenario import Rules, ToldOnce, draw_tree
-from zbmd.actors.simulated.workers import GUESTS, Stand, StandWorld, Worker
+from zbmd.actors.simulated.testbed import GUESTS, SimActorEndpoint, SimNode, Stand, StandWorld, Worker
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.driver import Coordinator
 from zbmd.actors.upgrade.local import CodeBook

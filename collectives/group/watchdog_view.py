@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbmd.actors.hangs.progress import Sample
-from zbmd.actors.hangs.watched import Described, Watched
+from zbmd.actors.hangs.watchdog import Described, Watched
 from zbmd.actors.hangs.wire import PlaceKind, Position
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.flight.recorder import FlightState
@@ -13,7 +13,7 @@ from zbmd.collectives.flight.recorder import FlightState
 
 class GroupWatch:
     """The operations of one communicator, as a source for the watchdog
-    (`zbmd.actors.hangs.watched.GroupSource`)."""
+    (`zbmd.actors.hangs.watchdog.GroupSource`)."""
 
     def __init__(self, name: str, communicator: Communicator) -> None:
         self.key = f"group {communicator.channel}/{communicator.epoch}"

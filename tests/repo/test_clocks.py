@@ -16,7 +16,7 @@ NATIVE_WALL_CLOCK = re.compile(r"CLOCK_REALTIME|gettimeofday|time\.time(_ns)?\("
 # Each reads it for a stamp or for people; none waits by it, or measures with it.
 READERS = {
     "actors/replay/recording.py": "what a recorded actor is told the time is",
-    "actors/cluster/node/clocks.py": "how far a node's clock is from another's, to be told",
+    "actors/cluster/node/incarnation.py": "how far a node's clock is from another's, to be told",
     "actors/cluster/heartbeats/heartbeat.h": "makes the kernel's stamp monotonic, between bounds",
     "actors/core/context.py": "an actor's own wall clock",
     "actors/process/log.py": "the time of a line of the log",

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from zbmd.actors.bootstrap.kubernetes import POD_PORT, Pod
+from zbmd.actors.bootstrap.environments import POD_PORT, Pod
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
 from zbmd.tools.cli import launch
 from zbmd.tools.cli.launch_settings import service, stated

@@ -17,8 +17,7 @@ import msgspec
 import uvloop
 
 from zbmd.actors.host.supervisor import PRELOAD
-from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
-from zbmd.actors.process.early_template import fork_template
+from zbmd.actors.process.early_template import ONE_THREAD_DEFAULTS, fork_template
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss

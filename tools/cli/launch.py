@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from zbmd.actors.bootstrap.kubernetes import NAMESPACE_FILE, Pod
+from zbmd.actors.bootstrap.environments import NAMESPACE_FILE, Pod
 from zbmd.actors.bootstrap.merge import Bootstrap, Role, bootstrap_of
 from zbmd.tools.cli.launch_settings import IGNORED, Settings, ignored, service, stated
 from zbmd.tools.cli.settings import DEFAULT, parse_ranks

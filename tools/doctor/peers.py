@@ -19,8 +19,8 @@ from enum import Enum
 from typing import Final
 
 from zbmd.actors.cluster.node.client import admin_over
-from zbmd.actors.cluster.node.clocks import clocks_apart, wall_ns
 from zbmd.actors.cluster.node.contracts import ClockReply, ClockRequest
+from zbmd.actors.cluster.node.incarnation import clocks_apart, wall_ns
 from zbmd.actors.cluster.node.join import client_endpoint
 from zbmd.actors.errors import ActorError
 from zbmd.tools.doctor.report import Finding, FindingState, PairLink, Section

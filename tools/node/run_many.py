@@ -25,7 +25,7 @@ from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.jobs.single_job import ONE_JOB
 from zbmd.actors.cluster.node.actors import NodeActors
-from zbmd.actors.cluster.node.capture import node_capture
+from zbmd.actors.cluster.node.incarnation import node_capture
 from zbmd.actors.cluster.node.incarnations import JoinDelayed, NodeConfig, NodeEvent
 from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut
 from zbmd.actors.cluster.node.node import ClusterNode

@@ -8,10 +8,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from zbmd.actors.bootstrap.etcd_client import REQUEST_S_MAX, EtcdClient
-from zbmd.actors.bootstrap.etcd_members import EtcdMembers
-from zbmd.actors.bootstrap.etcd_url import EtcdUrl, parse_etcd_url
-from zbmd.actors.bootstrap.etcd_witness import EtcdWitness
+from zbmd.actors.bootstrap.etcd_client import REQUEST_S_MAX, EtcdClient, EtcdUrl, parse_etcd_url
+from zbmd.actors.bootstrap.etcd_store import EtcdMembers, EtcdWitness
 from zbmd.actors.cluster.membership.witness import TieBreakerNamed
 from zbmd.actors.cluster.node.incarnations import NodeConfig
 from zbmd.actors.cluster.state.node_id import NodeKey

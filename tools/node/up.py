@@ -26,9 +26,9 @@ from zbmd.actors.cluster.contracts import is_name
 from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.membership.machine import LEFT
 from zbmd.actors.cluster.node.actors import NodeActors, Start
-from zbmd.actors.cluster.node.capture import node_capture
 from zbmd.actors.cluster.node.client import ASK_S, connect_admin
 from zbmd.actors.cluster.node.contracts import ADDRESSES_MAX, TokenReply, TokenRequest
+from zbmd.actors.cluster.node.incarnation import node_capture
 from zbmd.actors.cluster.node.incarnations import (
     PORT_DEFAULT,
     IncarnationEnded,

@@ -21,7 +21,7 @@ from zbmd.actors.cluster.contracts import BeatsAt, BeatsSaid
 from zbmd.actors.cluster.heartbeats import route_machine as w
 from zbmd.actors.cluster.heartbeats.driver import WAY_LABEL, Heartbeats, beat_keys
 from zbmd.actors.cluster.state.node_id import NodeKey
-from zbmd.actors.rank.rdma import wanted_devices, why_not_rdma
+from zbmd.actors.rank.remote_links import wanted_devices, why_not_rdma
 from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.host.facts import HostFacts, read_host_facts

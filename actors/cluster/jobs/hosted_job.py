@@ -16,8 +16,7 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
-from zbmd.actors.cluster.jobs import node_events as e
-from zbmd.actors.cluster.jobs.contracts import (
+from zbmd.actors.cluster.contracts import (
     HangAsk,
     HangBeats,
     HangEnd,
@@ -25,6 +24,7 @@ from zbmd.actors.cluster.jobs.contracts import (
     HangSeen,
     HangStanding,
 )
+from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJob, ProcessState
 from zbmd.actors.cluster.local_deaths import boot_id

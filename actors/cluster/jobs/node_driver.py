@@ -14,9 +14,9 @@ from typing import Any, Final, assert_never
 
 import structlog
 
+from zbmd.actors.cluster.contracts import HangMessage, HostLinked
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.code_digest import check_code
-from zbmd.actors.cluster.jobs.contracts import HangMessage, HostLinked
 from zbmd.actors.cluster.jobs.hosted_job import HostedJob
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs

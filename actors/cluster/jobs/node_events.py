@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from zbmd.actors.cluster.jobs.contracts import HostLinked
+from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.state.job_table import JobSpec, Order
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.cluster.state.view import ClusterView

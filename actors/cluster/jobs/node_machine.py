@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, assert_never
 
+from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.jobs import node_events as e
-from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.state.job_table import (
     REASON_CHARACTERS_MAX,

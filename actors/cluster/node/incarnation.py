@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias, assert_never
 
 import structlog
+from msgspec.structs import replace
 
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, BeatsSaid, Hail, check
@@ -27,19 +29,120 @@ from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, st
 from zbmd.actors.cluster.membership.capture_kind import CLUSTER, cluster_config
 from zbmd.actors.cluster.membership.machine import ClusterMachine, MemberState
 from zbmd.actors.cluster.membership.witness import TieBreakerNamed
-from zbmd.actors.cluster.node.clocks import ClockWatch, wall_ns
 from zbmd.actors.cluster.peer_links import PeerLinks
 from zbmd.actors.cluster.state.job_table import Order
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
+from zbmd.actors.host.links import host_identity
+from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
+from zbmd.transport.capture.errors import CaptureError, CaptureExists
+from zbmd.transport.capture.log import LogRecorder
+from zbmd.transport.capture.recorder import Clocks, Recorder, origin_of
 from zbmd.transport.capture.tap import Tap
+from zbmd.transport.clock.deadlines import format_duration
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp.address import TcpSettings
 from zbmd.transport.tcp.link import TcpLink
+
+# --- wall clocks of hosts that are far apart ------------------------------------------------------------
+#
+# Nothing waits by a wall clock, so it is people who must know: they read logs of several hosts side by
+# side.
+
+
+CLOCKS_APART_NS_MAX: Final = 120_000_000_000
+"""More than this between two clocks is told. Hosts that keep time are within a second of each other; what a
+clock says on its way, and a host that was just resumed, are far within the bound."""
+CLOCKS_TOLD_MAX: Final = 64
+"""Nodes that one incarnation warns of: when so many clocks differ, it is ours."""
+_SECOND_NS: Final = 1_000_000_000
+
+
+def wall_ns() -> int:
+    """This host's wall clock, ns since 1970."""
+    return time.time_ns()
+
+
+def clocks_apart(theirs: str, ours: str, ahead_ns: int) -> str | None:
+    """What to tell people if a host's clock is `ahead_ns` ahead of ours; None if that is within the bound.
+
+    theirs, ours: what people call the two hosts.
+    """
+    if abs(ahead_ns) <= CLOCKS_APART_NS_MAX:
+        return None
+    apart = format_duration(abs(ahead_ns) // _SECOND_NS * _SECOND_NS)
+    where = "ahead of" if ahead_ns > 0 else "behind"
+    return (
+        f"the clock of {theirs} is {apart} {where} that of {ours}. Set both: `timedatectl` says whether a "
+        "host keeps time, `timedatectl set-ntp true` has it do so. Views, jobs and deadlines take no harm, "
+        "for nothing waits by these clocks; times in logs of the two do not fit together, and with TLS a "
+        "certificate may be taken for expired, or not valid yet"
+    )
+
+
+class ClockWatch:
+    """Of the clocks that one incarnation has heard of, whose has been told of already."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def heard(self, me: Node, node: Node, ahead_ns: int) -> str | None:
+        """What to tell people of a node's clock, the first time that it is far from ours."""
+        if node.key.id in self._told or len(self._told) >= CLOCKS_TOLD_MAX:
+            return None
+        text = clocks_apart(_called(node), _called(me), ahead_ns)
+        if text is not None:
+            self._told.add(node.key.id)
+        return text
+
+
+def _called(node: Node) -> str:
+    return f"{node.name or node.key} ({node.address})"
+
+
+# --- recordings: one of the process, and one of each incarnation ----------------------------------------
+#
+# All nodes may record into one directory, which hosts may share: the log of a process is named after its
+# node, and that of an incarnation after the incarnation.
+
+
+STARTS_MAX: Final = 1024
+"""Logs of one node in one directory, one for each time that it was started."""
+
+
+def node_capture(name: str, clock: HybridClock, settings: CaptureSettings) -> ProcessCapture:
+    """The recorder of the process of the node that people call `name`: `host-NAME`, by number of its start.
+
+    Raises `CaptureError`.
+    """
+    identity = replace(host_identity(0), name=f"host-{name}")
+    for start in range(1, STARTS_MAX):
+        try:
+            return ProcessCapture(replace(identity, incarnation=start), clock, settings)
+        except CaptureExists:
+            continue  # of an earlier start
+    return ProcessCapture(replace(identity, incarnation=STARTS_MAX), clock, settings)
+
+
+def incarnation_recorder(
+    identity: Identity, clock: HybridClock, settings: CaptureSettings | None
+) -> Recorder | None:
+    """Return the recorder of one incarnation, for its thread; None if no log is wanted, or can be opened."""
+    if settings is None or settings.directory is None:
+        return None
+    try:
+        clocks = Clocks(hybrid=clock)
+        return LogRecorder(settings.directory, origin_of(identity), clocks, bulk=settings.bulk)
+    except CaptureError as error:
+        log.warning("this incarnation is not recorded", reason=str(error))
+        return None
+
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 

@@ -21,9 +21,7 @@ from zbmd.actors.cluster.heartbeats.connections import NO_DEVICE, NoDevice, OwnD
 from zbmd.actors.cluster.membership.machine import LEFT, MemberState
 from zbmd.actors.cluster.node import contracts
 from zbmd.actors.cluster.node.admin_actor import AdminServer, job_infos, member_infos
-from zbmd.actors.cluster.node.capture import incarnation_recorder
-from zbmd.actors.cluster.node.clocks import wall_ns
-from zbmd.actors.cluster.node.incarnation import Incarnation, MakeWitness
+from zbmd.actors.cluster.node.incarnation import Incarnation, MakeWitness, incarnation_recorder, wall_ns
 from zbmd.actors.cluster.node.join import (
     JOIN_ADDRESSES_MAX,
     JoinApplication,

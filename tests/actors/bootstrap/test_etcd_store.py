@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 from support.cluster.etcd_server import EtcdServer, etcd_server, free_ports
 
-from zbmd.actors.bootstrap import etcd_members as etcd_doors
+from zbmd.actors.bootstrap import etcd_store as etcd_doors
 from zbmd.actors.bootstrap.etcd_client import (
     EtcdClient,
     EtcdError,
     compare_none,
     compare_revision,
     get,
+    parse_etcd_url,
     put,
 )
-from zbmd.actors.bootstrap.etcd_members import EtcdMembers, FoundingResult
-from zbmd.actors.bootstrap.etcd_url import parse_etcd_url
-from zbmd.actors.bootstrap.etcd_witness import EtcdWitness
+from zbmd.actors.bootstrap.etcd_store import EtcdMembers, EtcdWitness, FoundingResult
 from zbmd.actors.cluster.membership.witness import TieBreakerNamed
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 import structlog
 from support.cluster.thread_nodes import node
 
-from zbmd.actors.cluster.node.clocks import (
+from zbmd.actors.cluster.node.incarnation import (
     CLOCKS_APART_NS_MAX,
     CLOCKS_TOLD_MAX,
     ClockWatch,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.jobs import node_events as e
-from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJobs
 from zbmd.actors.cluster.state.job_table import (

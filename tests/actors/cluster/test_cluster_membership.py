@@ -29,7 +29,6 @@ from zbmd.actors.cluster.state.job_table import CommandRefused, JobSpec, Stop, S
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.simulated.jobs_scenario import JobsScenario
-from zbmd.actors.simulated.membership_exploration import STORIES, explore, explore_pairs
 from zbmd.actors.simulated.membership_scenario import (
     LIVENESS_NS,
     SECOND_NS,
@@ -41,7 +40,7 @@ from zbmd.actors.simulated.membership_scenario import (
     in_one_view,
     name_of,
 )
-from zbmd.tools.lab.proofs.membership_states import run_schedules
+from zbmd.tools.lab.proofs.membership_states import STORIES, explore, explore_pairs, run_schedules
 from zbmd.transport import sim
 from zbmd.transport.clock.deadlines import MILLISECOND_NS, derive
 from zbmd.transport.machine import TimerFired

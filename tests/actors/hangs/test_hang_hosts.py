@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.machines.job_world import World, world
 
-from zbmd.actors.cluster.jobs.contracts import (
+from zbmd.actors.cluster.contracts import (
     HangAsk,
     HangBeats,
     HangEnd,

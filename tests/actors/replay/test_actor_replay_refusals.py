@@ -249,7 +249,7 @@ def test_a_class_or_contract_that_has_changed(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.delattr(counting_actor, "Counter")
         assert "no actor class Counter any more" in incomplete(tmp_path, "counter#1")
-    monkeypatch.setattr("zbmd.actors.replay.machine.fingerprint", lambda _: "another")
+    monkeypatch.setattr("zbmd.actors.replay.stage.fingerprint", lambda _: "another")
     assert "has changed since it was recorded" in incomplete(tmp_path, "counter#1")
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from zbmd.actors.process.blas_threads import default_to_one_thread
+from zbmd.actors.process.early_template import default_to_one_thread
 from zbmd.tools.cli import process
 
 REQUEST_BYTES_MAX = 1 << 16

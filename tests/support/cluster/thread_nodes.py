@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from zbmd.actors.cluster.node.clocks import wall_ns
+from zbmd.actors.cluster.node.incarnation import wall_ns
 from zbmd.actors.cluster.node.incarnations import NodeConfig, NodeEvent, ViewEntered
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState

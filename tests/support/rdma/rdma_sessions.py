@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Final
 
-from zbmd.actors.process.blas_threads import default_to_one_thread
+from zbmd.actors.process.early_template import default_to_one_thread
 from zbmd.tools.lab.rdma_vm import guest
 from zbmd.transport.rdma.message_device import verbs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.cluster.thread_nodes import COOKIE, node
 
-from zbmd.actors.cluster.node.clocks import wall_ns
+from zbmd.actors.cluster.node.incarnation import wall_ns
 from zbmd.tools.doctor.peers import compare_clocks
 from zbmd.tools.doctor.report import FindingState, Section
 from zbmd.transport.handshake.cookie import store_cookie

@@ -7,16 +7,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from zbmd.actors.bootstrap.etcd_client import EtcdError, TransactionResult, decode_reply
-from zbmd.actors.bootstrap.etcd_url import (
+from zbmd.actors.bootstrap.environments import Pod
+from zbmd.actors.bootstrap.etcd_client import (
     ClusterRecord,
+    EtcdError,
     MemberRecord,
+    TransactionResult,
     WitnessRecord,
+    decode_reply,
     parse_etcd_url,
     read_record,
 )
 from zbmd.actors.bootstrap.hostlist import format_hostlist, parse_hostlist
-from zbmd.actors.bootstrap.kubernetes import Pod
 from zbmd.actors.bootstrap.merge import bootstrap_of
 from zbmd.actors.bootstrap.readings import LauncherFacts, NodeRange, Stated
 from zbmd.actors.cluster import contracts as contracts

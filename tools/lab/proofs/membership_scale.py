@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from zbmd.actors.cluster.jobs.contracts import HostLinked
+from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.messages import Beat, Learn, Message
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.simulated.membership_scenario import (

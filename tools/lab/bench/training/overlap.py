@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.actors.process.blas_threads import ONE_THREAD_DEFAULTS
+from zbmd.actors.process.early_template import ONE_THREAD_DEFAULTS
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser

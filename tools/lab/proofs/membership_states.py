@@ -3,10 +3,10 @@
     python -m zbmd.tools.lab.proofs.membership_states kills [--sizes 2,3,4,5] [--variants N] [--pairs]
     python -m zbmd.tools.lab.proofs.membership_states schedules [--runs N] [--seconds S] [--first SEED]
 
-`kills`: one line a story, size and variant. With `--pairs`, two nodes are killed one after the other, at every
-pair of points; that takes a minute or two for 2 nodes, and an hour for 3. `schedules`: runs of the scenario
-`membership` under the seeds FIRST, FIRST + 1, …, of 2 to 32 nodes, small ones more often, each with up to 8
-faults. Either ends with 1 at the first failure, and tells how to see it again.
+`kills`: one line a story, size and variant. With `--pairs`, two nodes are killed one after the other, at
+every pair of points; that takes a minute or two for 2 nodes, and an hour for 3. `schedules`: runs of the
+scenario `membership` under the seeds FIRST, FIRST + 1, …, of 2 to 32 nodes, small ones more often, each with
+up to 8 faults. Either ends with 1 at the first failure, and tells how to see it again.
 """
 
 from __future__ import annotations

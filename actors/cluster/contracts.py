@@ -83,9 +83,9 @@ def check(contract: Contract) -> None:
             _node(node)
         case m.Report():
             _report(contract)
-        case m.Cast():
+        case m.RoundRequest():
             _cast(contract)
-        case m.Echo():
+        case m.RoundReply():
             _epoch(contract.epoch)
             _ids(contract.missing)
             if contract.accepted is not None:
@@ -168,7 +168,7 @@ def _change(change: Change, epoch: int) -> None:
     _require(ids == sorted(set(ids)), "added nodes are not sorted")
 
 
-def _cast(cast: m.Cast) -> None:
+def _cast(cast: m.RoundRequest) -> None:
     _epoch(cast.epoch)
     _key(cast.root)
     _ids(cast.excluded)

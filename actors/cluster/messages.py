@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from zbmd.actors.cluster.state.job_table import Command, Order
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
@@ -66,13 +66,14 @@ class Phase(Enum):
     """All members know it: act on it. Needs no answer."""
 
 
-class Cast(Contract, id="zbmd.cluster.cast"):
+class RoundRequest(Contract, id="zbmd.cluster.cast"):
     """A round's question, handed down the tree. Names the tree: root, who is left out, and its view.
 
     epoch: of the view that the members are to be in when they answer, which for `PREPARE` and `ACCEPT` is
     the one to be followed by another.
     """
 
+    captured_as: ClassVar[str] = "Cast"
     phase: Phase
     epoch: int
     ballot: Ballot
@@ -89,13 +90,14 @@ class Accepted:
     change: Change
 
 
-class Echo(Contract, id="zbmd.cluster.echo"):
+class RoundReply(Contract, id="zbmd.cluster.echo"):
     """The merged answers of a node and all below it in the tree.
 
     missing: ids of those below who did not answer in time or not in kind; refused: the highest ballot that
     stands against this one.
     """
 
+    captured_as: ClassVar[str] = "Echo"
     phase: Phase
     epoch: int
     ballot: Ballot
@@ -130,21 +132,24 @@ class Beat(Contract, id="zbmd.cluster.beat"):
     entered: int
 
 
-Message: TypeAlias = Join | Report | Cast | Echo | Behind | Learn | Excluded | Beat
+Message: TypeAlias = Join | Report | RoundRequest | RoundReply | Behind | Learn | Excluded | Beat
 
 
 # --- events ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundCluster:
     """Start as the only member of a new cluster."""
+
+    captured_as: ClassVar[str] = "Found"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Enter:
+class JoinCluster:
     """Start by asking the members at these addresses, one after the other, to be admitted."""
 
+    captured_as: ClassVar[str] = "Enter"
     doors: tuple[Node, ...]
 
 
@@ -200,8 +205,8 @@ class WitnessGave:
 
 
 Event: TypeAlias = (
-    Found
-    | Enter
+    FoundCluster
+    | JoinCluster
     | Received
     | Suspected
     | Trusted

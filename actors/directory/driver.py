@@ -282,7 +282,7 @@ class Directory(Service):
 
     def said(self, source: Process, message: ev.Message) -> None:
         """Handle a message of another directory. One that breaks the protocol ends its link."""
-        self._handle(ev.Said(source=source, message=message))
+        self._handle(ev.MessageReceived(source=source, message=message))
 
     def call(self, deferred: Deferred, what: What, name: str, key: Key | None) -> DeferredReply:
         """Request a name; `deferred` gets the reply."""
@@ -382,7 +382,7 @@ class Directory(Service):
         try:
             actions = self._tap.handle(event, now_ns=time.monotonic_ns())
         except RemoteProtocolError as error:
-            assert isinstance(event, ev.Said)
+            assert isinstance(event, ev.MessageReceived)
             log.error("a directory says what cannot be", of=event.source[0], reason=str(error))
             self._system.detach(event.source[0], str(error))
             return

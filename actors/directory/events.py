@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, ClassVar, Final, TypeAlias
 
 import msgspec
 
@@ -165,14 +165,15 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class MessageReceived:
     """A message from another member, over the current link."""
 
+    captured_as: ClassVar[str] = "Said"
     source: Process
     message: Message
 
 
-Event: TypeAlias = EnterView | LinkUp | LinkDown | Join | Leave | Ended | Asked | GivenUp | Said
+Event: TypeAlias = EnterView | LinkUp | LinkDown | Join | Leave | Ended | Asked | GivenUp | MessageReceived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

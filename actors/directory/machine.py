@@ -44,13 +44,13 @@ from zbmd.actors.directory.events import (
     LinkDown,
     LinkUp,
     Message,
+    MessageReceived,
     NameAnswer,
     NameAsk,
     NameLost,
     NameRevoked,
     Outcome,
     Process,
-    Said,
     Send,
     What,
 )
@@ -104,7 +104,7 @@ class DirectoryMachine:
                 self._asked(event, actions)
             case GivenUp():
                 self._give_up(event.call)
-            case Said():
+            case MessageReceived():
                 self._said(event.source, event.message, actions)
             case _:
                 assert_never(event)

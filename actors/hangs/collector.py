@@ -158,7 +158,9 @@ class HangCollector:
             rank, incarnation = connection.rank
             self._put(self._watched(rank, incarnation))
             if anew and connection.standing is not None:
-                self._put(verdict.RankStood(rank=rank, incarnation=incarnation, standing=connection.standing))
+                self._put(
+                    verdict.RankPosition(rank=rank, incarnation=incarnation, standing=connection.standing)
+                )
 
     def hear(self, event: verdict.HangEvent) -> None:
         """Another host passes this on."""
@@ -221,10 +223,10 @@ class HangCollector:
         rank, incarnation = connection.rank
         match message:
             case Beat():
-                self._put(verdict.RankHeard(rank=rank, incarnation=incarnation))
+                self._put(verdict.RankAlive(rank=rank, incarnation=incarnation))
             case Standing():
                 connection.standing = message
-                self._put(verdict.RankStood(rank=rank, incarnation=incarnation, standing=message))
+                self._put(verdict.RankPosition(rank=rank, incarnation=incarnation, standing=message))
             case _:
                 assert_never(message)
 

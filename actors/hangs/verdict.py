@@ -62,7 +62,7 @@ class RankWatched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHeard:
+class RankAlive:
     """It runs."""
 
     rank: int
@@ -70,7 +70,7 @@ class RankHeard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankStood:
+class RankPosition:
     """It says where its process stands."""
 
     rank: int
@@ -102,7 +102,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStanding:
-    """Ask its watchdog where it stands; answered by `RankStood`, or not at all."""
+    """Ask its watchdog where it stands; answered by `RankPosition`, or not at all."""
 
     rank: int
     incarnation: int
@@ -139,7 +139,7 @@ class StopRun:
     reason: str
 
 
-HangEvent = RankWatched | RankHeard | RankStood | RankSeen | RankGone | Ticked
+HangEvent = RankWatched | RankAlive | RankPosition | RankSeen | RankGone | Ticked
 HangAction = AskStanding | LookOutside | ReportHang | Replace | StopRun
 
 
@@ -199,12 +199,12 @@ class HangMachine:
                 if current is not None:
                     current.facts.host = event.host
                 return []
-            case RankHeard():
+            case RankAlive():
                 rank = self._current(event.rank, event.incarnation)
                 if rank is not None:
                     rank.facts.silent_ns, rank.facts.outside = 0, ""
                 return []
-            case RankStood():
+            case RankPosition():
                 rank = self._current(event.rank, event.incarnation)
                 if rank is None:
                     return []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeAlias, TypeVar, cast
 
 import msgspec
 import xxhash
@@ -48,25 +48,28 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DownCame:
+class DownReceived:
     """`Down` is handled."""
 
+    captured_as: ClassVar[str] = "DownCame"
     ref: RefData
     reason: ReasonData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExitCame:
+class ExitReceived:
     """`Exited` is handled."""
 
+    captured_as: ClassVar[str] = "ExitCame"
     ref: RefData
     reason: ReasonData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BounceCame:
+class UndeliveredReceived:
     """`Undelivered` is handled."""
 
+    captured_as: ClassVar[str] = "BounceCame"
     ref: RefData
     contract: str
     error: ZbmdError
@@ -147,9 +150,10 @@ class Withdrawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CastDone:
+class TellAllDone:
     """A cast has been taken, but for those of its addressees, by place."""
 
+    captured_as: ClassVar[str] = "CastDone"
     call: int
     failed: dict[int, ZbmdError]
 
@@ -157,9 +161,9 @@ class CastDone:
 ActorEvent: TypeAlias = (
     Started
     | Received
-    | DownCame
-    | ExitCame
-    | BounceCame
+    | DownReceived
+    | ExitReceived
+    | UndeliveredReceived
     | Stopping
     | Killed
     | Resumed
@@ -170,16 +174,17 @@ ActorEvent: TypeAlias = (
     | Failed
     | ClockSet
     | Withdrawn
-    | CastDone
+    | TellAllDone
 )
 
 # ---- out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TellSent:
     """`Ref.tell`."""
 
+    captured_as: ClassVar[str] = "Told"
     call: int
     to: str
     message: str
@@ -204,9 +209,10 @@ class Replied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CastTo:
+class TellAllSent:
     """`ActorSystem.tell_all`."""
 
+    captured_as: ClassVar[str] = "CastTo"
     call: int
     to: list[str]
     message: str
@@ -358,10 +364,10 @@ class Stuck:
 
 
 ActorAction: TypeAlias = (
-    Told
+    TellSent
     | Asked
     | Replied
-    | CastTo
+    | TellAllSent
     | TimerSet
     | TimerCancelled
     | ReplyDeferred
@@ -389,31 +395,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
-Said: TypeAlias = tuple[Callable[..., T], dict[str, Any]]
+Record: TypeAlias = tuple[Callable[..., T], dict[str, Any]]
 """An event or action that is not made yet: its class, and its fields in their order. A log takes it as it is,
 and making a frozen dataclass would cost more than all the rest of recording it."""
 
 
-def said(kind: Callable[P, T], *args: P.args, **fields: P.kwargs) -> Said[T]:
+def recorded(kind: Callable[P, T], *args: P.args, **fields: P.kwargs) -> Record[T]:
     """`kind(**fields)`, to be made when it is needed; all fields are given by name, in their order."""
     return kind, fields
 
 
-class SaidCodec(UnionCodec[Said[Any]]):
+class RecordCodec(UnionCodec[Record[Any]]):
     """Writes what the codec of the union would for the same events and actions."""
 
     def __init__(self) -> None:
         """It only writes."""
 
-    def tag(self, instance: Said[Any]) -> str:
+    def tag(self, instance: Record[Any]) -> str:
         """Return the name under which captures hold the class."""
         return captured_name(instance[0])
 
-    def encode(self, instance: Said[Any]) -> bytes:
+    def encode(self, instance: Record[Any]) -> bytes:
         """Return the fields as a map."""
         return _encode_fields(instance[1])
 
-    def encode_all(self, instances: Iterable[Said[Any]]) -> bytes:
+    def encode_all(self, instances: Iterable[Record[Any]]) -> bytes:
         """As `[[tag, fields], …]`."""
         named = [(captured_name(kind), fields) for kind, fields in instances]
         return _encode_fields(named) if named else _NO_ACTIONS

@@ -161,7 +161,7 @@ class ActorLife(ABC):
         strand: Strand,
         number: int,
         perform: Callable[[], Awaitable[Any]],
-        done: Callable[[int, Any], events.Said[events.ActorEvent]],
+        done: Callable[[int, Any], events.Record[events.ActorEvent]],
     ) -> Any:
         """Await `perform()` for the actor; `done` makes an event of its result."""
 
@@ -189,15 +189,17 @@ class ActorLife(ABC):
             self.lose_track(f"a {type(message).__name__} cannot be encoded: {error}")
             return b""
 
-    def answered(self, number: int, reply: Contract | None) -> events.Said[events.ActorEvent]:
+    def answered(self, number: int, reply: Contract | None) -> events.Record[events.ActorEvent]:
         """Return the event of an answer."""
         if reply is None:
-            return events.said(events.Answered, call=number, contract="", body=b"")
-        return events.said(events.Answered, call=number, contract=contract_tag(reply), body=self.body(reply))
+            return events.recorded(events.Answered, call=number, contract="", body=b"")
+        return events.recorded(
+            events.Answered, call=number, contract=contract_tag(reply), body=self.body(reply)
+        )
 
     @abstractmethod
     def act(self, kind: Callable[P, events.ActorAction], *args: P.args, **fields: P.kwargs) -> None:
-        """Part of the running turn's outcome; see `said`."""
+        """Part of the running turn's outcome; see `recorded`."""
 
     def adopt(self, coroutine: Any) -> Any:
         """What a new task in the actor's context is to run: a strand, if it is the actor who starts it."""

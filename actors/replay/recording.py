@@ -73,19 +73,21 @@ class RecordedLife(Turns, ActorLife):
 
     def started(self, awaitable: Awaitable[None]) -> Awaitable[None]:
         """`started()` is to run."""
-        return self._begin(ev.said(ev.Started), awaitable)
+        return self._begin(ev.recorded(ev.Started), awaitable)
 
     def signalled(self, signal: Signal, awaitable: Awaitable[None]) -> Awaitable[None]:
         """A signal is to be handled."""
-        event: ev.Said[ev.ActorEvent]
+        event: ev.Record[ev.ActorEvent]
         match signal:
             case Down(ref=ref, reason=reason):
-                event = ev.said(ev.DownCame, ref=ev.ref_data(ref), reason=reason_data(reason))
+                event = ev.recorded(ev.DownReceived, ref=ev.ref_data(ref), reason=reason_data(reason))
             case Exited(ref=ref, reason=reason):
-                event = ev.said(ev.ExitCame, ref=ev.ref_data(ref), reason=reason_data(reason))
+                event = ev.recorded(ev.ExitReceived, ref=ev.ref_data(ref), reason=reason_data(reason))
             case Undelivered(ref=ref, contract=contract, error=error):
                 what = ev.recordable(error)
-                event = ev.said(ev.BounceCame, ref=ev.ref_data(ref), contract=contract, error=what)
+                event = ev.recorded(
+                    ev.UndeliveredReceived, ref=ev.ref_data(ref), contract=contract, error=what
+                )
             case _:
                 self.lose_track(f"{type(signal).__name__} is no signal that can be recorded")
                 return awaitable
@@ -93,17 +95,17 @@ class RecordedLife(Turns, ActorLife):
 
     def stopping(self, reason: Reason, awaitable: Awaitable[None]) -> Awaitable[None]:
         """`stopping()` is to run; its turn goes on until `ended`."""
-        return self._begin(ev.said(ev.Stopping, reason=reason_data(reason)), awaitable, settles=False)
+        return self._begin(ev.recorded(ev.Stopping, reason=reason_data(reason)), awaitable, settles=False)
 
     def killed(self, reason: Reason) -> None:
         """The life is about to end from outside."""
         if not self.closed:
-            self._record(ev.said(ev.Killed, reason=reason_data(reason)))
+            self._record(ev.recorded(ev.Killed, reason=reason_data(reason)))
 
     def withdrawn(self) -> None:
         """The handler of the current message is about to be cancelled."""
         if not self.closed:
-            self._record(ev.said(ev.Withdrawn))
+            self._record(ev.recorded(ev.Withdrawn))
             self.settle()
 
     def ended(self, reason: Reason) -> None:
@@ -113,7 +115,7 @@ class RecordedLife(Turns, ActorLife):
             self._recorder.end_stream(self._stream, str(reason))
 
     def _begin(
-        self, event: ev.Said[ev.ActorEvent], awaitable: Awaitable[T], *, settles: bool = True
+        self, event: ev.Record[ev.ActorEvent], awaitable: Awaitable[T], *, settles: bool = True
     ) -> Awaitable[T]:
         strand = Strand(self, SERVING, awaitable, settles=settles)
         self._record(event)
@@ -127,7 +129,7 @@ class RecordedLife(Turns, ActorLife):
         strand: Strand,
         number: int,
         perform: Callable[[], Awaitable[Any]],
-        done: Callable[[int, Any], ev.Said[ev.ActorEvent]],
+        done: Callable[[int, Any], ev.Record[ev.ActorEvent]],
     ) -> Any:
         """Await `perform()` and record how it went."""
         strand.busy = True
@@ -144,9 +146,9 @@ class RecordedLife(Turns, ActorLife):
     def call_failed(self, strand: Strand, number: int, error: BaseException) -> None:
         """A call raised."""
         if isinstance(error, asyncio.CancelledError):
-            self._go_on(strand, ev.said(ev.Resumed, strand=strand.number))
+            self._go_on(strand, ev.recorded(ev.Resumed, strand=strand.number))
         elif isinstance(error, Exception):
-            self._go_on(strand, ev.said(ev.Failed, call=number, error=ev.recordable(error)))
+            self._go_on(strand, ev.recorded(ev.Failed, call=number, error=ev.recordable(error)))
 
     def do(self, strand: Strand, perform: Callable[[], T], stand_in: Callable[[], T]) -> T:
         """The actor does something that has no outcome."""
@@ -170,7 +172,7 @@ class RecordedLife(Turns, ActorLife):
 
     # Turns.
 
-    def _go_on(self, strand: Strand, event: ev.Said[ev.ActorEvent]) -> None:
+    def _go_on(self, strand: Strand, event: ev.Record[ev.ActorEvent]) -> None:
         if not self.closed:
             self._record(event)
             self.current = strand
@@ -180,12 +182,12 @@ class RecordedLife(Turns, ActorLife):
         ahead_ns = time.time_ns() - self.wall_ns()
         if abs(ahead_ns) > WALL_AHEAD_NS_MAX:
             self._wall_minus_monotonic_ns += ahead_ns
-            clock_set = ev.said(ev.ClockSet, ahead_ns=ahead_ns)
-            self._recorder.event(self._stream, _said, clock_set, self.now_ns)
-            self._recorder.acted(self._stream, _said, [], self.now_ns)
+            clock_set = ev.recorded(ev.ClockSet, ahead_ns=ahead_ns)
+            self._recorder.event(self._stream, _codec, clock_set, self.now_ns)
+            self._recorder.acted(self._stream, _codec, [], self.now_ns)
 
 
-_said = ev.SaidCodec()
+_codec = ev.RecordCodec()
 
 
 class LifeRecording(Tracing):

@@ -157,7 +157,7 @@ class ReplayedLife(ActorLife):
         self._permit: tuple[int, type[ev.ActorEvent] | None] | None = None
         self._held: dict[int, tuple[Strand, asyncio.Future[None]]] = {}
         self._outcomes: dict[int, tuple[Strand, asyncio.Future[Any]]] = {}
-        self._actions: list[ev.Said[ev.ActorAction]] = []
+        self._actions: list[ev.Record[ev.ActorAction]] = []
 
     # For the stage.
 
@@ -226,7 +226,7 @@ class ReplayedLife(ActorLife):
         strand: Strand,
         number: int,
         perform: Callable[[], Awaitable[Any]],
-        done: Callable[[int, Any], ev.Said[ev.ActorEvent]],
+        done: Callable[[int, Any], ev.Record[ev.ActorEvent]],
     ) -> Any:
         """The outcome is what an event says."""
         future = self._loop.create_future()
@@ -271,9 +271,9 @@ class ReplayedLife(ActorLife):
 
 
 _SIGNAL_EVENTS: dict[type[Signal], type[ev.ActorEvent]] = {
-    Down: ev.DownCame,
-    Exited: ev.ExitCame,
-    Undelivered: ev.BounceCame,
+    Down: ev.DownReceived,
+    Exited: ev.ExitReceived,
+    Undelivered: ev.UndeliveredReceived,
 }
 
 
@@ -362,7 +362,7 @@ class Stage:
                 )
                 cell.wake()
                 life.permit(SERVING, ev.Received)
-            case ev.DownCame() | ev.ExitCame() | ev.BounceCame():
+            case ev.DownReceived() | ev.ExitReceived() | ev.UndeliveredReceived():
                 cell.mailbox.post(self._signal(event))
                 cell.wake()
                 life.permit(SERVING, type(event))
@@ -375,7 +375,9 @@ class Stage:
                 life.permit(event.strand)
             case ev.Withdrawn():
                 cell.withdraw_current()
-            case ev.Sent() | ev.CastDone() | ev.Answered() | ev.SpawnedAs() | ev.DownAwaited() | ev.Failed():
+            case (
+                ev.Sent() | ev.TellAllDone() | ev.Answered() | ev.SpawnedAs() | ev.DownAwaited() | ev.Failed()
+            ):
                 self._set_outcome(event)
             case ev.ClockSet():
                 life.set_wall_clock(event.ahead_ns)
@@ -383,7 +385,7 @@ class Stage:
                 assert_never(event)
 
     def _set_outcome(
-        self, event: ev.Sent | ev.CastDone | ev.Answered | ev.SpawnedAs | ev.DownAwaited | ev.Failed
+        self, event: ev.Sent | ev.TellAllDone | ev.Answered | ev.SpawnedAs | ev.DownAwaited | ev.Failed
     ) -> None:
         future = self._life.outcome(event.call)
         if future is None:
@@ -392,7 +394,7 @@ class Stage:
         match event:
             case ev.Sent():
                 future.set_result(None)
-            case ev.CastDone():
+            case ev.TellAllDone():
                 future.set_result(event.failed)
             case ev.Answered():
                 future.set_result(self._message(event.body) if event.body else None)
@@ -405,14 +407,14 @@ class Stage:
             case _:
                 assert_never(event)
 
-    def _signal(self, event: ev.DownCame | ev.ExitCame | ev.BounceCame) -> Signal:
+    def _signal(self, event: ev.DownReceived | ev.ExitReceived | ev.UndeliveredReceived) -> Signal:
         ref = self._bind(event.ref)
         match event:
-            case ev.DownCame():
+            case ev.DownReceived():
                 return Down(ref, _reason(event.reason))
-            case ev.ExitCame():
+            case ev.ExitReceived():
                 return Exited(ref, _reason(event.reason))
-            case ev.BounceCame():
+            case ev.UndeliveredReceived():
                 return Undelivered(ref, event.contract, event.error)
             case _:
                 assert_never(event)

@@ -18,6 +18,7 @@ from zbmd.actors.replay import events as ev
 from zbmd.actors.replay.life import ActorLife
 from zbmd.actors.replay.native._turns import Call, Strand, Turns
 from zbmd.actors.system import ActorSystem
+from zbmd.transport.capture.codec import captured_name
 from zbmd.transport.errors import ZbmdError
 
 
@@ -79,7 +80,7 @@ class Tracing:
             await Tell(self._system, ref, message)
             return
         number = life.next_call()
-        life.act(ev.Told, call=number, to=ev.ref_text(ref), message=life.text(message))
+        life.act(ev.TellSent, call=number, to=ev.ref_text(ref), message=life.text(message))
         await life.call(strand, number, lambda: Tell(self._system, ref, message), _sent)
 
     def ask(
@@ -105,7 +106,7 @@ class Tracing:
             to=ev.ref_text(ref),
             message=life.text(message),
             timeout_s=_seconds(timeout),
-            reply=None if wanted is None else wanted.__name__,
+            reply=None if wanted is None else captured_name(wanted),
         )
         return await life.call(
             strand,
@@ -127,7 +128,7 @@ class Tracing:
         refs = list(refs)
         number = life.next_call()
         to = [ev.ref_text(ref) for ref in refs]
-        life.act(ev.CastTo, call=number, to=to, message=life.text(message))
+        life.act(ev.TellAllSent, call=number, to=to, message=life.text(message))
 
         async def failures() -> dict[int, ZbmdError]:
             failed = await perform()
@@ -254,17 +255,21 @@ def _arguments_text(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> str:
         return ""
 
 
-def _sent(number: int, _: object) -> ev.Said[ev.ActorEvent]:
-    return ev.said(ev.Sent, call=number)
+def _sent(number: int, _: object) -> ev.Record[ev.ActorEvent]:
+    return ev.recorded(ev.Sent, call=number)
 
 
-def _cast_done(number: int, failed: dict[int, ZbmdError]) -> ev.Said[ev.ActorEvent]:
-    return ev.said(ev.CastDone, call=number, failed={place: ev.recordable(e) for place, e in failed.items()})
+def _cast_done(number: int, failed: dict[int, ZbmdError]) -> ev.Record[ev.ActorEvent]:
+    return ev.recorded(
+        ev.TellAllDone, call=number, failed={place: ev.recordable(e) for place, e in failed.items()}
+    )
 
 
-def _spawned_as(number: int, ref: Ref) -> ev.Said[ev.ActorEvent]:
-    return ev.said(ev.SpawnedAs, call=number, ref=ev.ref_data(ref))
+def _spawned_as(number: int, ref: Ref) -> ev.Record[ev.ActorEvent]:
+    return ev.recorded(ev.SpawnedAs, call=number, ref=ev.ref_data(ref))
 
 
-def _down(number: int, down: Down) -> ev.Said[ev.ActorEvent]:
-    return ev.said(ev.DownAwaited, call=number, ref=ev.ref_data(down.ref), reason=reason_data(down.reason))
+def _down(number: int, down: Down) -> ev.Record[ev.ActorEvent]:
+    return ev.recorded(
+        ev.DownAwaited, call=number, ref=ev.ref_data(down.ref), reason=reason_data(down.reason)
+    )

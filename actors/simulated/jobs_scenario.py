@@ -171,7 +171,7 @@ class JobsNode(NodeProcess):
 
     def _new_life(self) -> None:
         super()._new_life()
-        self._local_events.append(e.LifeBegan(me=self.me.key))
+        self._local_events.append(e.IncarnationBegan(me=self.me.key))
 
     def _start(self, now_ns: int) -> None:
         """Nodes begin one after the other, so that the job grows step by step."""
@@ -199,7 +199,7 @@ class JobsNode(NodeProcess):
     def _arrived(self, sender: Node, message: Message | HostLinked, now_ns: int) -> None:
         super()._arrived(sender, message, now_ns)
         if isinstance(message, HostLinked):
-            self._local(e.HostSaid(sender=sender.key, word=message), now_ns)
+            self._local(e.HostReported(sender=sender.key, word=message), now_ns)
 
     def _perform(self, action: Action, now_ns: int) -> None:
         super()._perform(action, now_ns)
@@ -212,7 +212,7 @@ class JobsNode(NodeProcess):
                     self._feed(Ordered(order=Submit(spec=self.world.spec)), now_ns)
             case Stopped(reason=reason):
                 self.world.ended_ns[self.me.key] = now_ns
-                self._local_events.append(e.LifeEnded(reason=reason))
+                self._local_events.append(e.IncarnationEnded(reason=reason))
             case _:
                 pass
 

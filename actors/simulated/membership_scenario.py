@@ -206,13 +206,13 @@ class NodeProcess:
     def _start(self, now_ns: int) -> None:
         if self._founds:
             self._founds = False
-            self._feed(messages.Found(), now_ns)
+            self._feed(messages.FoundCluster(), now_ns)
         elif not self.cluster.begun and name_of(self._id) not in self.cluster.protected:
             self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
             return
         else:
             doors = self.cluster.doors(self._id, self._lives)
-            self._feed(messages.Enter(doors=doors), now_ns)
+            self._feed(messages.JoinCluster(doors=doors), now_ns)
         self._beat(now_ns)
 
     def _arrived(self, sender: Node, message: messages.Message | HostLinked, now_ns: int) -> None:

@@ -105,7 +105,7 @@ class SimNode:
         """Found the cluster, or enter it by one of these doors; then hear what comes, until it is over."""
         beating = asyncio.create_task(self._beat())
         try:
-            self.feed(m.Enter(doors=tuple(doors)) if doors else m.Found())
+            self.feed(m.JoinCluster(doors=tuple(doors)) if doors else m.FoundCluster())
             while not self.over.done():
                 self._arrived((await self._process.receive_datagram()).data)
         finally:

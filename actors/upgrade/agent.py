@@ -81,7 +81,7 @@ class UpgradeAgent:
             case events.FateAsked():
                 self._postponed.add(event.leader)
                 self._answer(actions)
-            case events.FateTold():
+            case events.FateReported():
                 if event.process in self._asked:
                     self._any_kept |= event.fate is events.Fate.KEPT
                     self._asked.discard(event.process)

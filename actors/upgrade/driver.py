@@ -364,7 +364,7 @@ class Agent(Actor, remote=True):
     @on(DecisionReply)
     async def fate_told(self, message: DecisionReply) -> None:
         """Handle what another process knows."""
-        await self._handle(ev.FateTold(process=_sender(self), fate=message.fate))
+        await self._handle(ev.FateReported(process=_sender(self), fate=message.fate))
 
     @on(ProcessEnded)
     async def gone(self, message: ProcessEnded) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 
 class Fate(Enum):
@@ -167,9 +167,10 @@ class FateAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FateTold:
+class FateReported:
     """The reply of another process."""
 
+    captured_as: ClassVar[str] = "FateTold"
     process: str
     fate: Fate
 
@@ -189,7 +190,7 @@ LocalEvent: TypeAlias = (
     | LocalSettled
     | LeaderLost
     | FateAsked
-    | FateTold
+    | FateReported
     | FollowerSettled
 )
 

@@ -106,7 +106,9 @@ class CodeKeeper(Service):
         if message.more and len(changes) <= u.CHANGES_MAX:
             self._parts[process] = changes
             return
-        self._feed(u.Heard(process=process, life=self._system.peers.get(process, 0), changes=changes))
+        self._feed(
+            u.ChangesReported(process=process, life=self._system.peers.get(process, 0), changes=changes)
+        )
         self._on_heard()
 
     def _end(self, down: Down) -> None:

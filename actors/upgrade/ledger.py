@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias, assert_never
+from typing import Annotated, Any, ClassVar, Final, TypeAlias, assert_never
 
 import msgspec
 
@@ -54,15 +54,16 @@ class KeptHere:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class ChangesReported:
     """A process reports the changes that it knows, or that are new to it."""
 
+    captured_as: ClassVar[str] = "Heard"
     process: str
     life: int
     changes: tuple[Change, ...]
 
 
-Event: TypeAlias = LinkUp | LinkDown | KeptHere | Heard
+Event: TypeAlias = LinkUp | LinkDown | KeptHere | ChangesReported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ class CodeLedger:
                 return []
             case KeptHere(change=change):
                 return self._learn((change,), "")
-            case Heard(process=process, life=life, changes=changes):
+            case ChangesReported(process=process, life=life, changes=changes):
                 if self._linked.get(process) == life:
                     self._heard.add((process, life))
                 return self._learn(changes, process)

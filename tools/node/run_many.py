@@ -323,7 +323,7 @@ class _NodeRun:
 
     def began(self, me: Node) -> None:
         """See `ClusterListener`."""
-        self._put(o.LifeBegan(me=me.key))
+        self._put(o.IncarnationBegan(me=me.key))
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
@@ -339,7 +339,7 @@ class _NodeRun:
     def stopped(self, reason: str) -> None:
         """See `ClusterListener`."""
         self._members = ()
-        self._put(o.LifeEnded(reason=reason))
+        self._put(o.IncarnationEnded(reason=reason))
 
     def _compare(self, view: ClusterView) -> None:
         """Say once if another node has given the cluster another job than this one would have."""
@@ -373,7 +373,7 @@ class _NodeRun:
                 self._node.command(Stop(job=self._spec.job, reason=reason[:REASON_CHARACTERS_MAX]))
             case o.Leave():
                 self._node.leave()
-            case o.Say(text=text):
+            case o.NotifyUser(text=text):
                 self._teller.say(text)
             case SetTimer(at_ns=at_ns):
                 if self._timer is not None:

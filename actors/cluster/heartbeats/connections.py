@@ -124,7 +124,7 @@ class RdmaHeartbeats:
     def said(self, key: NodeKey, what: BeatsSaid) -> None:
         """A message of the peer arrived."""
         self._peer(key)
-        self._feed(key, w.PeerSaid(what=what))
+        self._feed(key, w.PeerMessage(what=what))
 
     def failed(self, key: NodeKey, reason: str) -> None:
         """The native thread stopped using the route."""

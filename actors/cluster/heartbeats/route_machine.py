@@ -54,7 +54,7 @@ class ConnectionDown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSaid:
+class PeerMessage:
     """A message of the peer arrived."""
 
     what: BeatsSaid
@@ -79,7 +79,7 @@ class RouteFailed:
     why: str
 
 
-Event: TypeAlias = ConnectionUp | ConnectionDown | PeerSaid | EndpointMade | Connected | RouteFailed
+Event: TypeAlias = ConnectionUp | ConnectionDown | PeerMessage | EndpointMade | Connected | RouteFailed
 
 
 # --- actions --------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class HeartbeatRoute:
             case ConnectionDown():
                 self._lane = b""
                 return self._to(RouteState.NO_LANE)
-            case PeerSaid(what=what):
+            case PeerMessage(what=what):
                 return self._said(what)
             case EndpointMade(at=at):
                 return self._made(at)

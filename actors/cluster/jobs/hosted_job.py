@@ -39,10 +39,10 @@ from zbmd.actors.hangs.verdict import (
     HangNotice,
     LookOutside,
     OnHang,
+    RankAlive,
     RankGone,
-    RankHeard,
+    RankPosition,
     RankSeen,
-    RankStood,
     RankWatched,
     Replace,
     Ticked,
@@ -140,14 +140,14 @@ class HangRelay:
         if self._judge is None:
             return
         match event:
-            case RankWatched() | RankHeard():
+            case RankWatched() | RankAlive():
                 self._heard.add((event.rank, event.incarnation))
             case Ticked() if not self._heard:
                 pass
             case Ticked():
                 self._send(self._judge, HangBeats(job=self._job, ranks=tuple(sorted(self._heard))))
                 self._heard.clear()
-            case RankStood(rank=rank, incarnation=incarnation, standing=standing):
+            case RankPosition(rank=rank, incarnation=incarnation, standing=standing):
                 self._send(self._judge, HangStanding(self._job, rank, incarnation, standing))
             case RankSeen(rank=rank, incarnation=incarnation, words=words):
                 self._send(self._judge, HangSeen(self._job, rank, incarnation, cut(words)))
@@ -179,7 +179,7 @@ class HangRelay:
             for rank, incarnation in word.ranks:
                 if self._slots.get(rank) == (sender, incarnation):
                     yield RankWatched(rank=rank, incarnation=incarnation, host=self.host_of(rank))
-                    yield RankHeard(rank=rank, incarnation=incarnation)
+                    yield RankAlive(rank=rank, incarnation=incarnation)
             return
         rank, incarnation = word.rank, word.incarnation
         if self._slots.get(rank) != (sender, incarnation):
@@ -189,7 +189,7 @@ class HangRelay:
             return
         yield RankWatched(rank=rank, incarnation=incarnation, host=self.host_of(rank))
         if isinstance(word, HangStanding):
-            yield RankStood(rank=rank, incarnation=incarnation, standing=word.standing)
+            yield RankPosition(rank=rank, incarnation=incarnation, standing=word.standing)
         elif word.gone:
             yield RankGone(rank=rank, incarnation=incarnation)
         else:

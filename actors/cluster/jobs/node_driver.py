@@ -161,7 +161,7 @@ class JobHost:
     def began(self, me: Node) -> None:
         """See `ClusterListener`."""
         self._me = me.key
-        self.put(e.LifeBegan(me=me.key))
+        self.put(e.IncarnationBegan(me=me.key))
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
@@ -172,7 +172,7 @@ class JobHost:
     def received(self, sender: NodeKey, message: Contract) -> None:
         """See `ClusterListener`."""
         if isinstance(message, HostLinked):
-            self.put(e.HostSaid(sender=sender, word=message))
+            self.put(e.HostReported(sender=sender, word=message))
         elif isinstance(message, HangMessage):
             hosted = self._jobs.get(message.job)
             if hosted is not None and self._port.view.holds(sender):
@@ -180,7 +180,7 @@ class JobHost:
 
     def stopped(self, reason: str) -> None:
         """See `ClusterListener`."""
-        self.put(e.LifeEnded(reason=reason))
+        self.put(e.IncarnationEnded(reason=reason))
 
     # -- the machine -------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.state.job_table import JobSpec, Order
@@ -29,16 +29,18 @@ class RankKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeBegan:
+class IncarnationBegan:
     """The node begins an incarnation in the cluster."""
 
+    captured_as: ClassVar[str] = "LifeBegan"
     me: NodeKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeEnded:
+class IncarnationEnded:
     """That incarnation is over: the others go on without it, or will."""
 
+    captured_as: ClassVar[str] = "LifeEnded"
     reason: str
 
 
@@ -50,9 +52,10 @@ class ViewActedOn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostSaid:
+class HostReported:
     """Another node's incarnation says how far its members of a job's view are."""
 
+    captured_as: ClassVar[str] = "HostSaid"
     sender: NodeKey
     word: HostLinked
 
@@ -115,10 +118,10 @@ class Exited:
 
 
 Event: TypeAlias = (
-    LifeBegan
-    | LifeEnded
+    IncarnationBegan
+    | IncarnationEnded
     | ViewActedOn
-    | HostSaid
+    | HostReported
     | Forked
     | ForkFailed
     | Joined

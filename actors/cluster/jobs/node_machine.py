@@ -140,13 +140,13 @@ class LocalJobs:
         self._actions = []
         self.story.append(repr(event)[:200])
         match event:
-            case e.LifeBegan(me=me):
+            case e.IncarnationBegan(me=me):
                 self.me = me
-            case e.LifeEnded():
+            case e.IncarnationEnded():
                 self._end_incarnation(now_ns)
             case e.ViewActedOn(view=view):
                 self._act_on(view, now_ns)
-            case e.HostSaid(sender=sender, word=word):
+            case e.HostReported(sender=sender, word=word):
                 self._host_said(sender, word)
             case e.Forked(key=key):
                 self._forked(key, now_ns)

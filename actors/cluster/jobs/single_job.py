@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias, assert_never
+from typing import Any, ClassVar, TypeAlias, assert_never
 
 from zbmd.actors.cluster.state.job_table import Job, JobPhase, RankState
 from zbmd.actors.cluster.state.node_id import NodeKey
@@ -31,9 +31,10 @@ STORY_EVENTS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeBegan:
+class IncarnationBegan:
     """This node begins an incarnation."""
 
+    captured_as: ClassVar[str] = "LifeBegan"
     me: NodeKey
 
 
@@ -45,9 +46,10 @@ class ViewActedOn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeEnded:
+class IncarnationEnded:
     """That incarnation is over. Unless it has left, the node tries to come back."""
 
+    captured_as: ClassVar[str] = "LifeEnded"
     reason: str
 
 
@@ -63,7 +65,7 @@ class EndAsked:
     leave: bool
 
 
-Event: TypeAlias = LifeBegan | ViewActedOn | LifeEnded | EndAsked | TimerFired
+Event: TypeAlias = IncarnationBegan | ViewActedOn | IncarnationEnded | EndAsked | TimerFired
 
 
 # --- actions --------------------------------------------------------------------------------------------
@@ -87,9 +89,10 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Say:
+class NotifyUser:
     """What this node's user should know."""
 
+    captured_as: ClassVar[str] = "Say"
     text: str
 
 
@@ -100,7 +103,7 @@ class End:
     exit_code: int
 
 
-Action: TypeAlias = GiveJob | StopJob | Leave | Say | SetTimer | End
+Action: TypeAlias = GiveJob | StopJob | Leave | NotifyUser | SetTimer | End
 
 
 class SingleJobState(Enum):
@@ -149,11 +152,11 @@ class SingleJob:
             return []
         self._story.append(repr(event)[:200])
         match event:
-            case LifeBegan(me=me):
+            case IncarnationBegan(me=me):
                 self._me, self._gave, self._stopped = me, False, False
             case ViewActedOn(view=view):
                 self._acts_on(view, now_ns)
-            case LifeEnded(reason=reason):
+            case IncarnationEnded(reason=reason):
                 self._incarnation_ended(reason, now_ns)
             case EndAsked():
                 self._end_asked(event, now_ns)
@@ -285,7 +288,7 @@ class SingleJob:
     def _say(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            self._actions.append(Say(text=text))
+            self._actions.append(NotifyUser(text=text))
 
     def _set_timer(self) -> None:
         due_ns = None if self._waits is None else self._waits[0]

@@ -22,9 +22,9 @@ from enum import Enum
 from typing import assert_never
 
 from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.membership.overlay import overlay_of, tree_of
 from zbmd.actors.cluster.membership.reports import OwnReport, Reports
 from zbmd.actors.cluster.membership.rounds import Acceptor, Round
-from zbmd.actors.cluster.membership.overlay import overlay_of, tree_of
 from zbmd.actors.cluster.membership.timers import Agenda, waits_of
 from zbmd.actors.cluster.membership.witness import TieBreak
 from zbmd.actors.cluster.state.node_id import Node
@@ -92,11 +92,11 @@ class ClusterMachine:
         match event:
             case m.Received(sender=sender, message=message):  # first, since most events are messages
                 self._received(sender, message, now_ns)
-            case m.Found():
+            case m.FoundCluster():
                 self._begin(MemberState.MEMBER)
                 self._adopt(ClusterView(epoch=1, nodes=(self.me,)), now_ns)
                 self._enter("it founds the cluster", now_ns)
-            case m.Enter(doors=doors):
+            case m.JoinCluster(doors=doors):
                 self._begin(MemberState.JOINING)
                 if not doors:
                     raise LocalProtocolError("entering a cluster needs the address of a member")
@@ -186,8 +186,8 @@ class ClusterMachine:
     def _received(self, sender: Node, message: m.Message, now_ns: int) -> None:
         self._unreachable.discard(sender.id)
         match message:
-            case m.Beat() | m.Report() | m.Cast() | m.Echo():  # first, since most events are messages beats
-                if self.state is MemberState.MEMBER or isinstance(message, m.Cast):
+            case m.Beat() | m.Report() | m.RoundRequest() | m.RoundReply():  # most events
+                if self.state is MemberState.MEMBER or isinstance(message, m.RoundRequest):
                     self._of_members(sender, message, now_ns)
             case m.Join(node=node):
                 self._knocked(node, now_ns)
@@ -201,7 +201,9 @@ class ClusterMachine:
             case _:
                 assert_never(message)
 
-    def _of_members(self, sender: Node, message: m.Beat | m.Report | m.Cast | m.Echo, now_ns: int) -> None:
+    def _of_members(
+        self, sender: Node, message: m.Beat | m.Report | m.RoundRequest | m.RoundReply, now_ns: int
+    ) -> None:
         epoch = message.known if isinstance(message, m.Beat) else message.epoch
         if self.state is MemberState.MEMBER and not self.view.holds(sender.key) and epoch <= self.view.epoch:
             self._exclude(sender)
@@ -211,9 +213,9 @@ class ClusterMachine:
                 self._beat(sender, message, now_ns)
             case m.Report():
                 self._take_report(sender, message, now_ns)
-            case m.Cast():
+            case m.RoundRequest():
                 self._cast(sender, message, now_ns)
-            case m.Echo():
+            case m.RoundReply():
                 self._echo(sender, message, now_ns)
 
     def _exclude(self, sender: Node) -> None:
@@ -376,7 +378,7 @@ class ClusterMachine:
         agreeing = phase in (m.Phase.PREPARE, m.Phase.ACCEPT)
         out = self._reports.down() | self._unreachable | {key.id for key in self._word.suspected}
         excluded = tuple(sorted((out & set(self.view.ids)) - {self.me.id})) if agreeing else ()
-        cast = m.Cast(
+        cast = m.RoundRequest(
             phase=phase,
             epoch=self.view.epoch,
             ballot=ballot,
@@ -427,7 +429,7 @@ class ClusterMachine:
         else:
             self._agreed_by(asked, result, now_ns)
 
-    def _agreed_by(self, asked: Round, result: m.Echo, now_ns: int) -> None:
+    def _agreed_by(self, asked: Round, result: m.RoundReply, now_ns: int) -> None:
         self._unreachable |= set(result.missing) & set(self.view.ids)
         if result.refused is not None:
             self._number = max(self._number, result.refused.number)
@@ -522,11 +524,11 @@ class ClusterMachine:
         ):  # staggered by place, so that not all ask at once
             self._ask(m.Phase.LEARN, m.Ballot(waited, self.me.id), now_ns, self._change)
 
-    def _learned_by(self, asked: Round, result: m.Echo, now_ns: int) -> None:
+    def _learned_by(self, asked: Round, result: m.RoundReply, now_ns: int) -> None:
         if result.missing:  # `confirm` asks again, unless their observers have reported them
             self._propose(now_ns)
             return
-        cast = m.Cast(
+        cast = m.RoundRequest(
             phase=m.Phase.ENTER,
             epoch=self.view.epoch,
             ballot=asked.cast.ballot,
@@ -547,7 +549,7 @@ class ClusterMachine:
 
     # -- others' rounds ----------------------------------------------------------------------------------
 
-    def _cast(self, sender: Node, cast: m.Cast, now_ns: int) -> None:
+    def _cast(self, sender: Node, cast: m.RoundRequest, now_ns: int) -> None:
         follows = self.state is MemberState.MEMBER and self.view.epoch + 1 == cast.epoch
         if follows and cast.phase is m.Phase.LEARN and cast.change is not None:
             self._learn(self.view.after(cast.change), now_ns, cast.change)
@@ -570,7 +572,7 @@ class ClusterMachine:
             return
         self._relay_on(sender, cast, now_ns)
 
-    def _relay_on(self, sender: Node, cast: m.Cast, now_ns: int) -> None:
+    def _relay_on(self, sender: Node, cast: m.RoundRequest, now_ns: int) -> None:
         tree = tree_of(self.view, cast.root.id, cast.excluded)
         height = tree.height(self.me.id)
         share_ns = self.waits.round_ns * height // (tree.height(cast.root.id) + 1)
@@ -582,7 +584,7 @@ class ClusterMachine:
             asked.waiting.clear()
         self._finish(asked, now_ns)
 
-    def _echo(self, sender: Node, echo: m.Echo, now_ns: int) -> None:
+    def _echo(self, sender: Node, echo: m.RoundReply, now_ns: int) -> None:
         for asked in (self._own, self._relay):
             if asked is not None and asked.echo_of(sender.id, echo):
                 self._finish(asked, now_ns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zbmd.actors.cluster.membership.overlay import Tree
-from zbmd.actors.cluster.messages import Accepted, Ballot, Cast, Echo
+from zbmd.actors.cluster.messages import Accepted, Ballot, RoundReply, RoundRequest
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.cluster.state.view import Change
 
@@ -44,7 +44,9 @@ class Acceptor:
 class Round:
     """One node's part in one round. `parent` is None at the root."""
 
-    def __init__(self, cast: Cast, tree: Tree, own_id: int, parent: Node | None, deadline_ns: int) -> None:
+    def __init__(
+        self, cast: RoundRequest, tree: Tree, own_id: int, parent: Node | None, deadline_ns: int
+    ) -> None:
         self.cast = cast
         self.tree = tree
         self.parent = parent
@@ -68,7 +70,7 @@ class Round:
         if refused is not None and (self._refused is None or self._refused < refused):
             self._refused = refused
 
-    def echo_of(self, child: int, echo: Echo) -> bool:
+    def echo_of(self, child: int, echo: RoundReply) -> bool:
         """Take a child's answer; return False if it belongs to another round or is a duplicate."""
         asked = self.cast
         if (echo.phase, echo.epoch, echo.ballot) != (asked.phase, asked.epoch, asked.ballot):
@@ -86,9 +88,9 @@ class Round:
         self.waiting.clear()
 
     @property
-    def result(self) -> Echo:
+    def result(self) -> RoundReply:
         """The merged answers."""
-        return Echo(
+        return RoundReply(
             phase=self.cast.phase,
             epoch=self.cast.epoch,
             ballot=self.cast.ballot,

@@ -229,11 +229,11 @@ class Incarnation:
 
     def found(self) -> None:
         """Begin as the only member of a new cluster."""
-        self._feed(m.Found())
+        self._feed(m.FoundCluster())
 
     def enter(self, join_addresses: tuple[Node, ...]) -> None:
         """Begin by asking members at these addresses to be admitted."""
-        self._feed(m.Enter(doors=join_addresses))
+        self._feed(m.JoinCluster(doors=join_addresses))
 
     def leave(self) -> None:
         """Ask the members to agree on a view without this node."""

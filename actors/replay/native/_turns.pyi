@@ -5,7 +5,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.replay.events import ActorAction, ActorEvent, Said
+from zbmd.actors.replay.events import ActorAction, ActorEvent, Record
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.records import RawRecord
 
@@ -49,7 +49,7 @@ class Turns:
         """Part of the running turn's outcome; see `said`."""
     def settle(self) -> None:
         """The turn is over."""
-    def _record(self, said: Said[ActorEvent]) -> None:
+    def _record(self, record: Record[ActorEvent]) -> None:
         """End the turn that runs, if any, and begin one with this event."""
 
 class Wrapped:

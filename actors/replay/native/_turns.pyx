@@ -45,10 +45,11 @@ cdef object _Received = _ev.Received
 cdef object _Resumed = _ev.Resumed
 cdef object _Sent = _ev.Sent
 cdef object _Answered = _ev.Answered
-cdef object _Told = _ev.Told
+cdef object _TellSent = _ev.TellSent
+cdef object _name_of = _ev.captured_name
 cdef object _Asked = _ev.Asked
 cdef object _Replied = _ev.Replied
-cdef object _codec = _ev.SaidCodec()
+cdef object _codec = _ev.RecordCodec()
 cdef object _NIL = Raw(b"\xc0")
 cdef int64_t _FLAT_BYTES_MAX = _ev.TEXT_BYTES_MAX
 
@@ -120,19 +121,19 @@ cdef class Turn:
         fields = {"call": self.call, "to": self.to, "message": message}
         if self.action is _Asked:
             fields["timeout_s"] = self.timeout
-            fields["reply"] = None if self.wanted is None else self.wanted.__name__
+            fields["reply"] = None if self.wanted is None else _name_of(self.wanted)
         return self.action, fields
 
     def unfold(self):
         try:
             event = Raw(_codec.encode((self.kind, self._event_fields())))
-            records = [(EVENT, self.stream, self.at_ns, self.hlc, self.kind.__name__, event)]
+            records = [(EVENT, self.stream, self.at_ns, self.hlc, _name_of(self.kind), event)]
             if self.open:
                 self.written = True
             if not self.written:
                 records.append(self._answer())
         except (ValueError, TypeError, OverflowError, RecursionError, NotImplementedError) as error:
-            raise CaptureMismatch(f"a turn of {self.kind.__name__}: {error}") from None
+            raise CaptureMismatch(f"a turn of {_name_of(self.kind)}: {error}") from None
         return records
 
     cdef tuple _answer(self):
@@ -239,8 +240,8 @@ cdef class Turns:
                 self._recorder._take(turn._answer())
         return 0
 
-    def _record(self, said):
-        self._begin(said[0], 0).fields = said[1]
+    def _record(self, record):
+        self._begin(record[0], 0).fields = record[1]
 
     cdef Turn _begin(self, kind, int64_t nbytes):
         cdef Turn turn
@@ -394,7 +395,7 @@ cdef class Call(Wrapped):
         if timeout is not None:
             timeout = float(timeout)  # it may be an integer
         to = life._text_of(self._ref)
-        life._act(_Asked if self._asks else _Told, self._number, to, message, timeout, self._wanted)
+        life._act(_Asked if self._asks else _TellSent, self._number, to, message, timeout, self._wanted)
         self._strand = strand
         self._strand.busy = True
         self._state = TOLD

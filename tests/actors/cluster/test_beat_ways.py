@@ -73,9 +73,9 @@ class Side:
 def talk(dialer: Side, listener: Side) -> None:
     while dialer.said or listener.said:
         if dialer.said:
-            listener.take(w.PeerSaid(what=dialer.said.popleft()))
+            listener.take(w.PeerMessage(what=dialer.said.popleft()))
         if listener.said:
-            dialer.take(w.PeerSaid(what=listener.said.popleft()))
+            dialer.take(w.PeerMessage(what=listener.said.popleft()))
 
 
 def stand(dialer: Side, listener: Side, lane: bytes = b"a" * 16) -> None:
@@ -123,9 +123,9 @@ def test_an_offer_may_come_before_its_lane_and_late_ones_mean_nothing() -> None:
     listener.take(w.ConnectionUp(lane=b"a" * 16, offers=False))
     talk(dialer, listener)
     assert dialer.sends and listener.sends
-    listener.take(w.PeerSaid(what=late))
+    listener.take(w.PeerMessage(what=late))
     listener.take(w.ConnectionDown())
-    listener.take(w.PeerSaid(what=late))
+    listener.take(w.PeerMessage(what=late))
     assert isinstance(late, BeatsOffer) and listener.end is None and not listener.said
 
 
@@ -151,7 +151,7 @@ def history(draw: random.Random) -> None:
             case 2 if side.connected is not None:
                 side.take(w.RouteFailed(why="a beat was not acknowledged"))
             case _ if side.said:
-                other.take(w.PeerSaid(what=side.said.popleft()))
+                other.take(w.PeerMessage(what=side.said.popleft()))
             case _:
                 pass
     talk(sides[0], sides[1])

@@ -33,7 +33,7 @@ class Host:
         self.me = me
         self.machine = LocalJobs()
         self.now_ns = 1
-        self.put(e.LifeBegan(me=me))
+        self.put(e.IncarnationBegan(me=me))
 
     def put(self, *events: e.Event) -> list[e.Action]:
         actions: list[e.Action] = []
@@ -91,7 +91,7 @@ class Hosts:
         self, sender: int, to: int, epoch: int, *, linked: bool = True, ask: bool = False
     ) -> list[e.Action]:
         word = HostLinked(job=JOB, epoch=epoch, linked=linked, ask=ask)
-        return self.hosts[to].put(e.HostSaid(sender=self.keys[sender], word=word))
+        return self.hosts[to].put(e.HostReported(sender=self.keys[sender], word=word))
 
 
 def key_of(rank: int, incarnation: int = 1) -> RankKey:
@@ -238,7 +238,7 @@ def test_when_its_life_ends_everything_is_killed_and_nothing_told() -> None:
     host = hosts.hosts[0]
     begun = hosts.act(0)[0]
     host.put(e.Forked(key=key_of(0)))
-    assert host.put(e.LifeEnded(reason="it is cut off")) == [e.Kill(key=key_of(0))]
+    assert host.put(e.IncarnationEnded(reason="it is cut off")) == [e.Kill(key=key_of(0))]
     assert kinds(begun) == ["Open", "Fork", "Fork"]
     assert host.put(e.Forked(key=key_of(1))) == [e.Kill(key=key_of(1))], "the fork was under way"
     assert host.put(e.Exited(key=key_of(0), code=-9, reason="killed")) == []

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbmd.actors.cluster.membership.overlay import FAN_OUT, overlay_of, tree_of
 from zbmd.actors.cluster.membership.reports import Reports
 from zbmd.actors.cluster.membership.rounds import Acceptor, Round
-from zbmd.actors.cluster.membership.overlay import FAN_OUT, overlay_of, tree_of
-from zbmd.actors.cluster.messages import Accepted, Ballot, Cast, Echo, Phase, Report
+from zbmd.actors.cluster.messages import Accepted, Ballot, Phase, Report, RoundReply, RoundRequest
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import OBSERVERS_MAX, Change, ClusterView, quorum
 from zbmd.transport.errors import LocalProtocolError
@@ -85,14 +85,14 @@ def test_a_tree_reaches_each_once(size: int, data: st.DataObject) -> None:
         assert len(tree.children(node_id)) <= FAN_OUT
 
 
-def ask(size: int) -> tuple[Round, Cast]:
+def ask(size: int) -> tuple[Round, RoundRequest]:
     view = view_of(size)
-    cast = Cast(phase=Phase.PREPARE, epoch=1, ballot=Ballot(1, 0), root=NodeKey(0, 1), excluded=())
+    cast = RoundRequest(phase=Phase.PREPARE, epoch=1, ballot=Ballot(1, 0), root=NodeKey(0, 1), excluded=())
     return Round(cast, tree_of(view, 0, ()), 0, None, 0), cast
 
 
-def echo(cast: Cast, **fields: object) -> Echo:
-    return Echo(phase=cast.phase, epoch=cast.epoch, ballot=cast.ballot, **fields)  # type: ignore[arg-type]
+def echo(cast: RoundRequest, **fields: object) -> RoundReply:
+    return RoundReply(phase=cast.phase, epoch=cast.epoch, ballot=cast.ballot, **fields)  # type: ignore[arg-type]
 
 
 def test_a_round_merges_what_comes_up() -> None:
@@ -102,7 +102,7 @@ def test_a_round_merges_what_comes_up() -> None:
     asked.answer(accepted=old)
     assert asked.echo_of(1, echo(cast, accepted=new, missing=(20,)))
     assert not asked.echo_of(1, echo(cast)), "an answer counts once"
-    assert not asked.echo_of(2, Echo(phase=cast.phase, epoch=9, ballot=cast.ballot)), "of another round"
+    assert not asked.echo_of(2, RoundReply(phase=cast.phase, epoch=9, ballot=cast.ballot)), "of another round"
     asked.give_up()
     assert asked.result.accepted == new
     assert asked.present() == {0, 1} | (set(asked.tree.below(1)) - {20})

@@ -13,8 +13,8 @@ from zbmd.actors.cluster.membership.machine import ClusterMachine
 from zbmd.actors.cluster.membership.reports import COMMANDS_WAITING_MAX
 from zbmd.actors.cluster.messages import (
     Action,
-    Enter,
-    Found,
+    FoundCluster,
+    JoinCluster,
     Learn,
     LeaveRequested,
     Ordered,
@@ -150,7 +150,7 @@ def test_what_is_taken_back_is_taken_back_from_all_who_were_told() -> None:
     # speaker alone that all was well. The next in line believed it still, and condemned the speaker.
     nodes = tuple(Node(NodeKey(node_id, 1)) for node_id in range(5))
     machine = ClusterMachine(nodes[4], derive())
-    machine.handle(Enter(doors=nodes[:1]), now_ns=1)
+    machine.handle(JoinCluster(doors=nodes[:1]), now_ns=1)
     learn = Learn(view=ClusterView(epoch=3, nodes=nodes))
     machine.handle(Received(sender=nodes[0], message=learn), now_ns=2)
     first, other = nodes[0].key, nodes[1].key
@@ -242,7 +242,7 @@ def test_orders_survive_the_death_of_the_speaker(seed: int) -> None:
 
 def test_an_order_that_no_cluster_takes_is_refused_at_once() -> None:
     machine = ClusterMachine(Node(NodeKey(7, 1)), derive())
-    machine.handle(Found(), now_ns=1)
+    machine.handle(FoundCluster(), now_ns=1)
     with pytest.raises(CommandRefused, match="no script or module is given"):
         machine.handle(Ordered(order=Submit(spec=JobSpec(job=1, target=""))), now_ns=2)
     for number in range(COMMANDS_WAITING_MAX):
@@ -261,7 +261,7 @@ def test_an_order_that_no_cluster_takes_is_refused_at_once() -> None:
 
 def test_the_only_member_leaves_at_once() -> None:
     machine = ClusterMachine(Node(NodeKey(7, 1)), derive())
-    machine.handle(Found(), now_ns=1)
+    machine.handle(FoundCluster(), now_ns=1)
     assert machine.handle(LeaveRequested(), now_ns=2) == [Stopped(reason="it left")]
     assert machine.handle(LeaveRequested(), now_ns=3) == []
 

@@ -50,7 +50,7 @@ class World:
                 patience_ns=PATIENCE_NS,
                 leave_ns=LEAVE_NS,
             )
-            self.put(key, o.LifeBegan(me=key))
+            self.put(key, o.IncarnationBegan(me=key))
             self.joining.append(key)
         return keys
 
@@ -66,7 +66,7 @@ class World:
                     self.orders.append((key, Stop(job=JOB, reason=reason)))
                 case o.Leave():
                     self.going.add(key)
-                case o.Say(text=text):
+                case o.NotifyUser(text=text):
                     self.said.append(text)
                 case o.End(exit_code=exit_code):
                     self.codes[key] = exit_code
@@ -96,7 +96,7 @@ class World:
         self.view = self.view.after(change)
         for key in removed:
             if key in self.machines:
-                self.put(key, o.LifeEnded(reason="it left"))
+                self.put(key, o.IncarnationEnded(reason="it left"))
 
     def act(self, *keys: NodeKey) -> None:
         """Have them act on the view, or all of its members."""
@@ -231,7 +231,7 @@ def test_who_was_cut_off_tries_to_come_back_for_so_long() -> None:
     w = World()
     one, _ = w.start(1, 2)
     w.settle()
-    w.put(one, o.LifeEnded(reason="the others went on without it"))
+    w.put(one, o.IncarnationEnded(reason="the others went on without it"))
     assert not w.codes
     w.now_ns += PATIENCE_NS - 1
     w.put(one, TimerFired())

@@ -146,7 +146,7 @@ class World:
             self.event(process, ev.EnterView(epoch=epoch, members=self.views[epoch - 1]))
         else:
             source, to = next(pair for pair in full if pair == chosen)
-            self.event(to, ev.Said(source=source, message=self.queues[source, to].popleft()))
+            self.event(to, ev.MessageReceived(source=source, message=self.queues[source, to].popleft()))
         return True
 
     def next_view(self, process: Process) -> int:
@@ -281,7 +281,7 @@ def test_two_parts_that_meet_leave_a_name_to_one() -> None:
         me, event = todo.pop(0)
         for action in machines[me].handle(event, now_ns=0):
             if isinstance(action, ev.Send):
-                todo.append((action.to, ev.Said(source=me, message=action.message)))
+                todo.append((action.to, ev.MessageReceived(source=me, message=action.message)))
             elif isinstance(action, ev.NameLost):
                 lost.append(action)
     assert [(action.name, action.key) for action in lost] == [("red", keys[B])]
@@ -298,7 +298,7 @@ def test_two_parts_that_meet_leave_a_name_to_one() -> None:
 )
 def test_what_a_member_may_not_say(message: ev.Message) -> None:
     with pytest.raises(RemoteProtocolError):
-        machine(A, B).handle(ev.Said(source=B, message=message), now_ns=0)
+        machine(A, B).handle(ev.MessageReceived(source=B, message=message), now_ns=0)
 
 
 def test_what_its_driver_may_not_do() -> None:
@@ -316,7 +316,7 @@ def test_what_its_driver_may_not_do() -> None:
     ):
         with pytest.raises(LocalProtocolError):
             made.handle(event, now_ns=0)
-    assert made.handle(ev.Said(source=C, message=ev.Here(0, {}, {})), now_ns=0) == [], (
+    assert made.handle(ev.MessageReceived(source=C, message=ev.Here(0, {}, {})), now_ns=0) == [], (
         "of a view that is over"
     )
 
@@ -332,7 +332,7 @@ def test_what_does_not_fit_into_one_message_goes_in_parts() -> None:
     for part in parts:
         assert other.group("g0") == ()
         assert len(msgspec.msgpack.encode(part)) < MAX_PAYLOAD_BYTES
-        other.handle(ev.Said(source=A, message=part), now_ns=0)
+        other.handle(ev.MessageReceived(source=A, message=part), now_ns=0)
         other.check_invariants()
     assert {len(other.group(f"g{n}")) for n in range(3)} == {1333, 1334}
 
@@ -343,12 +343,12 @@ def test_a_name_that_was_granted_over_a_link_that_ended_is_free_or_asked_for_aga
     key: Key = ("a", 1, "x", 1)
     for given_up in (True, False):
         one, home = machine(A, B), machine(B, A)
-        one.handle(ev.Said(source=B, message=ev.Here(1, {}, {})), now_ns=0)
-        home.handle(ev.Said(source=A, message=ev.Here(1, {}, {})), now_ns=0)
+        one.handle(ev.MessageReceived(source=B, message=ev.Here(1, {}, {})), now_ns=0)
+        home.handle(ev.MessageReceived(source=A, message=ev.Here(1, {}, {})), now_ns=0)
         asked = ev.Asked(call=1, what=What.REGISTER, name=name, key=key)
         (send,) = one.handle(asked, now_ns=0)
         assert isinstance(send, ev.Send)
-        home.handle(ev.Said(source=A, message=send.message), now_ns=0)  # its answer is lost
+        home.handle(ev.MessageReceived(source=A, message=send.message), now_ns=0)  # its answer is lost
         if given_up:
             one.handle(ev.GivenUp(call=1), now_ns=0)
         for made, peer in ((one, B), (home, A)):
@@ -356,7 +356,7 @@ def test_a_name_that_was_granted_over_a_link_that_ended_is_free_or_asked_for_aga
         home.handle(ev.LinkUp(process=A), now_ns=0)
         for action in one.handle(ev.LinkUp(process=B), now_ns=0):
             assert isinstance(action, ev.Send)
-            home.handle(ev.Said(source=A, message=action.message), now_ns=0)
+            home.handle(ev.MessageReceived(source=A, message=action.message), now_ns=0)
             home.check_invariants()
         (found,) = home.handle(ev.Asked(call=1, what=What.LOOK_UP, name=name), now_ns=0)
         assert isinstance(found, ev.Answered)

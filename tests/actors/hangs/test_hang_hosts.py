@@ -24,10 +24,10 @@ from zbmd.actors.hangs.verdict import (
     HangEvent,
     HangNotice,
     LookOutside,
+    RankAlive,
     RankGone,
-    RankHeard,
+    RankPosition,
     RankSeen,
-    RankStood,
     RankWatched,
     Replace,
     Ticked,
@@ -146,8 +146,8 @@ def test_the_lowest_node_judges_and_the_others_pass_on() -> None:
     assert (judge.judges, one.judges) == (True, False)
     events: list[HangEvent] = [
         RankWatched(rank=0, incarnation=1),
-        RankHeard(rank=0, incarnation=1),
-        RankStood(rank=0, incarnation=1, standing=STANDING),
+        RankAlive(rank=0, incarnation=1),
+        RankPosition(rank=0, incarnation=1, standing=STANDING),
         RankSeen(rank=0, incarnation=1, words="sleeps"),
         Ticked(),
         RankGone(rank=0, incarnation=1),

@@ -17,10 +17,10 @@ from zbmd.actors.hangs.verdict import (
     HangNotice,
     LookOutside,
     OnHang,
+    RankAlive,
     RankGone,
-    RankHeard,
+    RankPosition,
     RankSeen,
-    RankStood,
     RankWatched,
     Replace,
     ReportHang,
@@ -74,7 +74,7 @@ class Ranks:
     def say(self, rank: int) -> None:
         standing = self.standings[rank]
         if standing is not None:
-            self.put(RankStood(rank=rank, incarnation=1, standing=standing))
+            self.put(RankPosition(rank=rank, incarnation=1, standing=standing))
 
     def now(self, rank: int, *places: Place, groups: tuple[Position, ...] = ()) -> None:
         """Where the rank stands, as it will tell at the next look."""
@@ -201,7 +201,7 @@ def test_the_end_of_a_rank_is_told_of_elsewhere() -> None:
     del ranks.standings[1]
     ranks.wait(DEADLINE_NS)
     assert len(ranks.notices) == 1
-    ranks.put(RankHeard(rank=1, incarnation=1))
+    ranks.put(RankAlive(rank=1, incarnation=1))
     ranks.put(RankWatched(rank=1, incarnation=2))
     ranks.put(RankGone(rank=1, incarnation=1))
     assert ranks.machine.notices == ()
@@ -319,7 +319,7 @@ def simulate(seed: int) -> tuple[list[HangNotice], int, bool]:
                 case AskStanding(rank=rank):
                     member = members[rank]
                     if not (member.hangs(now_ns) and how == "silent"):
-                        post(RankStood(rank=rank, incarnation=1, standing=member.standing(now_ns, count)))
+                        post(RankPosition(rank=rank, incarnation=1, standing=member.standing(now_ns, count)))
                 case LookOutside(rank=rank):
                     put(RankSeen(rank=rank, incarnation=1, words="is stopped (SIGSTOP)"))
                 case _:
@@ -338,9 +338,9 @@ def simulate(seed: int) -> tuple[list[HangNotice], int, bool]:
             if member.hangs(now_ns) and how == "silent":
                 continue
             if member.look(now_ns):
-                post(RankStood(rank=member.rank, incarnation=1, standing=member.standing(now_ns, count)))
+                post(RankPosition(rank=member.rank, incarnation=1, standing=member.standing(now_ns, count)))
             else:
-                post(RankHeard(rank=member.rank, incarnation=1))
+                post(RankAlive(rank=member.rank, incarnation=1))
         # One that hangs inside does its part all the same, natively, unless all of it is stopped.
         if all(m.inside and not (m.hangs(now_ns) and how == "silent") for m in members):
             for member in members:

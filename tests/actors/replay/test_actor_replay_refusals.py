@@ -23,12 +23,13 @@ from support.actors.counting_actor import Add, Counter, Nap, Never, Throw, Throw
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import ReasonKind, Ref
 from zbmd.actors.core.wire import ReasonData, RefData
-from zbmd.actors.replay.events import SaidCodec, said
+from zbmd.actors.replay.events import RecordCodec, recorded
 from zbmd.actors.replay.life import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.replay.machine import allow_modules, find_actor_class
 from zbmd.actors.replay.recording import ACTOR, captured_system
 from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
+from zbmd.transport.capture.codec import captured_name
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import ZbmdError
 
@@ -249,7 +250,7 @@ def test_a_class_or_contract_that_has_changed(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.delattr(counting_actor, "Counter")
         assert "no actor class Counter any more" in incomplete(tmp_path, "counter#1")
-    monkeypatch.setattr("zbmd.actors.replay.stage.fingerprint", lambda _: "another")
+    monkeypatch.setattr("zbmd.actors.replay.machine.fingerprint", lambda _: "another")
     assert "has changed since it was recorded" in incomplete(tmp_path, "counter#1")
 
 
@@ -327,10 +328,10 @@ def test_what_is_said_is_written_as_what_is_meant(kind: Any, data: st.DataObject
     if Exception in hints.values() or ZbmdError in hints.values():
         return  # written by the same function
     values = {name: data.draw(st.from_type(hints[name]), name) for name in fields}
-    codec: Any = ACTOR.actions if kind.__name__ in ACTOR.actions.members else ACTOR.events
+    codec: Any = ACTOR.actions if captured_name(kind) in ACTOR.actions.members else ACTOR.events
     try:
         expected = codec.encode_all([kind(**values)])
     except capture.CaptureMismatch:
         return  # a number beyond 64 bits
-    assert SaidCodec().encode_all([said(kind, **values)]) == expected
-    assert codec.decode(kind.__name__, SaidCodec().encode(said(kind, **values))) is not None
+    assert RecordCodec().encode_all([recorded(kind, **values)]) == expected
+    assert codec.decode(captured_name(kind), RecordCodec().encode(recorded(kind, **values))) is not None

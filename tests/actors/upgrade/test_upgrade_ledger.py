@@ -76,7 +76,7 @@ class Processes:
 
     def deliver(self, one: int, other: int) -> None:
         changes = self.ways[one, other].popleft()
-        self.feed(other, u.Heard(process=str(one), life=self.lives[one], changes=changes))
+        self.feed(other, u.ChangesReported(process=str(one), life=self.lives[one], changes=changes))
 
     def change(self) -> None:
         """Some of those who run the last version change, and all of these keep it."""
@@ -137,7 +137,9 @@ class TellsNothingOn(u.CodeLedger):
 
     def handle(self, event: u.Event, *, now_ns: int) -> list[u.Action]:
         actions = super().handle(event, now_ns=now_ns)
-        return [a for a in actions if not (isinstance(event, u.Heard) and isinstance(a, u.TellChanges))]
+        return [
+            a for a in actions if not (isinstance(event, u.ChangesReported) and isinstance(a, u.TellChanges))
+        ]
 
 
 @pytest.mark.parametrize("planted", [TellsNothingAtFirst, TellsNothingOn])
@@ -156,13 +158,13 @@ def test_changes_are_bounded_and_the_first_of_two_holds() -> None:
     ledger = u.CodeLedger()
     ledger.handle(u.LinkUp(process="rank1", life=1), now_ns=0)
     changes = tuple(u.Change(f"m:{n}", f"m:{n + 1}") for n in range(u.CHANGES_MAX))
-    ledger.handle(u.Heard(process="rank1", life=1, changes=changes), now_ns=0)
+    ledger.handle(u.ChangesReported(process="rank1", life=1, changes=changes), now_ns=0)
     (clash,) = ledger.handle(
-        u.Heard(process="rank1", life=1, changes=(u.Change("m:0", "m:other"),)), now_ns=0
+        u.ChangesReported(process="rank1", life=1, changes=(u.Change("m:0", "m:other"),)), now_ns=0
     )
     assert isinstance(clash, u.Clash) and clash.known == "m:1"
     with pytest.raises(RemoteProtocolError, match="more than 1024 changes"):
-        ledger.handle(u.Heard(process="rank1", life=1, changes=(u.Change("m:a", "m:b"),)), now_ns=0)
+        ledger.handle(u.ChangesReported(process="rank1", life=1, changes=(u.Change("m:a", "m:b"),)), now_ns=0)
 
 
 class Version(Contract, id="ledger.version"):

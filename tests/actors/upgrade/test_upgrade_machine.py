@@ -99,7 +99,7 @@ class World:
                 case ev.AskFate(process=other):
                     self.send(name, other, ev.FateAsked(leader=name))
                 case ev.TellFate(leader=leader, fate=fate):
-                    self.send(name, leader, ev.FateTold(process=name, fate=fate))
+                    self.send(name, leader, ev.FateReported(process=name, fate=fate))
                 case ev.TellOther(process=other, order=order):
                     self.send(name, other, ev.Ordered(leader=name, order=order))
                 case ev.End():

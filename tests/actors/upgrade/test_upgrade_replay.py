@@ -106,7 +106,7 @@ def test_an_agent_whose_leaders_die_replays_identical(
     gone = rng.sample([COORDINATOR, *others], 3)
     loose: list[ev.LocalEvent] = [
         *(ev.LeaderLost(process=process) for process in gone),
-        *(ev.FateTold(process=process, fate=rng.choice(list(ev.Fate))) for process in others),
+        *(ev.FateReported(process=process, fate=rng.choice(list(ev.Fate))) for process in others),
         *(ev.FateAsked(leader=process) for process in others),
         *(ev.FollowerSettled(process=process) for process in others),
         ev.LocalBroke(why="boom"),
@@ -133,7 +133,7 @@ def test_a_ledger_that_hears_of_changes_replays_identical(
         process, clash = rng.choice(("rank1", "rank2")), u.Change("m:0", "m:other")
         told = tuple(rng.sample(changes, rng.randint(0, 3)))
         kept, life = u.KeptHere(change=rng.choice((*changes, clash))), linked.get(process, 0)
-        choices: list[u.Event] = [kept, u.Heard(process=process, life=life, changes=told)]
+        choices: list[u.Event] = [kept, u.ChangesReported(process=process, life=life, changes=told)]
         if life:
             choices.append(u.LinkDown(process=process, life=life))
         else:

@@ -51,7 +51,7 @@ class MemoryNode:
     def start(self, door: MemoryNode | None = None) -> None:
         """Found a cluster, or enter it by a door."""
         self.alive = True
-        self.feed(m.Found() if door is None else m.Enter(doors=(door.me,)))
+        self.feed(m.FoundCluster() if door is None else m.JoinCluster(doors=(door.me,)))
 
     def again(self, door: MemoryNode) -> None:
         """Begin another life."""

@@ -17,7 +17,7 @@ from zbmd.actors.core.ref import Reason, ReasonKind, Ref
 from zbmd.actors.core.wire import LONG_BYTES
 from zbmd.actors.errors import ActorError, InvalidMessage, UnknownContract
 from zbmd.actors.hangs import wire as hang_wire
-from zbmd.actors.hangs.verdict import AskStanding, HangMachine, RankStood, RankWatched, Ticked
+from zbmd.actors.hangs.verdict import AskStanding, HangMachine, RankPosition, RankWatched, Ticked
 from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, Standing
 from zbmd.actors.process import template
 from zbmd.actors.process.exit import without_mark
@@ -76,9 +76,11 @@ def _judge(standing: Standing) -> None:
     for turn in range(1, 4):
         for action in machine.handle(Ticked(), now_ns=turn * DEADLINE_NS):
             if isinstance(action, AskStanding):
-                machine.handle(RankStood(rank=action.rank, incarnation=1, standing=standing), now_ns=0)
+                machine.handle(RankPosition(rank=action.rank, incarnation=1, standing=standing), now_ns=0)
         for rank in range(RANKS):
-            machine.handle(RankStood(rank=rank, incarnation=1, standing=standing), now_ns=turn * DEADLINE_NS)
+            machine.handle(
+                RankPosition(rank=rank, incarnation=1, standing=standing), now_ns=turn * DEADLINE_NS
+            )
         machine.check_invariants()
 
 

@@ -194,7 +194,7 @@ def _record_tags(log: capture.Recorder) -> capture.Tap[em.ElasticTagEvent, em.El
 def _record_cluster(log: capture.Recorder) -> None:
     me, other = Node(NodeKey(1, 1), "a:1", "one"), Node(NodeKey(2, 1), "b:2", "two")
     events: tuple[cluster.Event, ...] = (
-        cluster.Found(),
+        cluster.FoundCluster(),
         cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train.py"))),
         cluster.Received(sender=other, message=cluster.Join(node=other)),
         TimerFired(),

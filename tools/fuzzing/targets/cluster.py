@@ -164,11 +164,11 @@ def _messages() -> list[bytes]:
     said: list[m.Message] = [
         m.Join(node=newcomer),
         m.Report(epoch=3, down=(NODES[3].key,), proven=(NODES[2].key,), joins=(newcomer,), leaves=True),
-        m.Cast(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, root=me.key, excluded=(4,)),
-        m.Cast(phase=m.Phase.ACCEPT, epoch=3, ballot=ballot, root=me.key, excluded=(), change=change),
-        m.Cast(phase=m.Phase.LEARN, epoch=4, ballot=ballot, root=me.key, excluded=(), change=change),
-        m.Cast(phase=m.Phase.ENTER, epoch=3, ballot=ballot, root=me.key, excluded=()),
-        m.Echo(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, missing=(2, 4), accepted=accepted),
+        m.RoundRequest(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, root=me.key, excluded=(4,)),
+        m.RoundRequest(phase=m.Phase.ACCEPT, epoch=3, ballot=ballot, root=me.key, excluded=(), change=change),
+        m.RoundRequest(phase=m.Phase.LEARN, epoch=4, ballot=ballot, root=me.key, excluded=(), change=change),
+        m.RoundRequest(phase=m.Phase.ENTER, epoch=3, ballot=ballot, root=me.key, excluded=()),
+        m.RoundReply(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, missing=(2, 4), accepted=accepted),
         m.Behind(epoch=2),
         m.Learn(view=ClusterView(epoch=5, nodes=NODES)),
         m.Excluded(epoch=9, reason="it was silent"),
@@ -224,7 +224,7 @@ def _machine(data: bytes) -> None:
     """Whatever another member says, one message a block: the machine holds together."""
     machine = ClusterMachine(NODES[1], derive())
     now_ns = 1
-    machine.handle(m.Enter(doors=(NODES[0],)), now_ns=now_ns)
+    machine.handle(m.JoinCluster(doors=(NODES[0],)), now_ns=now_ns)
     machine.handle(m.Received(sender=NODES[0], message=m.Learn(view=VIEW)), now_ns=now_ns)
     for block in read_blocks(data, MESSAGES_MAX):
         now_ns += 30_000_000

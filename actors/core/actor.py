@@ -58,8 +58,8 @@ class Actor(ActorBase):
         """Return a random generator of this incarnation; its seed is recorded. Not for secrets."""
         cell = self._running_cell()
         if cell.random is None:
-            life = cell.life
-            cell.random = Random(int.from_bytes(os.urandom(SEED_BYTES)) if life is None else life.seed)
+            traced = cell.traced
+            cell.random = Random(int.from_bytes(os.urandom(SEED_BYTES)) if traced is None else traced.seed)
         return cell.random
 
     def monitor(self, ref: Ref) -> None:
@@ -77,8 +77,8 @@ class Actor(ActorBase):
     def stop(self, text: str = "") -> None:
         """End normally once the current handler has returned."""
         cell = self._running_cell()
-        if cell.life is not None:
-            cell.life.asks_to_stop(text)
+        if cell.traced is not None:
+            cell.traced.asks_to_stop(text)
         cell.request_stop(Reason(ReasonKind.NORMAL, text))
 
     # Its own messages.

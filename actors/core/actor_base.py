@@ -87,7 +87,7 @@ class ActorBase:
     """The part of an actor that its cell runs: handlers, bounds, and the hooks at its start and end."""
 
     captured: ClassVar[bool] = True
-    """Whether its lives are recorded where a recorder is attached. False if it only forwards."""
+    """Whether it is recorded where a recorder is attached. False if it only forwards."""
 
     trap_exit: ClassVar[bool] = False
     """Receive `Exited` when a linked actor ends, instead of ending too."""
@@ -129,7 +129,7 @@ class ActorBase:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its life is not over."""
+        """Return whether it has not ended."""
         alive: bool = self._cell.is_alive
         return alive
 
@@ -200,7 +200,7 @@ def pooled(cls: type[ActorBase], function: Callable[..., Any]) -> Callable[[Any,
 
     async def run(actor: ActorBase, message: Contract) -> Any:
         cell = actor._cell
-        if cell.life is not None and cell.life.replays:
+        if cell.traced is not None and cell.traced.replays:
             await asyncio.sleep(0)  # the turn in which the pool was done comes later
             return function(message) if in_process else function(actor, message)
         if in_process:

@@ -1,4 +1,4 @@
-"""The runtime of one actor: its mailbox, the task that serves it, and the end of its life."""
+"""The runtime of one actor: its mailbox, the task that serves it, and its end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Boundary:
 
 
 class CellState(Enum):
-    """The state of one life of an actor."""
+    """The state of one incarnation of an actor."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -69,7 +69,7 @@ class CellSystem(Messenger, Protocol):
 
 
 class ActorCell(CellCore):
-    """One life of one actor. `task` is set while it starts, has messages to handle, or stops."""
+    """One incarnation of one actor. `task` is set while it starts, has messages to handle, or stops."""
 
     __slots__ = (
         "_context",
@@ -107,7 +107,7 @@ class ActorCell(CellCore):
         self._next_watch = 0
         self._deferred: DeferredBook | None = None
         self._timers: TimerBook | None = None
-        # One context for all tasks of this life: the sender that wakes it lends it nothing of its own.
+        # One context for all tasks of this incarnation: the sender that wakes it lends it nothing of its own.
         self._context = copy_context()
         self._context.run(current_cell.set, self)
         self._context.run(current_delivery.set, None)
@@ -118,7 +118,7 @@ class ActorCell(CellCore):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether this life is not over."""
+        """Return whether this incarnation has not ended."""
         return self.state is not CellState.DEAD
 
     def is_served_by(self, task: asyncio.Task[object]) -> bool:
@@ -130,7 +130,7 @@ class ActorCell(CellCore):
         return f"{self.state.value}, {len(self.mailbox)} waiting, {self.handled} handled"
 
     def at_boundary(self, work: Callable[[], None]) -> None:
-        """Do `work` when no message is being handled: now, or before the next. Not if its life ends first."""
+        """Do `work` when no message is being handled: now, or before the next. Not if it ends first."""
         if not self.accepts:
             return
         if self.task is None:
@@ -174,15 +174,15 @@ class ActorCell(CellCore):
         if self.state is CellState.DEAD:
             return
         task = self.task or self._resting
-        if self.life is not None:
-            self.life.killed(reason)
+        if self.traced is not None:
+            self.traced.killed(reason)
         self._finish(reason)
         if task is not None:
             task.cancel()
             self.system.linger(task)
 
     def watch(self, callback: Callable[[Down], None]) -> int:
-        """Call back once at the end of this life; returns a number for `unwatch`, or -1 if too many watch."""
+        """Call back once at the end; returns a number for `unwatch`, or -1 if too many watch."""
         if self._watchers is None:
             self._watchers = {}
         elif len(self._watchers) >= WATCHERS_MAX:
@@ -197,7 +197,7 @@ class ActorCell(CellCore):
             self._watchers.pop(number, None)
 
     def end(self) -> asyncio.Future[Reason]:
-        """Return a future that is done when this life is over. Shield it: a cancelled one is lost for all."""
+        """Return a future, done when the actor has ended. Shield it: to cancel it ends all waits."""
         if self._end is None:
             self._end = self.system.loop.create_future()
             if self.state is CellState.DEAD:
@@ -232,16 +232,16 @@ class ActorCell(CellCore):
         delivery = self.handling("stash()")
         if not self.mailbox.stash(delivery):
             raise StashFull(f"{self.ref.address} has put {self.mailbox.stashed} messages aside")
-        if self.life is not None:
-            self.life.stashes()
+        if self.traced is not None:
+            self.traced.stashes()
         self.current = None
 
     def unstash(self) -> None:
         """Unstash: handle all stashed messages before those that wait."""
-        life = self.life
-        if life is not None:
-            life.unstashes()
-        if life is not None and life.replays:
+        traced = self.traced
+        if traced is not None:
+            traced.unstashes()
+        if traced is not None and traced.replays:
             self.mailbox.forget_stash()
         elif self.mailbox.unstash():
             self.wake()
@@ -256,8 +256,8 @@ class ActorCell(CellCore):
         if current is None or current.reply_to is None or current.reply_to != reply_to:
             self.mailbox.withdraw(reply_to)
         elif self._withdrawn is None:
-            if self.life is not None:
-                self.life.withdrawn()
+            if self.traced is not None:
+                self.traced.withdrawn()
             self.withdraw_current()
 
     def withdraw_current(self) -> None:
@@ -274,8 +274,8 @@ class ActorCell(CellCore):
         self.current = None
         if self.task is not None:
             self.task.uncancel()
-        if self.life is not None:
-            self.life.settle()
+        if self.traced is not None:
+            self.traced.settle()
         return True
 
     # The task.
@@ -284,7 +284,7 @@ class ActorCell(CellCore):
         try:
             if self.state is CellState.STARTING:
                 starting = self.actor.started()
-                await (starting if self.life is None else self.life.started(starting))
+                await (starting if self.traced is None else self.traced.started(starting))
                 self.state = CellState.RUNNING
                 ready, self.ready = self.ready, None
                 if ready is not None and not ready.done():
@@ -305,8 +305,8 @@ class ActorCell(CellCore):
             self.task = None
             self.mailbox.rest()
         else:
-            if self.life is not None and self._stop is not reason:
-                self.life.failed(reason)
+            if self.traced is not None and self._stop is not reason:
+                self.traced.failed(reason)
             await self._stop_and_finish(reason)
 
     async def _serve(self) -> None:
@@ -330,7 +330,7 @@ class ActorCell(CellCore):
 
     async def _serve_one(self) -> None:
         """Handle the next signal or message, whatever is special about it."""
-        life, signals = self.life, self.mailbox.signals
+        traced, signals = self.traced, self.mailbox.signals
         if signals:
             signal = signals.popleft()
             current_delivery.set(None)
@@ -338,13 +338,13 @@ class ActorCell(CellCore):
                 signal.work()
             else:
                 handling = self.handlers[type(signal)].function(self.actor, signal)
-                await (handling if life is None else life.signalled(signal, handling))
+                await (handling if traced is None else traced.signalled(signal, handling))
             return
         delivery = self.mailbox.take()
         if delivery is None:
             return
         expired = delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns()
-        if expired and not (life is not None and life.replays):
+        if expired and not (traced is not None and traced.replays):
             return  # its asker has already been told
         handler = self.handlers.get(type(delivery.message))
         if handler is None:
@@ -354,7 +354,7 @@ class ActorCell(CellCore):
         self.current = delivery
         handling = handler.function(self.actor, delivery.message)
         try:
-            reply = await (handling if life is None else life.received(delivery, handling))
+            reply = await (handling if traced is None else traced.received(delivery, handling))
         except asyncio.CancelledError:
             if self.is_withdrawn():
                 return
@@ -362,8 +362,8 @@ class ActorCell(CellCore):
         if type(reply) not in handler.replies:
             self.answers_later(delivery, handler, reply)
             return
-        if life is not None:
-            life.replied(delivery, reply)
+        if traced is not None:
+            traced.replied(delivery, reply)
         room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
         self.current = None
         self.handled += 1
@@ -385,8 +385,8 @@ class ActorCell(CellCore):
         self.handled += 1
         if self._withdrawn is not None:
             self.is_withdrawn()
-        if self.life is not None:
-            self.life.settle()
+        if self.traced is not None:
+            self.traced.settle()
 
     def _not_understood(self, delivery: Delivery) -> None:
         tag = contract_tag(delivery.message)
@@ -416,7 +416,7 @@ class ActorCell(CellCore):
                 stopping = self.actor.stopping(reason)
                 limit_s = self.actor.stopping_s
                 async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
-                    await (stopping if self.life is None else self.life.stopping(reason, stopping))
+                    await (stopping if self.traced is None else self.traced.stopping(reason, stopping))
         except Exception as error:  # noqa: BLE001 (it ends either way, for the reason it had)
             self._log_error("stopping() failed", error, reason=str(reason))
         finally:
@@ -428,15 +428,15 @@ class ActorCell(CellCore):
             delivery.reply_to.fail(ActorFailed(f"{self.ref.address} {reason}"))
 
     def _log_error(self, what: str, error: BaseException, **more: str) -> None:
-        if self.life is None or not self.life.replays:
+        if self.traced is None or not self.traced.replays:
             _log.error(what, actor=self.ref.address, exception=_traceback(error), **more)
 
     def _finish(self, reason: Reason) -> None:
-        """End this life: notify all that wait for it or are linked with it."""
+        """End this incarnation: notify all that wait for it or are linked with it."""
         if self.state is CellState.DEAD:
             return
-        if self.life is not None:
-            self.life.ended(reason)
+        if self.traced is not None:
+            self.traced.ended(reason)
         self.state = CellState.DEAD
         self.accepts = False
         self.task = None

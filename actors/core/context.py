@@ -47,10 +47,10 @@ class ActorClock:
 
     def monotonic_ns(self) -> int:
         """Return the monotonic time, ns."""
-        life = self._cell.life
-        return time.monotonic_ns() if life is None else life.now_ns
+        traced = self._cell.traced
+        return time.monotonic_ns() if traced is None else traced.now_ns
 
     def wall_ns(self) -> int:
         """Return the wall-clock time, ns since 1970."""
-        life = self._cell.life
-        return time.time_ns() if life is None else life.wall_ns()
+        traced = self._cell.traced
+        return time.time_ns() if traced is None else traced.wall_ns()

@@ -99,7 +99,7 @@ class Deferred(DeferredReply):
 
 
 class DeferredBook:
-    """The deferred replies of one life of an actor."""
+    """The deferred replies of one incarnation of an actor."""
 
     __slots__ = ("_cell", "_last", "open")
 
@@ -119,19 +119,19 @@ class DeferredBook:
         what = f"{contract_tag(delivery.message)} by {cell.ref.address}"
         deferred = Deferred(self, self._last, reply_to, replies, what)
         self.open[self._last] = weakref.ref(deferred)
-        if cell.life is not None:
-            cell.life.defers(self._last)
+        if cell.traced is not None:
+            cell.traced.defers(self._last)
         return deferred
 
     def replied(self, number: int, message: Contract | None) -> None:
         """Record a deferred reply that the actor itself gives."""
-        if self._cell.life is not None and current_cell.get() is self._cell:
-            self._cell.life.replies_later(number, message)
+        if self._cell.traced is not None and current_cell.get() is self._cell:
+            self._cell.traced.replies_later(number, message)
 
     def failed(self, number: int, error: ActorError) -> None:
         """Record an error that the actor itself gives as a deferred reply."""
-        if self._cell.life is not None and current_cell.get() is self._cell:
-            self._cell.life.fails_later(number, error)
+        if self._cell.traced is not None and current_cell.get() is self._cell:
+            self._cell.traced.fails_later(number, error)
 
     def dropped(self, reply_to: ReplyTo, what: str) -> None:
         """Fail the asker of a dropped reply. May run on any thread that collects garbage."""

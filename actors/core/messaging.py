@@ -56,7 +56,7 @@ class Messaging(Asker):
         return cell if cell is not None and cell.is_served_by(task) else None
 
     def find(self, actor: str, incarnation: int) -> ActorCell | None:
-        """Return the actor of that name, if it is that life of it (0: any); it may be about to stop."""
+        """Return the actor of that name, if it has that incarnation (0: any); it may be about to stop."""
         cell = self._cells.get(actor)
         if cell is None or (incarnation and incarnation != cell.ref.incarnation):
             return None

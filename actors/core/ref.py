@@ -94,8 +94,8 @@ class Ref:
         return self
 
     def __repr__(self) -> str:
-        life = f"#{self.process_incarnation}.{self.incarnation}" if self.incarnation else ""
-        return f"<Ref {self.address}{life}>"
+        numbers = f"#{self.process_incarnation}.{self.incarnation}" if self.incarnation else ""
+        return f"<Ref {self.address}{numbers}>"
 
     def key(self) -> tuple[str, int, str, int]:
         """Return (process, its incarnation, actor, its incarnation): equal references have equal keys."""

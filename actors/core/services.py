@@ -47,7 +47,7 @@ class RouteService(Protocol):
         ...
 
     async def reach_by(self, process: str, incarnation: int, deadline_ns: int) -> None:
-        """Wait until a link to this life of the process (0: any) stands. deadline_ns: monotonic, 0 for none.
+        """Wait for a link to this incarnation of the process (0: any). deadline_ns: monotonic, 0 for none.
 
         Raises `PeerLost`, `DeadActor`, `TooManyPending` or `DeadlineExceeded`.
         """

@@ -1,4 +1,4 @@
-"""The actor system of one process: who lives here, who can be reached, and how messages get there."""
+"""The actor system of one process: which actors it has, who can be reached, and how messages get there."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class CoreSystem(Messaging):
         """Return the service of that class, if it was added."""
         return cast("ServiceT | None", self._services.get(kind))
 
-    # Life of actors.
+    # Start and end of actors.
 
     async def spawn(
         self,
@@ -399,7 +399,9 @@ class CoreSystem(Messaging):
         if self._stopped:
             raise SystemStopped(f"the actor system of {self.name} has been stopped")
         if name == self.name or (known is not None and known.incarnation > incarnation):
-            raise LocalProtocolError(f"{self.name} is linked with a later life of {name}, or is {name}")
+            raise LocalProtocolError(
+                f"{self.name} is linked with a later incarnation of {name}, or is {name}"
+            )
         check_fingerprints(name, link.peer.contracts)
         carries = known is None or known.incarnation < incarnation
         if known is not None and carries:
@@ -479,10 +481,10 @@ class CoreSystem(Messaging):
         return lambda: watched.unwatch(number)
 
     def link(self, actor: Ref, other: Ref) -> None:
-        """Tie the life of `actor`, which lives here, to that of `other` (as Erlang's link/1).
+        """Link `actor`, of this process, with `other` (as Erlang's link/1).
 
-        If `other` does not live, `actor` gets the exit signal at once. `other` must name one life, as the
-        references that `spawn` returns and messages carry do.
+        If `other` does not live, `actor` gets the exit signal at once. `other` must name one incarnation, as
+        the references that `spawn` returns and messages carry do.
         """
         if self.tracer is None:
             self._link(actor, other)
@@ -494,7 +496,7 @@ class CoreSystem(Messaging):
         if cell is None:
             raise DeadActor(f"{actor!r} does not live here")
         if not other.incarnation:
-            raise LocalProtocolError(f"{other!r} names no particular life to link with")
+            raise LocalProtocolError(f"{other!r} names no incarnation to link with")
         if len(cell.links) >= LINKS_MAX:
             raise TooManyPending(f"{actor!r} has {LINKS_MAX} links")
         cell.links[other] = None

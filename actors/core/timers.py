@@ -120,7 +120,7 @@ class Timer:
 
 
 class TimerBook:
-    """The timers of one life of an actor."""
+    """The timers of one incarnation of an actor."""
 
     __slots__ = ("_cell", "_last", "_timers", "loop", "refused")
 
@@ -139,24 +139,24 @@ class TimerBook:
             raise LocalProtocolError(f"a timer of {delay_s} s: give {shortest:g} to {DELAY_S_MAX:g}")
         if type(message) not in self._cell.handlers:
             raise LocalProtocolError(f"{self._cell.ref.address} has no handler for its own {message!r:.200}")
-        life = self._cell.life
+        traced = self._cell.traced
         if len(self._timers) >= TIMERS_PER_ACTOR_MAX:
             self._timers = {n: t for n, t in self._timers.items() if t.is_armed}
         if len(self._timers) >= TIMERS_PER_ACTOR_MAX:
-            if life is not None:
-                life.lose_track("it had too many timers, and when they fire is not recorded")
+            if traced is not None:
+                traced.lose_track("it had too many timers, and when they fire is not recorded")
             raise TooManyPending(f"{self._cell.ref.address} has {TIMERS_PER_ACTOR_MAX} timers")
         self._last += 1
         timer = Timer(self, self._last, message, delay_s, again)
-        if life is None or life.sets_timer(self._last, message, delay_s, again):
+        if traced is None or traced.sets_timer(self._last, message, delay_s, again):
             self._timers[self._last] = timer
             timer.arm(self.loop, delay_s)
         return timer
 
     def cancel(self, number: int, timer: Timer) -> None:
         """Disarm one."""
-        if self._cell.life is not None:
-            self._cell.life.cancels_timer(number)
+        if self._cell.traced is not None:
+            self._cell.traced.cancels_timer(number)
         timer.disarm()
         self._timers.pop(number, None)
 

@@ -219,7 +219,7 @@ class Unwatch(msgspec.Struct, array_like=True, frozen=True, tag=6):
 
 
 class ActorEnded(msgspec.Struct, array_like=True, frozen=True, tag=7):
-    """A monitored actor ended; `incarnation` is the life that did."""
+    """A monitored actor ended; `incarnation` names which."""
 
     watch: Natural
     incarnation: Natural
@@ -227,7 +227,7 @@ class ActorEnded(msgspec.Struct, array_like=True, frozen=True, tag=7):
 
 
 class LinkActors(msgspec.Struct, array_like=True, frozen=True, tag=8):
-    """Tie the life of the receiver's actor `to` to the sender's actor `source`."""
+    """Link the receiver's actor `to` with the sender's actor `source`."""
 
     source: ActorName
     source_incarnation: Natural

@@ -2,5 +2,5 @@
 
 `events.py` says what is recorded; `recording.py` records, `stage.py` replays, and `machine.py` makes that a
 machine. Imports the core, the services of an actor system and the simulator's loop. Begin reading at
-`life.py`.
+`traced.py`.
 """

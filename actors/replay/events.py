@@ -1,8 +1,8 @@
-"""What an actor's life takes in and gives out, as it is recorded: the events and actions of the kind `actor`.
+"""What an actor receives and does, as it is recorded: the events and actions of the kind `actor`.
 
 One event is one turn: it lets one *strand* of the actor (0 is the one that handles messages; each task that
 the actor starts is another) run until it waits again, and the actions are what the actor did in that turn. So
-nothing is left to a scheduler, and a life is a pure function of its events.
+nothing is left to a scheduler, and an actor is a pure function of its events.
 
 Messages go in as they would on the wire (`body`), so that they come back the same; they go out as text, so
 that a difference can be read.
@@ -351,7 +351,7 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The life is over."""
+    """The actor has ended."""
 
     reason: ReasonData
 

@@ -1,4 +1,4 @@
-"""Replaying actors: a recorded life as a machine, like any other that is captured.
+"""Replaying actors: a recorded incarnation as a machine, like any other that is captured.
 
 An actor's code is found by the name of its class. A log is data from anywhere, so nothing in it makes us
 import a module: the class's module must have been imported already, or be allowed by `allow_modules`.
@@ -19,8 +19,8 @@ from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.actor_base import handler_table, remote_class_id
 from zbmd.actors.core.wire import RefData
 from zbmd.actors.replay.events import ActorAction, ActorEvent
-from zbmd.actors.replay.life import unpack_arguments
 from zbmd.actors.replay.stage import Stage
+from zbmd.actors.replay.traced import unpack_arguments
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.capture.errors import CaptureMismatch
 
@@ -78,7 +78,7 @@ def find_actor_class(name: str) -> type[Actor]:
 
 
 class ActorReplay:
-    """One recorded life of an actor: give it the recorded events, and it does what its code does now.
+    """One recorded incarnation of an actor: give it the recorded events, and it does what its code does now.
 
     suspects: what the actor used, so far, whose results are not recorded: "the time module at job.py:12 in
     tick".
@@ -91,7 +91,7 @@ class ActorReplay:
 
     @classmethod
     def build(cls, config: Mapping[str, Any]) -> ActorReplay:
-        """The life that a stream declares. Raises `CaptureMismatch` if it cannot be replayed, and why."""
+        """Return what a stream declares. Raises `CaptureMismatch` if it cannot be replayed, and why."""
         declared = msgspec.convert(config, _Declared)
         if declared.unreplayable:
             raise CaptureMismatch(f"{declared.actor_class} can only be shown: {declared.unreplayable}")

@@ -1,15 +1,15 @@
-"""Recording actors: a system whose actors' lives are streams of a capture, ready to be replayed.
+"""Recording actors: a system whose actors are streams of a capture, ready to be replayed.
 
     system = captured_system(name, incarnation, recorder=recorder)
 
-in place of an `ActorSystem`, and every life of an actor spawned here is a stream of the kind `actor`, named
-after the actor and its incarnation. While it is open, tasks are made by a task factory of its own, which the
-loop's former one, if any, is called by.
+in place of an `ActorSystem`, and every incarnation of an actor spawned here is a stream of the kind `actor`,
+named after the actor and its incarnation. While it is open, tasks are made by a task factory of its own,
+which the loop's former one, if any, is called by.
 
-A life that cannot be replayed is recorded all the same, to be read; its stream says why: the class is local
-to a function, the constructor was given more than plain data, references and contracts, or the actor did
-something whose outcome is not recorded (`lose_track`). Then its stream ends, and another goes on under the
-same name.
+An incarnation that cannot be replayed is recorded all the same, to be read; its stream says why: the class is
+local to a function, the constructor was given more than plain data, references and contracts, or the actor
+did something whose outcome is not recorded (`lose_track`). Then its stream ends, and another goes on under
+the same name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.ref import Down, Exited, Reason, Ref, Signal, Undelivered
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
-from zbmd.actors.replay.life import ActorLife, NotPlain, pack_arguments
 from zbmd.actors.replay.native._turns import SERVING, Strand, Turns
+from zbmd.actors.replay.traced import NotPlain, TracedActor, pack_arguments
 from zbmd.actors.replay.tracing import Tracing
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.capture.recorder import Recorder
@@ -56,8 +56,8 @@ ACTOR: MachineKind[ev.ActorEvent, ev.ActorAction] = register(
 )
 
 
-class RecordedLife(Turns, ActorLife):
-    """A recorded life: writes each turn as it happens."""
+class RecordedActor(Turns, TracedActor):
+    """A recorded actor: writes each turn as it happens."""
 
     def __init__(self, recorder: Recorder, config: dict[str, Any], name: str) -> None:
         now_ns, wall_ns = recorder.now_ns(), time.time_ns()
@@ -98,7 +98,7 @@ class RecordedLife(Turns, ActorLife):
         return self._begin(ev.recorded(ev.Stopping, reason=reason_data(reason)), awaitable, settles=False)
 
     def killed(self, reason: Reason) -> None:
-        """The life is about to end from outside."""
+        """The actor is about to end from outside."""
         if not self.closed:
             self._record(ev.recorded(ev.Killed, reason=reason_data(reason)))
 
@@ -109,7 +109,7 @@ class RecordedLife(Turns, ActorLife):
             self.settle()
 
     def ended(self, reason: Reason) -> None:
-        """The life is over."""
+        """The actor has ended."""
         if not self.closed:
             super().ended(reason)
             self._recorder.end_stream(self._stream, str(reason))
@@ -190,8 +190,8 @@ class RecordedLife(Turns, ActorLife):
 _codec = ev.RecordCodec()
 
 
-class LifeRecording(Tracing):
-    """Records the lives of a system's actors; see the module's text."""
+class ActorRecording(Tracing):
+    """Records a system's actors; see the module's text."""
 
     def __init__(self, system: ActorSystem, recorder: Recorder) -> None:
         super().__init__(system)
@@ -205,10 +205,10 @@ class LifeRecording(Tracing):
         return _pack(args, kwargs) if cls.captured else None
 
     def created(self, cell: ActorCell, before: tuple[bytes, str] | None) -> None:
-        """Begin the stream of a life."""
+        """Begin the stream of an incarnation."""
         if before is not None:
             stream = f"{cell.name}#{cell.ref.incarnation}"
-            cell.life = RecordedLife(self._recorder, _config(cell.ref, type(cell.actor), *before), stream)
+            cell.traced = RecordedActor(self._recorder, _config(cell.ref, type(cell.actor), *before), stream)
 
     def stopped(self) -> None:
         """Give the loop its former task factory."""
@@ -216,9 +216,9 @@ class LifeRecording(Tracing):
 
 
 def captured_system(name: str, incarnation: int = 1, *, recorder: Recorder, scope: str = "") -> ActorSystem:
-    """Return an actor system whose actors' lives are recorded; see the module's text."""
+    """Return an actor system whose actors are recorded; see the module's text."""
     system = ActorSystem(name, incarnation, recorder=recorder, scope=scope)
-    system.tracer = LifeRecording(system, recorder)
+    system.tracer = ActorRecording(system, recorder)
     return system
 
 
@@ -257,8 +257,8 @@ class StrandFactory:
     ) -> asyncio.Future[Any]:
         context = options.get("context")
         cell = current_cell.get() if context is None else context.get(current_cell)
-        if cell is not None and cell.life is not None:
-            coroutine = cell.life.adopt(coroutine)
+        if cell is not None and cell.traced is not None:
+            coroutine = cell.traced.adopt(coroutine)
         if self._former is not None:
             return self._former(loop, coroutine, **options)
         return asyncio.Task(coroutine, loop=loop, **options)

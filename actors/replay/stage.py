@@ -26,8 +26,8 @@ from zbmd.actors.core.ref import Down, Exited, Reason, Ref, Signal, Undelivered
 from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.errors import ActorError
 from zbmd.actors.replay import events as ev
-from zbmd.actors.replay.life import ActorLife
 from zbmd.actors.replay.native._turns import SERVING, Strand
+from zbmd.actors.replay.traced import TracedActor
 from zbmd.actors.replay.tracing import Tracing
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.sim.loop import SimLoop
@@ -112,8 +112,8 @@ class StageLoop(SimLoop):
         """Return a task, which is a strand if the actor starts it."""
         context = copy_context() if context is None else context
         cell = context.get(current_cell)
-        if cell is not None and cell.life is not None:
-            coro = cell.life.adopt(coro)
+        if cell is not None and cell.traced is not None:
+            coro = cell.traced.adopt(coro)
         return super().create_task(coro, name=name, context=context, **options)
 
     # The loop's own time is the actor's to use; `time`'s is told by these two.
@@ -134,7 +134,7 @@ class StageLoop(SimLoop):
 
 
 class _Owed:
-    """Where a replayed answer goes: the life has told of it already."""
+    """Where a replayed answer goes: it is recorded already."""
 
     def reply(self, message: Any) -> None:
         """Nowhere."""
@@ -146,8 +146,8 @@ class _Owed:
         """Nowhere."""
 
 
-class ReplayedLife(ActorLife):
-    """A replayed life: holds every strand until its turn."""
+class ReplayedActor(TracedActor):
+    """A replayed actor: holds every strand until its turn."""
 
     replays = True
 
@@ -241,7 +241,7 @@ class ReplayedLife(ActorLife):
         return stand_in()
 
     def lose_track(self, why: str) -> NoReturn:
-        """It was not lost when the life was recorded, or the recording would have ended."""
+        """It was not lost when the actor was recorded, or the recording would have ended."""
         raise RuntimeError(f"the recorded actor did not do this: {why}")
 
     # Turns.
@@ -278,7 +278,7 @@ _SIGNAL_EVENTS: dict[type[Signal], type[ev.ActorEvent]] = {
 
 
 class Stage:
-    """One life, played again event by event. Close it at the end.
+    """One incarnation, replayed event by event. Close it at the end.
 
     make: calls the actor's constructor, in the system given.
     """
@@ -296,7 +296,7 @@ class Stage:
         self._name = f"{ref.process}/{ref.actor}#{ref.incarnation}"
         stage = weakref.ref(self)
         self._loop = StageLoop(lambda what: _suspected(stage(), what))
-        self._life = ReplayedLife(self._loop, seed, now_ns, wall_ns)
+        self._life = ReplayedActor(self._loop, seed, now_ns, wall_ns)
         self._ref = ref
         self._make = make
         self._cell: ActorCell | None = None
@@ -304,23 +304,23 @@ class Stage:
 
     def play(self, event: ev.ActorEvent, now_ns: int) -> list[ev.ActorAction]:
         """Let the event happen at `now_ns`, monotonic; what the actor did in this turn."""
-        life, loop = self._life, self._loop
+        traced, loop = self._life, self._loop
         loop.now_ns = max(loop.now_ns, now_ns)
-        life.now_ns = now_ns
+        traced.now_ns = now_ns
         if loop.turn(lambda: self._play(event, now_ns)):
             self.suspect("the random module (use self.random)", "")
-        if life.waits_for_its_turn:
-            life.act(ev.Stuck, at=_whereabouts(loop))
-        return life.take_actions()
+        if traced.waits_for_its_turn:
+            traced.act(ev.Stuck, at=_whereabouts(loop))
+        return traced.take_actions()
 
     def _play(self, event: ev.ActorEvent, now_ns: int) -> None:
-        life, loop = self._life, self._loop
+        traced, loop = self._life, self._loop
         cell = self._begun() if self._cell is None else self._cell
         loop.run_ready()
         self._deliver(cell, event)
         loop.run_ready()
         if isinstance(event, ev.Resumed):
-            while life.waits_for_its_turn and loop.fire_next(now_ns + TIMER_EARLY_NS_MAX):
+            while traced.waits_for_its_turn and loop.fire_next(now_ns + TIMER_EARLY_NS_MAX):
                 loop.run_ready()
 
     def close(self) -> None:
@@ -346,14 +346,14 @@ class Stage:
         cls, args, kwargs = self._make(system)
         system._last_actor = self._ref.incarnation - 1
         cell = self._cell = system._create(cls, args, kwargs, self._ref.actor, None, None)
-        cell.life = self._life
+        cell.traced = self._life
         return cell
 
     def _deliver(self, cell: ActorCell, event: ev.ActorEvent) -> None:
-        life = self._life
+        traced = self._life
         match event:
             case ev.Started():
-                life.permit(SERVING, ev.Started)
+                traced.permit(SERVING, ev.Started)
             case ev.Received():
                 owed = _Owed() if event.owed else None
                 message = self._message(event.body)
@@ -361,18 +361,18 @@ class Stage:
                     Delivery(message, event.deadline_ns, event.trace_id, event.sender, None, owed)
                 )
                 cell.wake()
-                life.permit(SERVING, ev.Received)
+                traced.permit(SERVING, ev.Received)
             case ev.DownReceived() | ev.ExitReceived() | ev.UndeliveredReceived():
                 cell.mailbox.post(self._signal(event))
                 cell.wake()
-                life.permit(SERVING, type(event))
+                traced.permit(SERVING, type(event))
             case ev.Stopping():
                 cell.request_stop(_reason(event.reason))
-                life.permit(SERVING, ev.Stopping)
+                traced.permit(SERVING, ev.Stopping)
             case ev.Killed():
                 cell.kill(_reason(event.reason))
             case ev.Resumed():
-                life.permit(event.strand)
+                traced.permit(event.strand)
             case ev.Withdrawn():
                 cell.withdraw_current()
             case (
@@ -380,7 +380,7 @@ class Stage:
             ):
                 self._set_outcome(event)
             case ev.ClockSet():
-                life.set_wall_clock(event.ahead_ns)
+                traced.set_wall_clock(event.ahead_ns)
             case _:
                 assert_never(event)
 

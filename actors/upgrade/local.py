@@ -385,8 +385,8 @@ def _become(
     cell: ActorCell, cls: type[ActorBase], state: dict[str, Any], table: Mapping[type, Handler]
 ) -> None:
     """Make the actor one of `cls`, in place: references to the object stay valid."""
-    if cell.life is not None:
-        cell.life.lose_track(f"its code was changed to {cls.__qualname__}, version {cls.version}")
+    if cell.traced is not None:
+        cell.traced.lose_track(f"its code was changed to {cls.__qualname__}, version {cls.version}")
     actor = cell.actor
     actor.__class__ = cls
     attributes = vars(actor)

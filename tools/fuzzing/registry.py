@@ -56,7 +56,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/capture/registry.py": ("replay.state",),
     "transport/capture/replay.py": ("capture.records", "replay.machines"),
     "transport/capture/files.py": ("capture.text",),
-    "actors/replay/life.py": ("arguments",),
+    "actors/replay/traced.py": ("arguments",),
     "actors/replay/machine.py": ("replay.machines",),
     "actors/bootstrap/etcd_client.py": ("etcd.reply", "etcd.url", "etcd.record"),
     "actors/bootstrap/hostlist.py": ("hostlist",),

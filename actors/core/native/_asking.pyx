@@ -337,9 +337,9 @@ cdef class Asked:
     cdef int _begin_there(self, Post system, ref, message) except -1:
         cdef PyObject *found = PyDict_GetItem(system._peers, ref.process)
         cdef PeerCore peer = None if found is NULL else <PeerCore>found
-        life = ref.process_incarnation
-        if peer is None or (life and life != peer.incarnation):
-            peer = system._peer(ref.process, life)
+        incarnation = ref.process_incarnation
+        if peer is None or (incarnation and incarnation != peer.incarnation):
+            peer = system._peer(ref.process, incarnation)
         self.peer = peer
         self.call = peer.opens(self.future, False)
         payload = self._payload(ref, message)

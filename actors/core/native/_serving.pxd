@@ -12,7 +12,7 @@ cdef class Coroutine:
 
 cdef class CellCore:
     cdef public Mailbox mailbox
-    cdef public object actor, handlers, life, task, current, name, incarnation, ref
+    cdef public object actor, handlers, traced, task, current, name, incarnation, ref
     cdef public Post system
     cdef public bint accepts
     cdef public int64_t handled, turns

@@ -9,7 +9,7 @@ from zbmd.actors.core.native._mailbox import Delivery, Mailbox
 from zbmd.actors.core.ref import Reason, Ref
 from zbmd.actors.core.services import Tracer
 from zbmd.actors.core.timers import DeadlineWheel
-from zbmd.actors.replay.life import ActorLife
+from zbmd.actors.replay.traced import TracedActor
 
 TURN_NS: Final[int]
 """How long an actor handles messages before the loop gets its turn; it looks after `MESSAGES_PER_LOOK`."""
@@ -32,14 +32,14 @@ ENDED_MAX: Final[int]
 class CellCore:
     """What of an actor is touched at every message. What is not set is None.
 
-    life: who records or replays it, if anyone does; task: what serves the mailbox, None while it is idle;
+    traced: what records or replays it, or None; task: what serves the mailbox, None while it is idle;
     current: the message that is being handled; turns: how often the loop gave it its turn.
     """
 
     mailbox: Mailbox
     actor: ActorBase
     handlers: Mapping[type, Handler]
-    life: ActorLife | None
+    traced: TracedActor | None
     task: Task[None] | None
     current: Delivery | None
     name: str

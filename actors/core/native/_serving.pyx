@@ -216,7 +216,7 @@ cdef class Serving(Coroutine):
         cdef Mailbox mailbox = cell.mailbox
         cdef Delivery delivery = mailbox.next()
         cdef PyObject *found
-        if delivery is None or cell._stop is not None or cell.life is not None:
+        if delivery is None or cell._stop is not None or cell.traced is not None:
             return False
         if mailbox.signals is not None and mailbox.signals:
             return False
@@ -331,11 +331,11 @@ cdef class Post:
         cell = <CellCore>found
         if not cell.accepts:
             return None
-        life = ref.incarnation
-        if life and life != cell.incarnation:
+        incarnation = ref.incarnation
+        if incarnation and incarnation != cell.incarnation:
             return None
-        life = ref.process_incarnation
-        if life and life != self.incarnation:
+        incarnation = ref.process_incarnation
+        if incarnation and incarnation != self.incarnation:
             return None
         return cell
 

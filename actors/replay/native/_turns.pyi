@@ -15,7 +15,7 @@ T = TypeVar("T")
 SERVING: Final[int]
 """The strand that handles signals and messages."""
 WALL_CHECK_NS: Final[int]
-"""How often, at most, a life looks whether the wall clock has been set."""
+"""How often, at most, a recorded actor checks whether the wall clock has been set."""
 
 class Turn:
     """One turn, as a recorder takes it in place of the two records of its event and its actions."""
@@ -26,7 +26,7 @@ class Turn:
         """
 
 class Turns:
-    """What a recorded life does at every message, for `ActorLife` to be completed by.
+    """What a recorded actor does at every message, for `TracedActor` to be completed by.
 
     Messages of plain values are kept by reference, as nothing can change them, and are encoded when the
     records are written; any other is encoded at once.
@@ -65,7 +65,7 @@ class Wrapped:
     def cr_running(self) -> bool: ...
 
 class Strand(Wrapped, Coroutine[Any, Any, Any]):
-    """A coroutine of an actor with its life in between: it is told of every turn, and may hold it back.
+    """A coroutine of a traced actor: the tracing sees every turn, and may delay it.
 
     begins: what lets it begin, if that is not `Resumed`; settles: whether its last turn ends with it.
     """
@@ -77,7 +77,7 @@ class Strand(Wrapped, Coroutine[Any, Any, Any]):
     """It is inside of a call whose outcome has an event of its own."""
     def __init__(
         self,
-        life: object,
+        traced: object,
         number: int,
         awaitable: Awaitable[Any],
         begins: type[ActorEvent] | None = None,
@@ -91,11 +91,11 @@ class Strand(Wrapped, Coroutine[Any, Any, Any]):
     def __next__(self) -> Any: ...
 
 class Call(Wrapped, Coroutine[Any, Any, Any]):
-    """An ask or a tell of a recorded actor: `coroutine`, which does it, with its life told of both ends."""
+    """An ask or a tell of a recorded actor: `coroutine`, which does it, whose begin and end are recorded."""
 
     def __init__(
         self,
-        life: Turns,
+        traced: Turns,
         coroutine: Coroutine[Any, Any, Any],
         ref: Ref,
         message: Contract,

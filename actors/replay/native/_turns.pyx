@@ -1,4 +1,4 @@
-"""The turns of a recorded life, and the strands that take them: what runs at every message. See _turns.pyi."""
+"""The turns of a recorded actor, and the strands that take them: what runs at every message. See _turns.pyi."""
 
 cimport cython
 from cpython.object cimport PyObject
@@ -294,12 +294,12 @@ cdef class Strand(Wrapped):
     cdef Turns _turns
     cdef object _held, _kept_value, _kept_error
 
-    def __init__(self, life, number, awaitable, begins=None, settles=True):
+    def __init__(self, traced, number, awaitable, begins=None, settles=True):
         self.number = number
         self.begins = begins
         self.settles = settles
-        self._life = life
-        self._turns = life if isinstance(life, Turns) else None
+        self._life = traced
+        self._turns = traced if isinstance(traced, Turns) else None
         self._coroutine = awaitable if hasattr(awaitable, "send") else _awaiting(awaitable)
 
     def close(self):
@@ -346,8 +346,8 @@ cdef class Call(Wrapped):
     cdef int64_t _number
     cdef Strand _strand
 
-    def __init__(self, Turns life not None, coroutine, ref, message, bint asks, wanted=None, timeout=None):
-        self._life = life
+    def __init__(self, Turns traced not None, coroutine, ref, message, bint asks, wanted=None, timeout=None):
+        self._life = traced
         self._coroutine = coroutine
         self._ref = ref
         self._message = message
@@ -380,29 +380,29 @@ cdef class Call(Wrapped):
         return how
 
     cdef int _begin(self) except -1:
-        cdef Turns life = self._life
-        strand = life.current
-        if strand is None or (<Strand?>strand).busy or life.closed:
-            strand = life.turn("ask()" if self._asks else "tell()")
+        cdef Turns traced = self._life
+        strand = traced.current
+        if strand is None or (<Strand?>strand).busy or traced.closed:
+            strand = traced.turn("ask()" if self._asks else "tell()")
             if strand is None:
                 self._state = PASSED_ON
                 return 0
         message, timeout = self._message, self._timeout
-        life._calls += 1
-        self._number = life._calls
+        traced._calls += 1
+        self._number = traced._calls
         if _flat_bytes(message) < 0:
-            message = life.text(message)
+            message = traced.text(message)
         if timeout is not None:
             timeout = float(timeout)  # it may be an integer
-        to = life._text_of(self._ref)
-        life._act(_Asked if self._asks else _TellSent, self._number, to, message, timeout, self._wanted)
+        to = traced._text_of(self._ref)
+        traced._act(_Asked if self._asks else _TellSent, self._number, to, message, timeout, self._wanted)
         self._strand = strand
         self._strand.busy = True
         self._state = TOLD
         return 0
 
     cdef int _succeed(self, outcome) except -1:
-        cdef Turns life = self._life
+        cdef Turns traced = self._life
         cdef Turn turn
         cdef int64_t nbytes = 0
         if self._state != TOLD:
@@ -410,18 +410,18 @@ cdef class Call(Wrapped):
             return 0
         self._state = DONE
         self._strand.busy = False
-        if life.closed:
+        if traced.closed:
             return 0
         if not self._asks:
-            life._begin(_Sent, 0).number = self._number
+            traced._begin(_Sent, 0).number = self._number
         else:
             nbytes = _flat_bytes(outcome)
             if nbytes >= 0:
-                turn = life._begin(_Answered, nbytes)
+                turn = traced._begin(_Answered, nbytes)
                 turn.number, turn.body = self._number, outcome
             else:
-                life._record(life.answered(self._number, outcome))
-        life.current = self._strand
+                traced._record(traced.answered(self._number, outcome))
+        traced.current = self._strand
         return 0
 
     cdef int _fail(self, failure) except -1:

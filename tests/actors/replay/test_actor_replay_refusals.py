@@ -24,9 +24,9 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import ReasonKind, Ref
 from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.replay.events import RecordCodec, recorded
-from zbmd.actors.replay.life import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.replay.machine import allow_modules, find_actor_class
 from zbmd.actors.replay.recording import ACTOR, captured_system
+from zbmd.actors.replay.traced import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
 from zbmd.transport.capture.codec import captured_name

@@ -23,7 +23,7 @@ from zbmd.actors.process import template
 from zbmd.actors.process.exit import without_mark
 from zbmd.actors.process.output import LINE_BYTES_MAX, LineAssembler
 from zbmd.actors.rank import host_contracts as host_contracts
-from zbmd.actors.replay.life import pack_arguments, unpack_arguments
+from zbmd.actors.replay.traced import pack_arguments, unpack_arguments
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
 from zbmd.tools.fuzzing.mutate import retyped

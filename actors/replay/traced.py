@@ -1,12 +1,12 @@
-"""A life that is recorded or replayed: its strands, and the turns they take.
+"""An actor that is recorded or replayed: its strands, and the turns they take.
 
 A strand is one line of execution of an actor: strand 0 handles signals and messages, every task that the
 actor starts is one more, numbered in the order in which they are started. A strand's turn is what runs, in
-one go, from its resumption until it waits again. Turns of one actor never overlap, so a life is a sequence of
-turns, and each has one cause: an event of `events`. Calls through the actor's own interface (`Ref.ask`,
-`ActorSystem.spawn` …) end a turn and begin one with their outcome, even if they need not wait.
+one go, from its resumption until it waits again. Turns of one actor never overlap, so an incarnation is a
+sequence of turns, and each has one cause: an event of `events`. Calls through the actor's own interface
+(`Ref.ask`, `ActorSystem.spawn` …) end a turn and begin one with their outcome, even if they need not wait.
 
-`RecordedLife` (`recording`) writes the sequence down as it happens; `ReplayedLife` (`stage`) makes
+`RecordedActor` (`recording`) writes the sequence down as it happens; `ReplayedActor` (`stage`) makes
 it happen as it is written down: a strand that could go on is held until its turn has come.
 """
 
@@ -32,8 +32,8 @@ T = TypeVar("T")
 _SERVE_CODE = ActorCell._run.__code__
 
 
-class ActorLife(ABC):
-    """The common part of a recorded and a replayed life.
+class TracedActor(ABC):
+    """The common part of a recorded and a replayed actor.
 
     seed: of `Actor.random`; now_ns: when the turn began, monotonic; replays: all has happened before, so that
     what was handled is handled whatever the clock says, and failures are not logged again.
@@ -70,7 +70,7 @@ class ActorLife(ABC):
 
     @abstractmethod
     def killed(self, reason: Reason) -> None:
-        """The life is about to end from outside."""
+        """The actor is about to end from outside."""
 
     def replied(self, delivery: Delivery, reply: Any) -> None:
         """The handler has returned."""
@@ -84,7 +84,7 @@ class ActorLife(ABC):
         self.current = None  # but its turn may have one more outcome: that it has ended
 
     def ended(self, reason: Reason) -> None:
-        """The life is over."""
+        """The actor has ended."""
         self.act(events.Ended, reason=reason_data(reason))
         self.settle()
         self.closed = True
@@ -171,7 +171,7 @@ class ActorLife(ABC):
 
     @abstractmethod
     def lose_track(self, why: str) -> None:
-        """From here on the life depends on more than is recorded."""
+        """From here on the actor depends on more than is recorded."""
 
     def text(self, message: Any) -> str:
         """A message as it is compared; empty if it cannot be."""
@@ -215,7 +215,7 @@ class ActorLife(ABC):
         self._strands += 1
         return Strand(self, self._strands, coroutine)
 
-    # For strands (see also `ReplayedLife.resumes`).
+    # For strands (see also `ReplayedActor.resumes`).
 
     @abstractmethod
     def settle(self) -> None:

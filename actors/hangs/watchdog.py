@@ -381,7 +381,7 @@ class Watchdog:
 
         return remove
 
-    # Its life.
+    # Start and end.
 
     def start(self, rank: int, incarnation: int) -> None:
         """Begin to look. Without a connection to the host it logs what it finds."""

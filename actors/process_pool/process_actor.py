@@ -1,4 +1,4 @@
-"""An actor that is a process: it runs a command at a place, and its life ends with the process.
+"""An actor that is a process: it runs a command at a place, and ends with its process.
 
 So a supervisor of actors supervises hosts and devices as well, with all its strategies. `devices` has the
 workers of this host. A supervised node is a process that runs a node on some host, and moves to another host
@@ -172,7 +172,7 @@ class Command:
 
 
 class ProcessActor(Actor):
-    """Runs a command at a place that it takes for its life.
+    """Runs a command at a place that it holds until it ends.
 
     Its `started` is over when the process is `ready`. It stops the process with SIGTERM, and with SIGKILL
     when its own time is up. Code 0 is a normal end, any other a failure. The process is killed with this
@@ -305,7 +305,7 @@ class ProcessActor(Actor):
             self._changed.set()
 
     def _over(self, down: Down) -> None:
-        """The end of this life, killed or not: the process goes with it, and the place is free."""
+        """The end of this incarnation, killed or not: the process goes with it, and the place is free."""
         if self._watching is not None:
             self._watching.cancel()
         self._kill()
@@ -330,7 +330,7 @@ class NodeProcess(ProcessActor):
         self._ready = re.compile(ready)
         self._environment = dict(environment)
         self._life: tuple[str, int] | None = None
-        """The process and the life that it became a member as, if it has said so."""
+        """The process and the incarnation that it became a member as, if it has said so."""
 
     def command(self) -> Sequence[str]:
         """See `ProcessActor`."""

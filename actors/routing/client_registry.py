@@ -20,10 +20,10 @@ SEEN_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linked:
-    """This life of a process has a link to us."""
+    """This incarnation of a process has a link to us."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +31,24 @@ class Enrolled:
     """It has said where it listens; the driver keeps that."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """The link to that life has ended."""
+    """The link to that incarnation has ended."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeWanted:
-    """Whoever has this ticket wants to know when that life is over."""
+    """Whoever has this ticket wants to know when that incarnation is over."""
 
     ticket: int
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ Event: TypeAlias = Linked | Enrolled | Left | NoticeWanted | NoticeDropped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendNotice:
-    """That life is over, and why."""
+    """That incarnation is over, and why."""
 
     ticket: int
     reason: str
@@ -81,10 +81,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """What was kept of where that life listens is void."""
+    """What was kept of where that incarnation listens is void."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 Action: TypeAlias = SendNotice | Refuse | Forget
@@ -94,7 +94,7 @@ Action: TypeAlias = SendNotice | Refuse | Forget
 class Client:
     """A process that is linked with us. enrolled: whether it has said where it listens."""
 
-    life: int
+    incarnation: int
     enrolled: bool = False
 
 
@@ -106,19 +106,19 @@ class ClientRegistry:
 
     linked: dict[str, Client] = field(default_factory=dict[str, Client])
     _seen: dict[str, int] = field(default_factory=dict[str, int])
-    """The last life of each that was in the book."""
+    """The last incarnation of each that was in the book."""
     _heeded: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
 
     def handle(self, event: Event) -> list[Action]:
         """Take an event."""
         match event:
-            case Linked(process=process, life=life):
-                return self._linked(process, life)
-            case Enrolled(process=process, life=life):
-                return self._enrolled(process, life)
-            case Left(process=process, life=life):
+            case Linked(process=process, incarnation=incarnation):
+                return self._linked(process, incarnation)
+            case Enrolled(process=process, incarnation=incarnation):
+                return self._enrolled(process, incarnation)
+            case Left(process=process, incarnation=incarnation):
                 client = self.linked.get(process)
-                if client is None or client.life != life:
+                if client is None or client.incarnation != incarnation:
                     return []
                 return self._strike(process)
             case NoticeWanted():
@@ -132,59 +132,65 @@ class ClientRegistry:
     def life_of(self, process: str) -> int:
         """Return the incarnation of a registered client, or 0."""
         client = self.linked.get(process)
-        return client.life if client is not None and client.enrolled else 0
+        return client.incarnation if client is not None and client.enrolled else 0
 
-    def gone(self, process: str, life: int) -> str:
-        """Return why that life is known to be over; empty if it is not."""
+    def gone(self, process: str, incarnation: int) -> str:
+        """Return why that incarnation is known to be over; empty if it is not."""
         client = self.linked.get(process)
-        if client is not None and client.life >= life:
-            return "" if client.life == life else f"{process} is incarnation {client.life}"
-        return f"{process} has ended, or lost its link" if self._seen.get(process, 0) >= life else ""
+        if client is not None and client.incarnation >= incarnation:
+            return (
+                "" if client.incarnation == incarnation else f"{process} is incarnation {client.incarnation}"
+            )
+        return f"{process} has ended, or lost its link" if self._seen.get(process, 0) >= incarnation else ""
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the machine contradicts itself."""
         assert len(self._heeded) <= HEEDED_MAX and len(self._seen) <= SEEN_MAX
-        for ticket, (process, life) in self._heeded.items():
-            assert not self.gone(process, life), f"ticket {ticket} was not told: {self.gone(process, life)}"
+        for ticket, (process, incarnation) in self._heeded.items():
+            assert not self.gone(process, incarnation), (
+                f"ticket {ticket} was not told: {self.gone(process, incarnation)}"
+            )
 
-    def _linked(self, process: str, life: int) -> list[Action]:
+    def _linked(self, process: str, incarnation: int) -> list[Action]:
         known = self.linked.get(process)
-        if known is not None and known.life >= life:
+        if known is not None and known.incarnation >= incarnation:
             return []
         actions = [] if known is None else self._strike(process)
-        self.linked[process] = Client(life)
+        self.linked[process] = Client(incarnation)
         return [*actions, *self._tell(process)]
 
-    def _enrolled(self, process: str, life: int) -> list[Action]:
+    def _enrolled(self, process: str, incarnation: int) -> list[Action]:
         client = self.linked.get(process)
-        if client is None or client.life != life:
+        if client is None or client.incarnation != incarnation:
             return []  # its link has ended meanwhile
         client.enrolled = True
         self._seen.pop(process, None)  # so that the newest are last
-        self._seen[process] = life
+        self._seen[process] = incarnation
         while len(self._seen) > SEEN_MAX:
             del self._seen[next(iter(self._seen))]
         return []
 
     def _strike(self, process: str) -> list[Action]:
         client = self.linked.pop(process)
-        struck: list[Action] = [Forget(process=process, life=client.life)] if client.enrolled else []
+        struck: list[Action] = (
+            [Forget(process=process, incarnation=client.incarnation)] if client.enrolled else []
+        )
         return [*struck, *self._tell(process)]  # also if only its last stay was in the book
 
     def _tell(self, process: str) -> list[Action]:
         actions: list[Action] = []
-        for ticket, (name, life) in list(self._heeded.items()):
-            if name == process and (reason := self.gone(process, life)):
+        for ticket, (name, incarnation) in list(self._heeded.items()):
+            if name == process and (reason := self.gone(process, incarnation)):
                 del self._heeded[ticket]
                 actions.append(SendNotice(ticket=ticket, reason=reason))
         return actions
 
     def _await_end(self, event: NoticeWanted) -> list[Action]:
-        reason = self.gone(event.process, event.life)
+        reason = self.gone(event.process, event.incarnation)
         if reason:
             return [SendNotice(ticket=event.ticket, reason=reason)]
         if len(self._heeded) >= HEEDED_MAX:
             refusal = f"the ends of {HEEDED_MAX} processes are waited for"
             return [Refuse(ticket=event.ticket, reason=refusal)]
-        self._heeded[event.ticket] = (event.process, event.life)
+        self._heeded[event.ticket] = (event.process, event.incarnation)
         return []

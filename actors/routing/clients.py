@@ -22,13 +22,13 @@ class EndNotices(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+    def notify_end(self, process: str, incarnation: int, tell: Callable[[str], None]) -> Callable[[], None]:
         """Call `tell`, once, when that incarnation has ended; return a function that undoes it.
 
         Raises `TooManyPending`.
         """
 
-    async def until_gone(self, process: str, life: int) -> str:
+    async def until_gone(self, process: str, incarnation: int) -> str:
         """Wait for the end and return the reason. Raises `TooManyPending`."""
         gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -36,7 +36,7 @@ class EndNotices(ABC):
             if not gone.done():
                 gone.set_result(reason)
 
-        undo = self.notify_end(process, life, tell)
+        undo = self.notify_end(process, incarnation, tell)
         try:
             return await gone
         finally:
@@ -52,17 +52,17 @@ class ExternalClients(EndNotices):
         self._tickets = itertools.count(1)
         self._tell: dict[int, Callable[[str], None]] = {}
 
-    def linked(self, process: str, life: int) -> None:
+    def linked(self, process: str, incarnation: int) -> None:
         """Note a link that carries messages."""
-        self._feed(b.Linked(process=process, life=life))
+        self._feed(b.Linked(process=process, incarnation=incarnation))
 
-    def left(self, process: str, life: int) -> None:
+    def left(self, process: str, incarnation: int) -> None:
         """Note the end of that link."""
-        self._feed(b.Left(process=process, life=life))
+        self._feed(b.Left(process=process, incarnation=incarnation))
 
     def enrol(self, way: Route) -> bool:
         """Register a client's address; return whether that incarnation of it is linked with this process."""
-        self._feed(b.Enrolled(process=way.process, life=way.life))
+        self._feed(b.Enrolled(process=way.process, incarnation=way.life))
         if self._book.life_of(way.process) != way.life:
             return False
         self._routes[way.process] = way
@@ -74,11 +74,11 @@ class ExternalClients(EndNotices):
             return NoRoute(f"{process} has ended, has lost the link to its owner, or does not listen")
         return self._routes[process]
 
-    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+    def notify_end(self, process: str, incarnation: int, tell: Callable[[str], None]) -> Callable[[], None]:
         """See `EndNotices`."""
         ticket = next(self._tickets)
         self._tell[ticket] = tell
-        self._feed(b.NoticeWanted(ticket=ticket, process=process, life=life))
+        self._feed(b.NoticeWanted(ticket=ticket, process=process, incarnation=incarnation))
 
         def undo() -> None:
             if self._tell.pop(ticket, None) is not None:

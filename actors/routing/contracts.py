@@ -14,7 +14,7 @@ REASON_CHARACTERS_MAX: Final = 1000
 PROCESSES_TOLD_MAX: Final = 4096
 
 Process = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-Life = Annotated[int, msgspec.Meta(ge=0)]
+IncarnationNumber = Annotated[int, msgspec.Meta(ge=0)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS_MAX)]
 
@@ -31,7 +31,7 @@ class Route(Contract, id="zbmd.way"):
     """
 
     process: Process
-    life: Life
+    life: IncarnationNumber
     host: Text
     near: Address
     far: Address
@@ -61,7 +61,7 @@ class UntilGone(Contract, id="zbmd.way.until_gone"):
     """Request a reply once this incarnation of the process has left the cluster."""
 
     process: Process
-    life: Life
+    life: IncarnationNumber
 
 
 class Gone(Contract, id="zbmd.way.gone"):
@@ -77,7 +77,9 @@ class ProcessesRequest(Contract, id="zbmd.way.processes_request"):
 class ProcessesReply(Contract, id="zbmd.way.processes"):
     """Processes as (name, incarnation, name of its node), nodes first; `more`: how many are left out."""
 
-    processes: Annotated[tuple[tuple[Process, Life, Text], ...], msgspec.Meta(max_length=PROCESSES_TOLD_MAX)]
+    processes: Annotated[
+        tuple[tuple[Process, IncarnationNumber, Text], ...], msgspec.Meta(max_length=PROCESSES_TOLD_MAX)
+    ]
     more: int = 0
 
 

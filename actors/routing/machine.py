@@ -30,10 +30,10 @@ class RefusalKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A link to a process is wanted. life: which of its lives, 0 for any."""
+    """A link to a process is wanted. incarnation: which of its incarnations, 0 for any."""
 
     process: str
-    life: int
+    incarnation: int
     ticket: int
 
 
@@ -49,7 +49,7 @@ class Found:
     """The process listens; the driver keeps where."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Linked:
     """A link to it carries our messages from now on, dialed by either."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +73,15 @@ class Ended:
     """That link has ended."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """The cluster says that this life is over."""
+    """The cluster says that this incarnation is over."""
 
     process: str
-    life: int
+    incarnation: int
     reason: str
 
 
@@ -123,10 +123,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitEnd:
-    """Have the cluster tell when this life is over."""
+    """Have the cluster tell when this incarnation is over."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Detach:
     """Close the links to it."""
 
     process: str
-    life: int
+    incarnation: int
     reason: str
 
 
@@ -151,7 +151,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class RouteState:
-    """A process. linked: the life that there is a link to, or 0; waiting: the life wanted, by ticket."""
+    """A process. linked: the incarnation that is linked, or 0; waiting: the incarnation wanted, by ticket."""
 
     phase: Phase = Phase.IDLE
     linked: int = 0
@@ -179,19 +179,19 @@ class RouteMachine:
                 return self._found(event)
             case NotFound(process=process, reason=reason):
                 return self._not_found(process, reason)
-            case Linked(process=process, life=life):
-                return self._linked(process, life)
-            case Ended(process=process, life=life):
+            case Linked(process=process, incarnation=incarnation):
+                return self._linked(process, incarnation)
+            case Ended(process=process, incarnation=incarnation):
                 place = self.places.get(process)
-                if place is not None and place.linked == life:
+                if place is not None and place.linked == incarnation:
                     place.linked = 0
                     self._tidy(process, place)
                 return []
-            case Gone(process=process, life=life, reason=reason):
+            case Gone(process=process, incarnation=incarnation, reason=reason):
                 place = self.places.get(process)
-                if place is None or place.linked != life:
+                if place is None or place.linked != incarnation:
                     return []
-                return [Detach(process=process, life=life, reason=reason)]
+                return [Detach(process=process, incarnation=incarnation, reason=reason)]
             case _:
                 assert_never(event)
 
@@ -207,15 +207,19 @@ class RouteMachine:
         for process, place in self.places.items():
             assert place.linked or place.phase is not Phase.IDLE, f"nothing is under way for {process}"
             assert not place.waiting or place.phase is not Phase.IDLE, f"nobody seeks {process}"
-            served = [life for life in place.waiting.values() if place.linked and life in (0, place.linked)]
+            served = [
+                incarnation
+                for incarnation in place.waiting.values()
+                if place.linked and incarnation in (0, place.linked)
+            ]
             assert not served, f"{process} is linked, and is waited for"
 
     def _wanted(self, event: Wanted) -> list[Action]:
-        process, life, ticket = event.process, event.life, event.ticket
+        process, incarnation, ticket = event.process, event.incarnation, event.ticket
         place = self.places.get(process)
-        if place is not None and place.linked and life in (0, place.linked):
+        if place is not None and place.linked and incarnation in (0, place.linked):
             return [Arrive(ticket=ticket)]
-        if place is not None and life < place.linked:
+        if place is not None and incarnation < place.linked:
             return [_dead(ticket, process, place.linked)]
         if place is None and len(self.places) >= PROCESSES_MAX:
             reason = f"{PROCESSES_MAX} processes beyond the own view are linked with already"
@@ -225,7 +229,7 @@ class RouteMachine:
             return [Refuse(ticket=ticket, process=process, kind=RefusalKind.TOO_MANY, reason=reason)]
         if place is None:
             place = self.places[process] = RouteState()
-        place.waiting[ticket] = life
+        place.waiting[ticket] = incarnation
         self._tickets[ticket] = process
         if place.phase is not Phase.IDLE:
             return []
@@ -233,16 +237,16 @@ class RouteMachine:
         return [Seek(process=process)]
 
     def _found(self, event: Found) -> list[Action]:
-        process, life = event.process, event.life
+        process, incarnation = event.process, event.incarnation
         place = self.places.get(process)
         if place is None or place.phase is not Phase.SEEKING:
             return []
         actions: list[Action] = []
         for ticket, wanted in list(place.waiting.items()):
-            if wanted and wanted < life:
-                actions.append(_dead(ticket, process, life))
-            elif wanted > life:
-                reason = f"its incarnation {wanted} is not known yet, only {life}"
+            if wanted and wanted < incarnation:
+                actions.append(_dead(ticket, process, incarnation))
+            elif wanted > incarnation:
+                reason = f"its incarnation {wanted} is not known yet, only {incarnation}"
                 actions.append(Refuse(ticket=ticket, process=process, kind=RefusalKind.LOST, reason=reason))
             else:
                 continue
@@ -268,21 +272,22 @@ class RouteMachine:
         self._tidy(process, place)
         return actions
 
-    def _linked(self, process: str, life: int) -> list[Action]:
+    def _linked(self, process: str, incarnation: int) -> list[Action]:
         place = self.places.setdefault(process, RouteState())
-        place.linked = life
-        actions: list[Action] = [AwaitEnd(process=process, life=life)]
+        place.linked = incarnation
+        actions: list[Action] = [AwaitEnd(process=process, incarnation=incarnation)]
         for ticket, wanted in list(place.waiting.items()):
-            if wanted in (0, life):
+            if wanted in (0, incarnation):
                 actions.append(Arrive(ticket=ticket))
-            elif wanted < life:
-                actions.append(_dead(ticket, process, life))
+            elif wanted < incarnation:
+                actions.append(_dead(ticket, process, incarnation))
             else:
                 continue
             self._forget(place, ticket)
         if place.phase is Phase.DIALING:
             place.phase = Phase.IDLE
-        if place.waiting and place.phase is Phase.IDLE:  # for a later life than the one that was dialed
+        # For a later incarnation than the one that was dialed.
+        if place.waiting and place.phase is Phase.IDLE:
             place.phase = Phase.SEEKING
             actions.append(Seek(process=process))
         return actions
@@ -295,6 +300,6 @@ class RouteMachine:
             del self.places[process]
 
 
-def _dead(ticket: int, process: str, life: int) -> Refuse:
-    reason = f"{process} is now incarnation {life}"
+def _dead(ticket: int, process: str, incarnation: int) -> Refuse:
+    reason = f"{process} is now incarnation {incarnation}"
     return Refuse(ticket=ticket, process=process, kind=RefusalKind.DEAD, reason=reason)

@@ -84,8 +84,8 @@ class Locator(Protocol):
         """Return where a process listens. Raises `ZbmdError` if nobody can be asked."""
         ...
 
-    async def until_gone(self, process: str, life: int) -> str:
-        """Wait until the cluster goes on without this life; why. Raises as `find`."""
+    async def until_gone(self, process: str, incarnation: int) -> str:
+        """Wait until the cluster goes on without this incarnation; why. Raises as `find`."""
         ...
 
 
@@ -116,12 +116,12 @@ class RemoteLocator:
         """See `ClusterLocator`."""
         return await self._routes.ask(ProcessesRequest(), reply=ProcessesReply, timeout=FIND_S)
 
-    async def until_gone(self, process: str, life: int) -> str:
+    async def until_gone(self, process: str, incarnation: int) -> str:
         """See `ClusterLocator`."""
         while True:
             try:
                 return (
-                    await self._routes.ask(UntilGone(process, life), reply=Gone, timeout=WAIT_END_S)
+                    await self._routes.ask(UntilGone(process, incarnation), reply=Gone, timeout=WAIT_END_S)
                 ).reason
             except DeadlineExceeded:
                 continue
@@ -161,14 +161,14 @@ class Routes(Service):
         system.routes = self
         system.add_service(self)
 
-    async def reach(self, process: str, life: int, timeout_s: float = REACH_S) -> None:
-        """Wait until a link to this life of a process (0: any) stands.
+    async def reach(self, process: str, incarnation: int, timeout_s: float = REACH_S) -> None:
+        """Wait until a link to this incarnation of a process (0: any) stands.
 
         Raises `PeerLost`, `DeadActor`, `TooManyPending` or `DeadlineExceeded`.
         """
         ticket = next(self._tickets)
         future = self._waiting[ticket] = self._system.loop.create_future()
-        self._feed(w.Wanted(process=process, life=life, ticket=ticket))
+        self._feed(w.Wanted(process=process, incarnation=incarnation, ticket=ticket))
         try:
             async with asyncio.timeout(timeout_s):
                 await future
@@ -186,9 +186,9 @@ class Routes(Service):
         """See `ClusterLocator`."""
         return await self._finder.processes()
 
-    async def until_gone(self, process: str, life: int) -> str:
+    async def until_gone(self, process: str, incarnation: int) -> str:
         """See `ClusterLocator`."""
-        return await self._finder_of(process).until_gone(process, life)
+        return await self._finder_of(process).until_gone(process, incarnation)
 
     def accepted(self, link: Link) -> None:
         """Take a link dialed by an external client, or close it."""
@@ -322,13 +322,13 @@ class Routes(Service):
             case w.Refuse():
                 if not self._waiting[action.ticket].done():
                     self._waiting[action.ticket].set_exception(_error(action))
-            case w.AwaitEnd(process=process, life=life):
-                if (process, life) not in self._notices and not self._closed:
-                    task = self.task(self._await_end(process, life), f"await the end of {process}")
-                    self._notices[process, life] = task
-                    task.add_done_callback(lambda _: self._notices.pop((process, life), None))
-            case w.Detach(process=process, life=life, reason=reason):
-                self._system.dismiss(process, life, reason)
+            case w.AwaitEnd(process=process, incarnation=incarnation):
+                if (process, incarnation) not in self._notices and not self._closed:
+                    task = self.task(self._await_end(process, incarnation), f"await the end of {process}")
+                    self._notices[process, incarnation] = task
+                    task.add_done_callback(lambda _: self._notices.pop((process, incarnation), None))
+            case w.Detach(process=process, incarnation=incarnation, reason=reason):
+                self._system.dismiss(process, incarnation, reason)
             case _:
                 assert_never(action)
 
@@ -366,7 +366,7 @@ class Routes(Service):
             self._feed(w.NotFound(process=process, reason=found.reason))
         else:
             self._found[process] = found
-            self._feed(w.Found(process=process, life=found.life))
+            self._feed(w.Found(process=process, incarnation=found.life))
             self._found.pop(process, None)
 
     async def _reach_at(self, way: Route) -> None:
@@ -392,34 +392,34 @@ class Routes(Service):
             self._feed(w.NotFound(process=process, reason="its link was refused"))
 
     def _take(self, process: str, link: Link) -> bool:
-        life = link.peer.incarnation
+        incarnation = link.peer.incarnation
         try:
-            carries = self._system.admit(link, process, on_closed=partial(self._ended, process, life))
+            carries = self._system.admit(link, process, on_closed=partial(self._ended, process, incarnation))
         except (ActorError, ZbmdError) as error:
             log.warning("external link not taken", name=process, reason=str(error))
             link.close()
             return False
         if carries:
             if self.owns(process):
-                self.clients.linked(process, life)
-            self._feed(w.Linked(process=process, life=life))
+                self.clients.linked(process, incarnation)
+            self._feed(w.Linked(process=process, incarnation=incarnation))
         return True
 
-    def _ended(self, process: str, life: int, _: ZbmdError | None) -> None:
+    def _ended(self, process: str, incarnation: int, _: ZbmdError | None) -> None:
         if self._system.peer(process) is None:
-            notice = self._notices.get((process, life))
+            notice = self._notices.get((process, incarnation))
             if notice is not None:
                 notice.cancel()
-            self.clients.left(process, life)
-            self._feed(w.Ended(process=process, life=life))
+            self.clients.left(process, incarnation)
+            self._feed(w.Ended(process=process, incarnation=incarnation))
 
-    async def _await_end(self, process: str, life: int) -> None:
+    async def _await_end(self, process: str, incarnation: int) -> None:
         try:
-            reason = await self._finder_of(process).until_gone(process, life)
+            reason = await self._finder_of(process).until_gone(process, incarnation)
         except ZbmdError as error:
             log.info("the end of a process is not reported", process=process, reason=str(error))
             return
-        self._feed(w.Gone(process=process, life=life, reason=reason))
+        self._feed(w.Gone(process=process, incarnation=incarnation, reason=reason))
 
     def task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a task until it ends or the routes are closed."""
@@ -459,7 +459,7 @@ def _reason(error: ZbmdError) -> Reason:
 class RouteTable(ClusterLocator, Protocol):
     """Knows the routes to all processes of a cluster, and when one of them is gone."""
 
-    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+    def notify_end(self, process: str, incarnation: int, tell: Callable[[str], None]) -> Callable[[], None]:
         """Call `tell` once when that incarnation is gone; return what undoes it. Raises `TooManyPending`."""
         ...
 

@@ -18,7 +18,7 @@ from zbmd.actors.errors import NameInUse, UpgradeRefused, UpgradeUndone
 from zbmd.actors.routing.contracts import Enrol, Route
 from zbmd.actors.routing.dialer import Lease
 from zbmd.actors.routing.routes import RemoteLocator, Routes
-from zbmd.actors.simulated.ledgers import Change, Life
+from zbmd.actors.simulated.ledgers import Change, ProcessKey
 from zbmd.actors.simulated.supervision_scenario import NotingSupervisor, Watch
 from zbmd.actors.simulated.testbed import (
     ERRAND,
@@ -31,7 +31,7 @@ from zbmd.actors.simulated.testbed import (
     Leave,
     Question,
     SessionMessage,
-    Stand,
+    Testbed,
     Watcher,
     Who,
     Worker,
@@ -68,11 +68,11 @@ AnswerT = TypeVar("AnswerT", bound=Contract)
 
 
 class Client:
-    """What all have: a process, the node's actors, and the stand."""
+    """What all have: a process, the node's actors, and the testbed."""
 
-    def __init__(self, process: SimProcess, system: ActorSystem, stand: Stand) -> None:
-        self.process, self.system, self.stand, self.rng = process, system, stand, process.rng
-        self.life: Life = (process.name, process.incarnation)
+    def __init__(self, process: SimProcess, system: ActorSystem, testbed: Testbed) -> None:
+        self.process, self.system, self.testbed, self.rng = process, system, testbed, process.rng
+        self.incarnation: ProcessKey = (process.name, process.incarnation)
 
     async def run(self) -> None:
         """For as long as the node lives."""
@@ -86,20 +86,20 @@ class Client:
         """The address of a worker of some tree, or of a session, which may not live."""
         if self.rng.random() < ERRANDS:
             return self.system.ref(f"{self.rng.choice(GUESTS)}/{ERRAND}")
-        plan = self.stand.plans[self.rng.choice(list(self.stand.plans))]
+        plan = self.testbed.plans[self.rng.choice(list(self.testbed.plans))]
         worker = self.rng.choice(list(plan.workers()))
         return self.system.ref(f"{worker.process or plan.name.partition('.')[0]}/{worker.name}")
 
     async def ask(self, ref: Ref, message: Contract, reply: type[AnswerT]) -> AnswerT:
         """Ask, and have it noted for how long."""
-        stand = self.stand
-        stand.next_ask += 1
-        number = stand.next_ask
-        stand.asks[number] = (self.process, stand.world.now_ns + int(ASK_S * 1e9), repr(ref))
+        testbed = self.testbed
+        testbed.next_ask += 1
+        number = testbed.next_ask
+        testbed.asks[number] = (self.process, testbed.world.now_ns + int(ASK_S * 1e9), repr(ref))
         try:
             return await ref.ask(message, reply=reply, timeout=ASK_S)
         finally:
-            stand.asks.pop(number, None)
+            testbed.asks.pop(number, None)
 
 
 class Tormentor(Client):
@@ -109,7 +109,7 @@ class Tormentor(Client):
 
     async def run(self) -> None:
         """Act, wait, act."""
-        while self.stand.tormented:
+        while self.testbed.tormented:
             await asyncio.sleep(self.rng.expovariate(1 / self.every_s))
             with suppress(ZbmdError):
                 await self.act()
@@ -124,18 +124,18 @@ class Grower(Client):
 
     async def run(self) -> None:
         """Spawn the root, wait for its end."""
-        plan, stand = self.stand.plans[self.process.name], self.stand
+        plan, testbed = self.testbed.plans[self.process.name], self.testbed
         while True:
             for name in plan.supervisors():
-                stand.judges.pop(name, None)
+                testbed.judges.pop(name, None)
             try:
-                root = await self.system.spawn(NotingSupervisor, *plan.args(stand), name=plan.name)
+                root = await self.system.spawn(NotingSupervisor, *plan.args(testbed), name=plan.name)
             except ZbmdError as error:
-                stand.note(f"no tree: {type(error).__name__}")
+                testbed.note(f"no tree: {type(error).__name__}")
                 await asyncio.sleep(RETRY_S)
                 continue
             down = await self.system.monitor(root).down()
-            stand.note(f"the tree is gone: {down.reason.kind.value}")
+            testbed.note(f"the tree is gone: {down.reason.kind.value}")
 
 
 class Talker(Client):
@@ -149,15 +149,15 @@ class Talker(Client):
                 if found is not None:
                     await self._session((await self.ask(found, Who(), Here)).ref)
             except ZbmdError as error:
-                self.stand.note(f"talk: {type(error).__name__}")
+                self.testbed.note(f"talk: {type(error).__name__}")
             await self._pause()
 
     async def _pause(self) -> None:
-        mean_s = ROUND_S if self.stand.tormented else CALM_ROUND_S
+        mean_s = ROUND_S if self.testbed.tormented else CALM_ROUND_S
         await asyncio.sleep(self.rng.expovariate(1 / mean_s))
 
     async def _find(self) -> Ref | None:
-        if not self.stand.tormented:
+        if not self.testbed.tormented:
             return self._unheard()
         dice = self.rng.random()
         if dice < 0.2:
@@ -169,25 +169,25 @@ class Talker(Client):
 
     def _unheard(self) -> Ref | None:
         """A worker of the node or session that has answered this one longest ago."""
-        guests = [life for life in self.stand.guests_in() if life != self.life]
-        there = {life: [ERRAND] for life in guests}
-        for process, system in self.stand.nodes.living():
+        guests = [incarnation for incarnation in self.testbed.guests_in() if incarnation != self.incarnation]
+        there = {incarnation: [ERRAND] for incarnation in guests}
+        for process, system in self.testbed.nodes.living():
             cells = system.cells()
             workers = [cell.name for cell in cells if isinstance(cell.actor, Worker) and cell.accepts]
             if workers:
                 there[process.name, process.incarnation] = workers
         if not there:
             return None
-        answered, lives = self.stand.answered, list(there)
+        answered, lives = self.testbed.answered, list(there)
         self.rng.shuffle(lives)
-        life = min(lives, key=lambda one: answered.get((self.life, one), 0))
-        return self.system.ref(f"{life[0]}/{self.rng.choice(there[life])}")
+        incarnation = min(lives, key=lambda one: answered.get((self.incarnation, one), 0))
+        return self.system.ref(f"{incarnation[0]}/{self.rng.choice(there[incarnation])}")
 
     async def _session(self, target: Ref) -> None:
-        stand = self.stand
-        session = stand.talks.begin(target)
+        testbed = self.testbed
+        session = testbed.talks.begin(target)
         number = sure = certain = 0
-        for _ in range(self.rng.randint(1, ROUNDS_MAX if stand.tormented else CALM_ROUNDS_MAX)):
+        for _ in range(self.rng.randint(1, ROUNDS_MAX if testbed.tormented else CALM_ROUNDS_MAX)):
             for _ in range(self.rng.randint(0, BURST_MAX)):
                 number += 1
                 await target.tell(SessionMessage(session, number, sure))
@@ -197,9 +197,9 @@ class Talker(Client):
                 answer = await self.ask(target, Question(SessionMessage(session, number, sure)), Answer)
             except DeadlineExceeded:
                 continue  # it may have been handled: the numbers go on
-            stand.talks.answered(session, number, (answer.number, answer.count), certain)
+            testbed.talks.answered(session, number, (answer.number, answer.count), certain)
             sure, certain = number, certain + 1
-            stand.answered[self.life, target.key()[:2]] = stand.world.now_ns
+            testbed.answered[self.incarnation, target.key()[:2]] = testbed.world.now_ns
             await self._pause()
 
 
@@ -210,7 +210,7 @@ class Poisoner(Tormentor):
         """Tell one to."""
         command = Leave() if self.rng.random() < 0.2 else Fail()
         ref = self.anybody()
-        self.stand.note(f"{ref.address} is told to {type(command).__name__}")
+        self.testbed.note(f"{ref.address} is told to {type(command).__name__}")
         await ref.tell(command)
 
 
@@ -219,16 +219,16 @@ class Namer(Tormentor):
 
     async def act(self) -> None:
         """Give one to a worker of this node, or take one from whoever has it."""
-        names, name = self.stand.names, self.rng.choice(NAMES)
+        names, name = self.testbed.names, self.rng.choice(NAMES)
         mine = self.mine()
         if self.rng.random() < 0.2:
-            names.takes(name, self.life)
+            names.takes(name, self.incarnation)
             try:
                 await self.system.unregister(name, timeout=CALL_S)
             except ZbmdError:
-                names.took(name, self.life, certain=False)
+                names.took(name, self.incarnation, certain=False)
                 raise
-            names.took(name, self.life, certain=True)
+            names.took(name, self.incarnation, certain=True)
         elif mine:
             ref = self.rng.choice(mine)
             asked = names.asked(name, ref)
@@ -239,17 +239,17 @@ class Namer(Tormentor):
             except ZbmdError:
                 names.unsure(name, ref)
                 raise
-            self.stand.note(f"{ref!r} is {name!r}")
+            self.testbed.note(f"{ref!r} is {name!r}")
             names.granted(name, ref, asked)
 
 
 class Joiner(Tormentor):
     """Has workers join groups and leave them, and tells all who are in them."""
 
-    def __init__(self, process: SimProcess, system: ActorSystem, stand: Stand) -> None:
-        super().__init__(process, system, stand)
-        stand.next_ask += 1
-        self._source, self._number = stand.next_ask, 0
+    def __init__(self, process: SimProcess, system: ActorSystem, testbed: Testbed) -> None:
+        super().__init__(process, system, testbed)
+        testbed.next_ask += 1
+        self._source, self._number = testbed.next_ask, 0
 
     async def act(self) -> None:
         """One of these."""
@@ -260,9 +260,9 @@ class Joiner(Tormentor):
             await group.broadcast(Fresh(self._source, self._number))
         elif mine:
             ref, joins = self.rng.choice(mine), dice < 0.85
-            self.stand.groups.joined(name, ref, None)
+            self.testbed.groups.joined(name, ref, None)
             await (group.join if joins else group.leave)(ref, timeout=CALL_S)
-            self.stand.groups.joined(name, ref, joins)
+            self.testbed.groups.joined(name, ref, joins)
 
 
 class Tier(Tormentor):
@@ -276,10 +276,10 @@ class Tier(Tormentor):
             one = self.rng.choice(mine)
             if one != other:
                 self.system.link(one, other)
-                self.stand.ties.tie(one, other)
+                self.testbed.ties.tie(one, other)
         else:
             watch = Watch(other)
-            self.stand.watches.append((self.process, watch))
+            self.testbed.watches.append((self.process, watch))
             self.system.watch(other, watch.tell)
 
 
@@ -290,10 +290,10 @@ class Operator(Tormentor):
 
     async def act(self) -> None:
         """Change one version to a later one, on all nodes that run it."""
-        upgrades, nodes = self.stand.upgrades, self.stand.nodes
+        upgrades, nodes = self.testbed.upgrades, self.testbed.nodes
         if upgrades.under_way is not None and nodes.lives(upgrades.under_way):
             return
-        upgrades.under_way = self.life
+        upgrades.under_way = self.incarnation
         try:
             await self._change()
         finally:
@@ -301,20 +301,20 @@ class Operator(Tormentor):
 
     async def _change(self) -> None:
         members = self.system.open_directory(alone=False).members
-        runs: dict[type[ActorBase], list[Life]] = {}
-        for life in members:
-            system = self.stand.nodes.system(life)
+        runs: dict[type[ActorBase], list[ProcessKey]] = {}
+        for incarnation in members:
+            system = self.testbed.nodes.system(incarnation)
             if system is not None:
-                runs.setdefault(CodeBook.of(system).current(Worker), []).append(life)
+                runs.setdefault(CodeBook.of(system).current(Worker), []).append(incarnation)
         if not runs:
             return
         old = self.rng.choice(list(runs))
         if old in LATER:
             await self._upgrade(old, self.rng.choice(LATER[old]), runs[old])
 
-    async def _upgrade(self, old: type[ActorBase], new: type[ActorBase], lives: Sequence[Life]) -> None:
-        change = Change(self.life, old, new, tuple(lives))
-        self.stand.upgrades.changes.append(change)
+    async def _upgrade(self, old: type[ActorBase], new: type[ActorBase], lives: Sequence[ProcessKey]) -> None:
+        change = Change(self.incarnation, old, new, tuple(lives))
+        self.testbed.upgrades.changes.append(change)
         try:
             done = await self.system.upgrade(
                 old,
@@ -327,12 +327,12 @@ class Operator(Tormentor):
             )
         except UpgradeUndone as error:
             change.kept, change.silent = False, "did not say that it is done" in str(error)
-            self.stand.note(f"undone: {error}")
+            self.testbed.note(f"undone: {error}")
         except UpgradeRefused as error:
             raise AssertionError(f"{old} to {new}: {error}") from error
         else:
             change.kept, change.silent = True, bool(done.silent)
-            self.stand.note(f"{old.__name__} is {new.__name__} now on {done.processes}")
+            self.testbed.note(f"{old.__name__} is {new.__name__} now on {done.processes}")
 
 
 class Onlooker(Client):
@@ -348,10 +348,10 @@ class Onlooker(Client):
     async def _stream(self, name: str) -> None:
         changes = self.system.open_directory(alone=False).changes(name)
         async for change in changes:
-            self.stand.groups.changed(self.life, name, "stream", change.joined, change.left)
+            self.testbed.groups.changed(self.incarnation, name, "stream", change.joined, change.left)
 
     async def _watch(self, name: str) -> None:
-        watcher = await self.system.spawn(Watcher, self.stand, name, name=f"watcher-{name}")
+        watcher = await self.system.spawn(Watcher, self.testbed, name, name=f"watcher-{name}")
         while True:
             try:
                 group = await self.system.group(name, timeout=CALL_S)
@@ -368,11 +368,11 @@ class Census(Client):
         """Again and again."""
         while True:
             await asyncio.sleep(CALM_ROUND_S)
-            for name in NAMES if not self.stand.tormented else ():
+            for name in NAMES if not self.testbed.tormented else ():
                 with suppress(ZbmdError):
                     found = await self.system.whereis(name, timeout=CALL_S)
                     key = None if found is None else found.key()
-                    self.stand.names.found.setdefault(name, {})[self.life] = key
+                    self.testbed.names.found.setdefault(name, {})[self.incarnation] = key
 
 
 CLIENTS: Final = (Grower, Talker, Talker, Poisoner, Namer, Joiner, Tier, Operator, Onlooker, Census)
@@ -385,10 +385,10 @@ class GuestTalker(Talker):
     """Talks to workers that it finds by address: names and groups are those of the nodes."""
 
     async def _find(self) -> Ref | None:
-        return self.anybody() if self.stand.tormented else self._unheard()
+        return self.anybody() if self.testbed.tormented else self._unheard()
 
     async def _pause(self) -> None:
-        mean_s = ROUND_S if self.stand.tormented else CALM_ROUND_S
+        mean_s = ROUND_S if self.testbed.tormented else CALM_ROUND_S
         await asyncio.sleep(self.rng.expovariate(1 / mean_s))
 
 
@@ -399,7 +399,7 @@ class GuestWatcher(Tormentor):
         """Watch one."""
         other = (await self.ask(self.anybody(), Who(), Here)).ref
         watch = Watch(other)
-        self.stand.watches.append((self.process, watch))
+        self.testbed.watches.append((self.process, watch))
         self.system.watch(other, watch.tell)
 
 
@@ -412,7 +412,7 @@ class Errands(Client):
             try:
                 ref = await self.system.spawn(Worker, name=ERRAND)
             except ZbmdError as error:
-                self.stand.note(f"no errand: {error}")
+                self.testbed.note(f"no errand: {error}")
                 await asyncio.sleep(RETRY_S)
                 continue
             await self.system.monitor(ref).down()
@@ -421,8 +421,8 @@ class Errands(Client):
 class Guest:
     """The program of a session, whose node is never lost."""
 
-    def __init__(self, stand: Stand) -> None:
-        self._stand = stand
+    def __init__(self, testbed: Testbed) -> None:
+        self._testbed = testbed
 
     async def __call__(self, process: SimProcess) -> None:
         """Until the simulation ends."""
@@ -444,9 +444,9 @@ class Guest:
                 await Lease(system, ways, link_up).enter()
                 break
             except ZbmdError as error:
-                self._stand.note(f"{name}: {error}")
+                self._testbed.note(f"{name}: {error}")
                 await asyncio.sleep(RETRY_S)
-        self._stand.guests[name] = process.incarnation
+        self._testbed.guests[name] = process.incarnation
         async with asyncio.TaskGroup() as tasks:
             for client in (GuestTalker, GuestTalker, GuestWatcher, Errands):
-                tasks.create_task(client(process, system, self._stand).run())
+                tasks.create_task(client(process, system, self._testbed).run())

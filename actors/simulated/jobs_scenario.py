@@ -87,9 +87,9 @@ class JobWorld:
     """From this time on, no rank dies of itself."""
     submitted: bool = False
     removed_ns: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
-    """When somebody first acted on a view without this life."""
+    """When somebody first acted on a view without this incarnation."""
     ended_ns: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
-    """When a life stopped itself."""
+    """When an incarnation stopped itself."""
     lives: set[NodeKey] = field(default_factory=set[NodeKey])
     acting: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict[int, dict[int, int]](dict))
     """By epoch and rank, the incarnation that was told to act."""

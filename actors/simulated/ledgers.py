@@ -19,9 +19,9 @@ from zbmd.transport.sim import SimProcess, World
 FAULTS_MAX: Final = 16
 
 Key: TypeAlias = tuple[str, int, str, int]
-"""One life of an actor: as `Ref.key`."""
-Life: TypeAlias = tuple[str, int]
-"""One life of a process."""
+"""One incarnation of an actor: as `Ref.key`."""
+ProcessKey: TypeAlias = tuple[str, int]
+"""One incarnation of a process."""
 
 
 class Ledger:
@@ -49,7 +49,7 @@ class Nodes:
     def __init__(self, world: World) -> None:
         self.world = world
         self._systems: dict[str, tuple[SimProcess, ActorSystem]] = {}
-        self._over: set[Life] = set()
+        self._over: set[ProcessKey] = set()
 
     def began(self, process: SimProcess, system: ActorSystem) -> None:
         """A node has become a member."""
@@ -59,10 +59,10 @@ class Nodes:
         """All that the node ran has been ended."""
         self._over.add((process.name, process.incarnation))
 
-    def lives(self, life: Life) -> bool:
+    def lives(self, incarnation: ProcessKey) -> bool:
         """Whether anything may still run there."""
-        process = self.world.process(life[0])
-        return process is not None and process.incarnation == life[1] and life not in self._over
+        process = self.world.process(incarnation[0])
+        return process is not None and process.incarnation == incarnation[1] and incarnation not in self._over
 
     def living(self) -> Iterator[tuple[SimProcess, ActorSystem]]:
         """All members' systems."""
@@ -70,14 +70,14 @@ class Nodes:
             if self.lives((process.name, process.incarnation)):
                 yield process, system
 
-    def system(self, life: Life) -> ActorSystem | None:
-        """That of one life."""
-        process, system = self._systems.get(life[0], (None, None))
-        is_it = process is not None and process.incarnation == life[1] and self.lives(life)
+    def system(self, incarnation: ProcessKey) -> ActorSystem | None:
+        """That of one incarnation."""
+        process, system = self._systems.get(incarnation[0], (None, None))
+        is_it = process is not None and process.incarnation == incarnation[1] and self.lives(incarnation)
         return system if is_it else None
 
 
-class Lives(Ledger):
+class Incarnations(Ledger):
     """Of one name in a process one actor lives at a time, each under a higher incarnation."""
 
     name = "one life at a time"
@@ -111,14 +111,14 @@ class Lives(Ledger):
 
 @dataclass(slots=True)
 class Session:
-    """Numbered messages of one sender to one life of an actor, over one link. last: that was handled."""
+    """Numbered messages of one sender to one incarnation of an actor, over one link. last: handled."""
 
     target: Key
     last: int = 0
 
 
 class Talks(Ledger):
-    """Numbers arrive in order, none twice, none missing, at the life that they were sent to, while it lives.
+    """Numbers arrive in order, none twice or missing, at the incarnation they were sent to, while it lives.
 
     An actor remembers what it has handled, over changes of its code: no message is handled by two versions or
     by none. An answer is to what was asked, and to what was handled.
@@ -126,7 +126,7 @@ class Talks(Ledger):
 
     name = "order, at most once, by one version of one living actor"
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: Incarnations) -> None:
         super().__init__()
         self._lives = lives
         self._sessions: list[Session] = []
@@ -171,29 +171,29 @@ class Names(Ledger):
     name = "a name has one holder in a view"
     stride = 16
 
-    def __init__(self, nodes: Nodes, lives: Lives) -> None:
+    def __init__(self, nodes: Nodes, lives: Incarnations) -> None:
         super().__init__()
         self._nodes, self._lives = nodes, lives
         self._holders: dict[str, dict[Key, None]] = {}
-        self._taking: dict[str, dict[Life, None]] = {}
+        self._taking: dict[str, dict[ProcessKey, None]] = {}
         """Who is about to take a name away."""
         self._taken: dict[str, int] = {}
         self._ever: dict[str, set[Key]] = {}
         """Who may have had the name at any time."""
         self._unsure: dict[str, set[Key]] = {}
         """Of these, who may lose it, or have it, without anybody who could tell."""
-        self.found: dict[str, dict[Life, Key | None]] = {}
+        self.found: dict[str, dict[ProcessKey, Key | None]] = {}
         """What was found last, by whom."""
 
-    def takes(self, name: str, life: Life) -> None:
+    def takes(self, name: str, incarnation: ProcessKey) -> None:
         """Somebody is about to take the name away from whoever has it then."""
-        self._taking.setdefault(name, {})[life] = None
+        self._taking.setdefault(name, {})[incarnation] = None
         self._taken[name] = self._taken.get(name, 0) + 1
         self._unsure.setdefault(name, set()).update(self._holders.pop(name, ()))
 
-    def took(self, name: str, life: Life, *, certain: bool) -> None:
+    def took(self, name: str, incarnation: ProcessKey, *, certain: bool) -> None:
         """It has, or will: its word to a holder may still be under way."""
-        self._taking.get(name, {}).pop(life, None)
+        self._taking.get(name, {}).pop(incarnation, None)
         if not certain:
             self._unsure.setdefault(name, set()).update(self._ever.get(name, ()))
 
@@ -204,8 +204,10 @@ class Names(Ledger):
 
     def granted(self, name: str, ref: Ref, asked: int) -> None:
         """It was given it."""
-        for life in [life for life in self._taking.get(name, {}) if not self._nodes.lives(life)]:
-            self.took(name, life, certain=False)
+        for incarnation in [
+            incarnation for incarnation in self._taking.get(name, {}) if not self._nodes.lives(incarnation)
+        ]:
+            self.took(name, incarnation, certain=False)
         safe = not self._taking.get(name) and self._taken.get(name, 0) == asked
         if safe and ref.key() not in self._unsure.get(name, ()):
             self._holders.setdefault(name, {})[ref.key()] = None
@@ -235,9 +237,9 @@ class Names(Ledger):
         """A name that is not found by all to be its holder's."""
         lives = [(process.name, process.incarnation) for process, _ in self._nodes.living()]
         for name, found in self.found.items():
-            if any(life not in found for life in lives):
+            if any(incarnation not in found for incarnation in lives):
                 return f"not all have looked for {name!r}"
-            answers = {found[life] for life in lives}
+            answers = {found[incarnation] for incarnation in lives}
             holders = self.holders(name)
             if len(answers) > 1 or len(holders) > 1:
                 return f"{name!r} is found to be {answers}"
@@ -254,11 +256,11 @@ class Groups(Ledger):
 
     name = "each change of a group is told once"
 
-    def __init__(self, nodes: Nodes, lives: Lives) -> None:
+    def __init__(self, nodes: Nodes, lives: Incarnations) -> None:
         super().__init__()
         self._nodes, self._lives = nodes, lives
         self._joined: dict[str, dict[Key, bool]] = {}
-        self.seen: dict[tuple[Life, str, str], set[Key]] = {}
+        self.seen: dict[tuple[ProcessKey, str, str], set[Key]] = {}
         """By who watches, group, and how it does."""
 
     def joined(self, group: str, ref: Ref, is_in: bool | None) -> None:
@@ -270,15 +272,19 @@ class Groups(Ledger):
             keys[ref.key()] = is_in
 
     def changed(
-        self, life: Life, group: str, how: str, joined: tuple[Ref, ...], left: tuple[Ref, ...]
+        self, incarnation: ProcessKey, group: str, how: str, joined: tuple[Ref, ...], left: tuple[Ref, ...]
     ) -> None:
         """One who watches is told of a change."""
-        seen = self.seen.setdefault((life, group, how), set())
+        seen = self.seen.setdefault((incarnation, group, how), set())
         for ref in left:
-            self.rule(ref.key() in seen, f"{life} is told by {how} that {ref!r} left {group}: it was not in")
+            self.rule(
+                ref.key() in seen, f"{incarnation} is told by {how} that {ref!r} left {group}: it was not in"
+            )
             seen.discard(ref.key())
         for ref in joined:
-            self.rule(ref.key() not in seen, f"{life} is told by {how} that {ref!r} joined {group}: it is in")
+            self.rule(
+                ref.key() not in seen, f"{incarnation} is told by {how} that {ref!r} joined {group}: it is in"
+            )
             seen.add(ref.key())
 
     def missing(self) -> str:
@@ -287,13 +293,15 @@ class Groups(Ledger):
             surely = {key for key, is_in in joined.items() if is_in and self._lives.lives(key)}
             left = {key for key, is_in in joined.items() if not is_in}
             for process, system in self._nodes.living():
-                life = (process.name, process.incarnation)
+                incarnation = (process.name, process.incarnation)
                 known = {ref.key() for ref in system.open_directory(alone=False).group(group)}
                 if not surely <= known or known & left or not all(map(self._lives.lives, known)):
-                    return f"{life} knows {known} to be in {group}; {surely} have joined"
+                    return f"{incarnation} knows {known} to be in {group}; {surely} have joined"
                 for (watcher, name, how), seen in self.seen.items():
-                    if (watcher, name) == (life, group) and seen != known:
-                        return f"{life} was told by {how} that {seen} are in {group}, and knows {known}"
+                    if (watcher, name) == (incarnation, group) and seen != known:
+                        return (
+                            f"{incarnation} was told by {how} that {seen} are in {group}, and knows {known}"
+                        )
         return ""
 
 
@@ -302,7 +310,7 @@ class Ties(Ledger):
 
     name = "links"
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: Incarnations) -> None:
         super().__init__()
         self._lives = lives
         self._pairs: list[tuple[Key, Key]] = []
@@ -325,10 +333,10 @@ class Ties(Ledger):
 class Change:
     """One change of code. kept: what whoever asked for it was told; None if nothing. silent: not of all."""
 
-    leader: Life
+    leader: ProcessKey
     old: type[ActorBase]
     new: type[ActorBase]
-    lives: tuple[Life, ...]
+    lives: tuple[ProcessKey, ...]
     kept: bool | None = None
     silent: bool = False
 
@@ -342,19 +350,19 @@ class Upgrades(Ledger):
         super().__init__()
         self._nodes = nodes
         self.changes: list[Change] = []
-        self.under_way: Life | None = None
+        self.under_way: ProcessKey | None = None
 
     def missing(self) -> str:
         """Where it is not so."""
         for process, living in self._nodes.living():
             if CodeBook.of(living).on_trial:
                 return f"{process}: a version is on probation still"
-        last = {life: change for change in self.changes for life in change.lives}
+        last = {incarnation: change for change in self.changes for incarnation in change.lives}
         for change in self.changes:
             runs = {
-                life: CodeBook.of(system).newer.get(change.old) is change.new
-                for life in change.lives
-                if last[life] is change and (system := self._nodes.system(life)) is not None
+                incarnation: CodeBook.of(system).newer.get(change.old) is change.new
+                for incarnation in change.lives
+                if last[incarnation] is change and (system := self._nodes.system(incarnation)) is not None
             }
             if change.kept is False and self._kept_elsewhere(change):
                 continue  # who was not in that one has it from the ledger: the trees tell whether all run one

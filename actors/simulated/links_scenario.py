@@ -1,11 +1,13 @@
 """Actor systems that tell and ask each other over simulated links, while links and processes misbehave.
 
 Every process has a sink, supervised, and talks to the sink of every other: numbered tells in bursts, then an
-ask, now and then a message that makes the sink fail. Each pair of lives has its own numbers, from 1 on.
+ask, now and then a message that makes the sink fail. Each pair of incarnations has its own numbers, from 1
+on.
 
-What must hold: numbers arrive in order, none twice, none missing; a life gets only what was sent to it; of
-two lives of a sender the older is never heard after the younger; every ask ends in its answer or a typed
-error by its deadline; queues stay within their bounds. Once healed, the core's asks are answered again.
+What must hold: numbers arrive in order, none twice, none missing; an incarnation gets only what was sent to
+it; of two incarnations of a sender the older is never heard after the younger; every ask ends in its answer
+or a typed error by its deadline; queues stay within their bounds. Once healed, the core's asks are answered
+again.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ VIOLATIONS_MAX = 16
 
 
 class Who(Contract, id="sim.links.who"):
-    """Asks a sink which life it is."""
+    """Asks a sink which incarnation it is."""
 
 
 class Here(Contract, id="sim.links.here"):
@@ -61,7 +63,7 @@ class Here(Contract, id="sim.links.here"):
 
 
 class Number(Contract, id="sim.links.number"):
-    """The `number`-th message from that life of `sender` to the life `sink_life` of a sink.
+    """The `number`-th message from that incarnation of `sender` to the incarnation `sink_life` of a sink.
 
     `sure`: the last of those before it that was sent for certain; an ask that timed out may not have been.
     """
@@ -106,7 +108,7 @@ class Board:
     heard: dict[tuple[str, int, str, int, int], int] = field(
         default_factory=dict[tuple[str, int, str, int, int], int]
     )
-    """By sender, its life, receiver, its life and the sink's: the last number."""
+    """By sender, its incarnation, receiver, its incarnation and the sink's: the last number."""
     sender_lives: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     asks: dict[int, tuple[SimProcess, int, str]] = field(
         default_factory=dict[int, tuple[SimProcess, int, str]]
@@ -115,7 +117,7 @@ class Board:
     answered: dict[tuple[str, int, str, int], int] = field(
         default_factory=dict[tuple[str, int, str, int], int]
     )
-    """Answers by asker, its life, whom it asked, and that one's life."""
+    """Answers by asker, its incarnation, whom it asked, and that one's life."""
     systems: dict[str, tuple[SimProcess, ActorSystem]] = field(
         default_factory=dict[str, tuple[SimProcess, ActorSystem]]
     )
@@ -153,7 +155,7 @@ class Sink(Actor):
 
     @on(Who)
     async def who(self, _: Who) -> Here:
-        """Say which life this is."""
+        """Say which incarnation this is."""
         return Here(self.ref)
 
     @on(Number)
@@ -373,7 +375,7 @@ class LinksScenario:
         counted: dict[tuple[str, int, str, int], int] = {}
 
         def converged(core: frozenset[str]) -> bool:
-            """Every life of the core has had an answer from every other since the first look."""
+            """Every incarnation of the core has had an answer from every other since the first look."""
             if not counted:
                 counted.update(board.answered)
                 counted["", 0, "", 0] = 0

@@ -38,10 +38,10 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired
 
 Packet: TypeAlias = tuple[Node, NodeKey, messages.Message | HostLinked]
-"""Who sends it, which life it is for, and what is said."""
+"""Who sends it, which incarnation it is for, and what is said."""
 
 AGAIN_NS = 300_000_000
-"""After its life has ended, a node tries again so much later."""
+"""After its incarnation has ended, a node tries again so much later."""
 WITNESS_NS = 1_000_000
 """From a question to the witness to its answer."""
 LIVES_MAX = 1_000
@@ -91,7 +91,7 @@ class Cluster:
     known: dict[int, ClusterView] = field(default_factory=dict[int, ClusterView])
     witness: WitnessStore | None = None
     knows: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
-    """The newest epoch that each life has known."""
+    """The newest epoch that each incarnation has known."""
     begun: bool = False
     """Whether all the protected are members."""
     acted_on: int = 0
@@ -170,7 +170,7 @@ class NodeProcess:
         self.machine.check_invariants()
 
     def deliver(self, stimulus: sim.Stimulus[Packet], *, now_ns: int) -> Sequence[sim.Effect[Packet]]:
-        """Take a stimulus; a message names its sender's life and the life that it is for."""
+        """Take a stimulus; a message names its sender's life and the incarnation that it is for."""
         self._effects = []
         match stimulus:
             case sim.Arrived(message=(sender, to, message)):

@@ -27,7 +27,7 @@ from zbmd.actors.simulated.clients import CLIENTS, Guest
 from zbmd.actors.simulated.links_scenario import InTime
 from zbmd.actors.simulated.membership_scenario import Cluster, draw_plan, harms, name_of, protected_of
 from zbmd.actors.simulated.supervision_scenario import Rules, ToldOnce, draw_tree
-from zbmd.actors.simulated.testbed import GUESTS, SimActorEndpoint, SimNode, Stand, StandWorld, Worker
+from zbmd.actors.simulated.testbed import GUESTS, SimActorEndpoint, SimNode, Testbed, TestbedWorld, Worker
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.driver import Coordinator
 from zbmd.actors.upgrade.local import CodeBook
@@ -40,7 +40,7 @@ UNIT_NS: Final = 500_000_000
 LOOK_STRIDE: Final = 64
 """Whether all is well is looked at after every so many events."""
 AGAIN_NS: Final = 100_000_000
-"""After its life has ended, a node tries again so much later."""
+"""After its incarnation has ended, a node tries again so much later."""
 OF_GUESTS: Final = 0.25
 """The part of the faults that are kills of sessions."""
 LIVENESS_NS: Final = 40_000_000_000
@@ -50,16 +50,16 @@ LIVENESS_NS: Final = 40_000_000_000
 class Member:
     """The program of a node: its membership, its actors, and what is done with them."""
 
-    def __init__(self, stand: Stand, node_id: int) -> None:
-        self._stand, self._id = stand, node_id
+    def __init__(self, testbed: Testbed, node_id: int) -> None:
+        self._testbed, self._id = testbed, node_id
 
     async def __call__(self, process: sim.SimProcess) -> None:
-        """One life."""
-        stand, cluster = self._stand, self._stand.cluster
+        """One incarnation."""
+        testbed, cluster = self._testbed, self._testbed.cluster
         while not (cluster.begun or process.name in cluster.protected):  # noqa: ASYNC110 (no event of its own)
             await asyncio.sleep(AGAIN_NS / 1e9)
         port = SimNode(process, cluster, self._id)
-        stand.ports[process.name] = port
+        testbed.ports[process.name] = port
         actors = NodeActors(
             port, cookie=b"", start=partial(self._start, process), door=partial(_door, process)
         )
@@ -71,19 +71,19 @@ class Member:
             if task.done():
                 await task
         await actors.close()
-        stand.nodes.ended(process)
-        world, name = stand.world, process.name
+        testbed.nodes.ended(process)
+        world, name = testbed.world, process.name
         world.call_at(world.now_ns + AGAIN_NS, partial(_revive, world, name))
 
     def _doors(self, incarnation: int) -> tuple[Node, ...]:
         founds = self._id == FIRST and incarnation == 1
-        return () if founds else self._stand.cluster.doors(self._id, incarnation)
+        return () if founds else self._testbed.cluster.doors(self._id, incarnation)
 
     async def _start(self, process: sim.SimProcess, system: ActorSystem) -> None:
-        self._stand.nodes.began(process, system)
+        self._testbed.nodes.began(process, system)
         async with asyncio.TaskGroup() as tasks:
             for client in CLIENTS:
-                tasks.create_task(client(process, system, self._stand).run())
+                tasks.create_task(client(process, system, self._testbed).run())
 
 
 def names_of(size: int) -> tuple[str, ...]:
@@ -103,53 +103,53 @@ def _revive(world: sim.World, name: str) -> None:
 class Healed:
     """What must come about once all is healed; `missing` says what has not."""
 
-    def __init__(self, stand: Stand) -> None:
-        self._stand = stand
+    def __init__(self, testbed: Testbed) -> None:
+        self._testbed = testbed
         self._since_ns: int | None = None
         self._looks = 0
 
     def reached(self, core: frozenset[str]) -> bool:
         """Whether nothing is missing."""
         if self._since_ns is None:
-            self._since_ns = self._stand.world.now_ns
-            for found in self._stand.names.found.values():
+            self._since_ns = self._testbed.world.now_ns
+            for found in self._testbed.names.found.values():
                 found.clear()
         self._looks += 1
         return self._looks % LOOK_STRIDE == 0 and not self.missing()
 
     def missing(self) -> str:
         """The first thing that is not as it must be."""
-        stand = self._stand
+        testbed = self._testbed
         return (
             self._view()
             or self._trees()
-            or stand.names.missing()
-            or stand.groups.missing()
-            or stand.upgrades.missing()
-            or stand.ties.missing()
+            or testbed.names.missing()
+            or testbed.groups.missing()
+            or testbed.upgrades.missing()
+            or testbed.ties.missing()
             or self._watches()
             or self._answers()
         )
 
     def _view(self) -> str:
-        cluster, world = self._stand.cluster, self._stand.world
-        views = [port.view for port in self._stand.ports.values()]
+        cluster, world = self._testbed.cluster, self._testbed.world
+        views = [port.view for port in self._testbed.ports.values()]
         whole = len(views) == cluster.size and all(len(view.nodes) == cluster.size for view in views)
         now = all(world.incarnation(name_of(n.id)) == n.key.incarnation for view in views for n in view.nodes)
         same = len({view.epoch for view in views}) == 1
-        return "" if whole and now and same and _linked(self._stand) else f"not in one view: {views}"
+        return "" if whole and now and same and _linked(self._testbed) else f"not in one view: {views}"
 
     def _trees(self) -> str:
-        stand = self._stand
-        wanted: dict[str, set[str]] = {name: set() for name in stand.plans}
-        for name, plan in stand.plans.items():
-            up = plan.standing(stand.judges)
+        testbed = self._testbed
+        wanted: dict[str, set[str]] = {name: set() for name in testbed.plans}
+        for name, plan in testbed.plans.items():
+            up = plan.standing(testbed.judges)
             if up is None:
                 return f"the tree of {name} is not whole"
             for worker in plan.workers():
                 if worker.name in up:
                     wanted[worker.process or name].add(worker.name)
-        for process, system in stand.nodes.living():
+        for process, system in testbed.nodes.living():
             cells = system.cells()
             are = {cell.name for cell in cells if isinstance(cell.actor, Worker)}
             if are != wanted[process.name]:
@@ -162,43 +162,43 @@ class Healed:
             if any(isinstance(cell.actor, Coordinator) for cell in cells):
                 return f"{process}: an upgrade is under way"
         versions = {
-            process.name: CodeBook.of(system).current(Worker) for process, system in stand.nodes.living()
+            process.name: CodeBook.of(system).current(Worker) for process, system in testbed.nodes.living()
         }
         return "" if len({*versions.values()}) == 1 else f"not one version: {versions}"
 
     def _watches(self) -> str:
-        lives = self._stand.lives
-        for process, watch in self._stand.watches:
-            watching = self._stand.nodes.lives((process.name, process.incarnation))
+        lives = self._testbed.lives
+        for process, watch in self._testbed.watches:
+            watching = self._testbed.nodes.lives((process.name, process.incarnation))
             if watching and not watch.told and lives.end_of(watch.who.key()) is not None:
                 return f"{process} was not told of the end of {watch.who!r}"
         return ""
 
     def _answers(self) -> str:
-        stand, since_ns = self._stand, self._since_ns or 0
-        lives = [(process.name, process.incarnation) for process, _ in stand.nodes.living()]
-        guests = stand.guests_in()
+        testbed, since_ns = self._testbed, self._since_ns or 0
+        lives = [(process.name, process.incarnation) for process, _ in testbed.nodes.living()]
+        guests = testbed.guests_in()
         if len(guests) != len(GUESTS):
             return f"of the sessions only {guests} have got in"
         lives += guests
-        targets = {(name, stand.world.incarnation(name)) for name in self._targets()} | {*guests}
+        targets = {(name, testbed.world.incarnation(name)) for name in self._targets()} | {*guests}
         for one in lives:
             for other in targets - ({one} if one in guests else set()):
-                if stand.answered.get((one, other), 0) < since_ns:
+                if testbed.answered.get((one, other), 0) < since_ns:
                     return f"{one} has had no answer from {other}"
         return ""
 
     def _targets(self) -> Iterable[str]:
-        for process, system in self._stand.nodes.living():
+        for process, system in self._testbed.nodes.living():
             if any(isinstance(cell.actor, Worker) for cell in system.cells()):
                 yield process.name
 
 
-def _linked(stand: Stand) -> bool:
-    lives = {(process.name, process.incarnation) for process, _ in stand.nodes.living()}
+def _linked(testbed: Testbed) -> bool:
+    lives = {(process.name, process.incarnation) for process, _ in testbed.nodes.living()}
     return all(
         {*system.peers.items(), (process.name, process.incarnation)} == lives
-        for process, system in stand.nodes.living()
+        for process, system in testbed.nodes.living()
     )
 
 
@@ -217,34 +217,34 @@ class ActorsScenario:
 
     def build(self, seed: int | str, options: sim.Options) -> sim.ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
-        world = StandWorld(seed)
+        world = TestbedWorld(seed)
         size, span_ns = options.ranks, options.length * UNIT_NS
         protected = protected_of(world.rng("protected"), size, first=FIRST)
         cluster = Cluster(size=size, protected=protected, first=FIRST)
-        stand = world.stand = Stand(world, cluster=cluster)
-        stand.torment_until_ns = world.now_ns + span_ns
+        testbed = world.testbed = Testbed(world, cluster=cluster)
+        testbed.torment_until_ns = world.now_ns + span_ns
         names = names_of(size)
         for node_id, name in enumerate(names, FIRST):
-            stand.plans[name] = draw_tree(
+            testbed.plans[name] = draw_tree(
                 world.rng(f"tree/{name}"), names, here=name, actor=Worker, prefix=f"{name}."
             )
-            world.add(name, Member(stand, node_id))
+            world.add(name, Member(testbed, node_id))
         for guest in GUESTS:
-            world.add(guest, Guest(stand))
+            world.add(guest, Guest(testbed))
         return sim.ScenarioStage(
             world=world,
             victims=(*names, *GUESTS),
-            converged=Healed(stand).reached,
+            converged=Healed(testbed).reached,
             span_ns=span_ns,
             liveness_ns=LIVENESS_NS,
             checkers=(
-                Rules(stand),
-                ToldOnce(stand),
-                InTime(stand, world),
-                stand.lives,
-                stand.talks,
-                stand.names,
-                stand.groups,
+                Rules(testbed),
+                ToldOnce(testbed),
+                InTime(testbed, world),
+                testbed.lives,
+                testbed.talks,
+                testbed.names,
+                testbed.groups,
             ),
         )
 

@@ -128,7 +128,7 @@ class Worker(Actor, remote=True):
 
 
 class Judge:
-    """Holds one life of a supervisor against the rules of OTP's `supervisor`, by what it can see alone.
+    """Holds one incarnation of a supervisor against the rules of OTP's `supervisor`, by what is visible.
 
     A breach is a line in `violations`: an exception would only end the supervisor.
     """
@@ -305,7 +305,7 @@ class TreePlan:
 
 @dataclass(slots=True)
 class Watch:
-    """One life of a worker that is watched."""
+    """One incarnation of a worker that is watched."""
 
     who: Ref
     told: int = 0
@@ -321,7 +321,7 @@ class Board:
 
     world: World
     judges: dict[str, Judge] = field(default_factory=dict[str, Judge])
-    """By name, of the tree that stands; a nested supervisor's last life."""
+    """By name, of the tree that stands; a nested supervisor's last incarnation."""
     watches: list[tuple[SimProcess, Watch]] = field(default_factory=list[tuple[SimProcess, Watch]])
     systems: dict[str, tuple[SimProcess, ActorSystem]] = field(
         default_factory=dict[str, tuple[SimProcess, ActorSystem]]

@@ -25,7 +25,16 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import external_name, owned_name
 from zbmd.actors.directory.events import GroupNews
 from zbmd.actors.routing.contracts import Route
-from zbmd.actors.simulated.ledgers import Groups, Life, Lives, Names, Nodes, Talks, Ties, Upgrades
+from zbmd.actors.simulated.ledgers import (
+    Groups,
+    Incarnations,
+    Names,
+    Nodes,
+    ProcessKey,
+    Talks,
+    Ties,
+    Upgrades,
+)
 from zbmd.actors.simulated.membership_scenario import Cluster, name_of
 from zbmd.actors.simulated.supervision_scenario import Board, TreePlan
 from zbmd.transport.link.interface import Link
@@ -83,9 +92,9 @@ class SimActorEndpoint:
 
 
 class SimNode:
-    """One life of a node, that of its process: a `ClusterPort` that drives the machine and the detector.
+    """One incarnation of a node, that of its process: a `ClusterPort` that drives machine and detector.
 
-    `over` is done with the reason once this life is.
+    `over` is done with the reason once this incarnation is.
     """
 
     def __init__(self, process: SimProcess, cluster: Cluster, node_id: int) -> None:
@@ -220,7 +229,7 @@ ERRAND: Final = "errand"
 
 
 @dataclass(slots=True)
-class Stand(Board):
+class Testbed(Board):
     """World, cluster, ledgers. plans: the tree of each node; torment_until_ns: when faults end."""
 
     cluster: Cluster = field(kw_only=True)
@@ -231,12 +240,14 @@ class Stand(Board):
         default_factory=dict[int, tuple[SimProcess, int, str]]
     )
     next_ask: int = 0
-    answered: dict[tuple[Life, Life], int] = field(default_factory=dict[tuple[Life, Life], int])
+    answered: dict[tuple[ProcessKey, ProcessKey], int] = field(
+        default_factory=dict[tuple[ProcessKey, ProcessKey], int]
+    )
     """When one node had its last answer from another, ns."""
     guests: dict[str, int] = field(default_factory=dict[str, int])
-    """Sessions that have got in, and which life of each."""
+    """Sessions that have got in, and which incarnation of each."""
     nodes: Nodes = field(init=False)
-    lives: Lives = field(init=False)
+    lives: Incarnations = field(init=False)
     talks: Talks = field(init=False)
     names: Names = field(init=False)
     groups: Groups = field(init=False)
@@ -245,16 +256,16 @@ class Stand(Board):
 
     def __post_init__(self) -> None:
         self.nodes = Nodes(self.world)
-        self.lives = Lives(self.nodes)
+        self.lives = Incarnations(self.nodes)
         self.talks = Talks(self.lives)
         self.names = Names(self.nodes, self.lives)
         self.groups = Groups(self.nodes, self.lives)
         self.ties = Ties(self.lives)
         self.upgrades = Upgrades(self.nodes)
 
-    def guests_in(self) -> list[Life]:
+    def guests_in(self) -> list[ProcessKey]:
         """The sessions that live, and have got in."""
-        return [life for life in self.guests.items() if self.nodes.lives(life)]
+        return [incarnation for incarnation in self.guests.items() if self.nodes.lives(incarnation)]
 
     @property
     def tormented(self) -> bool:
@@ -262,17 +273,17 @@ class Stand(Board):
         return self.world.now_ns < self.torment_until_ns
 
 
-class StandWorld(World):
-    """A world in which actors find the stand; their arguments may have come over a link."""
+class TestbedWorld(World):
+    """A world in which actors find the testbed; their arguments may have come over a link."""
 
-    stand: Stand
+    testbed: Testbed
 
 
-def here() -> tuple[SimProcess, Stand]:
-    """The process that runs, and the stand of its world."""
+def here() -> tuple[SimProcess, Testbed]:
+    """The process that runs, and the testbed of its world."""
     process = current_process()
-    assert isinstance(process, SimProcess) and isinstance(process.world, StandWorld)
-    return process, process.world.stand
+    assert isinstance(process, SimProcess) and isinstance(process.world, TestbedWorld)
+    return process, process.world.testbed
 
 
 LINGER_S: Final = 0.02
@@ -283,7 +294,7 @@ WAITING_MAX: Final = 1 << 16
 
 
 class Who(Contract, id="sim.actors.who"):
-    """Asks an actor which life it is."""
+    """Asks an actor which incarnation it is."""
 
 
 class Here(Contract, id="sim.actors.here"):
@@ -346,9 +357,9 @@ class Worker(Actor, remote=True, version=1):
 
     async def started(self) -> None:
         """Be born, and take a while to start, or none."""
-        _, stand = here()
-        stand.lives.born(self.ref)
-        self.system.watch(self.ref, stand.lives.ended)
+        _, testbed = here()
+        testbed.lives.born(self.ref)
+        self.system.watch(self.ref, testbed.lives.ended)
         await _linger()
 
     async def stopping(self, reason: object) -> None:
@@ -357,7 +368,7 @@ class Worker(Actor, remote=True, version=1):
 
     @on(Who)
     async def who(self, _: Who) -> Here:
-        """Say which life this is."""
+        """Say which incarnation this is."""
         return Here(self.ref)
 
     @on(SessionMessage)
@@ -457,14 +468,14 @@ LATER: Final[dict[type[Actor], tuple[type[Actor], ...]]] = {
 class Watcher(Actor):
     """Is told of the changes of a group."""
 
-    def __init__(self, stand: Stand, group: str) -> None:
-        self._stand, self._group = stand, group
+    def __init__(self, testbed: Testbed, group: str) -> None:
+        self._testbed, self._group = testbed, group
 
     @on(GroupNews)
     async def news(self, news: GroupNews) -> None:
         """Who has come and gone."""
-        life = (self.system.name, self.system.incarnation)
-        self._stand.groups.changed(life, self._group, "news", tuple(news.joined), tuple(news.left))
+        incarnation = (self.system.name, self.system.incarnation)
+        self._testbed.groups.changed(incarnation, self._group, "news", tuple(news.joined), tuple(news.left))
 
 
 async def _linger() -> None:

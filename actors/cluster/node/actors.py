@@ -69,7 +69,7 @@ class _Heeded:
     """A wait for the end of an incarnation."""
 
     process: str
-    life: int
+    incarnation: int
     tell: Callable[[str], None]
 
 
@@ -94,7 +94,7 @@ class ClusterRoutes(EndNotices):
         self.view = view
         self._see(view)
         for one in list(self._heeded):
-            gone = self.gone(one.process, one.life)
+            gone = self.gone(one.process, one.incarnation)
             if gone:
                 self._heeded.discard(one)
                 one.tell(f"{gone} in view {view.epoch} ({reason})"[:REASON_CHARACTERS_MAX])
@@ -119,32 +119,36 @@ class ClusterRoutes(EndNotices):
         near = external_address(entry.address) if entry.host else ""
         return Route(process, entry.incarnation, entry.host, near, entry.tcp_address)
 
-    def gone(self, process: str, life: int) -> str:
+    def gone(self, process: str, incarnation: int) -> str:
         """Return why that incarnation is out of the cluster; empty while it is in."""
         if not self.view.epoch or owner_of(process):
             return ""
         node = self._nodes.get(process)
         if node is not None:
-            return "" if node.key.incarnation <= life else f"{process} is incarnation {node.key.incarnation}"
+            return (
+                ""
+                if node.key.incarnation <= incarnation
+                else f"{process} is incarnation {node.key.incarnation}"
+            )
         entry = self._entries.get(process)
         if entry is None:
-            was = self._seen.get(process, 0) >= life
+            was = self._seen.get(process, 0) >= incarnation
             return f"{process} has left the cluster" if was else ""
-        if entry.incarnation > life:
+        if entry.incarnation > incarnation:
             return f"{process} is incarnation {entry.incarnation}"
-        over = entry.incarnation == life and entry.state in (RankState.FINISHED, RankState.LOST)
-        vacant = entry.incarnation == life and entry.state is RankState.VACANT
+        over = entry.incarnation == incarnation and entry.state in (RankState.FINISHED, RankState.LOST)
+        vacant = entry.incarnation == incarnation and entry.state is RankState.VACANT
         return f"{process} is {entry.state.value}" if over or vacant else ""
 
-    def notify_end(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+    def notify_end(self, process: str, incarnation: int, tell: Callable[[str], None]) -> Callable[[], None]:
         """Call `tell` once when that incarnation is gone; return what undoes it. Raises `TooManyPending`."""
-        gone = self.gone(process, life)
+        gone = self.gone(process, incarnation)
         if gone:
             tell(gone)
             return lambda: None
         if len(self._heeded) >= HEEDED_MAX:
             raise TooManyPending(f"the ends of {HEEDED_MAX} processes are waited for")
-        one = _Heeded(process, life, tell)
+        one = _Heeded(process, incarnation, tell)
         self._heeded.add(one)
         return lambda: self._heeded.discard(one)
 

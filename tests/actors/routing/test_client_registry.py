@@ -35,11 +35,13 @@ class Owner:
         for action in actions:
             match action:
                 case b.SendNotice(ticket=ticket):
-                    process, life = self.open.pop(ticket)
-                    assert self.links.get(process) != life, "that life is linked"
-                    assert life < self.links.get(process, 0) or life <= max(self.was[process]), "not seen yet"
-                case b.Forget(process=process, life=life):
-                    assert self.kept.pop(process) == life
+                    process, incarnation = self.open.pop(ticket)
+                    assert self.links.get(process) != incarnation, "that life is linked"
+                    assert incarnation < self.links.get(process, 0) or incarnation <= max(
+                        self.was[process]
+                    ), "not seen yet"
+                case b.Forget(process=process, incarnation=incarnation):
+                    assert self.kept.pop(process) == incarnation
                 case b.Refuse():
                     raise AssertionError("there are few")
         for process in NAMES:
@@ -47,29 +49,29 @@ class Owner:
             assert self.kept.get(process) in (None, self.links.get(process)), "who is found is linked"
 
     def link(self, process: str) -> None:
-        life, before = self.lives[process], self.links.get(process)
-        if before != life:
+        incarnation, before = self.lives[process], self.links.get(process)
+        if before != incarnation:
             if before is not None:
                 self.late.append((process, before))
-            self.links[process] = life
-            self.feed(b.Linked(process=process, life=life))
+            self.links[process] = incarnation
+            self.feed(b.Linked(process=process, incarnation=incarnation))
 
-    def enrol(self, process: str, life: int) -> None:
-        if self.links.get(process) == life:
-            self.kept[process] = life
-            self.was[process].add(life)
-        self.feed(b.Enrolled(process=process, life=life))
+    def enrol(self, process: str, incarnation: int) -> None:
+        if self.links.get(process) == incarnation:
+            self.kept[process] = incarnation
+            self.was[process].add(incarnation)
+        self.feed(b.Enrolled(process=process, incarnation=incarnation))
 
     def leave(self, process: str) -> None:
-        life = self.links.pop(process, None)
-        if life is not None:
-            self.feed(b.Left(process=process, life=life))
+        incarnation = self.links.pop(process, None)
+        if incarnation is not None:
+            self.feed(b.Left(process=process, incarnation=incarnation))
 
     def heed(self, process: str) -> None:
         self.next += 1
-        life = max(1, self.lives[process] + self.rng.choice((-1, 0, 0, 1)))
-        self.open[self.next] = (process, life)
-        self.feed(b.NoticeWanted(ticket=self.next, process=process, life=life))
+        incarnation = max(1, self.lives[process] + self.rng.choice((-1, 0, 0, 1)))
+        self.open[self.next] = (process, incarnation)
+        self.feed(b.NoticeWanted(ticket=self.next, process=process, incarnation=incarnation))
 
     def step(self) -> None:
         process = self.rng.choice(NAMES)
@@ -83,8 +85,8 @@ class Owner:
                 self.enrol(process, self.lives[process] - 1)
             case 4:
                 if self.late:
-                    late, life = self.late.pop(0)
-                    self.feed(b.Left(process=late, life=life))
+                    late, incarnation = self.late.pop(0)
+                    self.feed(b.Left(process=late, incarnation=incarnation))
                 else:
                     self.leave(process)
             case 5:
@@ -99,8 +101,10 @@ class Owner:
         """All go; who waits for one that others could find has been told by then."""
         for process in NAMES:
             self.leave(process)
-        for ticket, (process, life) in self.open.items():
-            assert life > max(self.was[process], default=0), f"nobody tells {ticket} of {process}#{life}"
+        for ticket, (process, incarnation) in self.open.items():
+            assert incarnation > max(self.was[process], default=0), (
+                f"nobody tells {ticket} of {process}#{incarnation}"
+            )
 
 
 def run(seed: int, book: b.ClientRegistry) -> None:
@@ -135,9 +139,9 @@ class EndsTheNextLife(b.ClientRegistry):
 class FindsTheDead(b.ClientRegistry):
     """Who has not said where it listens is found where its last life did."""
 
-    def _linked(self, process: str, life: int) -> list[b.Action]:
+    def _linked(self, process: str, incarnation: int) -> list[b.Action]:
         known = self.linked.get(process)
-        actions = super()._linked(process, life)
+        actions = super()._linked(process, incarnation)
         if known is not None and process in self.linked:
             self.linked[process].enrolled = known.enrolled
         return actions
@@ -159,11 +163,11 @@ def test_bounds_are_kept() -> None:
     book, process = b.ClientRegistry(), NAMES[0]
     for ticket in range(b.HEEDED_MAX):
         book._heeded[ticket] = (process, 1)
-    (refused,) = book.handle(b.NoticeWanted(ticket=b.HEEDED_MAX, process=process, life=1))
+    (refused,) = book.handle(b.NoticeWanted(ticket=b.HEEDED_MAX, process=process, incarnation=1))
     assert isinstance(refused, b.Refuse)
     for number in range(b.SEEN_MAX + 1):
         name = f"session-{number}@node1"
-        book.handle(b.Linked(process=name, life=1))
-        book.handle(b.Enrolled(process=name, life=1))
-        book.handle(b.Left(process=name, life=1))
+        book.handle(b.Linked(process=name, incarnation=1))
+        book.handle(b.Enrolled(process=name, incarnation=1))
+        book.handle(b.Left(process=name, incarnation=1))
     book.check_invariants()

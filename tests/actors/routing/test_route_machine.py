@@ -50,46 +50,46 @@ class Cluster:
             case w.Dial(process=process):
                 self.work[process] = ("dial", self.found)
             case w.Arrive(ticket=ticket):
-                process, life = self.open.pop(ticket)
+                process, incarnation = self.open.pop(ticket)
                 assert self.links.get(process), f"{process} is not linked"
-                assert life in (0, self.links[process]), "a link to another life than was wanted"
+                assert incarnation in (0, self.links[process]), "a link to another life than was wanted"
             case w.Refuse(ticket=ticket, kind=kind):
-                process, life = self.open.pop(ticket)
+                process, incarnation = self.open.pop(ticket)
                 if kind is w.RefusalKind.DEAD:
-                    assert life < self.lives[process], "that life is not over"
-            case w.AwaitEnd(process=process, life=life):
-                assert self.links[process] == life
+                    assert incarnation < self.lives[process], "that life is not over"
+            case w.AwaitEnd(process=process, incarnation=incarnation):
+                assert self.links[process] == incarnation
             case w.Detach(process=process):
                 self.end(process)
 
     def end(self, process: str) -> None:
-        life = self.links.pop(process, None)
-        if life is not None:
-            self.feed(w.Ended(process=process, life=life))
+        incarnation = self.links.pop(process, None)
+        if incarnation is not None:
+            self.feed(w.Ended(process=process, incarnation=incarnation))
 
-    def link(self, process: str, life: int) -> None:
+    def link(self, process: str, incarnation: int) -> None:
         known = self.links.get(process, 0)
-        if known < life:
+        if known < incarnation:
             self.end(process)
-            self.links[process] = life
-            self.feed(w.Linked(process=process, life=life))
+            self.links[process] = incarnation
+            self.feed(w.Linked(process=process, incarnation=incarnation))
 
     def want(self, process: str) -> None:
         self.next += 1
-        life = self.rng.choice((0, self.lives[process], max(1, self.lives[process] - 1)))
-        self.open[self.next] = (process, life)
-        self.feed(w.Wanted(process=process, life=life, ticket=self.next))
+        incarnation = self.rng.choice((0, self.lives[process], max(1, self.lives[process] - 1)))
+        self.open[self.next] = (process, incarnation)
+        self.feed(w.Wanted(process=process, incarnation=incarnation, ticket=self.next))
 
     def go_on(self, process: str) -> None:
         """What is under way comes to an end."""
-        what, life = self.work.pop(process)
+        what, incarnation = self.work.pop(process)
         if self.rng.random() < 0.3:
             self.feed(w.NotFound(process=process, reason="as the test wants"))
         elif what == "seek":
             self.found = self.lives[process]
-            self.feed(w.Found(process=process, life=self.found))
-        elif life == self.lives[process]:
-            self.link(process, life)
+            self.feed(w.Found(process=process, incarnation=self.found))
+        elif incarnation == self.lives[process]:
+            self.link(process, incarnation)
         else:
             self.feed(w.NotFound(process=process, reason="another life listens there"))
 
@@ -108,8 +108,8 @@ class Cluster:
                     self.end(process)
                     self.lives[process] += 1
                 elif process in self.links:
-                    life = self.links[process]
-                    self.feed(w.Gone(process=process, life=life, reason="the cluster says so"))
+                    incarnation = self.links[process]
+                    self.feed(w.Gone(process=process, incarnation=incarnation, reason="the cluster says so"))
             case _:
                 if self.open:
                     ticket = self.rng.choice(list(self.open))
@@ -139,18 +139,18 @@ def test_everybody_who_waits_is_told_once(seed: int) -> None:
 class TakesAnyLife(w.RouteMachine):
     """Whoever waits is content with any life."""
 
-    def _linked(self, process: str, life: int) -> list[w.Action]:
+    def _linked(self, process: str, incarnation: int) -> list[w.Action]:
         place = self.places.get(process)
         if place is not None:
             place.waiting = dict.fromkeys(place.waiting, 0)
-        return super()._linked(process, life)
+        return super()._linked(process, incarnation)
 
 
 class Forgets(w.RouteMachine):
     """Who wants a later life than the one that has dialed us meanwhile is forgotten."""
 
-    def _linked(self, process: str, life: int) -> list[w.Action]:
-        return [a for a in super()._linked(process, life) if not isinstance(a, w.Arrive)]
+    def _linked(self, process: str, incarnation: int) -> list[w.Action]:
+        return [a for a in super()._linked(process, incarnation) if not isinstance(a, w.Arrive)]
 
 
 @pytest.mark.parametrize("planted", [TakesAnyLife, Forgets])
@@ -168,13 +168,13 @@ def test_planted_bugs_are_found(planted: type[w.RouteMachine]) -> None:
 def test_bounds_are_kept() -> None:
     machine = w.RouteMachine()
     for number in range(w.PROCESSES_MAX):
-        machine.handle(w.Linked(process=f"node{number + 1}", life=1))
+        machine.handle(w.Linked(process=f"node{number + 1}", incarnation=1))
     assert not machine.has_room("node9999") and machine.has_room("node1")
-    (refused,) = machine.handle(w.Wanted(process="node9999", life=0, ticket=1))
+    (refused,) = machine.handle(w.Wanted(process="node9999", incarnation=0, ticket=1))
     assert isinstance(refused, w.Refuse) and refused.kind is w.RefusalKind.TOO_MANY
     for ticket in range(w.TICKETS_MAX):
-        machine.handle(w.Wanted(process="node1", life=2, ticket=ticket))
-    (refused,) = machine.handle(w.Wanted(process="node2", life=2, ticket=w.TICKETS_MAX))
+        machine.handle(w.Wanted(process="node1", incarnation=2, ticket=ticket))
+    (refused,) = machine.handle(w.Wanted(process="node2", incarnation=2, ticket=w.TICKETS_MAX))
     assert isinstance(refused, w.Refuse) and refused.kind is w.RefusalKind.TOO_MANY
     machine.check_invariants()
 

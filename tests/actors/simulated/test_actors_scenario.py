@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.actors.core.ref import Down, Reason, ReasonKind, Ref
-from zbmd.actors.simulated.ledgers import Groups, Lives, Names, Nodes, Talks, Ties
+from zbmd.actors.simulated.ledgers import Groups, Incarnations, Names, Nodes, Talks, Ties
 from zbmd.actors.simulated.scenario import ActorsScenario
 from zbmd.transport.sim import Options, RunOutcome, SimProcess, World, run_scenario
 
@@ -33,7 +33,7 @@ class Told:
         for name in "ab":
             world.add(name, _idle)
         self.nodes = Nodes(world)
-        self.lives = Lives(self.nodes)
+        self.lives = Incarnations(self.nodes)
         self.one, self.other = self.born("a", 1), self.born("b", 1)
 
     def born(self, process: str, incarnation: int) -> Ref:

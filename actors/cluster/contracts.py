@@ -190,7 +190,7 @@ def is_name(text: str) -> bool:
 WHY_MAX: Final = 400
 """Length of a reason."""
 
-LaneId: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+StripeId: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
 """The session id of a heartbeat connection (stripe)."""
 _Why = Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 
@@ -206,7 +206,7 @@ class BeatsAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class BeatsOffer(Contract, id="zbmd.cluster.beats_offer"):
     """Heartbeats may be written to `at`; None declines, with the reason in `why`."""
 
-    lane: LaneId
+    lane: StripeId
     at: BeatsAt | None = None
     why: _Why = ""
 
@@ -214,7 +214,7 @@ class BeatsOffer(Contract, id="zbmd.cluster.beats_offer"):
 class BeatsAnswer(Contract, id="zbmd.cluster.beats_answer"):
     """The other side's answer. It receives at once, and sends its own once the first side is ready."""
 
-    lane: LaneId
+    lane: StripeId
     at: BeatsAt | None = None
     why: _Why = ""
 
@@ -222,7 +222,7 @@ class BeatsAnswer(Contract, id="zbmd.cluster.beats_answer"):
 class BeatsReady(Contract, id="zbmd.cluster.beats_ready"):
     """The offering side receives heartbeats now; a non-empty `why` declines after all."""
 
-    lane: LaneId
+    lane: StripeId
     why: _Why = ""
 
 

@@ -15,14 +15,14 @@ def siphash(key: Buffer, data: Buffer) -> int:
     """SipHash-2-4 of `data`. key: `BEAT_KEY_BYTES` bytes."""
 
 class BeatWriter:
-    """Makes the beats of one direction of a lane. key: `BEAT_KEY_BYTES` bytes."""
+    """Makes the beats of one direction of a stripe. key: `BEAT_KEY_BYTES` bytes."""
 
     def __init__(self, key: Buffer) -> None: ...
     def write(self, known: int, entered: int) -> bytes:
         """The next beat, `BEAT_BYTES` bytes; both arguments are u64."""
 
 class BeatReader:
-    """Reads the beats of one direction of a lane, as the native thread does."""
+    """Reads the beats of one direction of a stripe, as the native thread does."""
 
     def __init__(self, key: Buffer) -> None: ...
     @property
@@ -34,7 +34,7 @@ class BeatReader:
         """What the last one has said: known, entered."""
 
     def feed(self, data: Buffer) -> None:
-        """Take bytes of the lane, cut anywhere. Raises `RemoteProtocolError`: the lane is to end then."""
+        """Take bytes of the stripe, cut anywhere. Raises `RemoteProtocolError`: the stripe is to end then."""
 
 class NativeHeartbeats:
     """A thread that beats every `period_ns`, reads peers' beats, and wakes who watches `fd` when needed.
@@ -46,7 +46,7 @@ class NativeHeartbeats:
 
     def __init__(self, *, period_ns: int, lease_ns: int) -> None: ...
     def close(self) -> None:
-        """End the thread and all lanes. Idempotent."""
+        """End the thread and all stripes. Idempotent."""
 
     @property
     def fd(self) -> int:
@@ -72,19 +72,19 @@ class NativeHeartbeats:
         """A place for a peer. Raises `LocalProtocolError` if all are taken."""
 
     def vacate(self, place: int) -> None:
-        """Give a place back, and end its lane."""
+        """Give a place back, and end its stripe."""
 
     def adopt(self, place: int, fd: int, send_key: Buffer, receive_key: Buffer, surplus: Buffer) -> None:
-        """Take over a lane's socket in place of the one before. surplus: what has come on it already."""
+        """Take over a stripe's socket in place of the one before. surplus: what has come on it already."""
 
-    def drop_lane(self, place: int) -> None:
-        """End a peer's lane, if it has one."""
+    def drop_stripe(self, place: int) -> None:
+        """End a peer's stripe, if it has one."""
 
     def add_way(self, place: int, way: object, send_key: Buffer, receive_key: Buffer) -> bool:
-        """Read a peer's beats by this way, too, as long as its lane stands; False if it has none.
+        """Read a peer's beats by this way, too, as long as its stripe stands; False if it has none.
 
-        way: a capsule, as `BeatEnd.way`. It stays its maker's, who keeps it until the lane or the way has
-        ended and been taken, or `drop_way`, `drop_lane`, `vacate` or `close`. Raises ValueError on another
+        way: a capsule, as `BeatEnd.way`. It stays its maker's, who keeps it until the stripe or the way has
+        ended and been taken, or `drop_way`, `drop_stripe`, `vacate` or `close`. Raises ValueError on another
         object.
         """
 
@@ -92,7 +92,7 @@ class NativeHeartbeats:
         """The peer takes our beats by the way: send them so."""
 
     def drop_way(self, place: int) -> None:
-        """Use a peer's way no more; its lane stays."""
+        """Use a peer's way no more; its stripe stays."""
 
     def observe(self, place: int, limit_ns: int) -> None:
         """Look when a peer was not heard for so long, from now on if it is new; 0 for no more."""
@@ -107,7 +107,7 @@ class NativeHeartbeats:
         """Beat so often, from the next beat on."""
 
     def read_now(self) -> None:
-        """Read all lanes, so that what has come by now can be taken."""
+        """Read all stripes, so that what has come by now can be taken."""
 
     def attend(self, attentive: bool) -> None:
         """Whether every beat is to be looked at; else those that say what we do not."""
@@ -126,8 +126,8 @@ class NativeHeartbeats:
         """All that had come by then can be taken, and silence until then means something."""
 
     def take(self, place: int) -> tuple[tuple[int, ...], tuple[int, int] | None, str, str] | None:
-        """What is new of a peer: arrivals in ns, what its last beat said, why its lane and its way ended.
+        """What is new of a peer: arrivals in ns, what its last beat said, why its stripe and its way ended.
 
-        None if there is nothing. The texts are empty while lane and way stand; a way ends with its lane,
+        None if there is nothing. The texts are empty while stripe and way stand; a way ends with its stripe,
         and then nothing is said of it.
         """

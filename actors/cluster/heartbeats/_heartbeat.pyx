@@ -23,12 +23,12 @@ cdef extern from "actors/cluster/heartbeats/heartbeat.h" nogil:
         ZBMD_BEAT_PEERS
         ZBMD_BEAT_ARRIVALS
         ZBMD_BEAT_SPARED_MAX
-        ZBMD_LANE_OPEN
-        ZBMD_LANE_CLOSED
-        ZBMD_LANE_BROKEN
-        ZBMD_LANE_FORGED
-        ZBMD_LANE_OUT_OF_TURN
-        ZBMD_LANE_FULL
+        ZBMD_STRIPE_OPEN
+        ZBMD_STRIPE_CLOSED
+        ZBMD_STRIPE_BROKEN
+        ZBMD_STRIPE_FORGED
+        ZBMD_STRIPE_OUT_OF_TURN
+        ZBMD_STRIPE_FULL
         ZBMD_WAY_FAILED
     struct zbmd_beat_writer:
         uint64_t key[2]
@@ -61,7 +61,7 @@ cdef extern from "actors/cluster/heartbeats/heartbeat.h" nogil:
     void zbmd_beats_vacate(zbmd_beats *beats, int place)
     void zbmd_beats_adopt(zbmd_beats *beats, int place, int fd, const uint8_t *send_key,
                           const uint8_t *receive_key, const uint8_t *surplus, size_t nbytes)
-    void zbmd_beats_drop_lane(zbmd_beats *beats, int place)
+    void zbmd_beats_drop_stripe(zbmd_beats *beats, int place)
     int zbmd_beats_add_way(zbmd_beats *beats, int place, zbmd_beat_way *way, const uint64_t *send_key,
                            const uint64_t *receive_key)
     void zbmd_beats_use_way(zbmd_beats *beats, int place)
@@ -86,17 +86,17 @@ SPARED_MAX = ZBMD_BEAT_SPARED_MAX
 
 
 cdef str _why(uint32_t end, int error):
-    """Why a lane has ended; empty if it has not."""
-    if end == ZBMD_LANE_OPEN:
+    """Why a stripe has ended; empty if it has not."""
+    if end == ZBMD_STRIPE_OPEN:
         return ""
-    if end == ZBMD_LANE_CLOSED:
-        return "it closed the lane"
-    if end == ZBMD_LANE_FORGED:
+    if end == ZBMD_STRIPE_CLOSED:
+        return "it closed the stripe"
+    if end == ZBMD_STRIPE_FORGED:
         return "the tag of a beat is wrong: it was changed on its way, or injected"
-    if end == ZBMD_LANE_OUT_OF_TURN:
+    if end == ZBMD_STRIPE_OUT_OF_TURN:
         return "a beat came out of its turn: it was repeated, or others were left out"
-    if end == ZBMD_LANE_FULL:
-        return "it has not read the lane for so long that a beat found no room"
+    if end == ZBMD_STRIPE_FULL:
+        return "it has not read the stripe for so long that a beat found no room"
     if end == ZBMD_WAY_FAILED:
         return "a beat was not acknowledged"
     return f"the connection broke: {os.strerror(error)}"
@@ -148,7 +148,7 @@ cdef class BeatReader:
         if not data.shape[0]:
             return
         cdef int end = zbmd_beat_read(&self._reader, &data[0], data.shape[0])
-        if end != ZBMD_LANE_OPEN:
+        if end != ZBMD_STRIPE_OPEN:
             raise RemoteProtocolError(_why(end, 0))
 
 
@@ -231,10 +231,10 @@ cdef class NativeHeartbeats:
         with nogil:
             zbmd_beats_adopt(beats, place, fd, &send_key[0], &receive_key[0], rest, nbytes)
 
-    def drop_lane(self, int place):
+    def drop_stripe(self, int place):
         cdef zbmd_beats *beats = self._live(place)
         with nogil:
-            zbmd_beats_drop_lane(beats, place)
+            zbmd_beats_drop_stripe(beats, place)
 
     def add_way(self, int place, object way, const uint8_t[::1] send_key, const uint8_t[::1] receive_key):
         cdef zbmd_beats *beats = self._live(place)

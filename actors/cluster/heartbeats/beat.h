@@ -1,8 +1,8 @@
 /* One heartbeat as bytes, as they are made and checked.
  *
- * A beat is 32 bytes, little-endian: its number in its direction of its lane (u64, from 1), the newest view
+ * A beat is 32 bytes, little-endian: its number in its direction of its stripe (u64, from 1), the newest view
  * that the sender knows (u64), the view that it acts on (u64), and the tag of these (siphash.h) under the key
- * of that direction. Numbers have no gaps, for a lane is a TCP connection.
+ * of that direction. Numbers have no gaps, for a stripe is a TCP connection.
  */
 #ifndef ZBMD_BEAT_H
 #define ZBMD_BEAT_H
@@ -14,14 +14,14 @@
 #define ZBMD_BEAT_BYTES 32
 #define ZBMD_BEAT_TAGGED 24
 
-/* Why a lane has ended. */
+/* Why a stripe has ended. */
 enum {
-    ZBMD_LANE_OPEN = 0,
-    ZBMD_LANE_CLOSED = 1,
-    ZBMD_LANE_BROKEN = 2,     /* `error` is the errno */
-    ZBMD_LANE_FORGED = 3,
-    ZBMD_LANE_OUT_OF_TURN = 4,
-    ZBMD_LANE_FULL = 5,
+    ZBMD_STRIPE_OPEN = 0,
+    ZBMD_STRIPE_CLOSED = 1,
+    ZBMD_STRIPE_BROKEN = 2,     /* `error` is the errno */
+    ZBMD_STRIPE_FORGED = 3,
+    ZBMD_STRIPE_OUT_OF_TURN = 4,
+    ZBMD_STRIPE_FULL = 5,
     ZBMD_WAY_FAILED = 6       /* of a way alone */
 };
 
@@ -46,7 +46,7 @@ static inline void zbmd_beat_write(const struct zbmd_beat_writer *writer, uint64
     zbmd_write_le64(to + 24, zbmd_siphash(writer->key, to, ZBMD_BEAT_TAGGED));
 }
 
-/* Take bytes of a lane, cut anywhere. Returns ZBMD_LANE_OPEN, or what is wrong with it. */
+/* Take bytes of a stripe, cut anywhere. Returns ZBMD_STRIPE_OPEN, or what is wrong with it. */
 static inline int zbmd_beat_read(struct zbmd_beat_reader *reader, const uint8_t *data, size_t nbytes) {
     while (nbytes) {
         size_t step = ZBMD_BEAT_BYTES - reader->filled;
@@ -59,13 +59,13 @@ static inline int zbmd_beat_read(struct zbmd_beat_reader *reader, const uint8_t 
         reader->filled = 0;
         const uint8_t *beat = reader->partial;
         if (zbmd_siphash(reader->key, beat, ZBMD_BEAT_TAGGED) != zbmd_read_le64(beat + 24))
-            return ZBMD_LANE_FORGED;
-        if (zbmd_read_le64(beat) != reader->number) return ZBMD_LANE_OUT_OF_TURN;
+            return ZBMD_STRIPE_FORGED;
+        if (zbmd_read_le64(beat) != reader->number) return ZBMD_STRIPE_OUT_OF_TURN;
         reader->number++;
         reader->known = zbmd_read_le64(beat + 8);
         reader->entered = zbmd_read_le64(beat + 16);
     }
-    return ZBMD_LANE_OPEN;
+    return ZBMD_STRIPE_OPEN;
 }
 
 #endif

@@ -105,20 +105,20 @@ class RdmaHeartbeats:
         self._peers: dict[NodeKey, _Peer] = {}
         self._told: set[tuple[bool, str]] = set()
 
-    def lane_stands(self, key: NodeKey, lane: Session, control: Session) -> None:
+    def stripe_stands(self, key: NodeKey, stripe: Session, control: Session) -> None:
         """Beats with this peer use this stripe; control: the session of its link."""
         peer = self._peer(key)
-        peer.keys = beat_keys(control, lane, WAY_LABEL)
-        self._feed(key, w.ConnectionUp(lane=lane.session_id, offers=lane.side is Side.DIALER))
+        peer.keys = beat_keys(control, stripe, WAY_LABEL)
+        self._feed(key, w.ConnectionUp(lane=stripe.session_id, offers=stripe.side is Side.DIALER))
 
-    def lane_ended(self, key: NodeKey) -> None:
+    def stripe_ended(self, key: NodeKey) -> None:
         """The peer's stripe ended."""
         if key in self._peers:
             self._feed(key, w.ConnectionDown())
 
     def forget(self, key: NodeKey) -> None:
         """The last link to this incarnation ended."""
-        self.lane_ended(key)
+        self.stripe_ended(key)
         self._peers.pop(key, None)
 
     def said(self, key: NodeKey, what: BeatsSaid) -> None:
@@ -221,10 +221,10 @@ log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
 @dataclass(slots=True)
 class _Dialed:
-    """A link that we dialed. lanes: side connections opened so far; each has its own number."""
+    """A link that we dialed. stripes: side connections opened so far; each has its own number."""
 
     link: TcpLink
-    lanes: int = 0
+    stripes: int = 0
     opening: asyncio.Task[None] | None = None
 
 
@@ -249,7 +249,7 @@ class HeartbeatConnections:
     def unlinked(self, key: NodeKey) -> None:
         """The last link to this incarnation ended: drop its connection as well."""
         self._dialed.pop(key, None)
-        self._beats.drop_lane(key)
+        self._beats.drop_stripe(key)
 
     def open_missing(self) -> None:
         """Open the missing connections; call it periodically.
@@ -261,13 +261,13 @@ class HeartbeatConnections:
             dialed = self._dialed.get(key)
             if dialed is None or dialed.opening is not None or dialed.link.closed:
                 continue
-            if dialed.lanes == STRIPES_MAX:
+            if dialed.stripes == STRIPES_MAX:
                 log.warning(
                     "heartbeat connections keep failing; closing the link to redial it", peer=str(key)
                 )
                 dialed.link.close()
                 continue
-            task = asyncio.get_running_loop().create_task(self._open(key, dialed), name=f"lane to {key}")
+            task = asyncio.get_running_loop().create_task(self._open(key, dialed), name=f"stripe to {key}")
             dialed.opening = task
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
@@ -281,21 +281,21 @@ class HeartbeatConnections:
             await asyncio.wait(self._opening)
 
     async def _open(self, key: NodeKey, dialed: _Dialed) -> None:
-        number, dialed.lanes = dialed.lanes, dialed.lanes + 1
+        number, dialed.stripes = dialed.stripes, dialed.stripes + 1
         try:
-            lane = await tcp.open_stripe(dialed.link, number, self._endpoint)
+            stripe = await tcp.open_stripe(dialed.link, number, self._endpoint)
         except (ZbmdError, OSError) as error:
             log.debug("heartbeat connection failed", peer=str(key), reason=str(error))
             return
         finally:
             dialed.opening = None
-        self._adopt(key, dialed.link, lane)
+        self._adopt(key, dialed.link, stripe)
 
-    def _accept(self, key: NodeKey, link: TcpLink, lane: Stripe) -> None:
-        self._adopt(key, link, lane)
+    def _accept(self, key: NodeKey, link: TcpLink, stripe: Stripe) -> None:
+        self._adopt(key, link, stripe)
 
-    def _adopt(self, key: NodeKey, link: TcpLink, lane: Stripe) -> None:
+    def _adopt(self, key: NodeKey, link: TcpLink, stripe: Stripe) -> None:
         if self._closed or link.closed:
-            lane.sock.close()
-        elif self._beats.adopt(key, lane, link.session):
-            self._ways.lane_stands(key, lane.session, link.session)
+            stripe.sock.close()
+        elif self._beats.adopt(key, stripe, link.session):
+            self._ways.stripe_stands(key, stripe.session, link.session)

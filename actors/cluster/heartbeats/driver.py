@@ -12,7 +12,7 @@ link to its peer, so only reachable peers count. Beats use TCP and the port of t
 that drops UDP would look like the death of everybody. To a peer that has no stripe yet, beats go over the
 link.
 
-Beside a stripe a peer may have an RDMA route (`rdma`), by which beats are written into its memory; the
+Beside a stripe a peer may have an RDMA route (`connections`), by which beats are written into its memory; the
 stripe stands by.
 """
 
@@ -50,7 +50,7 @@ PAUSE_BUDGETS: Final = 3
 """For so much longer than from one look to the next a node beats without a sign of the loop: longer than any
 pause of a busy process, and, all in all, fewer beats than a table keeps."""
 
-LANE_LABEL: Final = b"zbmd beat 1"
+STRIPE_LABEL: Final = b"zbmd beat 1"
 WAY_LABEL: Final = b"zbmd beat way 1"
 assert 2 * OBSERVERS_MAX < PEERS_MAX, "the table has an entry for every watched peer"
 
@@ -74,7 +74,7 @@ class HeartbeatHandler(Protocol):
         """Send a beat over the link, since there is no stripe."""
         ...
 
-    def lane_ended(self, key: NodeKey) -> None:
+    def stripe_ended(self, key: NodeKey) -> None:
         """A peer's stripe ended, and the RDMA route beside it."""
         ...
 
@@ -87,21 +87,22 @@ class HeartbeatHandler(Protocol):
         ...
 
 
-def beat_keys(control: Session, lane: Session, label: bytes = LANE_LABEL) -> Keys:
-    """The keys of the two directions for beats over a lane, or by a way beside it, under any protection.
+def beat_keys(control: Session, stripe: Session, label: bytes = STRIPE_LABEL) -> Keys:
+    """The keys of the two directions for beats over a stripe, or by a way beside it, under any protection.
 
-    label: which of the two; control: the session of the link; lane: of the lane that has joined it. By
-    HKDF-Expand (RFC 5869) from what only both ends of the link have; a lane's session id is never used twice.
+    label: which of the two; control: the session of the link; stripe: of the stripe that has joined it. By
+    HKDF-Expand (RFC 5869) from what only both ends of the link have; a stripe's session id is never used
+    twice.
     """
     of_dialer, of_listener = (
         HKDFExpand(
             algorithm=SHA256(),
             length=BEAT_KEY_BYTES,
-            info=b"\0".join((label, by.value.encode(), lane.session_id)),
+            info=b"\0".join((label, by.value.encode(), stripe.session_id)),
         ).derive(control.join_key)
         for by in (Side.DIALER, Side.LISTENER)
     )
-    if lane.side is Side.DIALER:
+    if stripe.side is Side.DIALER:
         return Keys(send=of_dialer, receive=of_listener)
     return Keys(send=of_listener, receive=of_dialer)
 
@@ -124,7 +125,7 @@ class Heartbeats:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._native.fd, self._woken)
         self._places: dict[NodeKey, int] = {}
-        self._lanes: dict[NodeKey, bool] = {}
+        self._stripes: dict[NodeKey, bool] = {}
         """For each peer with a stripe: whether it is the one that both ends prefer."""
         self._subjects: frozenset[NodeKey] = frozenset()
         self._observers: frozenset[NodeKey] = frozenset()
@@ -164,14 +165,14 @@ class Heartbeats:
         self._feed(d.Observe(subjects=observed, beat_ns=self._beat_ns), now_ns())
         self._tap.check_invariants()
         self._tidy()
-        self._beat_where_no_lane_is()
+        self._beat_where_no_stripe_is()
 
     def say(self, on: bool, known: int, entered: int) -> None:
         """Set what beats carry from now on; on: whether any are sent."""
         if self._says != (on, known, entered):
             self._says = on, known, entered
             self._native.say(on, known, entered)
-            self._beat_where_no_lane_is()
+            self._beat_where_no_stripe_is()
 
     def attend(self, attentive: bool) -> None:
         """Set whether every beat wakes the loop."""
@@ -184,7 +185,7 @@ class Heartbeats:
         """Beat fast while the machine is at work, since it and others rely on every beat."""
         self._native.set_period(self._deadlines.heartbeat_ns if self._attentive else self._beat_ns)
 
-    # -- links and lanes ---------------------------------------------------------------------------------
+    # -- links and stripes ---------------------------------------------------------------------------------
 
     def heard(self, key: NodeKey) -> None:
         """A frame arrived over a link."""
@@ -198,37 +199,37 @@ class Heartbeats:
         if place is not None:
             self._native.sent(place)
 
-    def adopt(self, key: NodeKey, lane: Stripe, control: Session) -> bool:
+    def adopt(self, key: NodeKey, stripe: Stripe, control: Session) -> bool:
         """Take over a stripe, unless the preferred one is there. Returns whether it was taken."""
-        preferred = (lane.session.side is Side.DIALER) == (self._me < key)
-        if self._closed or (self._lanes.get(key) and not preferred):
-            lane.sock.close()
+        preferred = (stripe.session.side is Side.DIALER) == (self._me < key)
+        if self._closed or (self._stripes.get(key) and not preferred):
+            stripe.sock.close()
             return False
         place = self._place(key)
-        keys = beat_keys(control, lane.session)
-        self._native.adopt(place, lane.sock.detach(), keys.send, keys.receive, lane.surplus)
+        keys = beat_keys(control, stripe.session)
+        self._native.adopt(place, stripe.sock.detach(), keys.send, keys.receive, stripe.surplus)
         self._native.beat_to(place, key in self._observers)
-        self._lanes[key] = preferred
+        self._stripes[key] = preferred
         return True
 
-    def drop_lane(self, key: NodeKey) -> None:
+    def drop_stripe(self, key: NodeKey) -> None:
         """The last link to this peer ended."""
-        if key in self._lanes and not self._closed:
-            self._native.drop_lane(self._places[key])
-            self._no_lane(key)
+        if key in self._stripes and not self._closed:
+            self._native.drop_stripe(self._places[key])
+            self._no_stripe(key)
             self._tidy()
-            self._beat_where_no_lane_is()
+            self._beat_where_no_stripe_is()
 
     def add_way(self, key: NodeKey, way: object, keys: Keys) -> bool:
         """Receive beats of this peer over an RDMA route; return False if its stripe has ended.
 
         way: see `NativeHeartbeats.add_way`.
         """
-        return key in self._lanes and self._native.add_way(self._places[key], way, keys.send, keys.receive)
+        return key in self._stripes and self._native.add_way(self._places[key], way, keys.send, keys.receive)
 
     def use_way(self, key: NodeKey) -> None:
         """Send beats over the route as well."""
-        if key in self._lanes:
+        if key in self._stripes:
             self._native.use_way(self._places[key])
 
     def drop_way(self, key: NodeKey) -> None:
@@ -236,13 +237,13 @@ class Heartbeats:
         if key in self._places and not self._closed:
             self._native.drop_way(self._places[key])
 
-    def _no_lane(self, key: NodeKey) -> None:
-        if self._lanes.pop(key, None) is not None:
-            self._handler.lane_ended(key)
+    def _no_stripe(self, key: NodeKey) -> None:
+        if self._stripes.pop(key, None) is not None:
+            self._handler.stripe_ended(key)
 
     def lacking(self) -> list[NodeKey]:
         """Return the peers that lack a stripe."""
-        return sorted((self._subjects | self._observers) - self._lanes.keys())
+        return sorted((self._subjects | self._observers) - self._stripes.keys())
 
     def _place(self, key: NodeKey) -> int:
         place = self._places.get(key)
@@ -254,12 +255,12 @@ class Heartbeats:
 
     def _tidy(self) -> None:
         """Free the entries of peers that are not watched and have no stripe."""
-        for key in self._places.keys() - self._subjects - self._observers - self._lanes.keys():
+        for key in self._places.keys() - self._subjects - self._observers - self._stripes.keys():
             self._vacate(key)
 
     def _vacate(self, key: NodeKey) -> None:
         self._native.vacate(self._places.pop(key))
-        self._no_lane(key)
+        self._no_stripe(key)
 
     # -- what has come -----------------------------------------------------------------------------------
 
@@ -278,14 +279,14 @@ class Heartbeats:
             _, said, ended, way_ended = new
             if ended:
                 log.debug("a heartbeat connection ended", peer=str(key), reason=ended)
-                self._no_lane(key)
+                self._no_stripe(key)
             elif way_ended:
                 self._handler.way_ended(key, way_ended)
             if said is not None:
                 self._handler.beaten(key, *said)
         if any(new is not None and new[2] for _, new in news) and not self._closed:
             self._tidy()
-            self._beat_where_no_lane_is()
+            self._beat_where_no_stripe_is()
 
     def silence(self, key: NodeKey) -> tuple[int | None, int]:
         """Return how long `key` has been silent, and its limit; None and 0 if it is not observed."""
@@ -335,14 +336,14 @@ class Heartbeats:
         self.look()
         self._handler.paced()
 
-    def _beat_where_no_lane_is(self) -> None:
+    def _beat_where_no_stripe_is(self) -> None:
         if self._by_link is None and not self._closed:
             self._by_link = self._loop.call_soon(self._beat_by_link)
 
     def _beat_by_link(self) -> None:
         self._by_link = None
         on, _, _ = self._says
-        without = sorted(self._observers - self._lanes.keys())
+        without = sorted(self._observers - self._stripes.keys())
         if on and without:
             self._by_link = self._loop.call_later(self._beat_ns / 1e9, self._beat_by_link)
             for key in without:

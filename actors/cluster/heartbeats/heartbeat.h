@@ -1,16 +1,16 @@
 /* Heartbeats between nodes, by one native thread that never takes the GIL.
  *
  * At every period the thread sends its own beat to those who observe us, reads what has come on the peers'
- * lanes, and looks whose silence has reached the limit that was set for it. It wakes Python, by an eventfd,
+ * stripes, and looks whose silence has reached the limit that was set for it. It wakes Python, by an eventfd,
  * only when there is something to judge. What came since is kept in a table until Python takes it.
  *
  * It is not woken by a beat that comes: the kernel stamps the time of arrival, so one wake-up a period serves
  * all peers, and a thread that was kept from running does not see its own delay as theirs. Nobody is judged
- * but by a round that has read all lanes.
+ * but by a round that has read all stripes.
  *
- * Beside a lane there may be a way (beat_way.h): there a beat is written over the one before, in the memory of who
+ * Beside a stripe there may be a way (beat_way.h): there a beat is written over the one before, in the memory of who
  * observes, so numbers only grow, and the time of arrival is that of the round that has found it. Beats go by the
- * lane as well until the first by the way has arrived, and whenever two have not: it costs no beat that a way fails.
+ * stripe as well until the first by the way has arrived, and whenever two have not: it costs no beat that a way fails.
  */
 #ifndef ZBMD_HEARTBEAT_H
 #define ZBMD_HEARTBEAT_H
@@ -29,15 +29,15 @@
 
 #define ZBMD_BEAT_PEERS 64       /* at most ten are observed and ten observe us; others are on their way out */
 #define ZBMD_BEAT_ARRIVALS 128   /* kept for Python, the newest: more than come while a lease lasts */
-#define ZBMD_BEAT_READS 8        /* of one lane in a row */
+#define ZBMD_BEAT_READS 8        /* of one stripe in a row */
 #define ZBMD_BEAT_SPARED_MAX 4   /* in a row, to a peer that was just sent something else */
-#define ZBMD_BEAT_BEHIND 2       /* so many by a way have not arrived: the lane helps out */
+#define ZBMD_BEAT_BEHIND 2       /* so many by a way have not arrived: the stripe helps out */
 #define ZBMD_BEAT_LOOKS 4        /* in a row, at one that is just being written */
 #define ZBMD_BEAT_TORN_MAX 16    /* rounds in a row that found no whole beat in what was written */
 
 /* What every round looks at comes first: it finds a cold cache. */
 struct zbmd_beat_peer {
-    int fd;                        /* of its lane; -1 for none */
+    int fd;                        /* of its stripe; -1 for none */
     uint32_t observes_us;          /* whether we beat to it */
     uint32_t spared;
     uint32_t silent;               /* whether Python was woken for its silence */
@@ -51,7 +51,7 @@ struct zbmd_beat_peer {
     uint64_t said_known, said_entered;
     struct zbmd_beat_writer writer;
     struct zbmd_beat_reader reader;
-    struct zbmd_beat_way *way;     /* beside the lane; NULL for none */
+    struct zbmd_beat_way *way;     /* beside the stripe; NULL for none */
     uint32_t way_sends;            /* whether the peer takes our beats by it */
     uint32_t way_proven;           /* whether one has arrived */
     uint32_t way_end, way_torn;
@@ -74,7 +74,7 @@ struct zbmd_beats {
     uint64_t read_ns;       /* all that had come by then was read */
     uint64_t judged_ns;     /* the same, of a round that came when it should */
     uint64_t beats_sent, beats_spared;
-    uint64_t way_alone, way_come;         /* beats that were sent by a way and not by the lane; that have come by one */
+    uint64_t way_alone, way_come;         /* beats that were sent by a way and not by the stripe; that have come by one */
     uint32_t count;                       /* of places that are taken: */
     uint8_t taken[ZBMD_BEAT_PEERS];
     struct zbmd_beat_peer peers[ZBMD_BEAT_PEERS];
@@ -88,7 +88,7 @@ struct zbmd_beat_news {
     uint64_t arrivals[ZBMD_BEAT_ARRIVALS];
 };
 
-static inline void zbmd_lane_ended(struct zbmd_beat_peer *peer, uint32_t end, int error) {
+static inline void zbmd_stripe_ended(struct zbmd_beat_peer *peer, uint32_t end, int error) {
     close(peer->fd);
     peer->fd = -1;
     peer->end = end;
@@ -121,7 +121,7 @@ static inline uint64_t zbmd_arrival_ns(struct msghdr *message, uint64_t since_ns
     return now_ns;
 }
 
-static void zbmd_beats_read_lane(struct zbmd_beats *beats, struct zbmd_beat_peer *peer, uint64_t now_ns,
+static void zbmd_beats_read_stripe(struct zbmd_beats *beats, struct zbmd_beat_peer *peer, uint64_t now_ns,
                                  int64_t wall_ahead_ns) {
     uint8_t data[8 * ZBMD_BEAT_BYTES];
     union { char bytes[CMSG_SPACE(sizeof(struct timespec))]; struct cmsghdr aligned; } control;
@@ -132,7 +132,7 @@ static void zbmd_beats_read_lane(struct zbmd_beats *beats, struct zbmd_beat_peer
         ssize_t taken = recvmsg(peer->fd, &message, MSG_DONTWAIT);
         if (taken < 0 && (errno == EAGAIN || errno == EINTR)) return;
         if (taken <= 0) {
-            zbmd_lane_ended(peer, taken ? ZBMD_LANE_BROKEN : ZBMD_LANE_CLOSED, taken ? errno : 0);
+            zbmd_stripe_ended(peer, taken ? ZBMD_STRIPE_BROKEN : ZBMD_STRIPE_CLOSED, taken ? errno : 0);
             return;
         }
         uint64_t before = peer->reader.number;
@@ -141,7 +141,7 @@ static void zbmd_beats_read_lane(struct zbmd_beats *beats, struct zbmd_beat_peer
             zbmd_beat_arrived(peer, zbmd_arrival_ns(&message, beats->read_ns, now_ns, wall_ahead_ns));
             peer->fresh = 1;
         }
-        if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
+        if (end != ZBMD_STRIPE_OPEN) zbmd_stripe_ended(peer, (uint32_t)end, 0);
         if (taken < (ssize_t)sizeof data) return;
     }
 }
@@ -157,7 +157,7 @@ static void zbmd_beats_read_way(struct zbmd_beats *beats, struct zbmd_beat_peer 
         if (zbmd_siphash(peer->way_key, beat, ZBMD_BEAT_TAGGED) != zbmd_read_le64(beat + ZBMD_BEAT_TAGGED)) continue;
         peer->way_torn = 0;
         if (number < peer->way_number) {
-            zbmd_way_ended(peer, ZBMD_LANE_OUT_OF_TURN);
+            zbmd_way_ended(peer, ZBMD_STRIPE_OUT_OF_TURN);
             return;
         }
         peer->way_number = number;
@@ -168,10 +168,10 @@ static void zbmd_beats_read_way(struct zbmd_beats *beats, struct zbmd_beat_peer 
         zbmd_beat_arrived(peer, now_ns);
         return;
     }
-    if (++peer->way_torn == ZBMD_BEAT_TORN_MAX) zbmd_way_ended(peer, ZBMD_LANE_FORGED);
+    if (++peer->way_torn == ZBMD_BEAT_TORN_MAX) zbmd_way_ended(peer, ZBMD_STRIPE_FORGED);
 }
 
-/* Whether that is enough: else the beat goes by the lane, too. */
+/* Whether that is enough: else the beat goes by the stripe, too. */
 static int zbmd_beats_send_by_way(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
     uint64_t words[ZBMD_WAY_BEAT_WORDS];
     if (!peer->way || !peer->way_sends) return 0;
@@ -186,13 +186,13 @@ static int zbmd_beats_send_by_way(struct zbmd_beats *beats, struct zbmd_beat_pee
     return peer->way_proven && behind < ZBMD_BEAT_BEHIND;
 }
 
-static int zbmd_beats_send_by_lane(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
+static int zbmd_beats_send_by_stripe(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
     uint8_t beat[ZBMD_BEAT_BYTES];
     zbmd_beat_write(&peer->writer, beats->known, beats->entered, beat);
     ssize_t sent = send(peer->fd, beat, sizeof beat, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
     if (sent != sizeof beat) {
-        zbmd_lane_ended(peer, sent < 0 ? ZBMD_LANE_BROKEN : ZBMD_LANE_FULL, sent < 0 ? errno : 0);
+        zbmd_stripe_ended(peer, sent < 0 ? ZBMD_STRIPE_BROKEN : ZBMD_STRIPE_FULL, sent < 0 ? errno : 0);
         return 0;
     }
     peer->writer.number++;
@@ -208,7 +208,7 @@ static void zbmd_beats_send(struct zbmd_beats *beats, struct zbmd_beat_peer *pee
         return;
     }
     if (zbmd_beats_send_by_way(beats, peer)) beats->way_alone++;
-    else if (!zbmd_beats_send_by_lane(beats, peer)) return;
+    else if (!zbmd_beats_send_by_stripe(beats, peer)) return;
     peer->said_known = beats->known;
     peer->said_entered = beats->entered;
     peer->spared = 0;
@@ -217,7 +217,7 @@ static void zbmd_beats_send(struct zbmd_beats *beats, struct zbmd_beat_peer *pee
 
 /* Whether Python must look at this peer now. */
 static inline int zbmd_beats_matter(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
-    if (peer->end != ZBMD_LANE_OPEN || peer->way_end != ZBMD_LANE_OPEN) return 1;
+    if (peer->end != ZBMD_STRIPE_OPEN || peer->way_end != ZBMD_STRIPE_OPEN) return 1;
     if (peer->silent && peer->arrived != peer->taken) return 1;   /* heard again */
     if (!peer->fresh) return 0;
     return beats->attentive || peer->reader.known != beats->known || peer->reader.entered != beats->entered;
@@ -233,14 +233,14 @@ static inline uint64_t zbmd_beats_due_ns(struct zbmd_beats *beats, uint64_t tick
     return due_ns;
 }
 
-/* Read all that has come on every lane and way. */
+/* Read all that has come on every stripe and way. */
 static inline void zbmd_beats_read(struct zbmd_beats *beats, uint64_t now_ns) {
     struct timespec wall;
     clock_gettime(CLOCK_REALTIME, &wall);
     int64_t wall_ahead_ns = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - (int64_t)zbmd_now_ns();
     for (uint32_t i = 0; i < beats->count; i++) {
         struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
-        if (peer->fd >= 0) zbmd_beats_read_lane(beats, peer, now_ns, wall_ahead_ns);
+        if (peer->fd >= 0) zbmd_beats_read_stripe(beats, peer, now_ns, wall_ahead_ns);
         if (peer->way) zbmd_beats_read_way(beats, peer, now_ns);
     }
     beats->read_ns = now_ns;
@@ -375,7 +375,7 @@ static inline void zbmd_beats_vacate(struct zbmd_beats *beats, int place) {
     pthread_mutex_unlock(&beats->lock);
 }
 
-/* Give a peer a lane, in place of the one that it had. */
+/* Give a peer a stripe, in place of the one that it had. */
 static inline void zbmd_beats_adopt(struct zbmd_beats *beats, int place, int fd, const uint8_t send_key[16],
                                     const uint8_t receive_key[16], const uint8_t *surplus, size_t nbytes) {
     struct zbmd_beat_peer *peer = &beats->peers[place];
@@ -393,34 +393,34 @@ static inline void zbmd_beats_adopt(struct zbmd_beats *beats, int place, int fd,
     peer->writer.number = peer->reader.number = 1;
     peer->said_known = peer->said_entered = 0;
     peer->fd = fd;
-    peer->end = peer->way_end = ZBMD_LANE_OPEN;
+    peer->end = peer->way_end = ZBMD_STRIPE_OPEN;
     peer->way = NULL;
     int end = zbmd_beat_read(&peer->reader, surplus, nbytes);
     if (peer->reader.number != 1) {
         zbmd_beat_arrived(peer, zbmd_now_ns());
         peer->fresh = 1;
     }
-    if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
+    if (end != ZBMD_STRIPE_OPEN) zbmd_stripe_ended(peer, (uint32_t)end, 0);
     pthread_mutex_unlock(&beats->lock);
 }
 
-static inline void zbmd_beats_drop_lane(struct zbmd_beats *beats, int place) {
+static inline void zbmd_beats_drop_stripe(struct zbmd_beats *beats, int place) {
     struct zbmd_beat_peer *peer = &beats->peers[place];
     pthread_mutex_lock(&beats->lock);
     if (peer->fd >= 0) close(peer->fd);
     peer->fd = -1;
-    peer->end = peer->way_end = ZBMD_LANE_OPEN;
+    peer->end = peer->way_end = ZBMD_STRIPE_OPEN;
     peer->way = NULL;
     pthread_mutex_unlock(&beats->lock);
 }
 
-/* Read the peer's beats by this way, beside its lane, from now on; 0 if there is none. It is not ours to free. */
+/* Read the peer's beats by this way, beside its stripe, from now on; 0 if there is none. It is not ours to free. */
 static inline int zbmd_beats_add_way(struct zbmd_beats *beats, int place, struct zbmd_beat_way *way,
                                      const uint64_t send_key[2], const uint64_t receive_key[2]) {
     struct zbmd_beat_peer *peer = &beats->peers[place];
     pthread_mutex_lock(&beats->lock);
-    int has_lane = peer->fd >= 0;
-    if (has_lane) {
+    int has_stripe = peer->fd >= 0;
+    if (has_stripe) {
         memcpy(peer->way_writer.key, send_key, sizeof peer->way_writer.key);
         memcpy(peer->way_key, receive_key, sizeof peer->way_key);
         peer->way_writer.number = 1;
@@ -428,7 +428,7 @@ static inline int zbmd_beats_add_way(struct zbmd_beats *beats, int place, struct
         peer->way = way;
     }
     pthread_mutex_unlock(&beats->lock);
-    return has_lane;
+    return has_stripe;
 }
 
 /* The peer takes our beats by its way. */
@@ -442,7 +442,7 @@ static inline void zbmd_beats_use_way(struct zbmd_beats *beats, int place) {
 static inline void zbmd_beats_drop_way(struct zbmd_beats *beats, int place) {
     pthread_mutex_lock(&beats->lock);
     beats->peers[place].way = NULL;
-    beats->peers[place].way_end = ZBMD_LANE_OPEN;
+    beats->peers[place].way_end = ZBMD_STRIPE_OPEN;
     pthread_mutex_unlock(&beats->lock);
 }
 
@@ -511,7 +511,7 @@ static inline int zbmd_beats_renew(struct zbmd_beats *beats, uint64_t lease_ns) 
     return lapsed;
 }
 
-/* Read all lanes now, whatever the thread does. */
+/* Read all stripes now, whatever the thread does. */
 static inline void zbmd_beats_read_now(struct zbmd_beats *beats) {
     pthread_mutex_lock(&beats->lock);
     zbmd_beats_read(beats, zbmd_now_ns());
@@ -542,7 +542,7 @@ static inline int zbmd_beats_take(struct zbmd_beats *beats, int place, struct zb
     news->entered = peer->reader.entered;
     peer->taken = peer->arrived;
     peer->fresh = 0;
-    peer->end = peer->way_end = ZBMD_LANE_OPEN;
+    peer->end = peer->way_end = ZBMD_STRIPE_OPEN;
     pthread_mutex_unlock(&beats->lock);
     return count || news->fresh || news->end || news->way_end;
 }

@@ -23,8 +23,8 @@ from zbmd.actors.cluster.contracts import (
 class RouteState(Enum):
     """State of the route's setup."""
 
-    NO_LANE = "no lane"
-    PLAIN = "by the lane alone"
+    NO_STRIPE = "no stripe"
+    PLAIN = "by the stripe alone"
     AWAITS_OFFER = "awaits an offer"
     MAKING = "makes an end"
     OFFERED = "awaits the answer"
@@ -129,11 +129,11 @@ class HeartbeatRoute:
     """The route to one peer. why_not: why this node has no RDMA, or None; tells: whether to tell peers."""
 
     def __init__(self, *, why_not: str | None, tells: bool = True) -> None:
-        self.state = RouteState.NO_LANE
+        self.state = RouteState.NO_STRIPE
         self.has_end = False
         self._why_not = why_not
         self._tells = tells
-        self._lane = b""
+        self._stripe = b""
         self._offers = False
         self._early: BeatsOffer | None = None
         """An offer for a connection that is not up here yet: links and connections are not ordered."""
@@ -144,10 +144,10 @@ class HeartbeatRoute:
         """Take one event and return what follows, in order."""
         match event:
             case ConnectionUp():
-                return self._lane_stands(event)
+                return self._stripe_stands(event)
             case ConnectionDown():
-                self._lane = b""
-                return self._to(RouteState.NO_LANE)
+                self._stripe = b""
+                return self._to(RouteState.NO_STRIPE)
             case PeerMessage(what=what):
                 return self._said(what)
             case EndpointMade(at=at):
@@ -160,9 +160,9 @@ class HeartbeatRoute:
                 assert_never(event)
 
     def check_invariants(self) -> None:
-        """There is an endpoint exactly while it may be used, and a connection in every state but NO_LANE."""
+        """An endpoint exists exactly while it may be used, a connection in every state but NO_STRIPE."""
         assert self.has_end == (self.state in WITH_END), (self.state, self.has_end)
-        assert (self.state is RouteState.NO_LANE) == (not self._lane), (self.state, self._lane)
+        assert (self.state is RouteState.NO_STRIPE) == (not self._stripe), (self.state, self._stripe)
 
     def _to(self, state: RouteState) -> list[Action]:
         had, self.has_end = self.has_end, False
@@ -177,11 +177,11 @@ class HeartbeatRoute:
         why = why[:WHY_MAX]
         what: BeatsSaid
         if not self._offers:
-            what = BeatsAnswer(lane=self._lane, why=why)
+            what = BeatsAnswer(lane=self._stripe, why=why)
         elif self.state is RouteState.MAKING:
-            what = BeatsOffer(lane=self._lane, why=why)
+            what = BeatsOffer(lane=self._stripe, why=why)
         else:
-            what = BeatsReady(lane=self._lane, why=why)
+            what = BeatsReady(lane=self._stripe, why=why)
         return [SendToPeer(what=what), *self._plain(why)]
 
     def _make(self) -> list[Action]:
@@ -190,9 +190,9 @@ class HeartbeatRoute:
             return [MakeEndpoint()]
         return self._refuse(self._why_not) if self._tells else self._plain(self._why_not)
 
-    def _lane_stands(self, event: ConnectionUp) -> list[Action]:
+    def _stripe_stands(self, event: ConnectionUp) -> list[Action]:
         actions = self._to(RouteState.AWAITS_OFFER)
-        self._lane, self._offers = event.lane, event.offers
+        self._stripe, self._offers = event.lane, event.offers
         early, self._early = self._early, None
         if event.offers:
             actions += self._make()
@@ -201,7 +201,7 @@ class HeartbeatRoute:
         return actions
 
     def _said(self, what: BeatsSaid) -> list[Action]:
-        if what.lane != self._lane:
+        if what.lane != self._stripe:
             if isinstance(what, BeatsOffer):
                 self._early = what
             return []
@@ -229,7 +229,7 @@ class HeartbeatRoute:
         self.has_end = True
         if self._offers:
             self.state = RouteState.OFFERED
-            return [SendToPeer(what=BeatsOffer(lane=self._lane, at=at))]
+            return [SendToPeer(what=BeatsOffer(lane=self._stripe, at=at))]
         assert self._theirs is not None
         self.state, self._own = RouteState.CONNECTING, at
         return [Connect(to=self._theirs)]
@@ -238,17 +238,17 @@ class HeartbeatRoute:
         """Tell the other side, which may send only now."""
         if not self._offers:
             self.state = RouteState.ANSWERED
-            return [SendToPeer(what=BeatsAnswer(lane=self._lane, at=self._own))]
+            return [SendToPeer(what=BeatsAnswer(lane=self._stripe, at=self._own))]
         self.state = RouteState.BOTH_WAYS
         return [
-            SendToPeer(what=BeatsReady(lane=self._lane)),
+            SendToPeer(what=BeatsReady(lane=self._stripe)),
             SendByRdma(),
             RouteChosen(rdma=True, reason=BOTH_HAVE_IT),
         ]
 
     def _failed(self, why: str) -> list[Action]:
         match self.state:
-            case RouteState.NO_LANE | RouteState.PLAIN | RouteState.AWAITS_OFFER:
+            case RouteState.NO_STRIPE | RouteState.PLAIN | RouteState.AWAITS_OFFER:
                 return []  # its end is given back already
             case RouteState.BOTH_WAYS:
                 return self._plain(why)  # the peer finds out by its own beats

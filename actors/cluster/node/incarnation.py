@@ -212,7 +212,7 @@ class Incarnation:
         self.beats = Heartbeats(me.key, endpoint.deadlines, self, endpoint.recorder)
         self.links = PeerLinks(me.key, endpoint, settings, self)
         self.ways = RdmaHeartbeats(self.beats, rdma, self._say_of_beats)
-        self._lanes = HeartbeatConnections(self.beats, self.ways, endpoint)
+        self._stripes = HeartbeatConnections(self.beats, self.ways, endpoint)
         self.deaths = LocalDeaths(self._died)
         self.hails: dict[NodeKey, tuple[Hail, int]] = {}
         """By linked incarnation: its hail, and how far its wall clock was ahead of ours, ns."""
@@ -254,7 +254,7 @@ class Incarnation:
         if self._timer is not None:
             self._timer.cancel()
         self.deaths.close()
-        await self._lanes.close()
+        await self._stripes.close()
         if self._witness is not None:
             await self._witness.close()
         await self.links.flush()
@@ -309,7 +309,7 @@ class Incarnation:
         keys = [[node.key for node in nodes] for nodes in (subjects, observers)]
         self.beats.watch(*keys, busy=self.machine.view.jobs.busy)
         self.links.keep({node.key: node for node in (*subjects, *observers)}.values())
-        self._lanes.open_missing()
+        self._stripes.open_missing()
 
     # -- `HeartbeatHandler` ----------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Incarnation:
             check(beat)
         except RemoteProtocolError as error:
             log.warning("impossible heartbeat; closing its connection", peer=str(key), reason=str(error))
-            self.beats.drop_lane(key)
+            self.beats.drop_stripe(key)
             return
         self._feed(m.Received(sender=self.hails[key][0].node, message=beat))
 
@@ -341,9 +341,9 @@ class Incarnation:
         if node is not None and node.key == key:
             self.links.send(node, m.Beat(known=self.machine.view.epoch, entered=self.machine.entered))
 
-    def lane_ended(self, key: NodeKey) -> None:
+    def stripe_ended(self, key: NodeKey) -> None:
         """See `HeartbeatHandler`."""
-        self.ways.lane_ended(key)
+        self.ways.stripe_ended(key)
 
     def way_ended(self, key: NodeKey, reason: str) -> None:
         """See `HeartbeatHandler`."""
@@ -356,7 +356,7 @@ class Incarnation:
     def paced(self) -> None:
         """See `HeartbeatHandler`."""
         self.links.sweep()
-        self._lanes.open_missing()
+        self._stripes.open_missing()
 
     # -- `LinkHandler` ---------------------------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ class Incarnation:
         self.deaths.watch(
             key, boot=hail.boot_id, space=hail.pid_space, pid=hail.pid, started_ticks=hail.started
         )
-        self._lanes.linked(key, link)
+        self._stripes.linked(key, link)
         self.beats.heard(key)
 
     def sent(self, key: NodeKey) -> None:
@@ -406,14 +406,14 @@ class Incarnation:
     def ended(self, key: NodeKey, reason: str) -> None:
         """See `LinkHandler`."""
         self.hails.pop(key, None)
-        self._lanes.unlinked(key)
+        self._stripes.unlinked(key)
         self.ways.forget(key)
         log.debug("link ended", node=str(self.me.key), peer=str(key), reason=reason)
 
     def superseded(self, key: NodeKey) -> None:
         """See `LinkHandler`."""
         self.hails.pop(key, None)
-        self._lanes.unlinked(key)
+        self._stripes.unlinked(key)
         self.ways.forget(key)
         self._died(key)
 

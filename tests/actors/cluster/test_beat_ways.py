@@ -78,9 +78,9 @@ def talk(dialer: Side, listener: Side) -> None:
             dialer.take(w.PeerMessage(what=listener.said.popleft()))
 
 
-def stand(dialer: Side, listener: Side, lane: bytes = b"a" * 16) -> None:
-    dialer.take(w.ConnectionUp(lane=lane, offers=True))
-    listener.take(w.ConnectionUp(lane=lane, offers=False))
+def stand(dialer: Side, listener: Side, stripe: bytes = b"a" * 16) -> None:
+    dialer.take(w.ConnectionUp(lane=stripe, offers=True))
+    listener.take(w.ConnectionUp(lane=stripe, offers=False))
     talk(dialer, listener)
 
 
@@ -102,7 +102,7 @@ def test_what_one_side_lacks_both_tell(which: int, broken: w.MakeEndpoint | w.Co
     assert not any(side.end or side.sends or side.chosen[-1].rdma for side in sides)
 
 
-def test_a_way_that_fails_is_tried_again_with_the_next_lane_alone() -> None:
+def test_a_way_that_fails_is_tried_again_with_the_next_stripe_alone() -> None:
     dialer, listener = Side(1, None), Side(2, None)
     stand(dialer, listener)
     dialer.take(w.RouteFailed(why="a beat was not acknowledged"))
@@ -114,7 +114,7 @@ def test_a_way_that_fails_is_tried_again_with_the_next_lane_alone() -> None:
     assert dialer.sends and listener.sends and dialer.connected == listener.end
 
 
-def test_an_offer_may_come_before_its_lane_and_late_ones_mean_nothing() -> None:
+def test_an_offer_may_come_before_its_stripe_and_late_ones_mean_nothing() -> None:
     dialer, listener = Side(1, None), Side(2, None)
     dialer.take(w.ConnectionUp(lane=b"a" * 16, offers=True))
     late = dialer.said[0]
@@ -129,23 +129,23 @@ def test_an_offer_may_come_before_its_lane_and_late_ones_mean_nothing() -> None:
     assert isinstance(late, BeatsOffer) and listener.end is None and not listener.said
 
 
-def test_under_random_histories_both_find_together_with_the_next_lane() -> None:
-    """Lanes come and go, ways fail, messages are late."""
+def test_under_random_histories_both_find_together_with_the_next_stripe() -> None:
+    """Stripes come and go, ways fail, messages are late."""
     for seed in range(HISTORIES):
         history(random.Random(seed))
 
 
 def history(draw: random.Random) -> None:
     sides = [Side(1, None), Side(2, None)]
-    lanes = 0
+    stripes = 0
     for _ in range(draw.randrange(30)):
         side = draw.choice(sides)
         other = sides[1 - sides.index(side)]
         match draw.randrange(6):
             case 0:
-                lanes += 1
+                stripes += 1
                 for each in draw.sample(sides, 2):
-                    each.take(w.ConnectionUp(lane=lanes.to_bytes(16), offers=each is sides[0]))
+                    each.take(w.ConnectionUp(lane=stripes.to_bytes(16), offers=each is sides[0]))
             case 1:
                 side.take(w.ConnectionDown())
             case 2 if side.connected is not None:

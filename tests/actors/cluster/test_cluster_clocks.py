@@ -58,7 +58,7 @@ async def test_nodes_whose_clocks_are_hours_apart_say_so_once_and_form_a_cluster
                 await told_one.acts_on(2)
                 names = [f"{each.me.name} ({each.me.address})" for each in (one, two)]
     warned = [line["event"] for line in lines if line["log_level"] == "warning"]
-    said = [event for event in warned if "the clock of" in event]  # a lane may be refused as its node ends
+    said = [event for event in warned if "the clock of" in event]  # a stripe may be refused as its node ends
     # A clock is read when it is sent, so the difference that is heard is a little less, or a little more.
     assert len(said) == 2 and all("timedatectl" in text for text in said), said
     behind, forward = sorted(said, key=lambda text: "ahead of" in text)

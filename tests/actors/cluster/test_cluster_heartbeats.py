@@ -1,4 +1,4 @@
-"""The heartbeats of whole nodes: over lanes, over links where there is none, and what a beat proves."""
+"""The heartbeats of whole nodes: over stripes, over links where there is none, and what a beat proves."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ async def until(node: ClusterNode, look: Callable[[Heartbeats], bool]) -> None:
             pass  # asked anew: there and back takes its time
 
 
-def has_lanes(beats: Heartbeats) -> bool:
+def has_stripes(beats: Heartbeats) -> bool:
     return not beats.lacking()
 
 
-def drop_lanes(beats: Heartbeats) -> bool:
+def drop_stripes(beats: Heartbeats) -> bool:
     """As the network would."""
-    for key in list(beats._lanes):
-        beats.drop_lane(key)
+    for key in list(beats._stripes):
+        beats.drop_stripe(key)
     return bool(beats.lacking())
 
 
 @pytest.mark.parametrize("protection", list(Protection))
-async def test_nodes_beat_over_lanes_and_make_new_ones(tmp_path: Path, protection: Protection) -> None:
+async def test_nodes_beat_over_stripes_and_make_new_ones(tmp_path: Path, protection: Protection) -> None:
     tls = job_tls() if protection is Protection.TLS else None
     settings = TcpSettings(protection=protection, tls=tls)
     async with node(tmp_path, "n1", budget_ns=BUDGET_NS, settings=settings) as (one, told_one):
@@ -63,7 +63,7 @@ async def test_nodes_beat_over_lanes_and_make_new_ones(tmp_path: Path, protectio
         async with node(tmp_path, "n2", one.me.address, settings=settings) as (two, told_two):
             epoch = (await told_two.acts_on(2)).view.epoch
             for each in (one, two):
-                await until(each, has_lanes)
+                await until(each, has_stripes)
                 sent = [0]
 
                 def beats_go_on(beats: Heartbeats, sent: list[int] = sent) -> bool:
@@ -71,9 +71,9 @@ async def test_nodes_beat_over_lanes_and_make_new_ones(tmp_path: Path, protectio
                     return beats._native.beats_sent >= sent[0]
 
                 await until(each, beats_go_on)
-            assert await inside(one, drop_lanes)
-            await until(two, has_lanes)
-            await until(one, has_lanes)
+            assert await inside(one, drop_stripes)
+            await until(two, has_stripes)
+            await until(one, has_stripes)
             assert one.view.epoch == two.view.epoch == epoch, "nobody was suspected meanwhile"
             assert not any(
                 isinstance(event, IncarnationEnded) for event in (*told_one.events, *told_two.events)
@@ -100,7 +100,7 @@ async def test_a_node_whose_thread_stands_still_is_left_behind(tmp_path: Path) -
         await told_one.acts_on(1)
         async with node(tmp_path, "n2", one.me.address), node(tmp_path, "n3", one.me.address) as (three, _):
             epoch = (await told_one.acts_on(3)).view.epoch
-            await until(three, has_lanes)
+            await until(three, has_stripes)
             key, released = three.me.key, threading.Event()
             assert three._inner is not None
             three._inner.call_soon_threadsafe(released.wait, TIMEOUT_S)
@@ -115,17 +115,17 @@ async def test_a_node_whose_thread_stands_still_is_left_behind(tmp_path: Path) -
                 released.set()
 
 
-def test_the_keys_of_a_lane_are_its_own() -> None:
+def test_the_keys_of_a_stripe_are_its_own() -> None:
     peer = PeerInfo(name="node2", pid=1, uid=0, incarnation=1, contracts={})
 
-    def session(side: Side, lane_secret: bytes) -> tuple[Session, Session]:
+    def session(side: Side, stripe_secret: bytes) -> tuple[Session, Session]:
         control = control_session(Secrets(b"c" * 32, side), Protection.MAC, peer)
-        return control, stripe_session(Secrets(lane_secret, side), control, 0)
+        return control, stripe_session(Secrets(stripe_secret, side), control, 0)
 
     dialer, listener = (beat_keys(*session(side, b"l" * 32)) for side in (Side.DIALER, Side.LISTENER))
     assert (dialer.send, dialer.receive) == (listener.receive, listener.send)
     assert dialer.send != dialer.receive and len(dialer.send) == 16
     other = beat_keys(*session(Side.DIALER, b"m" * 32))
     assert not {other.send, other.receive} & {dialer.send, dialer.receive}
-    control, lane = session(Side.DIALER, b"l" * 32)
-    assert beat_keys(replace(control, protection=Protection.NONE, keys=None), lane) == dialer
+    control, stripe = session(Side.DIALER, b"l" * 32)
+    assert beat_keys(replace(control, protection=Protection.NONE, keys=None), stripe) == dialer

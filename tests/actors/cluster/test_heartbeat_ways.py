@@ -1,4 +1,4 @@
-"""Beats that are written into memory, by the native thread: beside a lane, which helps out where they fail.
+"""Beats that are written into memory, by the native thread: beside a stripe, which helps out where they fail.
 
 The memory is this process's; `tests/rdma` has a device write it.
 """
@@ -17,7 +17,7 @@ from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_BYTES, NativeHeartbea
 MS = 1_000_000
 PERIOD_NS = 2 * MS
 HOUR_NS = 3600 * 1000 * MS
-LANE_KEYS = bytes(range(16)), bytes(range(16, 32))
+STRIPE_KEYS = bytes(range(16)), bytes(range(16, 32))
 WAY_KEYS = bytes(range(32, 48)), bytes(range(48, 64))
 BROKEN = -1
 PATIENCE_S = 20.0
@@ -55,7 +55,7 @@ class Way:
 
 
 class Node:
-    """One thread with one peer, its lane, and a way that is not used yet."""
+    """One thread with one peer, its stripe, and a way that is not used yet."""
 
     def __init__(self, sock: socket.socket, first: bool) -> None:
         order = slice(None) if first else slice(None, None, -1)
@@ -63,7 +63,7 @@ class Node:
         self.place = self.native.place()
         self.way = Way()
         self.keys = WAY_KEYS[order]
-        send, receive = LANE_KEYS[order]
+        send, receive = STRIPE_KEYS[order]
         self.native.adopt(self.place, sock.detach(), send, receive, b"")
         self.native.observe(self.place, HOUR_NS)
         self.native.beat_to(self.place, True)
@@ -108,13 +108,13 @@ async def test_once_the_first_has_arrived_beats_go_by_the_way_alone(pair: tuple[
         await node.until(lambda node=node: node.native.sent_by_way >= 5 and node.native.come_by_way >= 5)
         heard = node.arrivals
         await node.until(lambda node=node, heard=heard: node.arrivals >= heard + 5)
-    # The first is known to have arrived when the second is sent: so much went by the lane.
+    # The first is known to have arrived when the second is sent: so much went by the stripe.
     alone, sent = one.native.sent_by_way, one.native.beats_sent
     await one.until(lambda: one.native.beats_sent >= sent + 5)
     assert one.native.sent_by_way - alone >= 4 and not one.ended + two.ended
 
 
-async def test_while_beats_by_the_way_do_not_arrive_the_lane_has_them(pair: tuple[Node, Node]) -> None:
+async def test_while_beats_by_the_way_do_not_arrive_the_stripe_has_them(pair: tuple[Node, Node]) -> None:
     one, two = pair
     for node in pair:
         node.begin()
@@ -129,7 +129,7 @@ async def test_while_beats_by_the_way_do_not_arrive_the_lane_has_them(pair: tupl
     await two.until(lambda: two.native.come_by_way >= come + 5)
 
 
-async def test_a_way_that_breaks_is_told_and_its_lane_goes_on(pair: tuple[Node, Node]) -> None:
+async def test_a_way_that_breaks_is_told_and_its_stripe_goes_on(pair: tuple[Node, Node]) -> None:
     one, two = pair
     for node in pair:
         node.begin()
@@ -153,9 +153,9 @@ async def test_what_is_not_the_peers_ends_the_way_and_counts_for_nothing(pair: t
     await one.until(lambda: one.native.come_by_way > 0)
 
 
-async def test_without_a_lane_there_is_no_way(pair: tuple[Node, Node]) -> None:
+async def test_without_a_stripe_there_is_no_way(pair: tuple[Node, Node]) -> None:
     one, _ = pair
-    one.native.drop_lane(one.place)
+    one.native.drop_stripe(one.place)
     assert not one.native.add_way(one.place, one.way.capsule, *one.keys)
     with pytest.raises(ValueError, match="PyCapsule"):
         one.native.add_way(one.place, object(), *one.keys)

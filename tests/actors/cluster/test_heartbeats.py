@@ -1,4 +1,4 @@
-"""Heartbeats by the native thread: beats on a lane, what wakes Python, and what no beat may do."""
+"""Heartbeats by the native thread: beats on a stripe, what wakes Python, and what no beat may do."""
 
 from __future__ import annotations
 
@@ -251,20 +251,20 @@ async def test_other_traffic_spares_beats(pair: tuple[Node, Node]) -> None:
     assert one.native.beats_sent > 0, "one in so many is sent all the same"
 
 
-async def test_a_forged_beat_ends_the_lane() -> None:
+async def test_a_forged_beat_ends_the_stripe() -> None:
     node = Node()
     ours, attacker = connected()
     surplus = BeatWriter(KEYS[1]).write(4, 4)[:5]
     node.native.adopt(node.place, ours.detach(), *KEYS, surplus)
     good = BeatWriter(KEYS[1]).write(4, 4)
-    attacker.sendall(good[5:])  # what had come before the lane was taken over counts
+    attacker.sendall(good[5:])  # what had come before the stripe was taken over counts
     await node.woken(lambda: node.said == (4, 4))
     assert not node.ended
     attacker.sendall(good)
     await node.woken(lambda: bool(node.ended))
     assert node.ended == "a beat came out of its turn: it was repeated, or others were left out"
     node.ended = ""
-    for what, reason in ((b"x" * BEAT_BYTES, "the tag of a beat is wrong"), (b"", "it closed the lane")):
+    for what, reason in ((b"x" * BEAT_BYTES, "the tag of a beat is wrong"), (b"", "it closed the stripe")):
         attacker.close()
         ours, attacker = connected()
         node.native.adopt(node.place, ours.detach(), *KEYS, b"")

@@ -174,13 +174,13 @@ def _messages() -> list[bytes]:
         m.Excluded(epoch=9, reason="it was silent"),
         m.Beat(known=3, entered=3),
     ]
-    lane = bytes(range(SESSION_ID_BYTES))
+    stripe = bytes(range(SESSION_ID_BYTES))
     pair = QueuePairAt(gid=bytes(GID_BYTES), lid=0, number=17, first_psn=5, mtu=3)
     at = BeatsAt(at=pair, address=1 << 40, key=9)
     beats: list[BeatsSaid] = [
-        BeatsOffer(lane=lane, at=at),
-        BeatsAnswer(lane=lane, why="node2 has no RDMA device"),
-        BeatsReady(lane=lane),
+        BeatsOffer(lane=stripe, at=at),
+        BeatsAnswer(lane=stripe, why="node2 has no RDMA device"),
+        BeatsReady(lane=stripe),
     ]
     return [msgspec.msgpack.encode(message) for message in (*said, *beats)]
 
@@ -246,9 +246,9 @@ def _beat_seeds() -> tuple[bytes, ...]:
     return (blocks(beats), blocks([whole]), blocks([whole[:5], whole[5:40], whole[40:]]))
 
 
-@target("cluster.beats", "a lane for heartbeats", _beat_seeds, RemoteProtocolError)
+@target("cluster.beats", "a stripe for heartbeats", _beat_seeds, RemoteProtocolError)
 def _beats(data: bytes) -> None:
-    """A lane for heartbeats, in the pieces that the network happens to make of it."""
+    """A stripe for heartbeats, in the pieces that the network happens to make of it."""
     reader, pieces = BeatReader(BEAT_KEY), list(read_blocks(data, MESSAGES_MAX))
     for piece in pieces:
         reader.feed(piece)

@@ -136,7 +136,7 @@ class ActorSystem(CoreSystem):
     async def processes(self) -> tuple[tuple[str, int, str], ...]:
         """Return the nodes of the cluster and the ranks that are up: process, incarnation, and its node.
 
-        At most `PROCESSES_TOLD_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
+        At most `PROCESSES_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
         """
         ways = self.service(Routes)
         return () if ways is None else (await ways.processes()).processes

@@ -151,9 +151,9 @@ def _launcher(
     kubernetes = read_kubernetes(environment, pod, service)
     found = [reading for reading in (torchrun, mpi, slurm, kubernetes) if reading is not None]
     notes = tuple(note for reading in found for note in reading.notes)
-    told = [reading for reading in found if reading.place or reading.node or reading.join_addresses]
-    first = told[0] if told else LauncherFacts(launcher="nobody")
-    notes += tuple(f"{other.launcher} is there too: {first.launcher} comes before it" for other in told[1:])
+    placed = [reading for reading in found if reading.place or reading.node or reading.join_addresses]
+    first = placed[0] if placed else LauncherFacts(launcher="nobody")
+    notes += tuple(f"{other.launcher} is there too: {first.launcher} comes before it" for other in placed[1:])
     env = read_env(environment) or LauncherFacts(launcher="")
     join_addresses = env.join_addresses if first is not torchrun else None
     if join_addresses is None and kubernetes is not None:
@@ -185,13 +185,13 @@ def _agreed(
     return first or second
 
 
-def _nodes(stated: Stated[NodeRange] | None, told: Stated[NodeRange] | None) -> Stated[NodeRange] | None:
-    if stated is None or told is None:
-        return stated or told
-    if not stated.value.least <= told.value.most <= stated.value.most:
+def _nodes(stated: Stated[NodeRange] | None, launched: Stated[NodeRange] | None) -> Stated[NodeRange] | None:
+    if stated is None or launched is None:
+        return stated or launched
+    if not stated.value.least <= launched.value.most <= stated.value.most:
         raise UserError(
-            f"the number of nodes: {stated.source} says {stated.value}, but {told.source} says {told.value}. "
-            f"Leave out {stated.source}, or give --standalone to run on this host alone."
+            f"the number of nodes: {stated.source} says {stated.value}, but {launched.source} says "
+            f"{launched.value}. Leave out {stated.source}, or give --standalone to run on this host alone."
         )
     return stated
 

@@ -38,10 +38,10 @@ async def connect(at: str | None = None) -> AsyncGenerator[ActorSystem]:
 
 async def open_session(at: str | None) -> ActorSystem:
     """Connect until the system is stopped. `owner_of(system.name)` is the process of its node."""
-    door = await _ask_actors_address(at)
-    system = ActorSystem(owned_name(f"session-{os.getpid()}-{os.urandom(4).hex()}", door.process))
+    reply = await _ask_actors_address(at)
+    system = ActorSystem(owned_name(f"session-{os.getpid()}-{os.urandom(4).hex()}", reply.process))
     try:
-        await _SessionLinks(system, at).stay.enter()
+        await _SessionLinks(system, at).lease.enter()
     except BaseException:
         await system.stop(timeout=0.0)
         raise
@@ -50,10 +50,10 @@ async def open_session(at: str | None) -> ActorSystem:
 
 async def _ask_actors_address(at: str | None) -> ActorsAddressReply:
     async with connect_admin(at) as admin:
-        door = await admin.actor.ask(ActorsAddressRequest(), reply=ActorsAddressReply, timeout=ASK_S)
-    if not door.address:
+        reply = await admin.actor.ask(ActorsAddressRequest(), reply=ActorsAddressReply, timeout=ASK_S)
+    if not reply.address:
         raise UserError("the node is in no cluster at the moment: wait until `zbmd-node members` lists it.")
-    return door
+    return reply
 
 
 class _SessionLinks:
@@ -64,21 +64,21 @@ class _SessionLinks:
         self._host = memory_domain()
         cookie, settings = load_or_create_cookie(), tcp_settings(os.environ)
         incarnation = system.incarnation
-        self._door = ExternalDialer(system.name, incarnation, 0, cookie, settings, derive(), host=self._host)
-        self._ways = Routes(system, RemoteLocator(system, owner_of(system.name)), self._door.dial)
-        self.stay = Lease(system, self._ways, self._link_up)
+        self._dialer = ExternalDialer(system.name, incarnation, 0, cookie, settings, derive(), host=self._host)
+        self._routes = Routes(system, RemoteLocator(system, owner_of(system.name)), self._dialer.dial)
+        self.lease = Lease(system, self._routes, self._link_up)
         self._near = external_address(f"zbmd-{system.name}")
-        self._door.listen_near(self._near, self._ways)
+        self._dialer.listen_near(self._near, self._routes)
         self._far = ""
 
     async def _link_up(self) -> tuple[Link, Enrol]:
         node = await _ask_actors_address(self._at)
-        if node.process != self.stay.owner:
-            raise UserError(f"{node.process} is there now, not {self.stay.owner}: make another session.")
-        link = await self._door.dial(Route(node.process, node.incarnation, "", "", node.address))
+        if node.process != self.lease.owner:
+            raise UserError(f"{node.process} is there now, not {self.lease.owner}: make another session.")
+        link = await self._dialer.dial(Route(node.process, node.incarnation, "", "", node.address))
         if not self._far and isinstance(link, TcpLink):
             try:  # where our node sees us, others of its network do
-                self._far = await self._door.listen_far(link.local_address.host, self._ways)
+                self._far = await self._dialer.listen_far(link.local_address.host, self._routes)
             except BaseException:
                 link.close()
                 raise

@@ -125,34 +125,34 @@ class DirectoryActor(Actor):
     @on(ev.Here)
     async def here(self, message: ev.Here) -> None:
         """See the message."""
-        self._said(message)
+        self._received(message)
 
     @on(ev.GroupDelta)
     async def group_delta(self, message: ev.GroupDelta) -> None:
         """See the message."""
-        self._said(message)
+        self._received(message)
 
     @on(ev.NameAsk)
     async def name_ask(self, message: ev.NameAsk) -> None:
         """See the message."""
-        self._said(message)
+        self._received(message)
 
     @on(ev.NameAnswer)
     async def name_answer(self, message: ev.NameAnswer) -> None:
         """See the message."""
-        self._said(message)
+        self._received(message)
 
     @on(ev.NameRevoked)
     async def name_revoked(self, message: ev.NameRevoked) -> None:
         """See the message."""
-        self._said(message)
+        self._received(message)
 
-    def _said(self, message: ev.Message) -> None:
+    def _received(self, message: ev.Message) -> None:
         delivery = current_delivery.get()
         peer = None if delivery is None else delivery.peer
         # What a link has brought that has ended since was lost, as far as the machine is concerned.
         if peer is not None and self.system.peer(peer.name) is peer:
-            self._directory.said((peer.name, peer.incarnation), message)
+            self._directory.received((peer.name, peer.incarnation), message)
 
     @on(Undelivered)
     async def undelivered(self, signal: Undelivered) -> None:
@@ -280,7 +280,7 @@ class Directory(Service):
 
     # For `DirectoryActor`.
 
-    def said(self, source: Process, message: ev.Message) -> None:
+    def received(self, source: Process, message: ev.Message) -> None:
         """Handle a message of another directory. One that breaks the protocol ends its link."""
         self._handle(ev.MessageReceived(source=source, message=message))
 

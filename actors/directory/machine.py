@@ -105,7 +105,7 @@ class DirectoryMachine:
             case GivenUp():
                 self._give_up(event.call)
             case MessageReceived():
-                self._said(event.source, event.message, actions)
+                self._received(event.source, event.message, actions)
             case _:
                 assert_never(event)
         return actions
@@ -175,7 +175,7 @@ class DirectoryMachine:
         early, self._early = self._early, deque()
         for source, message in early:
             if message.epoch >= self.epoch:
-                self._said(source, message, actions)
+                self._received(source, message, actions)
         self._settle(actions)
 
     def _link_up(self, process: Process, actions: list[Action]) -> None:
@@ -193,7 +193,7 @@ class DirectoryMachine:
         self._parts.pop(process, None)
         # What it has asked it asks again, and what it has said of later views it says again.
         self._waiting = deque(waits for waits in self._waiting if waits[0] != process)
-        self._early = deque(said for said in self._early if said[0] != process)
+        self._early = deque(early for early in self._early if early[0] != process)
 
     def _greet(self, member: Process, actions: list[Action]) -> None:
         """Report everything to a member, and repeat the questions that it has not answered."""
@@ -390,7 +390,7 @@ class DirectoryMachine:
 
     # What the others say.
 
-    def _said(self, source: Process, message: Message, actions: list[Action]) -> None:
+    def _received(self, source: Process, message: Message, actions: list[Action]) -> None:
         if message.epoch < self.epoch:
             return
         if message.epoch > self.epoch:

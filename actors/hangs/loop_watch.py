@@ -92,7 +92,7 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
     while frame is not None and len(found) < FRAMES_MAX:
         found.append(frame)
         frame = frame.f_back
-    return _told(reversed(found))
+    return _described(reversed(found))
 
 
 def awaits(awaitable: Any) -> list[FrameType]:
@@ -118,7 +118,7 @@ def _chain(awaitable: Any) -> Iterator[Any]:
 
 def task_frames(task: asyncio.Task[Any]) -> tuple[Frame, ...]:
     """Return where a task waits."""
-    return _told(awaits(task.get_coro())[-FRAMES_MAX:])
+    return _described(awaits(task.get_coro())[-FRAMES_MAX:])
 
 
 def asked_address(task: asyncio.Task[Any]) -> str:
@@ -130,7 +130,7 @@ def asked_address(task: asyncio.Task[Any]) -> str:
     return asking[-1].ref.address if asking else ""
 
 
-def _told(frames: Iterable[FrameType]) -> tuple[Frame, ...]:
+def _described(frames: Iterable[FrameType]) -> tuple[Frame, ...]:
     return tuple(
         Frame(
             file=cut_path(_path(frame.f_code)),
@@ -191,7 +191,7 @@ class LoopWatch(Service):
         self._thread = threading.get_ident()
         self._asked_ns = 0
         self._answered = True
-        self._told = False
+        self._reported = False
         self._running: tuple[object, object] = (None, None)
 
     @property
@@ -209,12 +209,12 @@ class LoopWatch(Service):
         cell = self._cell_of(task)
         running = (task, None if cell is None else cell.current)
         if not self._answered:
-            if task is not None and running == self._running and not self._told:
+            if task is not None and running == self._running and not self._reported:
                 self._tell(task, cell)
             return
         if task is None:
             return
-        self._running, self._told, self._answered = running, False, False
+        self._running, self._reported, self._answered = running, False, False
         self._asked_ns = monotonic_ns()
         try:
             self._loop.call_soon_threadsafe(self._answer)
@@ -236,7 +236,7 @@ class LoopWatch(Service):
             held_ms=(monotonic_ns() - self._asked_ns) // 1_000_000,
             stack=thread_frames(self._thread),
         )
-        self._told = True
+        self._reported = True
         self.held += 1
         self.notices.append(notice)
         if self.held & (self.held - 1) == 0:  # the 1st, 2nd, 4th, 8th …

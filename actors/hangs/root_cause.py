@@ -74,8 +74,8 @@ def stands(place: Place) -> str:
     return f"{place.who} is at {at}{what}{still}" if at else f"{place.who} is in {place.what}{still}"
 
 
-LAGGARDS_TOLD_MAX = 4
-WAITERS_TOLD_MAX = 8
+LAGGARDS_SHOWN_MAX = 4
+WAITERS_SHOWN_MAX = 8
 PATHS_MAX = 32
 """From one trouble; what members claim may branch at every step."""
 FINDINGS_MAX = 32
@@ -203,7 +203,7 @@ class _Graph:
             nexts = [] if last in path[:-1] else self._edges[last]
             if not nexts:
                 found.append(path)
-            open_paths += [[*path, node] for node in nexts[:LAGGARDS_TOLD_MAX]]
+            open_paths += [[*path, node] for node in nexts[:LAGGARDS_SHOWN_MAX]]
             del open_paths[PATHS_MAX:]
         return found
 
@@ -221,15 +221,15 @@ class _Graph:
         if last in path[:-1]:
             return self._ring(self.key(path), path[path.index(last) : -1])
         blamed = last.position is None
-        told = self._held_up(last) if blamed else []
-        told.append(self._root(last, first=len(path) == 1))
+        parts = self._held_up(last) if blamed else []
+        parts.append(self._root(last, first=len(path) == 1))
         asking = self._asking(last)
         if asking:
             verb = "waits" if len(asking) == 1 else "wait"
-            told.append(f"{' and '.join(asking[:WAITERS_TOLD_MAX])} {verb} for it")
+            parts.append(f"{' and '.join(asking[:WAITERS_SHOWN_MAX])} {verb} for it")
         return Finding(
             key=self.key(path),
-            text="; ".join(told),
+            text="; ".join(parts),
             culprits=(last.culprit,) if blamed else (),
             stack=stack(last.place.frames) if last.place is not None else (),
         )
@@ -366,8 +366,8 @@ class _Graph:
         for rank in sorted(numbers):
             known = self._facts.get(rank)
             by_host.setdefault("" if known is None else known.host, []).append(rank)
-        told = [f"{ranks(those)} on {host}" if host else ranks(those) for host, those in by_host.items()]
-        return " and ".join(told)
+        parts = [f"{ranks(those)} on {host}" if host else ranks(those) for host, those in by_host.items()]
+        return " and ".join(parts)
 
     def _root(self, node: _Node, *, first: bool) -> str:
         if node.position is not None:
@@ -377,8 +377,8 @@ class _Graph:
                 return f"{text}: all members of this host are in it; {ranks(elsewhere)} cannot be seen here"
             return f"{text}, although all its members have entered it"
         if node.place is not None:
-            told = describe_place(node.place) if first or node.place.stuck else stands(node.place)
-            return f"{told}, on {node.facts.host}" if first and node.facts.host else told
+            text = describe_place(node.place) if first or node.place.stuck else stands(node.place)
+            return f"{text}, on {node.facts.host}" if first and node.facts.host else text
         seen = node.facts.outside or "does not answer"
         return f"{self._named([node.rank])} {seen}, for {duration(node.facts.silent_ns)}"
 

@@ -25,7 +25,7 @@ GATHER_NS_MAX = 2_000_000_000
 GATHER_LOOKS = 4
 LOOKS_FACTOR = 2
 """So many times the time for the answers is waited, with that for the looks from outside."""
-TOLD_MAX = 256
+REPORTED_MAX = 256
 """Root causes that are reported and not over; further ones are not reported."""
 
 
@@ -161,7 +161,7 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class _Told:
+class _Reported:
     notice: HangNotice
     evidence: set[Trigger] = field(default_factory=set[Trigger])
 
@@ -179,14 +179,14 @@ class HangMachine:
         self.state = CaseState.QUIET
         self._ranks: dict[int, _Rank] = {}
         self._known: set[Trigger] = set()
-        self._told: dict[object, _Told] = {}
+        self._reported: dict[object, _Reported] = {}
         self._gathered_ns = 0
         self._ticked_ns: int | None = None
 
     @property
     def notices(self) -> tuple[HangNotice, ...]:
         """Return the hangs that are reported and not over."""
-        return tuple(told.notice for told in self._told.values())
+        return tuple(case.notice for case in self._reported.values())
 
     def handle(self, event: HangEvent, *, now_ns: int) -> list[HangAction]:
         """Take one event; what to do about it, in order."""
@@ -228,15 +228,15 @@ class HangMachine:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` on a state that no events may lead to."""
-        assert len(self._told) <= TOLD_MAX, f"{len(self._told)} hangs are told of"
+        assert len(self._reported) <= REPORTED_MAX, f"{len(self._reported)} hangs are told of"
         for rank, known in self._ranks.items():
             assert known.facts.rank == rank, f"rank {known.facts.rank} is kept as {rank}"
             assert known.facts.silent_ns >= 0, f"rank {rank} has been silent for {known.facts.silent_ns} ns"
         if self.state is CaseState.LOOKING:
             assert self._unseen(), "nobody is left to look at"
-        for told in self._told.values():
-            assert told.evidence, f"told without evidence: {told.notice.text}"
-            assert told.evidence <= self._known, f"told for what is not known: {told.notice.text}"
+        for case in self._reported.values():
+            assert case.evidence, f"told without evidence: {case.notice.text}"
+            assert case.evidence <= self._known, f"told for what is not known: {case.notice.text}"
 
     def _current(self, rank: int, incarnation: int) -> _Rank | None:
         known = self._ranks.get(rank)
@@ -250,10 +250,10 @@ class HangMachine:
         del self._ranks[rank]
         self.state = CaseState.QUIET
         self._known = {trigger for trigger in self._known if trigger[0] != rank}
-        for key, told in list(self._told.items()):
-            told.evidence &= self._known
-            if not told.evidence:
-                del self._told[key]
+        for key, case in list(self._reported.items()):
+            case.evidence &= self._known
+            if not case.evidence:
+                del self._reported[key]
 
     def _tick(self, now_ns: int) -> list[HangAction]:
         passed_ns = min(now_ns - (self._ticked_ns or now_ns), LATE_LOOKS * self.look_ns)
@@ -308,10 +308,10 @@ class HangMachine:
         facts = {rank: known.facts for rank, known in self._ranks.items()}
         self._known = triggers
         for finding in find_roots(facts, triggers):
-            told = self._told.get(finding.key)
-            if told is not None:
-                told.evidence |= finding.evidence
-            elif len(self._told) < TOLD_MAX:
+            case = self._reported.get(finding.key)
+            if case is not None:
+                case.evidence |= finding.evidence
+            elif len(self._reported) < REPORTED_MAX:
                 actions += self._tell(finding)
         return actions
 
@@ -319,14 +319,14 @@ class HangMachine:
         """Tell of what is over, and forget it."""
         actions: list[HangAction] = []
         self._known &= triggers
-        for key, told in list(self._told.items()):
-            told.evidence &= triggers
-            if told.evidence:
+        for key, case in list(self._reported.items()):
+            case.evidence &= triggers
+            if case.evidence:
                 continue
-            del self._told[key]
+            del self._reported[key]
             notice = HangNotice(
-                text=f"over: {told.notice.text}",
-                culprits=told.notice.culprits,
+                text=f"over: {case.notice.text}",
+                culprits=case.notice.culprits,
                 stack=(),
                 over=True,
                 next_step="it goes on",
@@ -343,7 +343,7 @@ class HangMachine:
             over=False,
             next_step=next_step,
         )
-        self._told[finding.key] = _Told(notice, set(finding.evidence))
+        self._reported[finding.key] = _Reported(notice, set(finding.evidence))
         return [ReportHang(notice=notice), *acts]
 
     def _consequence(self, finding: Finding) -> tuple[str, list[HangAction]]:

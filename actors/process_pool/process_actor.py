@@ -281,8 +281,8 @@ class ProcessActor(Actor):
         if self._why_lost:
             return self._why_lost
         code = None if self.process is None else self.process.returncode
-        said = f"; it said: {self._tail[-1]}" if self._tail else ""
-        return f"{'it runs' if code is None else describe_exit(code)}{said}"
+        output = f"; it said: {self._tail[-1]}" if self._tail else ""
+        return f"{'it runs' if code is None else describe_exit(code)}{output}"
 
     async def _wait(self, process: Command | Fork, reading: asyncio.Task[None]) -> None:
         code = await process.wait()

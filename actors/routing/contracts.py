@@ -11,7 +11,7 @@ from zbmd.actors.contracts import Contract
 ROUTES_ACTOR: Final = "ways"
 """The actor that answers, in every process that knows the cluster's view or has external clients."""
 REASON_CHARACTERS_MAX: Final = 1000
-PROCESSES_TOLD_MAX: Final = 4096
+PROCESSES_MAX: Final = 4096
 
 Process = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 IncarnationNumber = Annotated[int, msgspec.Meta(ge=0)]
@@ -78,7 +78,7 @@ class ProcessesReply(Contract, id="zbmd.way.processes"):
     """Processes as (name, incarnation, name of its node), nodes first; `more`: how many are left out."""
 
     processes: Annotated[
-        tuple[tuple[Process, IncarnationNumber, Text], ...], msgspec.Meta(max_length=PROCESSES_TOLD_MAX)
+        tuple[tuple[Process, IncarnationNumber, Text], ...], msgspec.Meta(max_length=PROCESSES_MAX)
     ]
     more: int = 0
 

@@ -517,10 +517,10 @@ class RoutesActor(Actor):
         before = self._waits.pop(key, None)
         if before is not None:
             before[1]()
-        deferred, told = self.defer(), list[str]()
+        deferred, reasons = self.defer(), list[str]()
 
         def tell(reason: str) -> None:
-            told.append(reason)
+            reasons.append(reason)
             self._waits.pop(key, None)
             with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
                 deferred.reply(Gone(reason))
@@ -528,7 +528,7 @@ class RoutesActor(Actor):
         routes = self._owner_of(message.process)
         knows = self._finder if routes is None else routes.clients
         undo = knows.notify_end(message.process, message.life, tell)
-        if not told:
+        if not reasons:
             self._waits[key] = (deferred, undo)
         return deferred
 

@@ -287,12 +287,12 @@ class Coordinator(Actor):
                 case _:
                     assert_never(action)
 
-    async def _tell(self, told: ev.Tell) -> None:
-        agent = self._agents.get(told.process)
+    async def _tell(self, tell: ev.Tell) -> None:
+        agent = self._agents.get(tell.process)
         if agent is None:
             return  # there is none, which the machine hears
-        message: Contract = OrderMessage(told.order, by_coordinator=True)
-        if told.order is ev.Order.PREPARE:
+        message: Contract = OrderMessage(tell.order, by_coordinator=True)
+        if tell.order is ev.Order.PREPARE:
             old, new = (remote_class_id(cls) for cls in self._classes)
             message = Prepare(self.ref, old, new, self._processes, self._tries, self._lasting)
             if agent.process == self.system.name:  # where a class need not be known by its name
@@ -302,7 +302,7 @@ class Coordinator(Actor):
         try:
             await agent.tell(message)
         except ZbmdError as error:
-            self._running_cell().timers.deliver(ProcessEnded(told.process, str(error)[:WHY_CHARS_MAX]))
+            self._running_cell().timers.deliver(ProcessEnded(tell.process, str(error)[:WHY_CHARS_MAX]))
 
 
 class Agent(Actor, remote=True):
@@ -362,7 +362,7 @@ class Agent(Actor, remote=True):
         await self._handle(ev.FateAsked(leader=_sender(self)))
 
     @on(DecisionReply)
-    async def fate_told(self, message: DecisionReply) -> None:
+    async def fate_reported(self, message: DecisionReply) -> None:
         """Handle what another process knows."""
         await self._handle(ev.FateReported(process=_sender(self), fate=message.fate))
 
@@ -426,7 +426,7 @@ class Agent(Actor, remote=True):
                 else:
                     self._change.take_back(partial(self._done, "take back"))
             case ev.Voted() | ev.Changed() | ev.Broke() | ev.Settled():
-                await self._tell(self._prepare.coordinator, _told(action))
+                await self._tell(self._prepare.coordinator, _contract_of(action))
             case ev.SaySettled():
                 await self._tell(self._agent(action.leader), SettledReport())
             case ev.AskFate():
@@ -464,7 +464,7 @@ class Agent(Actor, remote=True):
             return  # it is gone, which is told by the watch
 
 
-def _told(what: ev.ToCoordinator) -> Contract:
+def _contract_of(what: ev.ToCoordinator) -> Contract:
     match what:
         case ev.Voted():
             return VoteReport(what.why)

@@ -51,7 +51,7 @@ class CodeActor(Actor):
         self._keeper = keeper
 
     @on(CodeReport)
-    async def told(self, message: CodeReport) -> None:
+    async def changes_reported(self, message: CodeReport) -> None:
         """Handle the changes that another process knows."""
         self._keeper.heard(sender_process(), message)
 
@@ -141,8 +141,8 @@ class CodeKeeper(Service):
             return
         for first in range(0, max(1, len(changes)), CHANGES_AT_ONCE):
             more = first + CHANGES_AT_ONCE < len(changes)
-            told = CodeReport(changes[first : first + CHANGES_AT_ONCE], more)
-            peer.post_payload(wire.encode_tell(CODE_ACTOR, 0, "", told))
+            report = CodeReport(changes[first : first + CHANGES_AT_ONCE], more)
+            peer.post_payload(wire.encode_tell(CODE_ACTOR, 0, "", report))
 
     def _adopt(self, change: u.Change) -> None:
         try:

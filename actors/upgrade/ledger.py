@@ -146,8 +146,8 @@ class CodeLedger:
             elif known != change.new:
                 actions.append(Clash(process=source, change=change, known=known))
         if fresh:
-            told = tuple(fresh)
-            actions += [TellChanges(process=p, changes=told) for p in self._linked if p != source]
+            news = tuple(fresh)
+            actions += [TellChanges(process=p, changes=news) for p in self._linked if p != source]
         return actions
 
 

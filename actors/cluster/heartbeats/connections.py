@@ -121,7 +121,7 @@ class RdmaHeartbeats:
         self.stripe_ended(key)
         self._peers.pop(key, None)
 
-    def said(self, key: NodeKey, what: BeatsSaid) -> None:
+    def received(self, key: NodeKey, what: BeatsSaid) -> None:
         """A message of the peer arrived."""
         self._peer(key)
         self._feed(key, w.PeerMessage(what=what))

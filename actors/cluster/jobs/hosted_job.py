@@ -449,7 +449,7 @@ class HostedJob:
         for event in gone:
             self._hangs.hear(event)
 
-    def told(self, sender: NodeKey, word: HangMessage) -> None:
+    def received(self, sender: NodeKey, word: HangMessage) -> None:
         """Take a hang message of another node."""
         if self._hangs is None:
             return

@@ -176,7 +176,7 @@ class JobHost:
         elif isinstance(message, HangMessage):
             hosted = self._jobs.get(message.job)
             if hosted is not None and self._port.view.holds(sender):
-                hosted.told(sender, message)
+                hosted.received(sender, message)
 
     def stopped(self, reason: str) -> None:
         """See `ClusterListener`."""

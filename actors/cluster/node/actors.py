@@ -30,7 +30,7 @@ from zbmd.actors.errors import TooManyPending
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.routing.clients import EndNotices
 from zbmd.actors.routing.contracts import (
-    PROCESSES_TOLD_MAX,
+    PROCESSES_MAX,
     REASON_CHARACTERS_MAX,
     ROUTES_ACTOR,
     NoRoute,
@@ -161,8 +161,8 @@ class ClusterRoutes(EndNotices):
             for process, entry in self._entries.items()
             if entry.state is RankState.UP and entry.node is not None
         ]
-        told = tuple(found[:PROCESSES_TOLD_MAX])
-        return ProcessesReply(told, len(found) - len(told))
+        shown = tuple(found[:PROCESSES_MAX])
+        return ProcessesReply(shown, len(found) - len(shown))
 
     def _see(self, view: ClusterView) -> None:
         self._nodes = {process_name(node.id): node for node in view.nodes}
@@ -339,7 +339,7 @@ class NodeActors:
             return
         match message:
             case ActorsAt(address=address):
-                self._incarnation.told(sender, address)
+                self._incarnation.address_learned(sender, address)
             case ActorsWanted():
                 self._incarnation.say_where(sender)
             case _:
@@ -451,7 +451,7 @@ class _IncarnationActors:
             self._starting = self._loop.create_task(self._run_start(self._start), name="start of actors")
             self._starting.add_done_callback(self._ran)
 
-    def told(self, sender: NodeKey, address: str) -> None:
+    def address_learned(self, sender: NodeKey, address: str) -> None:
         """A member tells where its actors listen; the higher key dials."""
         waiting = self._wheres.get(sender)
         if waiting is not None and not waiting.done():

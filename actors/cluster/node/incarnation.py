@@ -59,7 +59,7 @@ from zbmd.transport.tcp.link import TcpLink
 CLOCKS_APART_NS_MAX: Final = 120_000_000_000
 """More than this between two clocks is told. Hosts that keep time are within a second of each other; what a
 clock says on its way, and a host that was just resumed, are far within the bound."""
-CLOCKS_TOLD_MAX: Final = 64
+CLOCK_WARNINGS_MAX: Final = 64
 """Nodes that one incarnation warns of: when so many clocks differ, it is ours."""
 _SECOND_NS: Final = 1_000_000_000
 
@@ -90,15 +90,15 @@ class ClockWatch:
     """Of the clocks that one incarnation has heard of, whose has been told of already."""
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
 
     def heard(self, me: Node, node: Node, ahead_ns: int) -> str | None:
         """What to tell people of a node's clock, the first time that it is far from ours."""
-        if node.key.id in self._told or len(self._told) >= CLOCKS_TOLD_MAX:
+        if node.key.id in self._warned or len(self._warned) >= CLOCK_WARNINGS_MAX:
             return None
         text = clocks_apart(_called(node), _called(me), ahead_ns)
         if text is not None:
-            self._told.add(node.key.id)
+            self._warned.add(node.key.id)
         return text
 
 
@@ -158,7 +158,7 @@ class IncarnationHandler(Protocol):
         """A member is silent; the next view decides whether it is removed."""
         ...
 
-    def told(self, sender: NodeKey, contract: Contract) -> None:
+    def received(self, sender: NodeKey, contract: Contract) -> None:
         """A message that is not about membership arrived. Raises `RemoteProtocolError`."""
         ...
 
@@ -211,7 +211,7 @@ class Incarnation:
         )
         self.beats = Heartbeats(me.key, endpoint.deadlines, self, endpoint.recorder)
         self.links = PeerLinks(me.key, endpoint, settings, self)
-        self.ways = RdmaHeartbeats(self.beats, rdma, self._say_of_beats)
+        self.ways = RdmaHeartbeats(self.beats, rdma, self._send_of_beats)
         self._stripes = HeartbeatConnections(self.beats, self.ways, endpoint)
         self.deaths = LocalDeaths(self._died)
         self.hails: dict[NodeKey, tuple[Hail, int]] = {}
@@ -349,9 +349,9 @@ class Incarnation:
         """See `HeartbeatHandler`."""
         self.ways.failed(key, reason)
 
-    def _say_of_beats(self, key: NodeKey, said: BeatsSaid) -> None:
+    def _send_of_beats(self, key: NodeKey, message: BeatsSaid) -> None:
         if key in self.hails:
-            self.links.send(self.hails[key][0].node, said)
+            self.links.send(self.hails[key][0].node, message)
 
     def paced(self) -> None:
         """See `HeartbeatHandler`."""
@@ -393,10 +393,10 @@ class Incarnation:
         """See `LinkHandler`."""
         self.beats.heard(sender.key)
         if isinstance(contract, BeatsSaid):
-            self.ways.said(sender.key, contract)
+            self.ways.received(sender.key, contract)
             return
         if not isinstance(contract, m.Message):
-            self._handler.told(sender.key, contract)
+            self._handler.received(sender.key, contract)
             return
         try:
             self._feed(m.Received(sender=sender, message=contract))

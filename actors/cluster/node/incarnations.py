@@ -395,7 +395,7 @@ class Incarnations:
         """See `IncarnationHandler`."""
         self._tell(MemberSuspected(key=key, reason=reason))
 
-    def told(self, sender: NodeKey, contract: Contract) -> None:
+    def received(self, sender: NodeKey, contract: Contract) -> None:
         """See `IncarnationHandler`."""
         self._tell(MessageReceived(sender=sender, contract=contract))
 

@@ -230,8 +230,8 @@ async def find_member(
             task.cancel()
         if trying:
             await asyncio.wait(trying)
-    told = "; ".join(f"{join_address}: {reason}" for join_address, reason in reasons.items())
-    raise failure(f"no member of a cluster has let this node in. {told}.")
+    reasons_text = "; ".join(f"{join_address}: {reason}" for join_address, reason in reasons.items())
+    raise failure(f"no member of a cluster has let this node in. {reasons_text}.")
 
 
 async def _try(

@@ -10,8 +10,8 @@ import structlog
 from support.cluster.thread_nodes import node
 
 from zbmd.actors.cluster.node.incarnation import (
+    CLOCK_WARNINGS_MAX,
     CLOCKS_APART_NS_MAX,
-    CLOCKS_TOLD_MAX,
     ClockWatch,
     clocks_apart,
 )
@@ -38,9 +38,9 @@ def test_a_difference_within_the_bound_is_not_told(ahead_ns: int) -> None:
 
 def test_each_node_is_told_of_once_and_so_many_at_most() -> None:
     watch = ClockWatch()
-    nodes = [Node(NodeKey(i, life), "", f"n{i}") for i in range(2, CLOCKS_TOLD_MAX + 9) for life in (1, 2)]
+    nodes = [Node(NodeKey(i, life), "", f"n{i}") for i in range(2, CLOCK_WARNINGS_MAX + 9) for life in (1, 2)]
     told = [watch.heard(HERE, each, HOUR_NS) for each in nodes]
-    assert sum(text is not None for text in told) == CLOCKS_TOLD_MAX
+    assert sum(text is not None for text in told) == CLOCK_WARNINGS_MAX
     assert told[0] is not None and told[1] is None, "its next life has the same clock"
     assert ClockWatch().heard(HERE, nodes[0], 0) is None
 

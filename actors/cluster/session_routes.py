@@ -64,7 +64,9 @@ class _SessionLinks:
         self._host = memory_domain()
         cookie, settings = load_or_create_cookie(), tcp_settings(os.environ)
         incarnation = system.incarnation
-        self._dialer = ExternalDialer(system.name, incarnation, 0, cookie, settings, derive(), host=self._host)
+        self._dialer = ExternalDialer(
+            system.name, incarnation, 0, cookie, settings, derive(), host=self._host
+        )
         self._routes = Routes(system, RemoteLocator(system, owner_of(system.name)), self._dialer.dial)
         self.lease = Lease(system, self._routes, self._link_up)
         self._near = external_address(f"zbmd-{system.name}")

@@ -127,11 +127,11 @@ class MemberLinks:
         on_confirmed: OnConfirmed,
         on_lost: OnLost,
         on_ended: OnEnded,
-        on_guest: Callable[[Link], None] | None = None,
+        on_client: Callable[[Link], None] | None = None,
     ) -> None:
         self.code = CodeKeeper(system, lambda name: rank_of(name) is not None, self._heard)
         """Exchanges code upgrades with the other members."""
-        self._on_guest = on_guest
+        self._on_client = on_client
         self._rank = rank
         self._host = host
         self._system = system
@@ -380,8 +380,8 @@ class MemberLinks:
         self._accepted(link)
 
     def _accepted(self, link: Link) -> None:
-        if MARK in link.peer.name and self._on_guest is not None:
-            self._on_guest(link)
+        if MARK in link.peer.name and self._on_client is not None:
+            self._on_client(link)
             return
         found = rank_of(link.peer.name)
         rank = RANKS_MAX if found is None else found

@@ -171,13 +171,13 @@ class Worker:
             deadlines=self.deadlines,
             recorder=self.recorder,
         )
-        self._ways = None if alone else RankRoutes(self.system, environment, cookie, self.deadlines)
+        self._routes = None if alone else RankRoutes(self.system, environment, cookie, self.deadlines)
         self._links = MemberLinks(
             self.rank,
             self.system,
             self._endpoint,
             host=environment.host,
-            on_guest=None if self._ways is None else self._ways.accepted,
+            on_client=None if self._routes is None else self._routes.accepted,
             local_rank=environment.local_rank,
             on_confirmed=self._confirmed,
             on_lost=self._link_lost,
@@ -377,8 +377,8 @@ class Worker:
         self._links.listen(address)
         listen = self._environment.listen
         tcp_address = await self._links.listen_tcp(listen) if listen else ""
-        if listen and self._ways is not None:
-            self._ways.listen(address)
+        if listen and self._routes is not None:
+            self._routes.listen(address)
         host = await dial(self._environment.node_address, self._endpoint)
         self.system.attach(host)
         join_message = host_contracts.Join(

@@ -60,12 +60,12 @@ class ExternalClients(EndNotices):
         """Note the end of that link."""
         self._feed(b.Left(process=process, incarnation=incarnation))
 
-    def enrol(self, way: Route) -> bool:
+    def enrol(self, route: Route) -> bool:
         """Register a client's address; return whether that incarnation of it is linked with this process."""
-        self._feed(b.Enrolled(process=way.process, incarnation=way.life))
-        if self._book.life_of(way.process) != way.life:
+        self._feed(b.Enrolled(process=route.process, incarnation=route.life))
+        if self._book.life_of(route.process) != route.life:
             return False
-        self._routes[way.process] = way
+        self._routes[route.process] = route
         return True
 
     async def find(self, process: str) -> Route | NoRoute:

@@ -121,13 +121,13 @@ class ExternalDialer:
         self.endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
         """The external client's endpoint, for dialing, and for listening to other clients of this host."""
 
-    async def dial(self, way: Route) -> Link:
+    async def dial(self, route: Route) -> Link:
         """Return a link to a process. Raises as `shm.dial` and `tcp.dial`."""
-        if way.near and self._host and way.host == self._host:
-            return await shm.dial(way.near, self.endpoint)
-        if not way.far:
-            raise PeerLost(way.process, "it takes no links from other hosts")
-        return await tcp.dial(way.far, self.endpoint, settings=self._settings)
+        if route.near and self._host and route.host == self._host:
+            return await shm.dial(route.near, self.endpoint)
+        if not route.far:
+            raise PeerLost(route.process, "it takes no links from other hosts")
+        return await tcp.dial(route.far, self.endpoint, settings=self._settings)
 
     def listen_near(self, address: str, routes: Routes) -> None:
         """Accept links of external clients of this host, until `routes` is closed. Raises as `shm.listen`."""

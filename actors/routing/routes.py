@@ -155,7 +155,7 @@ class Routes(Service):
         # Not in the context of a sender: an actor's tasks are recognised by it.
         self._context = contextvars.copy_context()
         self._closed = False
-        self._doors: list[Listener] = []
+        self._listeners: list[Listener] = []
         self.clients = ExternalClients()
         """The processes that joined the cluster by way of this one."""
         system.routes = self
@@ -211,8 +211,8 @@ class Routes(Service):
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerLost("any", "the actor system stops"))
-        for door in self._doors:
-            door.close()
+        for listener in self._listeners:
+            listener.close()
         for task in self._tasks:
             task.cancel()
 
@@ -224,9 +224,9 @@ class Routes(Service):
         """The system has stopped."""
         await self.close()
 
-    def listens(self, door: Listener) -> None:
+    def listens(self, listener: Listener) -> None:
         """Add a listener whose links come here; it is closed with the routes."""
-        self._doors.append(door)
+        self._listeners.append(listener)
 
     def owns(self, process: str) -> bool:
         """Return whether a process joined the cluster by way of this one."""
@@ -241,8 +241,8 @@ class Routes(Service):
         self.end()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for door in self._doors:
-            await door.wait_closed()
+        for listener in self._listeners:
+            await listener.wait_closed()
 
     # Requests that wait for a link in the background.
 
@@ -369,10 +369,10 @@ class Routes(Service):
             self._feed(w.Found(process=process, incarnation=found.life))
             self._found.pop(process, None)
 
-    async def _reach_at(self, way: Route) -> None:
-        process = way.process
+    async def _reach_at(self, route: Route) -> None:
+        process = route.process
         try:
-            link = await self._dial(way)
+            link = await self._dial(route)
         except (ZbmdError, UserError, OSError) as error:
             if self._counts(process):
                 self._feed(w.NotFound(process=process, reason=str(error)))
@@ -382,7 +382,7 @@ class Routes(Service):
             return
         hello = link.peer.name
         found = name_of_external(hello) or abroad(hello, scope_of_job(link.peer.job))
-        if (found, link.peer.incarnation) != (process, way.life):
+        if (found, link.peer.incarnation) != (process, route.life):
             link.close()
             if self._counts(process):
                 other = f"{found}#{link.peer.incarnation} listens at its address"

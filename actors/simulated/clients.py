@@ -22,8 +22,8 @@ from zbmd.actors.simulated.ledgers import Change, ProcessKey
 from zbmd.actors.simulated.supervision_scenario import NotingSupervisor, Watch
 from zbmd.actors.simulated.testbed import (
     ERRAND,
-    GUESTS,
     LATER,
+    SESSIONS,
     Answer,
     Fail,
     Fresh,
@@ -35,8 +35,8 @@ from zbmd.actors.simulated.testbed import (
     Watcher,
     Who,
     Worker,
-    accept_guests,
-    dial_guest,
+    accept_clients,
+    dial_client,
 )
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.local import CodeBook
@@ -85,7 +85,7 @@ class Client:
     def anybody(self) -> Ref:
         """The address of a worker of some tree, or of a session, which may not live."""
         if self.rng.random() < ERRANDS:
-            return self.system.ref(f"{self.rng.choice(GUESTS)}/{ERRAND}")
+            return self.system.ref(f"{self.rng.choice(SESSIONS)}/{ERRAND}")
         plan = self.testbed.plans[self.rng.choice(list(self.testbed.plans))]
         worker = self.rng.choice(list(plan.workers()))
         return self.system.ref(f"{worker.process or plan.name.partition('.')[0]}/{worker.name}")
@@ -169,8 +169,10 @@ class Talker(Client):
 
     def _unheard(self) -> Ref | None:
         """A worker of the node or session that has answered this one longest ago."""
-        guests = [incarnation for incarnation in self.testbed.guests_in() if incarnation != self.incarnation]
-        there = {incarnation: [ERRAND] for incarnation in guests}
+        sessions = [
+            incarnation for incarnation in self.testbed.sessions_in() if incarnation != self.incarnation
+        ]
+        there = {incarnation: [ERRAND] for incarnation in sessions}
         for process, system in self.testbed.nodes.living():
             cells = system.cells()
             workers = [cell.name for cell in cells if isinstance(cell.actor, Worker) and cell.accepts]
@@ -381,7 +383,7 @@ CLIENTS: Final = (Grower, Talker, Talker, Poisoner, Namer, Joiner, Tier, Operato
 # --- sessions: external clients of a node, whose actors talk to those of all others -----------------------
 
 
-class GuestTalker(Talker):
+class SessionTalker(Talker):
     """Talks to workers that it finds by address: names and groups are those of the nodes."""
 
     async def _find(self) -> Ref | None:
@@ -392,7 +394,7 @@ class GuestTalker(Talker):
         await asyncio.sleep(self.rng.expovariate(1 / mean_s))
 
 
-class GuestWatcher(Tormentor):
+class SessionWatcher(Tormentor):
     """Watches workers anywhere."""
 
     async def act(self) -> None:
@@ -418,7 +420,7 @@ class Errands(Client):
             await self.system.monitor(ref).down()
 
 
-class Guest:
+class SessionProgram:
     """The program of a session, whose node is never lost."""
 
     def __init__(self, testbed: Testbed) -> None:
@@ -428,12 +430,12 @@ class Guest:
         """Until the simulation ends."""
         name = process.name
 
-        async def dial(way: Route) -> Link:
-            return await dial_guest(process, way, name)
+        async def dial(route: Route) -> Link:
+            return await dial_client(process, route, name)
 
         system = ActorSystem(name, process.incarnation)
-        ways = Routes(system, RemoteLocator(system, owner_of(name)), dial)
-        accept_guests(process, ways.accepted)
+        routes = Routes(system, RemoteLocator(system, owner_of(name)), dial)
+        accept_clients(process, routes.accepted)
 
         async def link_up() -> tuple[Link, Enrol]:
             node = owner_of(name)
@@ -441,12 +443,12 @@ class Guest:
 
         while True:
             try:
-                await Lease(system, ways, link_up).enter()
+                await Lease(system, routes, link_up).enter()
                 break
             except ZbmdError as error:
                 self._testbed.note(f"{name}: {error}")
                 await asyncio.sleep(RETRY_S)
-        self._testbed.guests[name] = process.incarnation
+        self._testbed.sessions[name] = process.incarnation
         async with asyncio.TaskGroup() as tasks:
-            for client in (GuestTalker, GuestTalker, GuestWatcher, Errands):
+            for client in (SessionTalker, SessionTalker, SessionWatcher, Errands):
                 tasks.create_task(client(process, system, self._testbed).run())

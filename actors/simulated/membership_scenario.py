@@ -100,7 +100,7 @@ class Cluster:
     sent: Counter[type[Contract]] = field(default_factory=Counter[type[Contract]])
     """Messages by their kind."""
 
-    def doors(self, node_id: int, lives: int) -> tuple[Node, ...]:
+    def contacts(self, node_id: int, lives: int) -> tuple[Node, ...]:
         """Where a node knocks, one after the other: some others, and later others."""
         start = node_id - self.first + lives
         steps = range(min(self.size, DOORS_MAX + 1))
@@ -211,8 +211,8 @@ class NodeProcess:
             self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
             return
         else:
-            doors = self.cluster.doors(self._id, self._lives)
-            self._feed(messages.JoinCluster(doors=doors), now_ns)
+            contacts = self.cluster.contacts(self._id, self._lives)
+            self._feed(messages.JoinCluster(doors=contacts), now_ns)
         self._beat(now_ns)
 
     def _arrived(self, sender: Node, message: messages.Message | HostLinked, now_ns: int) -> None:

@@ -23,11 +23,11 @@ from typing import Any, Final
 
 from zbmd.actors.cluster.node.actors import NodeActors
 from zbmd.actors.cluster.state.node_id import Node
-from zbmd.actors.simulated.clients import CLIENTS, Guest
+from zbmd.actors.simulated.clients import CLIENTS, SessionProgram
 from zbmd.actors.simulated.links_scenario import InTime
 from zbmd.actors.simulated.membership_scenario import Cluster, draw_plan, harms, name_of, protected_of
 from zbmd.actors.simulated.supervision_scenario import Rules, ToldOnce, draw_tree
-from zbmd.actors.simulated.testbed import GUESTS, SimActorEndpoint, SimNode, Testbed, TestbedWorld, Worker
+from zbmd.actors.simulated.testbed import SESSIONS, SimActorEndpoint, SimNode, Testbed, TestbedWorld, Worker
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.driver import Coordinator
 from zbmd.actors.upgrade.local import CodeBook
@@ -41,7 +41,7 @@ LOOK_STRIDE: Final = 64
 """Whether all is well is looked at after every so many events."""
 AGAIN_NS: Final = 100_000_000
 """After its incarnation has ended, a node tries again so much later."""
-OF_GUESTS: Final = 0.25
+OF_SESSIONS: Final = 0.25
 """The part of the faults that are kills of sessions."""
 LIVENESS_NS: Final = 40_000_000_000
 """Longer than a node may knock, and than a child may take to start on another node, and then some."""
@@ -61,10 +61,10 @@ class Member:
         port = SimNode(process, cluster, self._id)
         testbed.ports[process.name] = port
         actors = NodeActors(
-            port, cookie=b"", start=partial(self._start, process), door=partial(_door, process)
+            port, cookie=b"", start=partial(self._start, process), endpoint=partial(_endpoint, process)
         )
         failed = asyncio.create_task(actors.failed())
-        running = asyncio.create_task(port.run(self._doors(process.incarnation)))
+        running = asyncio.create_task(port.run(self._contacts(process.incarnation)))
         waited: set[asyncio.Future[Any]] = {port.over, failed, running}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         for task in (failed, running):
@@ -75,9 +75,9 @@ class Member:
         world, name = testbed.world, process.name
         world.call_at(world.now_ns + AGAIN_NS, partial(_revive, world, name))
 
-    def _doors(self, incarnation: int) -> tuple[Node, ...]:
+    def _contacts(self, incarnation: int) -> tuple[Node, ...]:
         founds = self._id == FIRST and incarnation == 1
-        return () if founds else self._testbed.cluster.doors(self._id, incarnation)
+        return () if founds else self._testbed.cluster.contacts(self._id, incarnation)
 
     async def _start(self, process: sim.SimProcess, system: ActorSystem) -> None:
         self._testbed.nodes.began(process, system)
@@ -91,7 +91,7 @@ def names_of(size: int) -> tuple[str, ...]:
     return tuple(name_of(FIRST + index) for index in range(size))
 
 
-def _door(process: sim.SimProcess, _: Node) -> SimActorEndpoint:
+def _endpoint(process: sim.SimProcess, _: Node) -> SimActorEndpoint:
     return SimActorEndpoint(process)
 
 
@@ -177,13 +177,13 @@ class Healed:
     def _answers(self) -> str:
         testbed, since_ns = self._testbed, self._since_ns or 0
         lives = [(process.name, process.incarnation) for process, _ in testbed.nodes.living()]
-        guests = testbed.guests_in()
-        if len(guests) != len(GUESTS):
-            return f"of the sessions only {guests} have got in"
-        lives += guests
-        targets = {(name, testbed.world.incarnation(name)) for name in self._targets()} | {*guests}
+        sessions = testbed.sessions_in()
+        if len(sessions) != len(SESSIONS):
+            return f"of the sessions only {sessions} have got in"
+        lives += sessions
+        targets = {(name, testbed.world.incarnation(name)) for name in self._targets()} | {*sessions}
         for one in lives:
-            for other in targets - ({one} if one in guests else set()):
+            for other in targets - ({one} if one in sessions else set()):
                 if testbed.answered.get((one, other), 0) < since_ns:
                     return f"{one} has had no answer from {other}"
         return ""
@@ -202,9 +202,9 @@ def _linked(testbed: Testbed) -> bool:
     )
 
 
-def _of_guest(rng: random.Random, instead: sim.Fault, span_ns: int) -> sim.Fault:
+def _of_session(rng: random.Random, instead: sim.Fault, span_ns: int) -> sim.Fault:
     """A session is killed instead."""
-    return sim.Crash(process=rng.choice(GUESTS), at_ns=instead.at_ns, for_ns=rng.randrange(1, span_ns))
+    return sim.Crash(process=rng.choice(SESSIONS), at_ns=instead.at_ns, for_ns=rng.randrange(1, span_ns))
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,11 @@ class ActorsScenario:
                 world.rng(f"tree/{name}"), names, here=name, actor=Worker, prefix=f"{name}."
             )
             world.add(name, Member(testbed, node_id))
-        for guest in GUESTS:
-            world.add(guest, Guest(testbed))
+        for session in SESSIONS:
+            world.add(session, SessionProgram(testbed))
         return sim.ScenarioStage(
             world=world,
-            victims=(*names, *GUESTS),
+            victims=(*names, *SESSIONS),
             converged=Healed(testbed).reached,
             span_ns=span_ns,
             liveness_ns=LIVENESS_NS,
@@ -256,12 +256,14 @@ class ActorsScenario:
         victims = [name for name in names if name not in protected]
         rng, span_ns = random.Random(f"{seed}/plan"), options.length * UNIT_NS
         plan = draw_plan(rng, names, victims, span_ns, options.faults)
-        return tuple(_of_guest(rng, fault, span_ns) if rng.random() < OF_GUESTS else fault for fault in plan)
+        return tuple(
+            _of_session(rng, fault, span_ns) if rng.random() < OF_SESSIONS else fault for fault in plan
+        )
 
     def admits(self, seed: int | str, options: sim.Options, plan: sim.FaultPlan) -> bool:
         """Whether a plan leaves the protected nodes of such a run alive and connected among each other."""
         names = {name for fault in plan for name in sim.names_of(fault)}
-        if not names <= {*names_of(options.ranks), *GUESTS}:  # numbers folded for fewer nodes begin at 0
+        if not names <= {*names_of(options.ranks), *SESSIONS}:  # numbers folded for fewer nodes begin at 0
             return False
         protected = protected_of(random.Random(f"{seed}/protected"), options.ranks, first=FIRST)
         return not any(harms(fault, protected) for fault in plan)

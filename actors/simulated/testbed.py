@@ -56,14 +56,14 @@ class Packet(Contract, id="sim.cluster.packet"):
     body: bytes
 
 
-async def dial_guest(process: SimProcess, way: Route, name: str) -> Link:
+async def dial_client(process: SimProcess, route: Route, name: str) -> Link:
     """A link to a process, as its guest. name: what all call us. Raises as `SimProcess.dial`."""
     return await process.dial(
-        way.far, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S, hello=external_name(name, "")
+        route.far, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S, hello=external_name(name, "")
     )
 
 
-def accept_guests(process: SimProcess, accept: Callable[[Link], None]) -> None:
+def accept_clients(process: SimProcess, accept: Callable[[Link], None]) -> None:
     """Take links of all, as a guest does."""
     process.listen(accept, contracts=fingerprints(), hello=external_name(process.name, ""))
 
@@ -83,9 +83,9 @@ class SimActorEndpoint:
         """See `ActorEndpoint`."""
         return await self._process.dial(address, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S)
 
-    async def dial_way(self, way: Route) -> Link:
+    async def dial_route(self, route: Route) -> Link:
         """See `ActorEndpoint`."""
-        return await dial_guest(self._process, way, self._process.name)
+        return await dial_client(self._process, route, self._process.name)
 
     async def close(self) -> None:
         """See `ActorEndpoint`: the process ends."""
@@ -110,11 +110,11 @@ class SimNode:
         self._listener: ClusterListener | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, doors: Sequence[Node]) -> None:
-        """Found the cluster, or enter it by one of these doors; then hear what comes, until it is over."""
+    async def run(self, contacts: Sequence[Node]) -> None:
+        """Found the cluster, or join it at one of these nodes; then hear what comes, until it is over."""
         beating = asyncio.create_task(self._beat())
         try:
-            self.feed(m.JoinCluster(doors=tuple(doors)) if doors else m.FoundCluster())
+            self.feed(m.JoinCluster(doors=tuple(contacts)) if contacts else m.FoundCluster())
             while not self.over.done():
                 self._arrived((await self._process.receive_datagram()).data)
         finally:
@@ -223,7 +223,7 @@ class SimNode:
 
 HOST: Final = "node1"
 """The node that all sessions are in by, which founds the cluster and is never lost."""
-GUESTS: Final = tuple(owned_name(f"session-{number}", HOST) for number in (1, 2))
+SESSIONS: Final = tuple(owned_name(f"session-{number}", HOST) for number in (1, 2))
 ERRAND: Final = "errand"
 """The worker of each session."""
 
@@ -244,7 +244,7 @@ class Testbed(Board):
         default_factory=dict[tuple[ProcessKey, ProcessKey], int]
     )
     """When one node had its last answer from another, ns."""
-    guests: dict[str, int] = field(default_factory=dict[str, int])
+    sessions: dict[str, int] = field(default_factory=dict[str, int])
     """Sessions that have got in, and which incarnation of each."""
     nodes: Nodes = field(init=False)
     lives: Incarnations = field(init=False)
@@ -263,9 +263,9 @@ class Testbed(Board):
         self.ties = Ties(self.lives)
         self.upgrades = Upgrades(self.nodes)
 
-    def guests_in(self) -> list[ProcessKey]:
+    def sessions_in(self) -> list[ProcessKey]:
         """The sessions that live, and have got in."""
-        return [incarnation for incarnation in self.guests.items() if self.nodes.lives(incarnation)]
+        return [incarnation for incarnation in self.sessions.items() if self.nodes.lives(incarnation)]
 
     @property
     def tormented(self) -> bool:

@@ -231,9 +231,9 @@ class _Dialed:
 class HeartbeatConnections:
     """Keeps one heartbeat connection to every peer that this node watches, or that watches it."""
 
-    def __init__(self, beats: Heartbeats, ways: RdmaHeartbeats, endpoint: Endpoint) -> None:
+    def __init__(self, beats: Heartbeats, rdma_routes: RdmaHeartbeats, endpoint: Endpoint) -> None:
         self._beats = beats
-        self._ways = ways
+        self._rdma_routes = rdma_routes
         self._endpoint = endpoint
         self._dialed: dict[NodeKey, _Dialed] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -298,4 +298,4 @@ class HeartbeatConnections:
         if self._closed or link.closed:
             stripe.sock.close()
         elif self._beats.adopt(key, stripe, link.session):
-            self._ways.stripe_stands(key, stripe.session, link.session)
+            self._rdma_routes.stripe_stands(key, stripe.session, link.session)

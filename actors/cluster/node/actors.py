@@ -214,8 +214,8 @@ class ActorEndpoint(Protocol):
         """A link to whoever listens there."""
         ...
 
-    async def dial_way(self, way: Route) -> Link:
-        """A link to a process of the cluster, as its guest."""
+    async def dial_route(self, route: Route) -> Link:
+        """A link to a process of the cluster, as its client."""
         ...
 
     async def close(self) -> None:
@@ -239,7 +239,7 @@ class TcpActorEndpoint:
             contracts=fingerprints(),
         )
         self._endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
-        self._guest = ExternalDialer(identity.name, identity.incarnation, 0, cookie, settings, deadlines)
+        self._dialer = ExternalDialer(identity.name, identity.incarnation, 0, cookie, settings, deadlines)
         self._settings = settings
         self._listener: tcp.TcpListener | None = None
 
@@ -253,9 +253,9 @@ class TcpActorEndpoint:
         """See `ActorEndpoint`."""
         return await tcp.dial(address, self._endpoint, settings=self._settings)
 
-    async def dial_way(self, way: Route) -> Link:
+    async def dial_route(self, route: Route) -> Link:
         """See `ActorEndpoint`."""
-        return await self._guest.dial(way)
+        return await self._dialer.dial(route)
 
     async def close(self) -> None:
         """See `ActorEndpoint`."""
@@ -268,9 +268,9 @@ class NodeActors:
     """A node's actors over all its incarnations: a `ClusterListener`. Use on the port's loop; `close` it.
 
     start: called once in each incarnation, when the node has become a member; if it raises, `failed` does.
-    door: how each incarnation reaches the others; None: by TCP, with `cookie` and `settings`. linked: whether
-    all nodes whose actors are linked share names and groups with this one; else it is reached, and reaches
-    others, on demand. on_listening: told where the actors of each incarnation listen.
+    endpoint: how each incarnation reaches the others; None: by TCP, with `cookie` and `settings`. linked:
+    whether all nodes whose actors are linked share names and groups with this one; else it is reached, and
+    reaches others, on demand. on_listening: told where the actors of each incarnation listen.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class NodeActors:
         settings: TcpSettings | None = None,
         deadlines: Deadlines | None = None,
         start: Start | None = None,
-        door: MakeActorEndpoint | None = None,
+        endpoint: MakeActorEndpoint | None = None,
         linked: bool = True,
         on_listening: Callable[[str], None] | None = None,
     ) -> None:
@@ -290,7 +290,7 @@ class NodeActors:
         self._port = port
         self._linked = linked
         self._on_listening = on_listening
-        self._door: MakeActorEndpoint = door or partial(
+        self._endpoint: MakeActorEndpoint = endpoint or partial(
             TcpActorEndpoint,
             cookie=cookie,
             settings=settings or TcpSettings(),
@@ -325,7 +325,9 @@ class NodeActors:
     def began(self, me: Node) -> None:
         """See `ClusterListener`."""
         self._end("another incarnation begins")
-        self._incarnation = _IncarnationActors(me, self._port, self._door(me), self._start, self._fail, self)
+        self._incarnation = _IncarnationActors(
+            me, self._port, self._endpoint(me), self._start, self._fail, self
+        )
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
@@ -383,19 +385,19 @@ class _IncarnationActors:
         self,
         me: Node,
         port: ClusterPort,
-        door: ActorEndpoint,
+        endpoint: ActorEndpoint,
         start: Start | None,
         fail: Callable[[BaseException], None],
         node: NodeActors,
     ) -> None:
         self.system = ActorSystem(process_name(me.id), me.key.incarnation)
         self._node = node
-        self._ways = Routes(self.system, node.finder, door.dial_way, leads_to=self._leads_to)
+        self._routes = Routes(self.system, node.finder, endpoint.dial_route, leads_to=self._leads_to)
         self._code = CodeKeeper(self.system, lambda name: node_key(name, 1) is not None)
         self._directory = self.system.open_directory(alone=False)
         self._me = me
         self._port = port
-        self._door = door
+        self._endpoint = endpoint
         self._start = start
         self._fail = fail
         self._loop = asyncio.get_running_loop()
@@ -472,7 +474,7 @@ class _IncarnationActors:
         log.debug("the actors of an incarnation end", node=str(self._me), reason=reason)
         await self.system.stop(timeout=0.0)
         await asyncio.wait(tasks)
-        await self._door.close()
+        await self._endpoint.close()
 
     def _ran(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
@@ -485,7 +487,7 @@ class _IncarnationActors:
         await self.system.spawn(RoutesActor, self._node.finder, name=ROUTES_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
         await self._code.open()
-        self._address = await self._door.listen(self._accepted)
+        self._address = await self._endpoint.listen(self._accepted)
         if not self._closed:
             self._node.listening(self._address)
         self._announce()
@@ -507,7 +509,7 @@ class _IncarnationActors:
 
     async def _dial(self, key: NodeKey, address: str) -> None:
         try:
-            link = await self._door.dial(address)
+            link = await self._endpoint.dial(address)
         except (ZbmdError, UserError, OSError) as error:
             log.info(
                 "actors of a node not reached; it will say again where", node=str(key), reason=str(error)
@@ -519,7 +521,7 @@ class _IncarnationActors:
 
     def _accepted(self, link: Link) -> None:
         if MARK in link.peer.name:
-            self._ways.accepted(link)
+            self._routes.accepted(link)
             return
         key = node_key(link.peer.name, link.peer.incarnation)
         self._take(link, key if key is not None and key > self._me.key else None)

@@ -211,8 +211,8 @@ class Incarnation:
         )
         self.beats = Heartbeats(me.key, endpoint.deadlines, self, endpoint.recorder)
         self.links = PeerLinks(me.key, endpoint, settings, self)
-        self.ways = RdmaHeartbeats(self.beats, rdma, self._send_of_beats)
-        self._stripes = HeartbeatConnections(self.beats, self.ways, endpoint)
+        self.rdma_routes = RdmaHeartbeats(self.beats, rdma, self._send_of_beats)
+        self._stripes = HeartbeatConnections(self.beats, self.rdma_routes, endpoint)
         self.deaths = LocalDeaths(self._died)
         self.hails: dict[NodeKey, tuple[Hail, int]] = {}
         """By linked incarnation: its hail, and how far its wall clock was ahead of ours, ns."""
@@ -260,7 +260,7 @@ class Incarnation:
         await self.links.flush()
         await self.links.close()
         self.beats.close()
-        self.ways.close()
+        self.rdma_routes.close()
         self._tap.close("this incarnation is over")
 
     def _feed(self, event: m.Event) -> None:
@@ -343,11 +343,11 @@ class Incarnation:
 
     def stripe_ended(self, key: NodeKey) -> None:
         """See `HeartbeatHandler`."""
-        self.ways.stripe_ended(key)
+        self.rdma_routes.stripe_ended(key)
 
     def way_ended(self, key: NodeKey, reason: str) -> None:
         """See `HeartbeatHandler`."""
-        self.ways.failed(key, reason)
+        self.rdma_routes.failed(key, reason)
 
     def _send_of_beats(self, key: NodeKey, message: BeatsSaid) -> None:
         if key in self.hails:
@@ -393,7 +393,7 @@ class Incarnation:
         """See `LinkHandler`."""
         self.beats.heard(sender.key)
         if isinstance(contract, BeatsSaid):
-            self.ways.received(sender.key, contract)
+            self.rdma_routes.received(sender.key, contract)
             return
         if not isinstance(contract, m.Message):
             self._handler.received(sender.key, contract)
@@ -407,14 +407,14 @@ class Incarnation:
         """See `LinkHandler`."""
         self.hails.pop(key, None)
         self._stripes.unlinked(key)
-        self.ways.forget(key)
+        self.rdma_routes.forget(key)
         log.debug("link ended", node=str(self.me.key), peer=str(key), reason=reason)
 
     def superseded(self, key: NodeKey) -> None:
         """See `LinkHandler`."""
         self.hails.pop(key, None)
         self._stripes.unlinked(key)
-        self.ways.forget(key)
+        self.rdma_routes.forget(key)
         self._died(key)
 
     def visited(self, link: TcpLink) -> None:

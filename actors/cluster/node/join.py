@@ -67,7 +67,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_join(
-    wish: JoinApplication,
+    application: JoinApplication,
     view: ClusterView,
     me: Node,
     own_host: str,
@@ -79,32 +79,32 @@ def refuse_join(
 
     own_host: where others dial us; budget_ns, witnessed: the cluster's.
     """
-    if wish.recovery_budget_ns not in (0, budget_ns):
-        ours, theirs = format_duration(budget_ns), format_duration(wish.recovery_budget_ns)
+    if application.recovery_budget_ns not in (0, budget_ns):
+        ours, theirs = format_duration(budget_ns), format_duration(application.recovery_budget_ns)
         return JoinRefusal(
             reason=f"the cluster's recovery budget is {ours}, this node's {theirs}, and all deadlines follow "
             f"from it: leave --recovery-budget (and {RECOVERY_BUDGET_VARIABLE}) away, or give {ours}",
             passes=False,
         )
-    if wish.witnessed != witnessed:
+    if application.witnessed != witnessed:
         has = "asks a witness" if witnessed else "asks no witness"
         do = "give this node the same --store" if witnessed else "leave --store away, or give it to all nodes"
         return JoinRefusal(
             reason=f"the cluster {has} which half of it may go on, and all nodes have to do the same: {do}",
             passes=False,
         )
-    if is_loopback(wish.host) and not is_loopback(own_host):
+    if is_loopback(application.host) and not is_loopback(own_host):
         return JoinRefusal(
-            reason=f"it would be known at {wish.host}, which on every other host means that host itself. "
-            "Give --listen HOST:PORT with an address that the others reach (`ip addr` shows them); if HOST "
-            f"is a name, /etc/hosts maps it to {wish.host}",
+            reason=f"it would be known at {application.host}, which on every other host means that host "
+            "itself. Give --listen HOST:PORT with an address that the others reach (`ip addr` shows them); if "
+            f"HOST is a name, /etc/hosts maps it to {application.host}",
             passes=False,
         )
     for node in view.nodes:
-        if wish.name and node.name == wish.name and node.id != wish.node_id:
+        if application.name and node.name == application.name and node.id != application.node_id:
             return JoinRefusal(
-                reason=f"{node} at {node.address} has the name {wish.name!r} already. Give --name another; "
-                "if that node is dead, it loses its place in a moment",
+                reason=f"{node} at {node.address} has the name {application.name!r} already. Give --name "
+                "another; if that node is dead, it loses its place in a moment",
                 passes=True,
             )
     return None

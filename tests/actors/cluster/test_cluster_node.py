@@ -99,7 +99,7 @@ def test_where_the_state_is() -> None:
 # --- who may join ---------------------------------------------------------------------------------------
 
 
-def wish(**changes: Any) -> JoinApplication:
+def application(**changes: Any) -> JoinApplication:
     given: dict[str, Any] = {
         "node_id": 5,
         "name": "n5",
@@ -114,22 +114,24 @@ def test_what_stands_against_a_node() -> None:
     me = Node(NodeKey(1, 3), "10.0.0.1:29400", "n1")
     view = ClusterView(epoch=2, nodes=(me, Node(NodeKey(2, 1), "10.0.0.2:29400", "n2")))
 
-    def said(wish: JoinApplication) -> tuple[str, bool]:
-        found = refuse_join(wish, view, me, "10.0.0.1", SECOND_NS)
+    def said(application: JoinApplication) -> tuple[str, bool]:
+        found = refuse_join(application, view, me, "10.0.0.1", SECOND_NS)
         assert found is not None
         return found.reason, found.passes
 
-    assert refuse_join(wish(), view, me, "10.0.0.1", SECOND_NS) is None
-    assert refuse_join(wish(recovery_budget_ns=SECOND_NS), view, me, "10.0.0.1", SECOND_NS) is None
-    reason, passes = said(wish(name="n2"))
+    assert refuse_join(application(), view, me, "10.0.0.1", SECOND_NS) is None
+    assert refuse_join(application(recovery_budget_ns=SECOND_NS), view, me, "10.0.0.1", SECOND_NS) is None
+    reason, passes = said(application(name="n2"))
     assert (
         passes and "n2 (node2#1) at 10.0.0.2:29400 has the name 'n2' already. Give --name another" in reason
     )
-    assert refuse_join(wish(name="n2", node_id=2), view, me, "10.0.0.1", SECOND_NS) is None, "its next life"
-    reason, passes = said(wish(host="127.0.1.1"))
+    assert refuse_join(application(name="n2", node_id=2), view, me, "10.0.0.1", SECOND_NS) is None, (
+        "its next life"
+    )
+    reason, passes = said(application(host="127.0.1.1"))
     assert not passes and "known at 127.0.1.1, which on every other host means that host itself" in reason
-    assert refuse_join(wish(host="::1"), view, me, "127.0.0.1", SECOND_NS) is None, "all on one host"
-    reason, passes = said(wish(recovery_budget_ns=2 * SECOND_NS))
+    assert refuse_join(application(host="::1"), view, me, "127.0.0.1", SECOND_NS) is None, "all on one host"
+    reason, passes = said(application(recovery_budget_ns=2 * SECOND_NS))
     assert not passes and "the cluster's recovery budget is 1s, this node's 2s" in reason
     assert has_namesake(Node(NodeKey(7, 1), "", "n1"), view) == me
     assert has_namesake(me, view) is None

@@ -132,7 +132,9 @@ class Beat(Contract, id="zbmd.cluster.beat"):
     entered: int
 
 
-Message: TypeAlias = Join | Report | RoundRequest | RoundReply | Behind | Learn | Excluded | Beat
+AmongMembers: TypeAlias = Beat | Report | RoundRequest | RoundReply
+"""Messages between members of a view."""
+Message: TypeAlias = Join | AmongMembers | Behind | Learn | Excluded
 
 
 # --- events ---------------------------------------------------------------------------------------------

@@ -201,9 +201,7 @@ class ClusterMachine:
             case _:
                 assert_never(message)
 
-    def _of_members(
-        self, sender: Node, message: m.Beat | m.Report | m.RoundRequest | m.RoundReply, now_ns: int
-    ) -> None:
+    def _of_members(self, sender: Node, message: m.AmongMembers, now_ns: int) -> None:
         epoch = message.known if isinstance(message, m.Beat) else message.epoch
         if self.state is MemberState.MEMBER and not self.view.holds(sender.key) and epoch <= self.view.epoch:
             self._exclude(sender)

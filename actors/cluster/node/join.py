@@ -96,8 +96,8 @@ def refuse_join(
     if is_loopback(application.host) and not is_loopback(own_host):
         return JoinRefusal(
             reason=f"it would be known at {application.host}, which on every other host means that host "
-            "itself. Give --listen HOST:PORT with an address that the others reach (`ip addr` shows them); if "
-            f"HOST is a name, /etc/hosts maps it to {application.host}",
+            "itself. Give --listen HOST:PORT with an address that the others reach (`ip addr` shows them); if"
+            f" HOST is a name, /etc/hosts maps it to {application.host}",
             passes=False,
         )
     for node in view.nodes:

@@ -241,7 +241,7 @@ class ContractDecoder:
             return self._decode_slowly(body, error)
 
     def current(self) -> Callable[[bytes | memoryview | msgspec.Raw], Any]:
-        """What decodes until another contract is declared; it raises whatever msgspec or a hook raises."""
+        """Return the decoder until another contract is declared; it raises what msgspec or a hook raises."""
         if self._generation != _generation:
             self._renew()
         return self._decoder.decode

@@ -36,7 +36,7 @@ from zbmd.transport.errors import LocalProtocolError, ZbmdError
 ASK_S = 30.0
 """Default timeout of an ask."""
 LOOK_S = 0.2
-"""How late a Ctrl-C may be noticed that arrives just before a wait."""
+"""The longest delay of a Ctrl-C that arrives just before a wait."""
 
 ContractT = TypeVar("ContractT", bound=Contract)
 ResultT = TypeVar("ResultT")
@@ -143,11 +143,11 @@ class Session:
         mailbox: MailboxSpec | None = None,
         **kwargs: Any,
     ) -> Ref:
-        """As `ActorSystem.spawn`. The constructor runs in the session's thread."""
+        """Spawn an actor as `ActorSystem.spawn` does. The constructor runs in the session's thread."""
         return self.run(self.system.spawn(cls, *args, name=name, mailbox=mailbox, **kwargs))
 
     def supervise(self, children: Sequence[ChildSpec], **options: Any) -> Ref:
-        """As `ActorSystem.supervise`."""
+        """Start a supervisor as `ActorSystem.supervise` does."""
         return self.run(self.system.supervise(children, **options))
 
     @overload
@@ -173,23 +173,23 @@ class Session:
         return self.run(to.ask(message, reply=reply, timeout=timeout))
 
     def tell(self, ref: Ref | str, message: Contract) -> None:
-        """As `Ref.tell`."""
+        """Send a message as `Ref.tell` does."""
         self.run(self.ref(ref).tell(message))
 
     def tell_all(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
-        """As `ActorSystem.tell_all`."""
+        """Send one message to many as `ActorSystem.tell_all` does."""
         return self.run(self.system.tell_all(refs, message))
 
     def terminate(self, ref: Ref | str, *, timeout: float = STOP_S) -> Down:
-        """As `ActorSystem.terminate`."""
+        """End an actor as `ActorSystem.terminate` does."""
         return self.run(self.system.terminate(self.ref(ref), timeout=timeout))
 
     def upgrade(self, old: type[Actor], new: type[Actor], **options: Any) -> Any:
-        """As `ActorSystem.upgrade`."""
+        """Change a class as `ActorSystem.upgrade` does."""
         return self.run(self.system.upgrade(old, new, **options))
 
     def ref(self, address: Ref | str) -> Ref:
-        """As `ActorSystem.ref`."""
+        """Return the reference of an address as `ActorSystem.ref` does."""
         return self.system.ref(address) if isinstance(address, str) else address
 
     def actors(self) -> list[ActorInfo]:

@@ -45,7 +45,7 @@ class RankState(Enum):
 
 
 class Outcome(Enum):
-    """How a run ended."""
+    """The outcome of a run."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"

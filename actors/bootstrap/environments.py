@@ -50,7 +50,7 @@ HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def read_mpi(environment: Mapping[str, str]) -> LauncherFacts | None:
-    """What mpirun says; None if it has not started us. Raises `UserError`."""
+    """Return what mpirun says; None if it has not started this process. Raises `UserError`."""
     if OPEN_MPI[0] in environment:
         job = stated_text(environment, "PMIX_NAMESPACE") or stated_text(
             environment, "OMPI_MCA_ess_base_jobid"
@@ -130,7 +130,7 @@ WORKER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
 
 
 def read_torchrun(environment: Mapping[str, str]) -> LauncherFacts | None:
-    """What the agent of torchrun says to its worker; None if we are none. Raises `UserError`."""
+    """Return what torchrun says to its worker; None if this process is none. Raises `UserError`."""
     if not all(environment.get(name) for name in WORKER):
         return None
     run_id = stated_text(environment, "TORCHELASTIC_RUN_ID")
@@ -200,7 +200,7 @@ _PORTS = re.compile(r"([0-9]{1,5})(?:-[0-9]{1,5})?(?:,.*)?", re.ASCII)
 
 
 def read_slurm(environment: Mapping[str, str]) -> LauncherFacts | None:
-    """What the step says; None outside of one. Raises `UserError`.
+    """Return what the step says; None outside of one. Raises `UserError`.
 
     Inside of an allocation (sbatch, salloc), but not started by srun, it says nothing but a note.
     """
@@ -353,7 +353,7 @@ def _gpus(environment: Mapping[str, str]) -> Stated[int] | None:
 
 # --- Kubernetes: a pod of a StatefulSet or of an indexed Job, with a headless service -------------------
 #
-# The service's name is told by `--service` or ZBMD_SERVICE, as the manifests in deploy/kubernetes do; its
+# The service's name comes from `--service` or ZBMD_SERVICE, as the manifests in deploy/kubernetes do; its
 # DNS record lists every pod (with `publishNotReadyAddresses` from the start). The pod's number is its
 # completion index or the ordinal at the end of its name; pod 0 founds the cluster. How many pods there are
 # is not in a pod's environment: `--nnodes`, ZBMD_NNODES or PET_NNODES says it.
@@ -372,7 +372,7 @@ _ORDINAL = re.compile(r"(?P<set>[a-z0-9][a-z0-9.-]*)-(?P<ordinal>[0-9]{1,9})", r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """What a pod knows of itself beside its environment. namespace: from `NAMESPACE_FILE`; host: its name."""
+    """Facts of a pod beside its environment. namespace: from `NAMESPACE_FILE`; host: its name."""
 
     host: str = ""
     namespace: str = ""
@@ -381,7 +381,7 @@ class Pod:
 def read_kubernetes(
     environment: Mapping[str, str], pod: Pod, service: Stated[str] | None = None
 ) -> LauncherFacts | None:
-    """What the pod's environment says; None outside of one. Raises `UserError`.
+    """Return what the pod's environment says; None outside of one. Raises `UserError`.
 
     service: from a flag; else ZBMD_SERVICE is read.
     """

@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9._\-]+(/[A-Za-z0-9._\-]+)*", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdUrl:
-    """Where an etcd answers, and the name of the cluster whose records are kept there."""
+    """The endpoints of an etcd, and the name of the cluster whose records are kept there."""
 
     endpoints: tuple[TcpAddress, ...]
     name: str
@@ -58,7 +58,7 @@ class EtcdUrl:
 
     @property
     def members_prefix(self) -> str:
-        """What the keys of living members begin with."""
+        """The prefix of the keys of living members."""
         return f"{ROOT}/{self.name}/doors/"
 
     @property
@@ -86,7 +86,7 @@ def parse_etcd_url(text: str) -> EtcdUrl:
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who founded the cluster. `generation` grows with every founding under one name."""
+    """The founder of the cluster. `generation` grows with every founding under one name."""
 
     generation: int
     founder: str
@@ -175,13 +175,13 @@ class _Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransactionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transaction did: whether its conditions held, and what its reads found."""
+    """The result of a transaction: whether its conditions held, and the pairs that it read."""
 
     succeeded: bool = False
     responses: tuple[_Response, ...] = ()
 
     def found(self) -> tuple[KeyValue, ...]:
-        """What its reads found, in order."""
+        """Return the pairs that it read, in order."""
         return tuple(
             pair
             for response in self.responses
@@ -287,7 +287,7 @@ class EtcdClient:
         await self._call("lease/revoke", {"ID": str(lease)}, _Nothing)
 
     async def _call(self, path: str, body: Mapping[str, Any], reply: type[R]) -> R:
-        """Ask each endpoint once. What was lost on the way may have been done all the same."""
+        """Ask each endpoint once. A request whose reply was lost may have been carried out."""
         if self._user and not self._token:
             await self._authenticate()
         try:
@@ -360,7 +360,7 @@ def range_from(first: int, count: int) -> list[int]:
 
 
 def decode_reply(status: int, data: bytes, reply: type[R]) -> R:
-    """What an answer says. Raises `EtcdError` for a refusal, `RemoteProtocolError` for what is no answer."""
+    """Decode an answer. Raises `EtcdError` for a refusal, `RemoteProtocolError` for anything else."""
     try:
         if status == HTTP_OK:
             return msgspec.json.decode(data, type=reply, strict=False)

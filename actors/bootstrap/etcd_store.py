@@ -59,7 +59,7 @@ FOUNDINGS_MAX: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundingResult:
-    """What the store says. join_addresses: of live members; generation: of the founding."""
+    """The state of the store. join_addresses: of live members; generation: of the founding."""
 
     founds: bool
     generation: int
@@ -67,7 +67,7 @@ class FoundingResult:
 
 
 class Superseded(EtcdError):
-    """The cluster was founded anew under the same name while nobody of ours could reach the store."""
+    """The cluster was founded again under its name while none of its members could reach the store."""
 
 
 class EtcdMembers:

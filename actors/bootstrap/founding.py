@@ -33,7 +33,7 @@ def node_id_of(number: int | None, *, founds: bool) -> int:
 
 
 def node_name(bootstrap: Bootstrap) -> str:
-    """What people call this node: as the launcher does, or by its host, with the node's number at the end."""
+    """Return this node's name for people: the launcher's or the host's, with the node's number at the end."""
     given = bootstrap.name or socket.gethostname().partition(".")[0]
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in given).strip("_.-")
     # Two nodes of one host are two, whether they have numbers or not.

@@ -29,7 +29,7 @@ _LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.ASCII)
 def parse_hostlist(text: str, *, hosts_max: int = HOSTS_MAX) -> tuple[str, ...]:
     """The hosts in the order in which they are listed, repeated ones too.
 
-    Raises `UserError` on what is no list of hosts, and on one of more than `hosts_max` hosts, which is told
+    Raises `UserError` on what is no list of hosts, and on one of more than `hosts_max` hosts, which is found
     before it is spread out.
     """
     if len(text) > TEXT_CHARACTERS_MAX:
@@ -51,7 +51,7 @@ _Ranges = list[tuple[int, int, int]]
 
 
 def _names(text: str) -> Iterator[str]:
-    """What stands between commas outside of brackets; nothing between two commas is nothing."""
+    """Yield the names between commas outside of brackets; an empty one is skipped."""
     start, inside = 0, False
     for at, character in enumerate(text):
         if character == "[":
@@ -137,7 +137,7 @@ def format_hostlist(hosts: Sequence[str]) -> str:
 
 
 def _split(host: str) -> tuple[str, str, bool, str]:
-    """What stands before its last number and after it, whether there is one, and the number."""
+    """Return the parts before and after its last number, whether there is one, and the number."""
     if not host or len(host) > NAME_CHARACTERS_MAX or _PLAIN.fullmatch(host) is None:
         raise UserError(f"{host[:64]!r} is no host's name.")
     found = _LAST_NUMBER.fullmatch(host)

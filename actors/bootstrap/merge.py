@@ -33,7 +33,7 @@ SHOWN_MAX = 120
 
 
 class Role(Enum):
-    """What this process is to do."""
+    """The task of this process."""
 
     ALONE = "alone"
     """The job has one node: no cluster is needed."""
@@ -60,7 +60,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bootstrap:
-    """How this process finds its cluster.
+    """The way in which this process finds its cluster.
 
     launcher: who has started it; nodes: how many the job may have; node: this one's number, if it is known;
     processes: ranks on this node, None if nobody has said; join_addresses: where to ask, the founder's first;
@@ -85,7 +85,7 @@ class Bootstrap:
     notes: tuple[str, ...]
 
     def explain(self) -> list[str]:
-        """What was decided and why, by lines; `notes` are told beside it."""
+        """Return what was decided and why, by lines; `notes` are shown beside it."""
         names = max((len(fact.name) for fact in self.facts), default=0)
         values = max((len(fact.value) for fact in self.facts), default=0)
         lines = [f"started by: {self.launcher}"]

@@ -36,7 +36,7 @@ class Stated(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRange:
-    """How many nodes the job may have."""
+    """The number of nodes that the job may have."""
 
     least: int
     most: int
@@ -55,7 +55,7 @@ class ProcessPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherFacts:
-    """What one source says. None: it does not say.
+    """The facts that one source states. None: it does not state it.
 
     nodes: how many; node: this one's number; founds: whether it is the one to found the cluster, which else
     follows from its number, 0; processes: ranks on this node; processes_hint: the same where nobody says it;
@@ -63,7 +63,7 @@ class LauncherFacts:
     every_node_is_joinable: all nodes listen at the join addresses' port; port: that port, where it is not the
     join addresses' own; holder_founds: whoever has the first join address founds, whatever its number; job:
     tells jobs apart; name: what people call this node; local: the address of this node; store: see `store`;
-    notes: what else its reader should be told.
+    notes: what else its reader should know.
     """
 
     launcher: str

@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
 class Hail(Contract, id="zbmd.cluster.hail"):
     """The first frame of either end of a link between nodes.
 
-    wall_ns: since 1970, only to be told to people; boot_id, pid_space, pid, started: name the process on its
+    wall_ns: since 1970, only shown to people; boot_id, pid_space, pid, started: name the process on its
     host, so that another process there can ask the kernel for its end.
     """
 
@@ -196,7 +196,7 @@ _Why = Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 
 
 class BeatsAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a node receives heartbeats over RDMA: its queue pair, and the memory they are written to."""
+    """The endpoint where a node receives heartbeats over RDMA: its queue pair, and the memory written to."""
 
     at: QueuePairAt
     address: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

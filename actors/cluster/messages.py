@@ -34,7 +34,7 @@ class Join(Contract, id="zbmd.cluster.join"):
 
 
 class Report(Contract, id="zbmd.cluster.report"):
-    """What one member knows of others, in the view of `epoch`; replaces what it reported before.
+    """A member's knowledge of others, in the view of `epoch`; replaces what it reported before.
 
     down: members that it observes and that are silent; proven: members whose end is certain; joins: nodes
     that ask to be let in; leaves: it wants to leave itself; commands: its own orders that the view lacks.

@@ -431,7 +431,7 @@ class PeerLinks:
         waiting = list(route.pending)
         route.pending.clear()
         if key != to.key and to.key.incarnation:
-            waiting = []  # for an incarnation that is not there
+            waiting = []  # for an incarnation that is absent
             if key.id == to.key.id and key.incarnation > to.key.incarnation and to.key in self._routes:
                 self._supersede(to.key)
         found = self._adopt(key, link)

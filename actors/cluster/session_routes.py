@@ -1,4 +1,4 @@
-"""How a session, a process that is neither node nor rank, joins a cluster: as external client of a node."""
+"""Joins a session, a process that is neither node nor rank, to a cluster: as external client of a node."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class ActorCell(CellCore):
         self.links: dict[Ref, None] = {} if parent is None else {parent: None}
         """In the order in which they were made, which is that of exit signals."""
         self.ready: asyncio.Future[None] | None = system.loop.create_future()
-        """What its spawner waits for. None once it runs: what an idle actor does not need, it has not."""
+        """The future that its spawner awaits. None once it runs, to keep an idle actor small."""
         self._end: asyncio.Future[Reason] | None = None
         self._watchers: dict[int, Callable[[Down], None]] | None = None
         self._next_watch = 0
@@ -345,7 +345,7 @@ class ActorCell(CellCore):
             return
         expired = delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns()
         if expired and not (traced is not None and traced.replays):
-            return  # its asker has already been told
+            return  # its asker has its error already
         handler = self.handlers.get(type(delivery.message))
         if handler is None:
             self._not_understood(delivery)

@@ -44,7 +44,7 @@ class Messaging(Asker):
         self.pools = Pools(self.codec)
         """Runs the handlers that are declared with `pool=`."""
         self.scope = ""
-        """What others put behind our name and those of our siblings; see `zbmd.actors.core.scopes`."""
+        """The scope behind our name and those of our siblings elsewhere; see `zbmd.actors.core.scopes`."""
         self.routes: RouteService | None = None
         """Makes links to processes beyond our views, if we are in a cluster."""
         self._spare: set[Peer] = set()

@@ -91,7 +91,7 @@ class Peer(PeerCore):
         self._watched: dict[int, tuple[ActorCell, int]] = {}
         self._spawns: dict[int, asyncio.Task[None]] = {}
         self._spawned: dict[int, ActorCell] = {}
-        """What the peer spawned here and still lives, by call; as many as there can be actors."""
+        """Living actors that the peer spawned here, by call; as many as there can be actors."""
         self._outbox: deque[tuple[wire.Payload, int, asyncio.Future[None] | None]] = deque()
         self._flush: asyncio.Task[None] | None = None
 

@@ -1,4 +1,4 @@
-"""Where handlers run that compute: threads and processes of a bounded pool, by `@on(…, pool=…)`.
+"""Threads and processes of a bounded pool for handlers that compute: `@on(…, pool=…)`.
 
 An actor still handles one message at a time: while the pool works for it, its mailbox waits and the loop does
 not. A process gets the message as it would on the wire, and gives back an answer in the same way: nothing is
@@ -85,7 +85,7 @@ class Pools:
     async def in_thread(
         self, function: Callable[[Any, Any], Any], actor: ActorBase, message: Contract
     ) -> Any:
-        """`function(actor, message)` in a thread. Cancelled, it is waited for all the same: it cannot be
+        """`function(actor, message)` in a thread. Cancelled, it is still waited for: it cannot be
         stopped, and the actor must not go on beside it."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._workers_max, thread_name_prefix="zbmd pool")

@@ -80,7 +80,7 @@ class CoreSystem(Messaging):
         self.recorder = recorder
         self.undelivered = 0
         self.class_book: ClassBook | None = None
-        """Which classes have been replaced, if any was."""
+        """The classes that have been replaced, if any was."""
         self._services: dict[type[Service], Service] = {}
         self._lingering: set[asyncio.Task[None]] = set()
         self._last_actor = 0

@@ -274,7 +274,7 @@ class Spawn(msgspec.Struct, array_like=True, frozen=True, tag=12):
 
 
 class Unspawn(msgspec.Struct, array_like=True, frozen=True, tag=13):
-    """Whoever asked for the spawn `call` has given up: end what has come of it, and what is under way."""
+    """The asker of the spawn `call` has given up: end its actor, also one that is about to start."""
 
     call: Natural
 
@@ -423,7 +423,7 @@ class Codec:
             if not isinstance(envelope, Tell | Ask | Reply):
                 return None
             message = self.decode_contract(envelope.body)
-        except Exception:  # noqa: BLE001 (decoding all of it tells what is wrong with it)
+        except Exception:  # noqa: BLE001 (decoding all of it finds what is wrong with it)
             return None
         if not filled(message, payload.pieces[1]):
             return None

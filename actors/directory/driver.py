@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from zbmd.actors.core.system import CoreSystem
 
 CHANGES_WAITING_MAX: Final = 1024
-"""Of a group, for one who watches it; what is more is told as one."""
+"""Changes of a group that wait for a watcher; more are merged into one."""
 NEWS_WAITING_MAX: Final = 1024
 """In the mailbox of an actor that watches a group; one that does not read them is killed."""
 WATCHES_MAX: Final = 65_536

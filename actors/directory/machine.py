@@ -1,7 +1,7 @@
 """The directory machine (sans-I/O): names that one actor of a view holds, and groups of actors.
 
 Groups are as Erlang's `pg`: each process is the authority for its own actors, tells the others what changes,
-and says all of it anew when a view begins; who is not in the view is in no group.
+and reports all of it again when a view begins; a process outside the view is in no group.
 
 A name has a home, which every member of a view works out alike (rendezvous hashing: Thaler & Ravishankar,
 "Using name-based mappings to increase hit rates", 1998). The home knows who holds it. When a view begins,
@@ -9,8 +9,8 @@ each member tells each home which of its names its actors hold, and a home answe
 a name that was granted stays with its actor over any change of views, for as long as the actor's process is
 in them. Questions that are open when a view begins are asked again, of the new home.
 
-Links may end and be made again while a view lasts. The first word on each says all anew, and what was asked
-over the one before is asked again. A name is found once there is a link to its holder.
+Links may end and be made again while a view lasts. The first message on each reports all again, and what was
+asked over the one before is asked again. A name is found once there is a link to its holder.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class DirectoryMachine:
     def _free(self, name: str, actions: list[Action]) -> None:
         key = self._names.pop(name)
         if self.members:
-            # Nobody waits for the answer. If view or link end first, the home that follows is not told of it.
+            # Nobody waits for the answer. If view or link end first, the next home does not hear of it.
             self._to_home(NameAsk(self.epoch, 0, What.UNREGISTER, name, key), actions)
 
     def _asked(self, event: Asked, actions: list[Action]) -> None:
@@ -306,7 +306,7 @@ class DirectoryMachine:
         if call is None:
             return
         if call.what is What.REGISTER and self.members:
-            self._given_up.add(number)  # the name may be granted all the same
+            self._given_up.add(number)  # the name may still be granted
         else:
             del self._calls[number]
             self._found.pop(number, None)

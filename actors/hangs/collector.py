@@ -1,7 +1,7 @@
 """Collects what the watchdogs of a host's ranks say, and hands the verdict machine's decisions to the host.
 
-A socket of its own, since a rank's links go over its event loop, which may be what hangs. Who connects must
-be a process of this user, which the kernel proves, and name a rank that lives.
+A socket of its own, since a rank's links go over its event loop, which may be what hangs. A process that
+connects must be a process of this user, which the kernel proves, and name a rank that lives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def collector_address(node_address: str) -> str:
 
 
 class HangResponder(Protocol):
-    """What the host does with a verdict. Called on the loop; must not block."""
+    """Carries out a verdict on the host. Called on the loop; must not block."""
 
     def is_current(self, rank: int, incarnation: int) -> bool:
         """Return whether this incarnation of the rank is one that lives."""

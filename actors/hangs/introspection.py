@@ -17,7 +17,7 @@ from zbmd.transport.errors import ZbmdError
 
 INSIDE_ACTOR = "inside"
 ROWS_MAX = 1024
-"""As many actors of a process are told of; the others are counted."""
+"""Actors of a process that are listed; the others are counted."""
 SUPERVISORS_ASKED_MAX = 256
 ASK_S = 1.0
 

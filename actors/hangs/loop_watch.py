@@ -44,7 +44,7 @@ THREADS_LOOKED_AT_MAX = 256
 
 
 def look_outside(pid: int, proc: Path = PROC) -> str | None:
-    """What keeps a process from saying anything, as the end of a sentence about it; None if it is gone."""
+    """Return why a process is silent, as the end of a sentence about it; None if it is gone."""
     folder = proc / str(pid)
     state = _state(folder)
     if state in ("", "Z", "X"):
@@ -143,7 +143,7 @@ def _described(frames: Iterable[FrameType]) -> tuple[Frame, ...]:
 
 
 def _path(code: CodeType) -> str:
-    """As short as it can be told here."""
+    """Return the file's path, as short as it is unique."""
     path = Path(code.co_filename)
     try:
         return str(path.relative_to(Path.cwd()))

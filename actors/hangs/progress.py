@@ -1,7 +1,7 @@
 """Whether what a process has under way makes progress (sans-I/O), by looks at it from time to time.
 
 A look names everything that is under way, each with a mark that changes with every bit of progress. What
-keeps its mark for as long as its limit is stuck, and is told of once; when it moves on, that is told too.
+keeps its mark for as long as its limit is stuck, and is reported once; when it moves on, so is that.
 Time counts from look to look, and no look counts for more than `LATE_LOOKS` of them: a machine that was
 suspended, or a process that was stopped and goes on, finds nothing stuck that had no time to move.
 """
@@ -59,7 +59,7 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedOn:
-    """What was stuck has made progress, or is over."""
+    """A stuck thing has made progress, or is over."""
 
     key: str
 

@@ -102,7 +102,7 @@ class RankFacts:
 
 @dataclass(slots=True)
 class Finding:
-    """One root: its key, what is told of it, who is to blame, and the troubles that led to it."""
+    """One root: its key, its report, the ranks to blame, and the troubles that led to it."""
 
     key: Hashable
     text: str

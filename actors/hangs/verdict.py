@@ -3,7 +3,7 @@
 A rank that says that something of it is stuck, or that says nothing any more, opens a case. All ranks are
 asked where they stand, those that do not answer are looked at from outside, and then each trouble is followed
 to its root: an operation to the members that never entered it, a handler that waits for an answer to the
-actor that owes it. What waits in a ring is a deadlock. Each root is told of once, and once more when it is
+actor that owes it. A ring of waits is a deadlock. Each root is reported once, and once more when it is
 over.
 
 Time counts from tick to tick, as in `progress`, so a host that was suspended accuses nobody.
@@ -80,7 +80,7 @@ class RankPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeen:
-    """How its process looks from outside, in words: `is stopped (SIGSTOP)`."""
+    """The look of its process from outside, in words: `is stopped (SIGSTOP)`."""
 
     rank: int
     incarnation: int
@@ -144,7 +144,7 @@ HangAction = AskStanding | LookOutside | ReportHang | Replace | StopRun
 
 
 class CaseState(Enum):
-    """Where the machine stands."""
+    """The state of the machine."""
 
     QUIET = "quiet"
     GATHERING = "gathering"
@@ -228,7 +228,7 @@ class HangMachine:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` on a state that no events may lead to."""
-        assert len(self._reported) <= REPORTED_MAX, f"{len(self._reported)} hangs are told of"
+        assert len(self._reported) <= REPORTED_MAX, f"{len(self._reported)} hangs are reported"
         for rank, known in self._ranks.items():
             assert known.facts.rank == rank, f"rank {known.facts.rank} is kept as {rank}"
             assert known.facts.silent_ns >= 0, f"rank {rank} has been silent for {known.facts.silent_ns} ns"
@@ -243,9 +243,9 @@ class HangMachine:
         return known if known is not None and known.facts.incarnation == incarnation else None
 
     def _forget(self, rank: int) -> None:
-        """A rank is gone: its end is told of elsewhere, and ends its troubles.
+        """A rank is gone: its end is reported elsewhere, and ends its troubles.
 
-        A case that is open begins anew: the others may be about to learn of that end.
+        A case that is open begins again: the others may be about to learn of that end.
         """
         del self._ranks[rank]
         self.state = CaseState.QUIET

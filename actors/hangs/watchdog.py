@@ -52,7 +52,7 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserE
 # --- sources: the event loop, the handlers of actors, declared activities -------------------------------
 #
 # Each source is asked for its samples on the watchdog's thread, once a look, and describes a place only
-# when something is to be told. Nothing here is called on the way of a message.
+# when something is to be reported. No message calls anything here.
 
 
 CELLS_A_LOOK_MAX: Final = 2048
@@ -273,7 +273,7 @@ class Activity:
 
 
 class ActivitySource:
-    """What the process has declared that it does."""
+    """The activities that the process has declared."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -348,7 +348,7 @@ class Watchdog:
     ) -> Generator[Activity]:
         """Say what this thread or task does, and hold it to its deadline in seconds (default: the setting).
 
-        It is told of when it has not called `at()` of what this yields, nor ended, for so long. `deadline`
+        It is reported when it has neither called `at()` of what this yields nor ended for so long. `deadline`
         may be longer or shorter than the setting. progress: gives a number that changes with each bit of
         progress; called on the watchdog's thread. Raises `UserError` if `deadline` is no number of seconds.
         """

@@ -1,7 +1,7 @@
-"""What a rank's watchdog and its host say to each other, on a socket of their own.
+"""Messages between a rank's watchdog and its host, on a socket of their own.
 
 The rank's event loop may be what hangs, so nothing of this goes over its links: one packet is one message,
-sent and received by the watchdog's thread. Who speaks is proven by the kernel (SO_PEERCRED).
+sent and received by the watchdog's thread. The kernel proves the sender (SO_PEERCRED).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class PlaceKind(Enum):
-    """What a place is a place of."""
+    """The kinds of places."""
 
     LOOP = "loop"
     HANDLER = "handler"
@@ -48,7 +48,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where something that is under way stands, outermost frame first.
+    """The position of something that is under way, outermost frame first.
 
     who: `rank2`, or `rank2/trainer` for an actor; what: `handler Train.step`, `step 41: forward`; still_ns:
     how long it has made no progress; waits_for: the address of the actor whose answer it waits for, or
@@ -65,7 +65,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank has come in a group. `sequence`: of the operation begun last, 0 for none."""
+    """The position of a rank in a group. `sequence`: of the operation begun last, 0 for none."""
 
     channel: Count
     epoch: Count

@@ -1,4 +1,4 @@
-"""What a host reports to its owner: events, the current processes of its ranks, and the result."""
+"""Reports of a host to its owner: events, the current processes of its ranks, and the result."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `failures`: every unexpected end, in order; exit_code: 0 only after success.
+    """The result of a run. `failures`: every unexpected end, in order; exit_code: 0 only after success.
 
     last_records: where what the host and the ranks that failed saw last was written down, if it was.
     """

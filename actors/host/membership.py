@@ -204,7 +204,7 @@ class MembershipMachine:
             raise self._misuse(event, "no such fork is under way")
         if not self._mark_forked(rank, now_ns, actions):
             return
-        # The fork crossed the decision to stop: this process has not been told yet.
+        # The fork crossed the decision to stop: this process has not received it yet.
         if self._phase is Phase.STOPPING:
             actions.append(Terminate(rank=rank.rank, incarnation=rank.incarnation))
         elif self._phase is Phase.KILLING:

@@ -81,7 +81,7 @@ class HostConfig:
     preload: modules that the template imports before it forks; environment: variables for the ranks beside
     those of this process, of which the host reads those that `zbmd.actors.replay.process_capture` names;
     restart_window_s: the window that `max_restarts` counts in; recovery_budget_ns: what all deadlines are
-    derived from; progress_deadline_ns: what makes no progress for so long is told of, 0 is never.
+    derived from; progress_deadline_ns: what makes no progress for so long is reported, 0 is never.
     """
 
     target: str

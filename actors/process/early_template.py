@@ -43,7 +43,7 @@ def default_to_one_thread() -> None:
 
 
 END_S_MAX: Final = 10.0
-"""How long it waits for killed processes; freeing the memory of a large one takes a while."""
+"""The longest wait for killed processes; freeing the memory of a large one takes a while."""
 RESCAN_S: Final = 0.02
 """Pause between scans, which find children that were born while their parent was being killed."""
 

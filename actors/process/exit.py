@@ -1,4 +1,4 @@
-"""How a process ends: exit codes, the marked exit reason on standard error, callbacks at the script's end.
+"""The end of a process: exit codes, the marked exit reason on standard error, callbacks at the script's end.
 
 Ranks that fail often fail together and for the same reason. A failing rank marks its reason on standard
 error, so that its host can print it once instead of once per rank.

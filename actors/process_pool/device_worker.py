@@ -59,7 +59,7 @@ def open_device(kind: str, index: int) -> Device:
 
 
 async def serve(device: Device, name: str, incarnation: int, address: str, cookie: bytes) -> None:
-    """Host actors until the link, or the process, is told to end."""
+    """Host actors until the link ends, or the process receives SIGTERM."""
     ended = asyncio.Event()
     system = ActorSystem(name, incarnation)
     await system.spawn(DeviceActor, device, name=CHECK)

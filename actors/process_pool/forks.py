@@ -75,7 +75,7 @@ class Fork:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
             except ProcessLookupError:
-                return  # its end is about to be told
+                return  # its end is about to be reported
 
     def close(self) -> None:
         """Give its descriptors back. Idempotent."""
@@ -88,7 +88,7 @@ class Fork:
         self.close()
         self.send_signal(signal.SIGKILL)
 
-    # What the template tells of it.
+    # Reports of the template about it.
 
     def forked(self, pid: int, pidfd: int) -> None:
         """It runs; `pidfd` is its own."""
@@ -222,7 +222,7 @@ class Forks:
                 self._starting = asyncio.get_running_loop().create_task(
                     self._start(), name="start of a template"
                 )
-            # Whoever waits may be cancelled, but the others do not start from the beginning then.
+            # A cancelled waiter does not make the others start from the beginning.
             await asyncio.shield(self._starting)
         return self._client
 

@@ -61,7 +61,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a probe has found; problem: empty if the place is healthy."""
+    """The result of a probe; problem: empty if the place is healthy."""
 
     place: str
     problem: str

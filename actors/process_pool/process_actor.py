@@ -202,7 +202,7 @@ class ProcessActor(Actor):
         return {}
 
     def first_words(self) -> bytes:
-        """What the process gets on standard input, which stays open for as long as this actor lives."""
+        """Return the first bytes on standard input, which stays open for as long as this actor lives."""
         return b""
 
     async def ready(self) -> None:
@@ -371,6 +371,6 @@ def node_child(
     environment: Mapping[str, str] | None = None,
     restart: Restart = Restart.PERMANENT,
 ) -> ChildSpec:
-    """A node, for a supervisor. ready: a pattern of the line by which the command says that it is up."""
+    """Return a node, for a supervisor. ready: a pattern of the line that says that the command is up."""
     args = (hosts, tuple(command), ready, environment or {})
     return ChildSpec(name=name, actor=NodeProcess, args=args, restart=restart, shutdown_s=NODE_STOP_S)

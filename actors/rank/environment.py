@@ -1,4 +1,4 @@
-"""What a launcher tells a rank process, through environment variables.
+"""The environment variables by which a launcher configures a rank.
 
 The names that every launcher sets (RANK, WORLD_SIZE, …) are set too; zbmd's own begin with ZBMD_.
 """
@@ -86,8 +86,8 @@ class RankEnvironment:
 
     recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
     ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
-    `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is told of,
-    0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one.
+    `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is
+    reported, 0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class RankEnvironment:
 
     @property
     def ranks_per_host(self) -> int:
-        """How many ranks of the job each host has."""
+        """The number of the job's ranks on each host."""
         return self.local_world_size or self.world_size
 
     @property

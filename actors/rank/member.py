@@ -115,7 +115,7 @@ class MemberActor(Actor):
 
     @on(MemoryOffered)
     async def memory_offered(self, message: MemoryOffered) -> None:
-        """A member on another host offers its memory."""
+        """Take the memory that a member on another host offers."""
         rank = rank_of(sender_process())
         if rank is not None:
             self._worker.memory_offered(rank, message)
@@ -331,7 +331,7 @@ class Worker:
         while self._callbacks.leaving:
             try:
                 await self._callbacks.leaving.pop(0)()
-            except ZbmdError as error:  # the rest is released all the same
+            except ZbmdError as error:  # the rest is still released
                 log.warning("a leave callback failed", reason=str(error))
         if self._reporter is not None:
             self._leaving = True
@@ -392,17 +392,17 @@ class Worker:
         self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="reports")
 
     def installed(self, view: View) -> None:
-        """The host installed a view."""
+        """Take the view that the host installed."""
         self._links.install(view)
         processes = [(rank_name(member.rank), member.incarnation) for member in view.members]
         self.system.open_directory(alone=False).enter(view.epoch, processes)
 
     def all_linked(self, epoch: int) -> None:
-        """The host reports that all members of the view are linked."""
+        """Note that all members of the view are linked."""
         self._links.may_enter(epoch)
 
     def down(self, message: host_contracts.MemberDown) -> None:
-        """The host reports that a member died."""
+        """Note that a member died."""
         if message.confirmed:
             self._links.confirmed(message.rank, message.incarnation)
 

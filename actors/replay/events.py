@@ -1,4 +1,4 @@
-"""What an actor receives and does, as it is recorded: the events and actions of the kind `actor`.
+"""The recorded inputs and outputs of an actor: the events and actions of the kind `actor`.
 
 One event is one turn: it lets one *strand* of the actor (0 is the one that handles messages; each task that
 the actor starts is another) run until it waits again, and the actions are what the actor did in that turn. So

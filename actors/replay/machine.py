@@ -30,7 +30,7 @@ _allowed: set[str] = set()
 
 
 class _Declared(msgspec.Struct, frozen=True):
-    """What a stream of the kind `actor` says of itself."""
+    """The declaration of a stream of the kind `actor`."""
 
     actor_class: str
     arguments: bytes

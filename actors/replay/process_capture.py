@@ -1,4 +1,4 @@
-"""What one process of a job records of itself: a log if one was asked for, else the last seconds in memory.
+"""The capture of one process of a job: a log if one was asked for, else the last seconds in memory.
 
 With `ZBMD_CAPTURE` (what `--capture` sets) every input goes to `<directory>/<process>#<incarnation>/`, see
 `zbmd.transport.capture`. Without it a ring in memory is kept, and written down when the process fails: into
@@ -46,7 +46,7 @@ def parse_bulk(text: str) -> Detail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSettings:
-    """Where a process records. directory: None for the ring; crashes: where that is written, if anywhere."""
+    """The place where a process records. directory: None for the ring; crashes: where those go, or None."""
 
     directory: Path | None
     bulk: Detail

@@ -6,7 +6,7 @@ in place of an `ActorSystem`, and every incarnation of an actor spawned here is 
 named after the actor and its incarnation. While it is open, tasks are made by a task factory of its own,
 which the loop's former one, if any, is called by.
 
-An incarnation that cannot be replayed is recorded all the same, to be read; its stream says why: the class is
+An incarnation that cannot be replayed is still recorded, to be read; its stream says why: the class is
 local to a function, the constructor was given more than plain data, references and contracts, or the actor
 did something whose outcome is not recorded (`lose_track`). Then its stream ends, and another goes on under
 the same name.

@@ -1,4 +1,4 @@
-"""Where a recorded actor plays its part again: its own code, on a loop and in a system that are made for it.
+"""Replays a recorded actor: its own code, on a loop and in a system that are made for it.
 
 Nothing around the actor is real: other actors are its recorded answers, time passes as it did. A strand that
 could go on is held until an event gives it its turn, so the order of turns is the recorded one, whatever the
@@ -38,7 +38,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 TIMER_EARLY_NS_MAX = 5_000_000
-"""How much sooner than asked for a real loop may fire a timer: its clock ticks in ms."""
+"""The time by which a real loop may fire a timer early: its clock ticks in ms."""
 SUSPECTS_MAX = 64
 
 _log = structlog.get_logger("zbmd.actors.replay")
@@ -116,7 +116,7 @@ class StageLoop(SimLoop):
             coro = cell.traced.adopt(coro)
         return super().create_task(coro, name=name, context=context, **options)
 
-    # The loop's own time is the actor's to use; `time`'s is told by these two.
+    # The loop's own time is the actor's to use; these two replace `time`.
 
     def time(self) -> float:
         """Return the time of the turn, monotonic, seconds."""
@@ -134,7 +134,7 @@ class StageLoop(SimLoop):
 
 
 class _Owed:
-    """Where a replayed answer goes: it is recorded already."""
+    """Takes a replayed answer, which is recorded already."""
 
     def reply(self, message: Any) -> None:
         """Nowhere."""
@@ -292,7 +292,7 @@ class Stage:
         make: Callable[[ActorSystem], tuple[type[Actor], list[Any], dict[str, Any]]],
     ) -> None:
         self.suspects: dict[str, None] = {}
-        """What the actor used that cannot be replayed: what, and where."""
+        """The things that the actor used and that cannot be replayed: what, and where."""
         self._name = f"{ref.process}/{ref.actor}#{ref.incarnation}"
         stage = weakref.ref(self)
         self._loop = StageLoop(lambda what: _suspected(stage(), what))
@@ -334,7 +334,7 @@ class Stage:
         assert self._life.current is None, f"{self._name}: a strand is still running"
 
     def suspect(self, what: str, where: str) -> None:
-        """The actor used something that cannot be replayed; each place is told once."""
+        """The actor used something that cannot be replayed; each place is reported once."""
         text = f"{what} at {where}" if where else what
         if text not in self.suspects and len(self.suspects) < SUSPECTS_MAX:
             self.suspects[text] = None
@@ -445,7 +445,7 @@ _OURS = ("zbmd.actors.", "zbmd.transport.", "asyncio.", "structlog.", "logging")
 
 
 def _suspected(stage: Stage | None, what: str) -> None:
-    """Whoever asked, unless that is zbmd or a library that tells the time to nobody."""
+    """Return the caller, unless it is zbmd or a library that only measures time."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

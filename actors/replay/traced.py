@@ -202,7 +202,7 @@ class TracedActor(ABC):
         """Part of the running turn's outcome; see `recorded`."""
 
     def adopt(self, coroutine: Any) -> Any:
-        """What a new task in the actor's context is to run: a strand, if it is the actor who starts it."""
+        """Return what a new task in the actor's context is to run: a strand, if the actor starts it."""
         current = self.current
         if (
             current is None

@@ -44,7 +44,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeWanted:
-    """Whoever has this ticket wants to know when that incarnation is over."""
+    """The holder of this ticket wants to know when that incarnation is over."""
 
     ticket: int
     process: str
@@ -81,7 +81,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """What was kept of where that incarnation listens is void."""
+    """Forget where that incarnation listens."""
 
     process: str
     incarnation: int

@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """Whoever had this ticket waits no more."""
+    """The holder of this ticket waits no more."""
 
     ticket: int
 
@@ -142,7 +142,7 @@ Action: TypeAlias = Seek | Dial | Arrive | Refuse | AwaitEnd | Detach
 
 
 class Phase(Enum):
-    """What is under way for a process."""
+    """The activity under way for a process."""
 
     IDLE = "idle"
     SEEKING = "seeking"

@@ -1,4 +1,4 @@
-"""What is done with actors on each simulated node: trees are grown, and everything else that users do.
+"""Clients of the actors on each simulated node: they grow trees, and do everything else that users do.
 
 Every client is a loop of its own, for as long as its node lives; its errors are those that a user would get.
 """
@@ -62,13 +62,13 @@ PROBATION_S: Final = (0.01, 0.1, 0.4)
 CHANGE_ANSWER_S: Final = (0.2, 1.0)
 
 ERRANDS: Final = 0.15
-"""How often one is a session's."""
+"""The share of workers that are a session's."""
 
 AnswerT = TypeVar("AnswerT", bound=Contract)
 
 
 class Client:
-    """What all have: a process, the node's actors, and the testbed."""
+    """Base of all clients: a process, the node's actors, and the testbed."""
 
     def __init__(self, process: SimProcess, system: ActorSystem, testbed: Testbed) -> None:
         self.process, self.system, self.testbed, self.rng = process, system, testbed, process.rng

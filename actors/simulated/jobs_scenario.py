@@ -7,7 +7,7 @@ a rank on another node, which both live through. Nodes are killed, paused and cu
 Checked:
 
 - no rank has two incarnations in one epoch of its job;
-- a view of a job is told to ranks only when every node that hosts a member of it knows it;
+- a view of a job is sent to ranks only when every node that hosts a member of it knows it;
 - a view is entered only when all of its members are linked;
 - a view is entered by none of its members if one of them went past it, but for a view of which a member died;
 - ranks of a node that is no longer in the cluster's view are gone within `OUTLIVES_NS`, and within `TICK_NS`
@@ -78,7 +78,7 @@ OUTLIVES_NS = 2 * SECOND_NS
 
 @dataclass(slots=True)
 class JobWorld:
-    """What is known of the cluster's jobs from outside of it."""
+    """The cluster's jobs as seen from outside of it."""
 
     cluster: Cluster
     spec: JobSpec
@@ -92,7 +92,7 @@ class JobWorld:
     """When an incarnation stopped itself."""
     lives: set[NodeKey] = field(default_factory=set[NodeKey])
     acting: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict[int, dict[int, int]](dict))
-    """By epoch and rank, the incarnation that was told to act."""
+    """By epoch and rank, the incarnation that was asked to act."""
     views: dict[int, View] = field(default_factory=dict[int, View])
     linked: dict[int, set[int]] = field(default_factory=lambda: defaultdict[int, set[int]](set))
     entered: dict[int, set[int]] = field(default_factory=lambda: defaultdict[int, set[int]](set))
@@ -125,7 +125,7 @@ class JobWorld:
         self._check_together(epoch)
 
     def goes_past(self, key: RankKey, epoch: int, *, doomed: bool) -> None:
-        """A rank is told of a later view and has not entered this one."""
+        """A rank receives a later view and has not entered this one."""
         if not doomed:
             self.passed[epoch].add(key.rank)
             self._check_together(epoch)
@@ -137,7 +137,7 @@ class JobWorld:
 
 @dataclass(slots=True)
 class SimRank:
-    """One process of the job. view: the newest one that it was told of; entered: the epoch it acts in.
+    """One process of the job. view: the newest one that it received; entered: the epoch it acts in.
 
     mute: it never joins; parted: the newest epoch in which it has told its host of a lost link.
     """

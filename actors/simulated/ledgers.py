@@ -1,4 +1,4 @@
-"""What must hold of actors on simulated nodes: ledgers that those who take part write into.
+"""Invariants of actors on simulated nodes: ledgers that the participants write into.
 
 Each is a checker of what may never be (`check`), and says what is `missing` once all is healed. A fault is
 kept, not raised: an exception would only end the actor that sees it.
@@ -44,7 +44,7 @@ class Ledger:
 
 
 class Nodes:
-    """Which lives of nodes there are, and what runs in them."""
+    """The incarnations of nodes, and the systems that run in them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -105,7 +105,7 @@ class Incarnations(Ledger):
         return key not in self._ended and self._nodes.lives(key[:2])
 
     def end_of(self, key: Key) -> ReasonKind | None:
-        """How it ended, if it has; with its process, it was lost."""
+        """Return how it ended, if it has; with its process, it was lost."""
         return self._ended.get(key) or (None if self._nodes.lives(key[:2]) else ReasonKind.LOST)
 
 
@@ -176,14 +176,14 @@ class Names(Ledger):
         self._nodes, self._lives = nodes, lives
         self._holders: dict[str, dict[Key, None]] = {}
         self._taking: dict[str, dict[ProcessKey, None]] = {}
-        """Who is about to take a name away."""
+        """Processes that are about to take a name away."""
         self._taken: dict[str, int] = {}
         self._ever: dict[str, set[Key]] = {}
-        """Who may have had the name at any time."""
+        """Actors that may have had the name at any time."""
         self._unsure: dict[str, set[Key]] = {}
         """Of these, who may lose it, or have it, without anybody who could tell."""
         self.found: dict[str, dict[ProcessKey, Key | None]] = {}
-        """What was found last, by whom."""
+        """The holder that each process found last."""
 
     def takes(self, name: str, incarnation: ProcessKey) -> None:
         """Somebody is about to take the name away from whoever has it then."""
@@ -252,7 +252,7 @@ class Names(Ledger):
 
 
 class Groups(Ledger):
-    """Each change of a group is told once; in the end all know the same members, and all of these live."""
+    """Each change of a group is reported once; in the end all know the same members, which all live."""
 
     name = "each change of a group is told once"
 
@@ -274,7 +274,7 @@ class Groups(Ledger):
     def changed(
         self, incarnation: ProcessKey, group: str, how: str, joined: tuple[Ref, ...], left: tuple[Ref, ...]
     ) -> None:
-        """One who watches is told of a change."""
+        """A watcher receives a change."""
         seen = self.seen.setdefault((incarnation, group, how), set())
         for ref in left:
             self.rule(
@@ -306,7 +306,7 @@ class Groups(Ledger):
 
 
 class Ties(Ledger):
-    """Who is linked with one that ends, other than normally, ends too."""
+    """An actor that is linked with one that ends, other than normally, ends too."""
 
     name = "links"
 
@@ -331,7 +331,7 @@ class Ties(Ledger):
 
 @dataclass(slots=True)
 class Change:
-    """One change of code. kept: what whoever asked for it was told; None if nothing. silent: not of all."""
+    """One change of code. kept: the answer to its leader; None if there was none. silent: not of all."""
 
     leader: ProcessKey
     old: type[ActorBase]
@@ -342,7 +342,7 @@ class Change:
 
 
 class Upgrades(Ledger):
-    """A change of code is kept by all that took part and live, or by none; as was told, if it was."""
+    """A change of code is kept by all that took part and live, or by none; as was answered, if it was."""
 
     name = "one version"
 
@@ -353,7 +353,7 @@ class Upgrades(Ledger):
         self.under_way: ProcessKey | None = None
 
     def missing(self) -> str:
-        """Where it is not so."""
+        """Return the first breach."""
         for process, living in self._nodes.living():
             if CodeBook.of(living).on_trial:
                 return f"{process}: a version is on probation still"

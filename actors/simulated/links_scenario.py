@@ -45,7 +45,7 @@ ROUND_NS = 5_000_000
 BURST_MAX = 6
 POISON_SHARE = 0.05
 LATE_NS_MAX = 20_000_000
-"""How much later than its deadline an ask may end: the wheel's quantum, and a busy process's turns."""
+"""The longest delay of an ask beyond its deadline: the wheel's quantum, and a busy process's turns."""
 LIVENESS_NS = 20_000_000_000
 WAITING_MAX = 1 << 16
 """Room for all that can come while a process is stopped: no number is refused for want of it."""
@@ -98,12 +98,12 @@ AnswerT = TypeVar("AnswerT", bound=Contract)
 
 
 class Poisoned(Exception):
-    """What a sink fails with."""
+    """The failure of a sink."""
 
 
 @dataclass(slots=True)
 class Board:
-    """What the checkers see of all processes; it outlives them."""
+    """The checkers' view of all processes; it outlives them."""
 
     heard: dict[tuple[str, int, str, int, int], int] = field(
         default_factory=dict[tuple[str, int, str, int, int], int]
@@ -298,7 +298,7 @@ class Member:
 
 
 class Promises:
-    """What actors are promised of messages: see the module's text."""
+    """The guarantees of messages between actors: see the module's text."""
 
     name = "order, at most once, to that life only"
     stride = 1
@@ -341,7 +341,7 @@ class InTime:
 
 
 class Bounds:
-    """What waits for a process stays within its bounds."""
+    """The messages that wait for a process stay within their bounds."""
 
     name = "bounded queues"
     stride = 16

@@ -38,14 +38,14 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired
 
 Packet: TypeAlias = tuple[Node, NodeKey, messages.Message | HostLinked]
-"""Who sends it, which incarnation it is for, and what is said."""
+"""The sender, the incarnation that it is for, and the message."""
 
 AGAIN_NS = 300_000_000
 """After its incarnation has ended, a node tries again so much later."""
 WITNESS_NS = 1_000_000
 """From a question to the witness to its answer."""
 LIVES_MAX = 1_000
-"""Lives of one process; each tries to join anew."""
+"""Incarnations of one process; each tries to join again."""
 SECOND_NS = 1_000_000_000
 FAULT_NS_MIN, FAULT_NS_MAX = 20_000_000, 3_000_000_000
 SHORT_NS_MAX = 90_000_000
@@ -77,7 +77,7 @@ class WitnessStore:
 
 @dataclass(slots=True)
 class Cluster:
-    """What is known of the cluster from outside of it."""
+    """The cluster as seen from outside of it."""
 
     size: int
     protected: frozenset[str]
@@ -87,7 +87,7 @@ class Cluster:
     nodes: dict[str, NodeProcess] = field(default_factory=dict[str, "NodeProcess"])
     """By name, the process that lives, or lived last."""
     turns: int = 0
-    """How often a node has begun or ceased to act on a view."""
+    """The number of times that a node has begun or ceased to act on a view."""
     known: dict[int, ClusterView] = field(default_factory=dict[int, ClusterView])
     witness: WitnessStore | None = None
     knows: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
@@ -101,7 +101,7 @@ class Cluster:
     """Messages by their kind."""
 
     def contacts(self, node_id: int, lives: int) -> tuple[Node, ...]:
-        """Where a node knocks, one after the other: some others, and later others."""
+        """Return the nodes to ask for admission, in order: some others, and later others."""
         start = node_id - self.first + lives
         steps = range(min(self.size, DOORS_MAX + 1))
         ids = [self.first + (start + step) % self.size for step in steps]
@@ -230,7 +230,7 @@ class NodeProcess:
         self._detect(d.Looked(), now_ns)
         self.detector.check_invariants()
         self._effects.append(sim.SetTimer(name="beat", at_ns=now_ns + self._beat_ns))
-        # Who reaches the limit before the next beat is looked at then, as the native thread does.
+        # A member that reaches the limit before the next beat is judged then, as the native thread does.
         silences = [self.detector.silence(key, now_ns) for key in self._subjects]
         left_ns = [limit_ns - (silence_ns or 0) for silence_ns, limit_ns in silences]
         due_ns = min((ns for ns in left_ns if ns > 0), default=self._beat_ns)

@@ -101,7 +101,7 @@ def _revive(world: sim.World, name: str) -> None:
 
 
 class Healed:
-    """What must come about once all is healed; `missing` says what has not."""
+    """The state that all must reach once all is healed; `missing` says what is not reached."""
 
     def __init__(self, testbed: Testbed) -> None:
         self._testbed = testbed

@@ -1,7 +1,7 @@
 """Trees of real supervisors and workers over several simulated processes, under crashes of both.
 
 The process "node" grows a tree: a root supervisor over workers, here or in other processes, and over nested
-supervisors of their own; strategies, restart policies and intensities are the seed's. Workers are told to
+supervisors of their own; strategies, restart policies and intensities are the seed's. Workers are asked to
 fail or to leave while processes die, stand still and are cut off. When the root gives up, or the node dies,
 a new tree is grown.
 
@@ -88,11 +88,11 @@ class Pong(Contract, id="sim.supervision.pong"):
 
 
 class ToldTo(Exception):
-    """What a worker fails with."""
+    """The failure of a worker."""
 
 
 class Worker(Actor, remote=True):
-    """Does as it is told, and sometimes takes a while to start or to stop."""
+    """Obeys commands, and sometimes takes a while to start or to stop."""
 
     async def started(self) -> None:
         """Take a while, or none."""
@@ -267,7 +267,7 @@ class TreePlan:
     children: tuple[TreePlan | ChildSpec, ...]
 
     def specs(self, board: Board) -> list[ChildSpec]:
-        """What the supervisor is made of."""
+        """Return the arguments of the supervisor."""
         return [child.spec(board) if isinstance(child, TreePlan) else child for child in self.children]
 
     def args(self, board: Board) -> tuple[object, ...]:
@@ -291,7 +291,7 @@ class TreePlan:
         return {self.name}.union(*(c.supervisors() for c in self.children if isinstance(c, TreePlan)))
 
     def standing(self, judges: Mapping[str, Judge]) -> set[str] | None:
-        """Who is up in the tree, supervisors as well, if everybody is who should be."""
+        """Return the actors that are up in the tree, supervisors as well, if all are that should be."""
         if (judge := judges.get(self.name)) is None or not judge.whole():
             return None
         up = set(judge.up)
@@ -317,7 +317,7 @@ class Watch:
 
 @dataclass(slots=True)
 class Board:
-    """What the checkers see; it outlives all processes."""
+    """The checkers' view; it outlives all processes."""
 
     world: World
     judges: dict[str, Judge] = field(default_factory=dict[str, Judge])
@@ -328,7 +328,7 @@ class Board:
     )
     violations: list[str] = field(default_factory=list[str])
     censuses: int = 0
-    """How often all workers have answered, one after the other."""
+    """The number of times that all workers have answered, one after the other."""
 
     def note(self, what: object) -> None:
         """Write into the history, as the process that runs."""
@@ -526,7 +526,7 @@ class Rules:
 
 
 class ToldOnce:
-    """Nobody is told of an end twice."""
+    """No watcher receives an end twice."""
 
     name = "told once"
     stride = 16
@@ -541,14 +541,14 @@ class ToldOnce:
 
 
 class Wholeness:
-    """What must come about once all is healed."""
+    """The state that the tree must reach once all is healed."""
 
     def __init__(self, board: Board, plan: TreePlan) -> None:
         self._board, self._plan = board, plan
         self._censuses: int | None = None
 
     def reached(self, core: frozenset[str]) -> bool:
-        """Whether the tree is whole, answers, is all there is, and all ends have been told."""
+        """Whether the tree is whole, answers, is all there is, and all ends have been reported."""
         board = self._board
         if self._censuses is None:
             self._censuses = board.censuses
@@ -565,7 +565,7 @@ class Wholeness:
         return True
 
     def _all_told(self, up: set[str]) -> bool:
-        """Of each worker's lives all have been told but the last, if that is up."""
+        """The end of each incarnation of a worker was reported, but for the last, if that is up."""
         untold = [watch.who for process, watch in self._board.watches if not process.dead and not watch.told]
         return len(untold) == len(up)
 

@@ -340,11 +340,11 @@ class Leave(Contract, id="sim.actors.leave"):
 
 
 class Failure(Exception):
-    """What a worker fails with."""
+    """The failure of a worker."""
 
 
 class Worker(Actor, remote=True, version=1):
-    """Remembers what it has handled, and does as it is told."""
+    """Remembers what it has handled, and obeys commands."""
 
     mailbox = MailboxSpec(capacity=WAITING_MAX)
 
@@ -462,18 +462,18 @@ LATER: Final[dict[type[Actor], tuple[type[Actor], ...]]] = {
     Broken: (Worker3,),
     Unfit: (Worker3, Broken),
 }
-"""What each version may become."""
+"""The versions that each version may become."""
 
 
 class Watcher(Actor):
-    """Is told of the changes of a group."""
+    """Receives the changes of a group."""
 
     def __init__(self, testbed: Testbed, group: str) -> None:
         self._testbed, self._group = testbed, group
 
     @on(GroupNews)
     async def news(self, news: GroupNews) -> None:
-        """Who has come and gone."""
+        """Note who has joined and left."""
         incarnation = (self.system.name, self.system.incarnation)
         self._testbed.groups.changed(incarnation, self._group, "news", tuple(news.joined), tuple(news.left))
 

@@ -1,4 +1,4 @@
-"""What the supervision machine is told and tells: its events and actions, and what it knows of children."""
+"""Events and actions of the supervision machine, and the policies of children."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BackOff:
 
     Not at all after the first failure; then `first_ns`, and `factor` times more after each, up to `max_ns`. A
     share of up to `jitter` of it is left off, by `seed`, so that many do not come back at once. A child that
-    has been up for the supervisor's period begins anew.
+    has been up for the supervisor's period begins again.
     """
 
     first_ns: int = 100_000_000

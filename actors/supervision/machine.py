@@ -6,7 +6,7 @@ its siblings are still being started therefore changes the plan immediately, not
 
 The machine does not know what a child is. Its driver owes it, for each `StartChild`, at most one
 `ChildStarted` and then exactly one end: `ChildStartFailed` or `ChildExited`. `StopChild` and `KillChild`
-may reach a child that is still starting; its end is owed all the same.
+may reach a child that is still starting; its end is still owed.
 """
 
 from __future__ import annotations

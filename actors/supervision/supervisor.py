@@ -38,7 +38,7 @@ from zbmd.transport.errors import LocalProtocolError, ZbmdError
 SHUTDOWN_S = 5.0
 REMOTE_START_S = 10.0
 MARGIN_S = 1.0
-"""What a supervisor gets on top of its children's shutdown times."""
+"""The time of a supervisor beyond its children's shutdown times."""
 
 _log = structlog.get_logger("zbmd.supervisor")
 

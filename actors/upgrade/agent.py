@@ -1,7 +1,7 @@
-"""What one process does in a change of code (sans-I/O), also when those are gone who led it.
+"""The part of one process in a change of code (sans-I/O), also when its leaders are gone.
 
-A process does as it is told. If the coordinator dies, the first process that lives leads in its place: it
-asks the others what they were told. If any was told to keep the new version, all keep it, else all take it
+A process obeys orders. If the coordinator dies, the first process that lives leads in its place: it
+asks the others for their orders. If any has the order to keep the new version, all keep it, else all take it
 back (cooperative termination: Skeen, "Nonblocking commit protocols", 1981). A process answers only once it
 has itself seen the end of all who led before, so that no order of theirs is still under way to it. This takes
 for granted that links keep the order, and that an end is no mere suspicion, as is so in one view.

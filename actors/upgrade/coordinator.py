@@ -48,7 +48,7 @@ class Phase(Enum):
 class UpgradeMachine:
     """One change over the processes of `stages`.
 
-    answer_ns: how long a process may take for what it is told; probation_ns: how long the new version must
+    answer_ns: how long a process may take for an order; probation_ns: how long the new version must
     run in each stage without a crash. Raises `LocalProtocolError` for stages that are empty or overlap.
     """
 
@@ -65,7 +65,7 @@ class UpgradeMachine:
         self._probation_ns = probation_ns
         self._living = dict.fromkeys(processes)
         self._awaited: set[str] = set()
-        self._told: set[str] = set()  # who has been told to change
+        self._told: set[str] = set()  # processes that have the order to change
         self._actors: dict[str, int] = {}
         self._unheard: set[str] = set()  # who was lost before it said that it has settled
         self._stage = 0
@@ -203,7 +203,7 @@ class UpgradeMachine:
         if not waited:  # else they go on to settle, and then each is on its own
             actions.extend(Tell(process=process, order=Order.DISMISS) for process in self._living)
         actors = sum(self._actors.values()) if self.fate is Fate.KEPT else 0
-        # Whoever was lost may live on without us, and settle with those that are left there.
+        # A lost process may live on without us, and settle with those that are left there.
         silent = tuple(sorted(waited | self._unheard))
         actions.append(Finished(fate=self.fate, reason=self._reason, actors=actors, silent=silent))
 
@@ -217,4 +217,4 @@ def _build_upgrade(config: Mapping[str, Any]) -> UpgradeMachine:
 UPGRADE: MachineKind[Event, Action] = register(
     "upgrade", 1, _build_upgrade, events=Event, actions=Action, states=(UpgradeMachine,)
 )
-"""Whoever leads a change of code; its configuration: the arguments of `UpgradeMachine`."""
+"""The coordinator of a change of code; its configuration: the arguments of `UpgradeMachine`."""

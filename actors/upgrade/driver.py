@@ -126,9 +126,9 @@ class Upgraded:
 
 
 PROBATION_S: Final = 5.0
-"""How long a new version of an actor's code is on probation in each stage."""
+"""The time that a new version of an actor's code is on probation in each stage."""
 ANSWER_S: Final = 30.0
-"""How long a process may take to change its actors: for the message that each is at."""
+"""The time that a process may take to change its actors: for the message that each is at."""
 
 
 async def upgrade(
@@ -461,7 +461,7 @@ class Agent(Actor, remote=True):
         try:
             await ref.tell(message)
         except ZbmdError:
-            return  # it is gone, which is told by the watch
+            return  # it is gone, as the watch reports
 
 
 def _contract_of(what: ev.ToCoordinator) -> Contract:

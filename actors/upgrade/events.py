@@ -1,4 +1,4 @@
-"""What happens while the code of a class of actors is changed, and what follows: events, orders, actions."""
+"""Events, orders and actions of a change of the code of a class of actors."""
 
 from __future__ import annotations
 

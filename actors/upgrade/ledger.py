@@ -1,6 +1,6 @@
-"""Which changes of code are in force, as each process of a view knows them (sans-I/O).
+"""The changes of code that are in force, as each process of a view knows them (sans-I/O).
 
-Those that took part in a change know when it is kept; who comes later, or was not asked, is told. Two
+Those that took part in a change know when it is kept; others, and later ones, receive a report. Two
 processes tell each other all that they know when a link between them stands, and then each change that is new
 to them. What a process learns from another it tells on: those who knew it first may die before they have told
 all. So all processes of a view that stay linked end with the same changes, in whatever order they came.
@@ -98,7 +98,7 @@ class CodeLedger:
 
     def __init__(self) -> None:
         self.kept: dict[str, str] = {}
-        """What is in force, by the old class, in the order in which it was learnt."""
+        """The changes in force, by the old class, in the order in which they were learnt."""
         self._linked: dict[str, int] = {}
         self._heard: set[tuple[str, int]] = set()
 
@@ -139,7 +139,7 @@ class CodeLedger:
             known = self.kept.get(change.old)
             if known is None:
                 if len(self.kept) >= CHANGES_MAX:
-                    raise RemoteProtocolError(f"{source} tells of more than {CHANGES_MAX} changes of code")
+                    raise RemoteProtocolError(f"{source} reports more than {CHANGES_MAX} changes of code")
                 self.kept[change.old] = change.new
                 fresh.append(change)
                 actions.append(Adopt(change=change))

@@ -42,7 +42,7 @@ class CodeBook:
         self.newer: dict[type[ActorBase], type[ActorBase]] = {}
         self.on_trial: dict[type[ActorBase], LocalUpgrade] = {}
         self.absent: dict[str, str] = {}
-        """By name, changes of other processes whose classes were not here when they were told."""
+        """By name, changes of other processes whose classes were not here when they were reported."""
 
     @classmethod
     def of(cls, system: CoreSystem) -> CodeBook:

@@ -27,11 +27,11 @@ class BeatReader:
     def __init__(self, key: Buffer) -> None: ...
     @property
     def beats(self) -> int:
-        """How many have come."""
+        """The number of beats received."""
 
     @property
     def last(self) -> tuple[int, int]:
-        """What the last one has said: known, entered."""
+        """The fields of the last beat: known, entered."""
 
     def feed(self, data: Buffer) -> None:
         """Take bytes of the stripe, cut anywhere. Raises `RemoteProtocolError`: the stripe is to end then."""
@@ -101,7 +101,7 @@ class NativeHeartbeats:
         """Whether a peer is to hear us."""
 
     def say(self, on: bool, known: int, entered: int) -> None:
-        """What beats say from now on; on: whether there are any."""
+        """Set the fields of later beats; on: whether any are sent."""
 
     def set_period(self, period_ns: int) -> None:
         """Beat so often, from the next beat on."""
@@ -126,7 +126,7 @@ class NativeHeartbeats:
         """All that had come by then can be taken, and silence until then means something."""
 
     def take(self, place: int) -> tuple[tuple[int, ...], tuple[int, int] | None, str, str] | None:
-        """What is new of a peer: arrivals in ns, what its last beat said, why its stripe and its way ended.
+        """Take a peer's news: arrivals in ns, its last beat's fields, why its stripe and its way ended.
 
         None if there is nothing. The texts are empty while stripe and way stand; a way ends with its stripe,
         and then nothing is said of it.

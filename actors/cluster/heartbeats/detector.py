@@ -211,4 +211,4 @@ def _build_detector(config: Mapping[str, Any]) -> Detector:
 DETECTOR: MachineKind[Event, Action] = register(
     "detector", 1, _build_detector, events=Event, actions=Action, states=(Detector,)
 )
-"""What an incarnation makes of heartbeats; its configuration: `recovery_budget_ns`."""
+"""The failure detector of an incarnation; its configuration: `recovery_budget_ns`."""

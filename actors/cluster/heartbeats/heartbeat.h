@@ -446,7 +446,7 @@ static inline void zbmd_beats_drop_way(struct zbmd_beats *beats, int place) {
     pthread_mutex_unlock(&beats->lock);
 }
 
-/* Wake Python after so long a silence; 0 to observe it no longer. Who is new has just been heard. */
+/* Wake Python after so long a silence; 0 to observe it no longer. A new peer counts as just heard. */
 static inline void zbmd_beats_observe(struct zbmd_beats *beats, int place, uint64_t limit_ns) {
     struct zbmd_beat_peer *peer = &beats->peers[place];
     pthread_mutex_lock(&beats->lock);

@@ -211,7 +211,7 @@ _SHOWN: Final = {
 
 
 def memory_domain() -> str:
-    """What processes that can share memory with us call their host, and no others.
+    """Return the name of this host among processes that can share memory with this one, and only these.
 
     They run under the same kernel and in the same network namespace, where abstract sockets are.
     """

@@ -1,4 +1,4 @@
-"""What the machine of a node's jobs hears (`node_machine`), and what it asks for."""
+"""Events and actions of the machine of a node's jobs (`node_machine`)."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ no member of the newer one listens to them.
 
 **Links between ranks that live can break.** A rank that lost one waits for a view. If none comes although
 there was time to agree on any death, its host asks for another view of the same members, in which they link
-up anew.
+up again.
 
 **A process that never joins holds up nobody for ever.** The others' next view waits for it. One that has not
-joined within `join_ns` of its fork is killed, and the table is told that it is down. That holds once the job
+joined within `join_ns` of its fork is killed, and reported down to the table. That holds once the job
 has had a view: before the first one a rank may take its time, for nobody is at work yet.
 """
 
@@ -61,7 +61,7 @@ NO_VIEW = View(epoch=0, members=())
 
 
 class ProcessState(Enum):
-    """Where a process on this node stands."""
+    """The state of a process on this node."""
 
     FORKING = "forking"
     STARTED = "started"
@@ -72,7 +72,7 @@ class ProcessState(Enum):
 class LocalProcess:
     """A process of this node, from the decision to fork it until its exit status is known.
 
-    told: the cluster has been told of its end, or need not be; kill_at_ns: when it is killed, if it was asked
+    told: its end was reported to the cluster, or need not be; kill_at_ns: when it is killed, if it was asked
     to end; linked: the epoch of the newest view for which it is linked; hurried: others wait for its join;
     join_by_ns: when it is given up, unless it joins.
     """
@@ -90,7 +90,7 @@ class LocalProcess:
 
 @dataclass(slots=True)
 class LocalJob:
-    """What a node knows of a job that it runs, or ran, ranks of."""
+    """A job of which this node runs, or ran, ranks."""
 
     spec: JobSpec
     deadlines: Deadlines
@@ -100,7 +100,7 @@ class LocalJob:
     started: dict[int, int] = field(default_factory=dict[int, int])
     """By rank, the last incarnation that was started here."""
     view: View = NO_VIEW
-    """The view that our ranks were told last."""
+    """The view that was sent to our ranks last."""
     hosts: frozenset[NodeKey] = frozenset()
     """The other hosts of that view."""
     entered: int = 0
@@ -119,7 +119,7 @@ class LocalJob:
         return process if process is not None and not process.told and not process.condemned else None
 
     def joined(self) -> tuple[int, ...]:
-        """The ranks that can be told something."""
+        """The ranks that can receive a message."""
         alive = [p for p in self.processes.values() if p.state is ProcessState.JOINED and not p.told]
         return tuple(sorted({process.key.rank for process in alive}))
 
@@ -401,7 +401,7 @@ class LocalJobs:
             self._do(e.InstallView(job=job.id, view=view, to=to))
 
     def _own_members(self, local: LocalJob) -> list[LocalProcess | None]:
-        """Our processes in the view that was told last; None for one that does not live."""
+        """Our processes in the view that was sent last; None for one that does not live."""
         own = [m for m in local.view.members if local.started.get(m.rank) == m.incarnation]
         return [local.living(member.rank, member.incarnation) for member in own]
 

@@ -90,7 +90,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotifyUser:
-    """What this node's user should know."""
+    """Inform this node's user."""
 
     captured_as: ClassVar[str] = "Say"
     text: str
@@ -107,7 +107,7 @@ Action: TypeAlias = GiveJob | StopJob | Leave | NotifyUser | SetTimer | End
 
 
 class SingleJobState(Enum):
-    """Where this node stands."""
+    """The state of this node."""
 
     SEEKING = "seeking"  # it is in no view
     GATHERING = "gathering"  # in a cluster that has no job yet
@@ -169,7 +169,7 @@ class SingleJob:
         return self._actions
 
     def check_invariants(self) -> None:
-        """Who leaves knows what it ends with, within a bound."""
+        """A node that leaves knows its exit code, within a bound."""
         assert (self.exit_code is not None) == (
             self.state in (SingleJobState.LEAVING, SingleJobState.OVER)
         ), self.state

@@ -1,4 +1,4 @@
-"""Who observes whom in a view, and the tree along which a round travels.
+"""The observers of each member of a view, and the tree along which a round travels.
 
 Every node is observed by at most `OBSERVERS_MAX` others, its successors in that many random circles over
 the members, and observes as many: failures are found at a cost that does not grow with the cluster, and no

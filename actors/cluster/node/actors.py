@@ -204,7 +204,7 @@ class ActorsWanted(Contract, id="zbmd.node.actors_wanted"):
 
 
 class ActorEndpoint(Protocol):
-    """How the actors of one incarnation of a node reach those of others. Dialing raises as a link's does."""
+    """Reaches the actors of other nodes for one incarnation of a node. Dialing raises as a link's does."""
 
     async def listen(self, accept: Callable[[Link], None]) -> str:
         """Take links from now on; the address to dial."""
@@ -286,7 +286,7 @@ class NodeActors:
         on_listening: Callable[[str], None] | None = None,
     ) -> None:
         self.finder = ClusterRoutes(self._where)
-        """What this node knows of the ways to processes, from incarnation to incarnation."""
+        """The routes to processes that this node knows, through all its incarnations."""
         self._port = port
         self._linked = linked
         self._on_listening = on_listening
@@ -404,7 +404,7 @@ class _IncarnationActors:
         self._members: dict[NodeKey, Node] = {}
         self._dials: dict[NodeKey, asyncio.Task[None]] = {}
         self._wheres: dict[NodeKey, asyncio.Future[str]] = {}
-        """Where the actors of members listen, or will be known to."""
+        """The addresses of members' actors, known or to come."""
         self._announcing: asyncio.TimerHandle | None = None
         self._starting: asyncio.Task[None] | None = None
         self._address = ""
@@ -417,7 +417,7 @@ class _IncarnationActors:
         return is_global(process) and not (is_node and self._node.linked)
 
     async def where(self, key: NodeKey) -> str:
-        """Where the actors of a member listen; empty if it does not say in time."""
+        """Return where the actors of a member listen; empty if it does not say in time."""
         if key == self._me.key:
             return self._address
         known = self._wheres.setdefault(key, self._loop.create_future())

@@ -114,7 +114,7 @@ class AdminHandler(Protocol):
         ...
 
     def token(self) -> contracts.TokenReply:
-        """What another host needs to join."""
+        """Return what another host needs to join."""
         ...
 
     async def order(self, order: Submit | Stop) -> contracts.OrderReply:
@@ -126,11 +126,11 @@ class AdminHandler(Protocol):
         ...
 
     def printed(self, request: contracts.OutputRequest) -> contracts.OutputReply:
-        """What a job's ranks printed on this node."""
+        """Return lines that a job's ranks printed on this node."""
         ...
 
     def actors_address(self) -> contracts.ActorsAddressReply:
-        """Where this node's actors listen."""
+        """Return the address of this node's actors."""
         ...
 
 

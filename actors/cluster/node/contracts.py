@@ -31,7 +31,7 @@ class AdmissionRequest(Contract, id="zbmd.node.door_request"):
 
 
 class AdmissionReply(Contract, id="zbmd.node.door"):
-    """Who answers, and why the node may not join. member: whether the answering node can admit others now."""
+    """The answering node, and why the node may not join. member: whether it can admit others now."""
 
     node: Node
     member: bool

@@ -57,8 +57,8 @@ from zbmd.transport.tcp.link import TcpLink
 
 
 CLOCKS_APART_NS_MAX: Final = 120_000_000_000
-"""More than this between two clocks is told. Hosts that keep time are within a second of each other; what a
-clock says on its way, and a host that was just resumed, are far within the bound."""
+"""A larger difference between two clocks is logged. Hosts that keep time are within a second of each other; a
+message's delay, and a host that was just resumed, are far within the bound."""
 CLOCK_WARNINGS_MAX: Final = 64
 """Nodes that one incarnation warns of: when so many clocks differ, it is ours."""
 _SECOND_NS: Final = 1_000_000_000
@@ -70,7 +70,7 @@ def wall_ns() -> int:
 
 
 def clocks_apart(theirs: str, ours: str, ahead_ns: int) -> str | None:
-    """What to tell people if a host's clock is `ahead_ns` ahead of ours; None if that is within the bound.
+    """Return the warning for a host's clock that is `ahead_ns` ahead of ours; None within the bound.
 
     theirs, ours: what people call the two hosts.
     """
@@ -87,13 +87,13 @@ def clocks_apart(theirs: str, ours: str, ahead_ns: int) -> str | None:
 
 
 class ClockWatch:
-    """Of the clocks that one incarnation has heard of, whose has been told of already."""
+    """The nodes of whose clocks one incarnation has warned already."""
 
     def __init__(self) -> None:
         self._warned: set[int] = set()
 
     def heard(self, me: Node, node: Node, ahead_ns: int) -> str | None:
-        """What to tell people of a node's clock, the first time that it is far from ours."""
+        """Return a warning of a node's clock, the first time that it is far from ours."""
         if node.key.id in self._warned or len(self._warned) >= CLOCK_WARNINGS_MAX:
             return None
         text = clocks_apart(_called(node), _called(me), ahead_ns)
@@ -148,7 +148,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
 
 class IncarnationHandler(Protocol):
-    """What one incarnation reports. Called on its loop; must not block."""
+    """Receives the reports of one incarnation. Called on its loop; must not block."""
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """Every member knows this view: act on it."""

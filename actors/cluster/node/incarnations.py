@@ -90,7 +90,7 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinDelayed:
-    """What stands in the way of joining, which is tried again."""
+    """The obstacle to joining, which is tried again."""
 
     text: str
 
@@ -337,7 +337,7 @@ class Incarnations:
             incarnation.found()
 
     def _join_addresses(self, offer: JoinOffer | None) -> tuple[Node, ...]:
-        """Where to knock: with incarnation 0, it is whoever lives there."""
+        """The nodes to ask for admission: with incarnation 0, whichever lives there."""
         if offer is not None:
             known = [offer.node.address]
         elif self._last_view is not None:

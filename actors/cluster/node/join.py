@@ -40,7 +40,7 @@ from zbmd.transport.tcp.sockets import HostUnknown, resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinApplication:
-    """What a node states about itself before it joins.
+    """A node's statement about itself before it joins.
 
     host: numeric, where it would be dialed; recovery_budget_ns: 0 to take the cluster's; witnessed: whether
     it asks a witness who may go on with half of a view.

@@ -65,7 +65,7 @@ class ClusterNode:
         self._view = NO_VIEW
         self._ordered = 0
         self.output = JobOutput()
-        """What jobs' ranks print here; commands read it."""
+        """The output of jobs' ranks on this node; commands read it."""
         self.actors_at = ""
         """Address of the actors of this incarnation, which sessions receive."""
 

@@ -1,4 +1,4 @@
-"""What a node keeps between incarnations: its id, its last incarnation, the addresses of other members.
+"""The state that a node keeps between incarnations: its id, its last incarnation, addresses of members.
 
 It is stored in the state directory, mode 0700: `$ZBMD_STATE_DIR`, else `zbmd/HOSTNAME` in `$XDG_STATE_HOME`
 or `~/.local/state`, so that hosts that share a home directory have one each. One node at a time uses it.

@@ -1,4 +1,4 @@
-"""How the job table follows from a change of view (sans-I/O): pure functions, the same on every node.
+"""Derives the job table from a change of view (sans-I/O): pure functions, the same on every node.
 
     - A rank that runs stays where it runs. A slot whose node is gone goes to a node that has no slot of this
     job: the one with the fewest slots of all jobs, then the lowest id; without one it stays vacant until a

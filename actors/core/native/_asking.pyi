@@ -55,7 +55,7 @@ class RemoteReply:
         """Send the error."""
 
 class PeerCore(FrameSink):
-    """What of a peer runs at every message. `Peer` has the rest."""
+    """The part of a peer that runs at every message. `Peer` has the rest."""
 
     name: str
     incarnation: int
@@ -133,7 +133,7 @@ class Asking(Coroutine[Any, Any, Any]):
     ) -> None: ...
     @property
     def ref(self) -> Ref:
-        """Who is asked."""
+        """The actor that is asked."""
     @property
     def cr_await(self) -> Any: ...
     def send(self, value: object) -> Any: ...

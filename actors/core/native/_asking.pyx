@@ -1,4 +1,4 @@
-"""What runs at every ask: its deadline, its way to another process, and the way back. See _asking.pyi."""
+"""The code of every ask: its deadline, its route to another process, and the way back. See _asking.pyi."""
 
 cimport cython
 from cpython.bytes cimport PyBytes_GET_SIZE
@@ -95,7 +95,7 @@ cdef class Wheel:
 
 
 cdef inline object _encoded(envelope, message):
-    """As `wire.with_body`; what has no long field is told apart without a call."""
+    """As `wire.with_body`; a message without a long field is recognized without a call."""
     cdef PyObject *names = PyDict_GetItem(_bytes_fields, type(message))
     if names is NULL:
         return _with_body(envelope, message)
@@ -497,7 +497,7 @@ cdef class Asking(Coroutine):  # no free list: what comes from one again is not 
         return 0
 
     cdef int _fail(self, failure) except -1:
-        """Give the ask up; raises what its asker is told, if that is another error."""
+        """Give the ask up; raises the asker's error, if that is another one."""
         asked, self._asked = self._asked, None
         self._state, self._waiting = OVER, None
         if asked is not None:

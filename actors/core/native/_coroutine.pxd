@@ -1,4 +1,4 @@
-"""How compiled coroutines are driven and drive others: in C where both sides can, else as any generator is."""
+"""Drives coroutines from compiled ones: in C where both sides can, else as any generator."""
 
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
@@ -40,7 +40,7 @@ cdef inline int go_on(coroutine, value, error, PyObject **result) except -1:
 
 
 cdef inline object value_of(int how, PyObject *result):
-    """What was yielded; what was returned is raised, as of any generator."""
+    """Return what was yielded; raise what was returned, as any generator does."""
     value = <object>result
     Py_DECREF(value)
     if how == RETURNED:
@@ -49,13 +49,13 @@ cdef inline object value_of(int how, PyObject *result):
 
 
 cdef inline object as_error(kind, value):
-    """What is thrown by `throw(kind, value)`."""
+    """Return the exception of `throw(kind, value)`."""
     error = value if isinstance(value, BaseException) else kind
     return error if isinstance(error, BaseException) else kind()
 
 
 cdef inline object value_in(variable):
-    """What a context variable holds; None if it was never set."""
+    """Return a context variable's value; None if it was never set."""
     cdef PyObject *found = NULL
     PyContextVar_Get(variable, NULL, &found)
     if found is NULL:

@@ -56,7 +56,7 @@ class Delivery:
     ) -> None: ...
 
 class MailboxMemory:
-    """What waits in all mailboxes of a system, in bytes, and its bound.
+    """The bytes that wait in all mailboxes of a system, and their bound.
 
     refusal: makes the error for a message of so many bytes that does not fit.
     """
@@ -77,10 +77,10 @@ class Mailbox:
         """The priority lane: signals, handled before messages."""
     @property
     def dropped(self) -> int:
-        """How many messages of telemetry were dropped."""
+        """The number of telemetry messages that were dropped."""
     @property
     def nbytes(self) -> int:
-        """What waits, stashed messages and waiting senders' included."""
+        """The number of waiting messages, those stashed and those of waiting senders included."""
     @property
     def stashed(self) -> int: ...
     def offer(self, delivery: Delivery) -> bool:

@@ -303,7 +303,7 @@ cdef class Mailbox:
         if self.signals is not None and not self.signals:
             self.signals = None
 
-    # What is put aside.
+    # The stash.
 
     def stash(self, Delivery delivery not None):
         if self._stash is None:

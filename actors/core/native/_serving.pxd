@@ -5,7 +5,7 @@ from zbmd.actors.core.native._mailbox cimport Delivery, Mailbox
 
 
 cdef class Coroutine:
-    """What a task or an `await` drives. A class of it says how it goes on, as PyIter_Send does."""
+    """Base of compiled coroutines. A subclass implements `advance`, with the results of PyIter_Send."""
 
     cdef int advance(self, value, error, PyObject **result) except -1
 

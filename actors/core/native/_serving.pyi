@@ -12,7 +12,7 @@ from zbmd.actors.core.timers import DeadlineWheel
 from zbmd.actors.replay.traced import TracedActor
 
 TURN_NS: Final[int]
-"""How long an actor handles messages before the loop gets its turn; it looks after `MESSAGES_PER_LOOK`."""
+"""The time that an actor handles messages before the loop gets its turn; see `MESSAGES_PER_LOOK`."""
 MESSAGES_PER_LOOK: Final[int]
 LOOKS_PER_TURN: Final[int]
 """So often it looks before that if it is fast, and nobody in the process waits for an answer."""
@@ -25,12 +25,12 @@ RESTING_MAX: Final[int]
 """Tasks that rest between two messages. Of all other actors the task ends when nothing waits, and a new one
 is made for the next message: that takes more time."""
 REST_S: Final[float]
-"""How long a task rests at least before its actor is taken for idle, seconds."""
+"""The least time that a task rests before its actor counts as idle, seconds."""
 ENDED_MAX: Final[int]
 """Tasks of idle actors that are ended at a time, lest the loop be kept."""
 
 class CellCore:
-    """What of an actor is touched at every message. What is not set is None.
+    """The part of an actor that every message touches. An unset field is None.
 
     traced: what records or replays it, or None; task: what serves the mailbox, None while it is idle;
     current: the message that is being handled; turns: how often the loop gave it its turn.
@@ -54,7 +54,7 @@ class CellCore:
     _withdrawn: Delivery | None
     @property
     def _resting(self) -> Task[None] | None:
-        """What has just served the mailbox and will again, for a while: see `RESTING_MAX` and `REST_S`."""
+        """The task that has just served the mailbox and may again: see `RESTING_MAX` and `REST_S`."""
 
     def __init__(self, *_: Any) -> None: ...
     def wake(self) -> None:
@@ -85,7 +85,7 @@ class Tell(Coroutine[Any, Any, None]):
     def __next__(self) -> Any: ...
 
 class Post:
-    """What of a system is touched at every message."""
+    """The part of a system that every message touches."""
 
     _cells: dict[str, ActorCell]
     name: str
@@ -96,7 +96,7 @@ class Post:
     tracer: Tracer | None
     """Records or replays what actors do by way of their system, if they are recorded or replayed."""
     rest_s: float
-    """Whose task has rested for so long, or twice as long, is idle: the task ends. Seconds."""
+    """An actor whose task has rested for once or twice as long is idle: the task ends. Seconds."""
     @property
     def resting(self) -> int:
         """Tasks of actors that wait for the next message of many."""
@@ -105,7 +105,7 @@ class Post:
     def new_trace(self) -> int:
         """A trace id for what nothing else has caused."""
     def has_told(self, cell: ActorCell) -> bool:
-        """An actor of this process was told something: whether the loop is to get its turn now."""
+        """Note a tell to an actor of this process; return whether the loop is to get its turn now."""
     def _end_rests(self) -> None:
         """End the tasks that have rested since the last call; due every `rest_s` while there are any."""
     def _tell(self, ref: Ref, message: Contract) -> Coroutine[Any, Any, None]:

@@ -1,4 +1,4 @@
-"""What runs at every message: a tell within the process, and the turns of an actor. See _serving.pyi."""
+"""The code of every message: a tell within the process, and the turns of an actor. See _serving.pyi."""
 
 from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
@@ -340,7 +340,7 @@ cdef class Post:
         return cell
 
     cdef Delivery envelope(self, message):
-        """What is sent here and now: its trace, its sender, and the deadline under which that runs."""
+        """Make the envelope of a message that is sent now: its trace, sender and deadline."""
         cdef Delivery running = value_in(current_delivery), delivery
         sender = value_in(current_cell)
         delivery = Delivery.__new__(Delivery)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 SERVING: Final[int]
 """The strand that handles signals and messages."""
 WALL_CHECK_NS: Final[int]
-"""How often, at most, a recorded actor checks whether the wall clock has been set."""
+"""The shortest time between two checks of whether the wall clock has been set."""
 
 class Turn:
     """One turn, as a recorder takes it in place of the two records of its event and its actions."""
@@ -26,7 +26,7 @@ class Turn:
         """
 
 class Turns:
-    """What a recorded actor does at every message, for `TracedActor` to be completed by.
+    """The part of a recorded actor that runs at every message; `TracedActor` has the rest.
 
     Messages of plain values are kept by reference, as nothing can change them, and are encoded when the
     records are written; any other is encoded at once.
@@ -53,7 +53,7 @@ class Turns:
         """End the turn that runs, if any, and begin one with this event."""
 
 class Wrapped:
-    """What a debugger asks of a coroutine, answered by the one that is wrapped."""
+    """Answers a debugger's questions about a coroutine by the one that is wrapped."""
 
     @property
     def cr_frame(self) -> FrameType | None: ...

@@ -99,7 +99,7 @@ cdef class Turn:
     cdef int64_t number
     cdef object body
     cdef dict fields
-    # The first action, if it can be told in short, and the others.
+    # The first action, if it has a short form, and the others.
     cdef object action, to, message, timeout, wanted
     cdef int64_t call
     cdef list more

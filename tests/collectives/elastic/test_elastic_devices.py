@@ -16,9 +16,8 @@ from support.jobs.elastic_rank import Kill
 
 import zbmd
 from zbmd.actors.view import Outcome
-from zbmd.collectives.device.arrays import taken
+from zbmd.collectives.device.arrays import KERNELS, taken
 from zbmd.collectives.device.host_copy import Landings
-from zbmd.collectives.device.kernels import KERNELS
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zbmd.transport.errors import ArenaFull, LocalProtocolError, UserError
+from zbmd.transport.errors import ArenaFull, LocalProtocolError, OutOfMemory, UserError
 from zbmd.transport.memory._region import stream
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
@@ -124,14 +124,21 @@ class Arena:
     """Arrays in one range of a process's own segment. Safe to use from any thread.
 
     `unsettled` reports peers that may still store here though they are known to have ended: while there are
-    any, memory that is returned waits.
+    any, memory that is returned waits. `wait_for(offset)` returns when all pages below it are allocated.
     """
 
     def __init__(
-        self, mapping: Memory, offset: int, nbytes: int, *, unsettled: Callable[[], bool] | None = None
+        self,
+        mapping: Memory,
+        offset: int,
+        nbytes: int,
+        *,
+        unsettled: Callable[[], bool] | None = None,
+        wait_for: Callable[[int], None] | None = None,
     ) -> None:
         self._mapping = mapping
         self._unsettled = unsettled
+        self._wait_for = wait_for
         self._allocator = Allocator(offset, nbytes)
         self._begin = mapping.address + offset
         self._end = self._begin + nbytes
@@ -143,7 +150,10 @@ class Arena:
         self._returned: deque[int] = deque()
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """Return an uninitialised C-contiguous array in the arena, 64-byte aligned. Raises `ArenaFull`."""
+        """Return an uninitialised C-contiguous array in the arena, 64-byte aligned.
+
+        Raises `ArenaFull`, and `OutOfMemory` if its pages cannot be had any more.
+        """
         return self._array(shape, dtype, zeroed=False)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -232,8 +242,6 @@ class Arena:
     def _allocate(self, nbytes: int) -> int:
         try:
             offset = self._allocator.allocate(nbytes)
-            self._handed_out = max(self._handed_out, offset + nbytes)
-            return offset
         except ArenaFull as full:
             if not self._returned:
                 raise
@@ -243,6 +251,14 @@ class Arena:
                 asked_bytes=full.asked_bytes,
                 available_bytes=full.available_bytes,
             ) from None
+        if self._wait_for is not None and offset + nbytes > self._handed_out:
+            try:
+                self._wait_for(offset + nbytes)
+            except OutOfMemory:
+                self._allocator.free(offset)
+                raise
+        self._handed_out = max(self._handed_out, offset + nbytes)
+        return offset
 
     def _collect(self) -> None:
         if self._returned and self._unsettled is not None and self._unsettled():

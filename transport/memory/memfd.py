@@ -1,7 +1,8 @@
 """Shared memory that is really there: memfds within the limits of machine and cgroup, and their placement.
 
-A mapping that was only promised dies by SIGBUS at its first touch, so every page is allocated at creation;
-and a cgroup over its limit kills the process instead of failing the call, so the limit is read first.
+A mapping that was only promised dies by SIGBUS at its first touch, so every page is allocated before it is
+handed out, those of a large arena while the process goes on (`Filler`). A cgroup over its limit kills the
+process instead of failing the call, so the limit is read first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,10 @@ from zbmd.transport.native._native import (
 # cannot be had is noted (`Placement.notes`) and gone without.
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+FILL_BYTES: Final = 32 << 20
+"""Pages of so much are allocated at once by a `Filler`."""
+FILLED_LATER_BYTES_MIN: Final = 128 << 20
+"""The pages of a smaller arena are there before anyone could need them."""
 ARENA_BYTES_MIN: Final = 8 << 20
 """A smaller arena is not worth a huge page."""
 TRANSPARENT: Final = "transparent huge pages"
@@ -85,6 +91,8 @@ class PlacedMemory:
     mapping: Mapping
     arena_offset: int
     placement: Placement
+    filler: Filler | None = None
+    """What still allocates pages of the arena; None: all are there."""
 
 
 def probe(root: Path = Path("/")) -> HugePageSupport:
@@ -151,13 +159,15 @@ def _from_base_pages(
         mapping = map_own(name, fd, total)
         node = _prefer_own_node(mapping, offer, notes)
         huge_bytes = _make_transparent(mapping, offer, notes) if arena_bytes >= ARENA_BYTES_MIN else 0
-        fill_memfd(name, fd, total)
+        at_once = total if arena_bytes < FILLED_LATER_BYTES_MIN or huge_bytes else head_bytes
+        fill_memfd(name, fd, at_once)
+        filler = Filler(name, fd, at_once, total) if at_once < total else None
     except BaseException:
         os.close(fd)
         raise
     pages = PageKind.TRANSPARENT if huge_bytes else PageKind.BASE
     placement = Placement(pages=pages, huge_bytes=huge_bytes, numa_node=node, notes=tuple(notes))
-    return PlacedMemory(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement)
+    return PlacedMemory(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement, filler=filler)
 
 
 def _make_transparent(mapping: Mapping, offer: HugePageSupport, notes: list[str]) -> int:
@@ -291,9 +301,69 @@ def open_memfd(name: str, nbytes: int) -> int:
 
 def fill_memfd(name: str, fd: int, nbytes: int) -> None:
     """The second half: allocate the missing pages, and seal the size. Raises `OutOfMemory`."""
+    _allocate(name, fd, 0, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+
+
+class Filler:
+    """Allocates the pages of a sealed memfd from `begin` to `end` on a thread of its own, in order.
+
+    Pages cost a quarter of a second a GiB, for which a rank that replaces another does not have to wait:
+    `wait_for` returns when those that it needs are there. Before each part the memory that is available is
+    read, since others allocate meanwhile.
+    """
+
+    def __init__(self, name: str, fd: int, begin: int, end: int) -> None:
+        self._name, self._end = name, end
+        self._filled_to = begin
+        self._error: OutOfMemory | None = None
+        self._stopped = False
+        self._changed = threading.Condition()
+        # A daemon: nobody waits for pages that a process which ends has not asked for.
+        self._thread = threading.Thread(target=self._run, args=(os.dup(fd),), name="zbmd-fill", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, offset: int) -> None:
+        """Return when all pages below `offset` are allocated. Raises `OutOfMemory` if they cannot be."""
+        if self._filled_to >= offset:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._filled_to >= offset or self._thread_is_over())
+        if self._filled_to < offset:
+            raise self._error or OutOfMemory(
+                f"the shared memory {self._name!r} is closed", asked_bytes=offset, available_bytes=0
+            )
+
+    def stop(self) -> None:
+        """Allocate no more, and wait for the thread. Idempotent."""
+        self._stopped = True
+        self._thread.join()
+
+    def _thread_is_over(self) -> bool:
+        return self._stopped or self._error is not None
+
+    def _run(self, fd: int) -> None:
+        try:
+            while self._filled_to < self._end and not self._stopped:
+                nbytes = min(FILL_BYTES, self._end - self._filled_to)
+                available = available_memory()
+                if nbytes + HEADROOM_BYTES > available.nbytes:
+                    raise _out_of_memory(self._name, self._end - self._filled_to, available)
+                _allocate(self._name, fd, self._filled_to, nbytes)
+                with self._changed:
+                    self._filled_to += nbytes
+                    self._changed.notify_all()
+        except OutOfMemory as error:
+            self._error = error
+        finally:
+            os.close(fd)
+            with self._changed:
+                self._changed.notify_all()
+
+
+def _allocate(name: str, fd: int, begin: int, nbytes: int) -> None:
     try:
-        os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        os.posix_fallocate(fd, begin, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise _out_of_memory(name, nbytes, available_memory()) from error

@@ -118,7 +118,9 @@ class Segment(Cells):
         self._ends = _Ends(mapping)
         inbox_bytes = arena_offset - _native.OFF_END
         self.inbox = Arena(mapping, _native.OFF_END, inbox_bytes, unsettled=self._ends.any_unsettled)
-        self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset)
+        self._filler = placed.filler
+        wait_for = None if placed.filler is None else placed.filler.wait_for
+        self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset, wait_for=wait_for)
         self.frame_lender = FrameLender(self.arena)
         self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
 
@@ -206,6 +208,8 @@ class Segment(Cells):
         """Close the memfd and let go of the mapping, which ends with the last array in it. Idempotent."""
         self._mapping = None
         self._close_cells()
+        if self._filler is not None:
+            self._filler.stop()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

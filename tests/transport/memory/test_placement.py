@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from zbmd.transport.errors import OutOfMemory
+from zbmd.transport.memory import memfd
 from zbmd.transport.memory.memfd import (
     ARENA_BYTES_MIN,
+    FILL_BYTES,
+    FILLED_LATER_BYTES_MIN,
     PAGE_BYTES,
+    Filler,
     HugePageSupport,
     PageKind,
     PlacedMemory,
@@ -19,6 +26,7 @@ from zbmd.transport.memory.memfd import (
     place,
     probe,
 )
+from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
 from zbmd.transport.native._native import HUGE_BYTES, Mapping
 
@@ -117,3 +125,58 @@ def test_large_mappings_begin_where_a_huge_page_may_and_leave_nothing(nbytes: in
 def reserved_bytes() -> int:
     """The address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+
+
+def test_pages_of_a_large_arena_come_while_it_is_used() -> None:
+    begun = threading.active_count()
+    segment = Segment.create(
+        slot=0, incarnation=1, arena_bytes=FILLED_LATER_BYTES_MIN, inbox_bytes=PAGE_BYTES
+    )
+    first = segment.arena.zeros(1000)
+    rest = segment.arena.zeros(FILLED_LATER_BYTES_MIN - (1 << 20), np.uint8)
+    assert not first.any()
+    rest[-1] = 1
+    assert os.fstat(segment.fd).st_blocks * 512 >= rest.nbytes
+    del first, rest
+    segment.close()
+    assert threading.active_count() == begun
+
+
+def test_pages_that_are_gone_when_they_are_needed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+
+    def none_left(_fd: int, begin: int, nbytes: int) -> None:
+        if begin > 2 * FILL_BYTES:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        allocated.append(nbytes)
+
+    monkeypatch.setattr(memfd.os, "posix_fallocate", none_left)
+    segment = Segment.create(
+        slot=0, incarnation=1, arena_bytes=FILLED_LATER_BYTES_MIN, inbox_bytes=PAGE_BYTES
+    )
+    used = segment.arena.used_bytes
+    with pytest.raises(OutOfMemory, match="of shared memory asked for 'zbmd-segment-0'"):
+        segment.arena.empty(FILLED_LATER_BYTES_MIN - (1 << 20), np.uint8)
+    assert segment.arena.used_bytes == used
+    segment.arena.empty(1000, np.uint8)  # what is there can be had
+    segment.close()
+
+
+def test_a_segment_that_closes_allocates_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(_fd: int, _begin: int, _nbytes: int) -> None:
+        begun.set()
+        may_go_on.wait()
+
+    monkeypatch.setattr(memfd.os, "posix_fallocate", slow)
+    fd = os.memfd_create("test")
+    filler = Filler("test", fd, 0, FILLED_LATER_BYTES_MIN)
+    begun.wait()
+    stopping = threading.Thread(target=filler.stop)
+    stopping.start()
+    may_go_on.set()
+    stopping.join()
+    os.close(fd)
+    with pytest.raises(OutOfMemory, match="'test' is closed"):
+        filler.wait_for(FILLED_LATER_BYTES_MIN)

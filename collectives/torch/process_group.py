@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
-from typing import Any, Final
+from functools import partial, wraps
+from typing import Any, Final, ParamSpec
 
 import numpy as np
 
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.tensors import Array, TensorBuffer
-from zbmd.collectives.torch.work import COMPLETERS, Work, told
+from zbmd.collectives.torch.work import COMPLETERS, Array, TensorBuffer, Work, as_torch_error
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -45,17 +44,31 @@ REDUCTIONS: Final = {
 
 Operation = Callable[[Communicator, int], object]
 """Takes the communicator and the deadline, ns."""
+CallP = ParamSpec("CallP")
 
 
 def create(options: Any) -> Any:
-    """The process group that `torch.distributed` asks for. Raises `DistBackendError`."""
+    """Return the process group that `torch.distributed` asks for. Raises `DistBackendError`."""
     timeout_s = min(options.timeout.total_seconds(), TIMEOUT_S_MAX)
     ranks = list(options.global_ranks_in_group)
     try:
         made = world().group(ranks, rank=options.group_rank, size=options.group_size, timeout_s=timeout_s)
     except (ZbmdError, TimeoutError) as error:
-        raise told(error) from error
+        raise as_torch_error(error) from error
     return ProcessGroup(made, options.store, timeout_s, str(options.group_id))
+
+
+def _raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
+    """Have a call raise an error of ours, about an argument, as torch's users expect it."""
+
+    @wraps(call)
+    def raising(*args: CallP.args, **kwargs: CallP.kwargs) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except ZbmdError as error:
+            raise as_torch_error(error) from error
+
+    return raising
 
 
 def _reduction(op: Any) -> str:
@@ -66,7 +79,7 @@ def _reduction(op: Any) -> str:
 
 
 def _only(tensors: Any) -> Any:
-    """The tensor of a list of one, or the tensor itself."""
+    """Return the tensor of a list of one, or the tensor itself."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -75,7 +88,10 @@ def _only(tensors: Any) -> Any:
 
 
 class Operations:
-    """What a process group does here; `ProcessGroup` has torch's class below it."""
+    """What a process group does here; `ProcessGroup` has torch's class below it.
+
+    Each collective takes its tensors as buffers, and queues a call of the communicator's operation.
+    """
 
     def __init__(self, group: Group, store: Any, timeout_s: float, name: str) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
@@ -93,112 +109,80 @@ class Operations:
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place."""
-        tensor = _only(tensors)
-        return self.allreduce_coalesced([tensor], opts, op=op, timeout=timeout)
+        return self.allreduce_coalesced([_only(tensors)], opts, op=op, timeout=timeout)
 
+    @_raising
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce tensors over all ranks, in place; those of a dtype as one."""
+        buffers = [TensorBuffer(tensor, numbers=True) for tensor in tensors]
+        return self._queue(partial(_all_reduce, buffers, self._op(opts, op)), tensors, opts, timeout)
 
-        def begin() -> Operation:
-            reduction = self._op(opts, op)
-            places = [TensorBuffer(tensor, numbers=True) for tensor in tensors]
-            return partial(_all_reduce, places, reduction)
-
-        return self._queue(begin, tensors, opts, timeout)
-
+    @_raising
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """Copy a tensor of one rank to all."""
-        tensor = _only(tensors)
+        buffer, place = TensorBuffer(_only(tensors)), self._root(opts, root)
 
-        def begin() -> Operation:
-            place, chosen = TensorBuffer(tensor), self._rank(opts.rootRank if root is None else root)
+        def run(c: Communicator, end_ns: int) -> None:
+            c.broadcast(buffer.array, place, deadline_ns=end_ns)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                c.broadcast(place.array, chosen, deadline_ns=end_ns)
-                place.bring_home()
+        return self._queue(run, tensors, opts, timeout, home=[buffer])
 
-            return run
-
-        return self._queue(begin, [tensor], opts, timeout)
-
+    @_raising
     def reduce(
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a tensor over all ranks, into that of one rank."""
-        tensor = _only(tensors)
+        reduction, place = self._op(opts, op), self._root(opts, root)
+        buffer = TensorBuffer(_only(tensors), numbers=True)
 
-        def begin() -> Operation:
-            reduction, chosen = self._op(opts, op), self._rank(opts.rootRank if root is None else root)
-            place = TensorBuffer(tensor, numbers=True)
+        def run(c: Communicator, end_ns: int) -> None:
+            c.reduce(buffer.array, place, op=reduction, deadline_ns=end_ns)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                c.reduce(place.array, chosen, op=reduction, deadline_ns=end_ns)
-                if chosen == c.place:
-                    place.bring_home()
-
-            return run
-
-        return self._queue(begin, [tensor], opts, timeout)
+        return self._queue(run, tensors, opts, timeout, home=[buffer] if place == self.rank() else [])
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Collect the tensors of all ranks, one after the other, in one."""
         return self.all_gather_single_coalesced([output], [input], opts, timeout)
 
+    @_raising
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
         """As `all_gather_single`, of several tensors."""
+        pairs, targets = _pairs(inputs, outputs)
 
-        def begin() -> Operation:
-            pairs = [
-                (TensorBuffer(source), TensorBuffer(target, load=False))
-                for source, target in zip(inputs, outputs, strict=True)
-            ]
+        def run(c: Communicator, end_ns: int) -> None:
+            for source, target in pairs:
+                c.all_gather(source.array, target.array.reshape(c.size, -1), deadline_ns=end_ns)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                for source, target in pairs:
-                    c.all_gather(source.array, target.array.reshape(c.size, -1), deadline_ns=end_ns)
-                    target.bring_home()
-
-            return run
-
-        return self._queue(begin, outputs, opts, timeout)
+        return self._queue(run, outputs, opts, timeout, home=targets)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
         """Collect the tensors of all ranks in a list."""
-        tensor = _only(input_tensors)
         outputs = _list_of(output_tensors)
-
-        def begin() -> Operation:
-            source, targets = TensorBuffer(tensor), [TensorBuffer(output, load=False) for output in outputs]
-
-            def run(c: Communicator, end_ns: int) -> None:
-                _hand_out(c.all_gather(source.array, deadline_ns=end_ns), targets)
-
-            return run
-
-        return self._queue(begin, outputs, opts, timeout)
+        return self._all_gather([outputs], [_only(input_tensors)], outputs, opts, timeout)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         """As `allgather`, of several tensors: `output_lists[rank][i]` is the i-th of a rank."""
         flat = [tensor for outputs in output_lists for tensor in outputs]
+        return self._all_gather(zip(*output_lists, strict=True), input_list, flat, opts)
 
-        def begin() -> Operation:
-            sources = [TensorBuffer(tensor) for tensor in input_list]
-            targets = [
-                [TensorBuffer(o, load=False) for o in outputs] for outputs in zip(*output_lists, strict=True)
-            ]
+    @_raising
+    def _all_gather(
+        self, lists: Iterable[Any], inputs: Any, outputs: Any, opts: Any, timeout: Any = None
+    ) -> Any:
+        sources = _buffers(inputs)
+        targets = [_buffers(each, load=False) for each in lists]
 
-            def run(c: Communicator, end_ns: int) -> None:
-                for source, places in zip(sources, targets, strict=True):
-                    _hand_out(c.all_gather(source.array, deadline_ns=end_ns), places)
+        def run(c: Communicator, end_ns: int) -> None:
+            for source, buffers in zip(sources, targets, strict=True):
+                _hand_out(c.all_gather(source.array, deadline_ns=end_ns), buffers)
 
-            return run
+        return self._queue(run, outputs, opts, timeout)
 
-        return self._queue(begin, flat, opts)
-
+    @_raising
     def gather(
         self,
         output_tensors: Any,
@@ -208,22 +192,18 @@ class Operations:
         timeout: Any = None,
     ) -> Any:
         """Collect the tensors of all ranks in a list at one rank."""
-        tensor = _only(input_tensors)
-        outputs = _list_of(output_tensors) if len(output_tensors) else []
+        outputs = _list_of(output_tensors)
+        source, place = TensorBuffer(_only(input_tensors)), self._root(opts, root)
+        targets = _buffers(outputs, load=False)
 
-        def begin() -> Operation:
-            source, chosen = TensorBuffer(tensor), self._rank(opts.rootRank if root is None else root)
-            targets = [TensorBuffer(output, load=False) for output in outputs]
+        def run(c: Communicator, end_ns: int) -> None:
+            rows = c.gather(source.array, place, deadline_ns=end_ns)
+            if place == c.place:
+                _hand_out(rows, targets)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                rows = c.gather(source.array, chosen, deadline_ns=end_ns)
-                if chosen == c.place:
-                    _hand_out(rows, targets)
+        return self._queue(run, outputs, opts, timeout)
 
-            return run
-
-        return self._queue(begin, outputs, opts, timeout)
-
+    @_raising
     def scatter(
         self,
         output_tensors: Any,
@@ -233,24 +213,14 @@ class Operations:
         timeout: Any = None,
     ) -> Any:
         """Give each rank one tensor of a list that one rank has."""
-        tensor = _only(output_tensors)
-        inputs = _list_of(input_tensors) if len(input_tensors) else []
+        tensor, sources = _only(output_tensors), _buffers(_list_of(input_tensors))
+        place, target = self._root(opts, root), TensorBuffer(tensor, load=False)
 
-        def begin() -> Operation:
-            chosen, target = (
-                self._rank(opts.rootRank if root is None else root),
-                TensorBuffer(tensor, load=False),
-            )
-            sources = [TensorBuffer(given) for given in inputs]
+        def run(c: Communicator, end_ns: int) -> None:
+            rows = np.stack([source.array for source in sources]) if place == c.place else None
+            c.scatter(rows, place, target.array, deadline_ns=end_ns)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                rows = np.stack([source.array for source in sources]) if chosen == c.place else None
-                c.scatter(rows, chosen, target.array, deadline_ns=end_ns)
-                target.bring_home()
-
-            return run
-
-        return self._queue(begin, [tensor], opts, timeout)
+        return self._queue(run, [tensor], opts, timeout, home=[target])
 
     def reduce_scatter_single(
         self, output: Any, input: Any, opts: Any = None, op: Any = None, timeout: Any = None
@@ -258,48 +228,38 @@ class Operations:
         """Reduce a tensor over all ranks; each keeps its part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts, op, timeout)
 
+    @_raising
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """As `reduce_scatter_single`, of several tensors."""
+        reduction = self._op(opts, op)
+        pairs, targets = _pairs(inputs, outputs, numbers=True)
 
-        def begin() -> Operation:
-            reduction = self._op(opts, op)
-            pairs = [
-                (TensorBuffer(source, numbers=True), TensorBuffer(target, numbers=True, load=False))
-                for source, target in zip(inputs, outputs, strict=True)
-            ]
+        def run(c: Communicator, end_ns: int) -> None:
+            for source, target in pairs:
+                rows = source.array.reshape(c.size, -1)
+                c.reduce_scatter(rows, target.array, op=reduction, deadline_ns=end_ns)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                for source, target in pairs:
-                    rows = source.array.reshape(c.size, -1)
-                    c.reduce_scatter(rows, target.array, op=reduction, deadline_ns=end_ns)
-                    target.bring_home()
+        return self._queue(run, outputs, opts, timeout, home=targets)
 
-            return run
-
-        return self._queue(begin, outputs, opts, timeout)
-
+    @_raising
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a list of tensors over all ranks; each keeps the one of its place."""
-        tensor, inputs = _only(output_tensors), _list_of(input_tensors)
+        tensor, reduction = _only(output_tensors), self._op(opts, op)
+        target = TensorBuffer(tensor, numbers=True, load=False)
+        sources = _buffers(_list_of(input_tensors), numbers=True)
 
-        def begin() -> Operation:
-            reduction, target = self._op(opts, op), TensorBuffer(tensor, numbers=True, load=False)
-            sources = [TensorBuffer(given, numbers=True) for given in inputs]
+        def run(c: Communicator, end_ns: int) -> None:
+            rows = [source.array.size for source in sources]
+            whole = np.concatenate([source.array for source in sources])
+            c.reduce_scatter_v(whole, rows, target.array, op=reduction, deadline_ns=end_ns)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                rows = [source.array.size for source in sources]
-                whole = np.concatenate([source.array for source in sources])
-                c.reduce_scatter_v(whole, rows, target.array, op=reduction, deadline_ns=end_ns)
-                target.bring_home()
+        return self._queue(run, [tensor], opts, timeout, home=[target])
 
-            return run
-
-        return self._queue(begin, [tensor], opts, timeout)
-
+    @_raising
     def all_to_all_single(
         self,
         output: Any,
@@ -310,56 +270,46 @@ class Operations:
         timeout: Any = None,
     ) -> Any:
         """Send each rank its rows of a tensor. Split sizes: in rows, none for even ones."""
+        source, target = TensorBuffer(input), TensorBuffer(output, load=False)
+        sends = _row_bytes(input, source, input_split_sizes, self.size())
+        receives = _row_bytes(output, target, output_split_sizes, self.size())
 
-        def begin() -> Operation:
-            source, target = TensorBuffer(input), TensorBuffer(output, load=False)
-            sends = _row_bytes(input, source, input_split_sizes, self.size())
-            receives = _row_bytes(output, target, output_split_sizes, self.size())
+        def run(c: Communicator, end_ns: int) -> None:
+            c.all_to_all_v(source.array, sends, receives, target.array, deadline_ns=end_ns)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                c.all_to_all_v(source.array, sends, receives, target.array, deadline_ns=end_ns)
-                target.bring_home()
+        return self._queue(run, [output], opts, timeout, home=[target])
 
-            return run
-
-        return self._queue(begin, [output], opts, timeout)
-
+    @_raising
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Send each rank one tensor of a list."""
+        sources, targets = _buffers(input_tensors), _buffers(output_tensors, load=False)
+        sends = [source.array.size for source in sources]
+        receives = [target.array.size for target in targets]
 
-        def begin() -> Operation:
-            sources = [TensorBuffer(tensor) for tensor in input_tensors]
-            targets = [TensorBuffer(tensor, load=False) for tensor in output_tensors]
-            sends = [source.array.size for source in sources]
-            receives = [target.array.size for target in targets]
+        def run(c: Communicator, end_ns: int) -> None:
+            whole = np.concatenate([source.array for source in sources])
+            came = c.all_to_all_v(whole, sends, receives, deadline_ns=end_ns)
+            _hand_out(np.split(came.reshape(-1), np.cumsum(receives)[:-1]), targets)
 
-            def run(c: Communicator, end_ns: int) -> None:
-                whole = np.concatenate([source.array for source in sources])
-                came = c.all_to_all_v(whole, sends, receives, deadline_ns=end_ns)
-                _hand_out(np.split(came.reshape(-1), np.cumsum(receives)[:-1]), targets)
+        return self._queue(run, output_tensors, opts, timeout)
 
-            return run
-
-        return self._queue(begin, output_tensors, opts, timeout)
-
+    @_raising
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Wait for all ranks."""
-        return self._queue(lambda: lambda c, end_ns: c.barrier(deadline_ns=end_ns), [], opts, timeout)
+        return self._queue(lambda c, end_ns: c.barrier(deadline_ns=end_ns), [], opts, timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As `barrier`, and done when it returns. Who is missing is told by the deadline's error."""
+        """As `barrier`, and done when it returns. The error of a deadline names who is missing."""
         self.barrier(timeout=timeout).wait()
 
     # Point to point.
 
+    @_raising
     def send(self, tensors: Any, dst: int, tag: int) -> Any:
         """Send a tensor to one rank."""
-
-        def begin() -> Future[Any]:
-            place, to = TensorBuffer(_only(tensors)), self._rank(dst)
-            return world().start(self._group.send(place.array, to, tag=tag, timeout=self._timeout_s))
-
-        return self._post(begin, [])
+        buffer, to = TensorBuffer(_only(tensors)), self._rank(dst)
+        sent = self._group.send(buffer.array, to, tag=tag, timeout=self._timeout_s)
+        return self._work(world().start(sent), [])
 
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
         """Receive a tensor from one rank."""
@@ -369,45 +319,44 @@ class Operations:
         """Receive a tensor from whichever rank sends first."""
         return self._receive(_only(tensors), None, tag)
 
+    @_raising
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Any:
         sources: list[int] = []
+        buffer, source = TensorBuffer(tensor, load=False), None if src is None else self._rank(src)
 
-        async def receive(place: TensorBuffer, source: int | None) -> None:
-            got = await self._group.recv(source, tag=tag, out=place.array, timeout=self._timeout_s)
-            place.bring_home()
+        async def receive() -> None:
+            got = await self._group.recv(source, tag=tag, out=buffer.array, timeout=self._timeout_s)
+            buffer.bring_home()
             sources.append(got.source)
 
-        def begin() -> Future[Any]:
-            place = TensorBuffer(tensor, load=False)
-            return world().start(receive(place, None if src is None else self._rank(src)))
-
-        return self._post(begin, [tensor], lambda: sources[0] if sources else -1)
+        return self._work(world().start(receive()), [tensor], lambda: sources[0] if sources else -1)
 
     # The queue.
 
     def _queue(
-        self, begin: Callable[[], Operation], outputs: Sequence[Any], opts: Any, timeout: Any = None
-    ) -> Any:
-        """Queue what `begin` makes of the call's arguments."""
-
-        def submit() -> Future[Any]:
-            operation, end_ns = begin(), now_ns() + round(self._limit_s(opts, timeout) * 1e9)
-            self._calls += 1
-            return self._group.submit(lambda c: operation(c, end_ns))
-
-        return self._post(submit, outputs)
-
-    def _post(
         self,
-        submit: Callable[[], Future[Any]],
+        operation: Operation,
         outputs: Sequence[Any],
-        source: Callable[[], int] | None = None,
+        opts: Any,
+        timeout: Any = None,
+        *,
+        home: Sequence[TensorBuffer] = (),
     ) -> Any:
-        """A work of what is begun. A bad argument is raised at once."""
-        try:
-            done = submit()
-        except ZbmdError as error:
-            raise told(error) from error
+        """Queue an operation, after which what came into the buffers of `home` is in their tensors."""
+        end_ns = now_ns() + round(self._limit_s(opts, timeout) * 1e9)
+        self._calls += 1
+
+        def run(c: Communicator) -> None:
+            operation(c, end_ns)
+            for buffer in home:
+                buffer.bring_home()
+
+        return self._work(self._group.submit(run), outputs)
+
+    def _work(
+        self, done: Future[Any], outputs: Sequence[Any], source: Callable[[], int] | None = None
+    ) -> Any:
+        """Return a work of what has begun."""
         if self._together is not None:
             self._together.append(done)
         work = Work(done, outputs, self._completers, source)
@@ -431,6 +380,9 @@ class Operations:
         if not 0 <= rank < self._group.size:
             raise UserError(f"rank {rank} is not in 0..{self._group.size - 1}, the ranks of this group")
         return rank
+
+    def _root(self, opts: Any, root: int | None) -> int:
+        return self._rank(opts.rootRank if root is None else root)
 
     def _start_coalescing(self, _: Any) -> None:
         self._together = []
@@ -570,6 +522,18 @@ def _all_reduce(places: list[TensorBuffer], reduction: str, c: Communicator, end
         _hand_out(np.split(whole, np.cumsum([place.array.size for place in alike])[:-1]), alike)
 
 
+def _buffers(tensors: Iterable[Any], *, numbers: bool = False, load: bool = True) -> list[TensorBuffer]:
+    return [TensorBuffer(tensor, numbers=numbers, load=load) for tensor in tensors]
+
+
+def _pairs(
+    inputs: Any, outputs: Any, *, numbers: bool = False
+) -> tuple[list[tuple[TensorBuffer, TensorBuffer]], list[TensorBuffer]]:
+    """Return the buffers of each input and its output, and of all outputs."""
+    sources, targets = _buffers(inputs, numbers=numbers), _buffers(outputs, numbers=numbers, load=False)
+    return list(zip(sources, targets, strict=True)), targets
+
+
 def _hand_out(rows: Sequence[Array] | Array, targets: Sequence[TensorBuffer]) -> None:
     for row, target in zip(rows, targets, strict=True):
         target.array[:] = row.reshape(-1)
@@ -577,7 +541,7 @@ def _hand_out(rows: Sequence[Array] | Array, targets: Sequence[TensorBuffer]) ->
 
 
 def _list_of(tensors: Any) -> list[Any]:
-    """The tensors of a list, or of a list of one list."""
+    """Return the tensors of a list, or of a list of one list; none of an empty one."""
     tensors = list(tensors)
     return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
 

@@ -1,4 +1,4 @@
-"""Work and futures of `torch.distributed` over the futures of operations.
+"""What a process group works with: arrays over the memory of tensors, works and futures of torch.
 
 Needs PyTorch; imported by `process_group` alone.
 """
@@ -13,17 +13,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from zbmd.transport.errors import ZbmdError
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.transport.errors import UserError, ZbmdError
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
+
+Array = NDArray[Any]
 
 COMPLETERS = 8
 """Threads that complete futures. A callback may wait for another future, so there is more than one."""
 
 
-def told(error: BaseException) -> BaseException:
-    """What a torch user expects: a `DistBackendError`, which is a `RuntimeError`, caused by ours."""
+def as_torch_error(error: BaseException) -> BaseException:
+    """Return what torch's users expect: a `DistBackendError`, which is a `RuntimeError`, caused by ours."""
     if not isinstance(error, ZbmdError):
         return error
     wrapped: BaseException = dist.DistBackendError(f"{type(error).__name__}: {error}")
@@ -57,7 +62,7 @@ class Waits:
         except concurrent.futures.TimeoutError:
             raise dist.DistBackendError(f"the operation is not done after {limit_s:g} s") from None
         except ZbmdError as error:
-            raise told(error) from error
+            raise as_torch_error(error) from error
         return True
 
     def synchronize(self) -> None:
@@ -75,7 +80,7 @@ class Waits:
     def exception(self) -> BaseException | None:
         """How it has failed, if it has."""
         error = self._done.exception() if self._done.done() else None
-        return None if error is None else told(error)
+        return None if error is None else as_torch_error(error)
 
     def result(self) -> list[Any]:
         """The tensors that it has written, those that are left."""
@@ -96,7 +101,7 @@ class Waits:
         def value(_: Any) -> list[Any]:
             error = done.exception()
             if error is not None:
-                raise told(error)
+                raise as_torch_error(error)
             return outputs
 
         base = torch.futures.Future()
@@ -114,3 +119,49 @@ class Waits:
 
 
 Work: Any = type("ZbmdWork", (Waits, dist.Work), {"__doc__": Waits.__doc__})
+
+
+class TensorBuffer:
+    """One tensor: `array` is flat, over its memory, or over a copy if it is not contiguous.
+
+    numbers: of its own dtype, for a reduction; else of bytes, whatever its dtype is. load: it is read. Raises
+    `UserError` for tensors that are sparse or not in host memory, and for dtypes that cannot be reduced.
+    """
+
+    __slots__ = ("_flat", "_home", "array")
+
+    def __init__(self, tensor: Any, *, numbers: bool = False, load: bool = True) -> None:
+        if tensor.layout is not torch.strided:
+            raise UserError(
+                f"a tensor has layout {tensor.layout}: the backend zbmd takes dense ones (.to_dense())"
+            )
+        if tensor.device.type != "cpu":
+            raise UserError(
+                f"a tensor is on {tensor.device}: the backend zbmd takes those in host memory (.cpu())"
+            )
+        whole = tensor.detach()
+        self._home = None if whole.is_contiguous() else whole
+        if self._home is not None:
+            whole = whole.contiguous() if load else torch.empty(whole.shape, dtype=whole.dtype)
+        self._flat = whole
+        flat = whole.view(-1)
+        self.array: Array = _numbers(flat) if numbers else flat.view(torch.uint8).numpy()
+
+    def bring_home(self) -> None:
+        """Write what came into the array to where it belongs."""
+        if self._home is not None:
+            with torch.inference_mode():
+                self._home.copy_(self._flat)
+
+
+def _numbers(flat: Any) -> Array:
+    if flat.dtype is torch.bfloat16:
+        try:
+            narrow: Any = importlib.import_module("ml_dtypes")
+        except ImportError:
+            raise UserError("bfloat16 takes ml_dtypes: pip install 'zbmd[bfloat16]'") from None
+        return np.asarray(flat.view(torch.int16).numpy().view(narrow.bfloat16))
+    try:
+        return np.asarray(flat.numpy())
+    except TypeError as error:
+        raise UserError(f"{flat.dtype} cannot be reduced: {error}") from None

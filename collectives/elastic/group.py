@@ -23,8 +23,7 @@ from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.elastic.calls import ElasticCalls
 from zbmd.collectives.elastic.operations import ElasticOperations, Result
-from zbmd.collectives.elastic.split_history_actor import open_asks
-from zbmd.collectives.elastic.subgroups import GroupChannels, Home
+from zbmd.collectives.elastic.subgroups import GroupChannels, Home, open_asks
 from zbmd.collectives.elastic.views import views_of
 from zbmd.collectives.errors import (
     CollectiveError,
@@ -224,7 +223,7 @@ class ElasticGroup(ElasticCalls):
         self._ledger.learn(asking.result(), self._job_rank)
 
     async def splits_before(self, sequence: int) -> tuple[Split, ...]:
-        """See `zbmd.collectives.elastic.split_history_actor.Elder`. Raises `OperationAborted` once the group
+        """See `zbmd.collectives.elastic.subgroups.Elder`. Raises `OperationAborted` once the group
         has ended."""
         while self._reached < sequence or self._ledger.unknown:
             if self._ledger.unknown:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Protocol, Self
+from weakref import WeakKeyDictionary
 
+import structlog
+
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.errors import ActorError, NoReply
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.elastic.operations import ElasticOperations, Result
-from zbmd.collectives.elastic.split_history_actor import ElasticAsks
 from zbmd.collectives.elastic.views import ElasticViews
+from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.subgroup_driver import Subgroups
 from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.elastic import ElasticTagged
@@ -24,12 +31,116 @@ from zbmd.collectives.repair.splits import (
     SplitLedger,
     SplitOperation,
     SplitRequest,
+    SplitsReply,
+    SplitsRequest,
     check_repeated,
     has_ended,
     row_of,
 )
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
+
+# The actor `rankN/elastic` tells replacements how the elastic groups of this process were split.
+
+log: Final = structlog.stdlib.get_logger("zbmd.collectives.elastic")
+
+ACTOR_NAME: Final = "elastic"
+ANSWERS_MAX: Final = 1024
+"""Answers that wait for their group at once: those who ask are ranks of the job."""
+
+Key = tuple[int, int]
+"""A group's channel and the base of its stamps, the same on all of its members."""
+
+
+class Elder(Protocol):
+    """A group that replacements ask."""
+
+    async def splits_before(self, sequence: int) -> tuple[Split, ...]:
+        """Return how it was split by the operations before that number, once those are over here."""
+        ...
+
+
+class ElasticAsks:
+    """The groups of this process that can be asked; used on the worker's loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._groups: dict[Key, Elder] = {}
+        self._answers: set[asyncio.Task[None]] = set()
+
+    def add(self, key: Key, group: Elder) -> None:
+        """Let replacements ask this group."""
+        self._groups[key] = group
+
+    def remove(self, key: Key) -> None:
+        """Forget a group that is closed."""
+        self._groups.pop(key, None)
+
+    def answer(self, asked: SplitsRequest, later: Deferred) -> None:
+        """Answer once the group is where the asker is; with `NoReply` if the group is not here."""
+        group = self._groups.get((asked.channel, asked.base))
+        if group is None or len(self._answers) >= ANSWERS_MAX:
+            later.fail(NoReply(f"no elastic group on channel {asked.channel} can tell how it was split"))
+            return
+        task = asyncio.ensure_future(self._answer(group, asked.sequence, later))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
+    async def _answer(self, group: Elder, sequence: int, later: Deferred) -> None:
+        try:
+            later.reply(SplitsReply(splits=await group.splits_before(sequence)))
+        except OperationAborted as error:
+            later.fail(NoReply(str(error)))
+
+    async def ask(
+        self, key: Key, sequence: int, elders: tuple[int, ...], end_ns: int
+    ) -> dict[int, SplitsReply]:
+        """Return the answers of the older members, by rank; none of one that dies, or has closed the group.
+
+        Raises `DeadlineExceeded` once the time is up.
+        """
+        message = SplitsRequest(channel=key[0], base=key[1], sequence=sequence)
+        answers = await asyncio.gather(*(self._ask(rank, message, end_ns) for rank in elders))
+        return {rank: answer for rank, answer in zip(elders, answers, strict=True) if answer is not None}
+
+    async def _ask(self, rank: int, message: SplitsRequest, end_ns: int) -> SplitsReply | None:
+        left_s = (end_ns - now_ns()) / 1e9
+        if left_s <= 0:
+            raise DeadlineExceeded(f"rank {rank} was not asked in time how the group was split")
+        ref = self._worker.system.ref(f"rank{rank}/{ACTOR_NAME}")
+        try:
+            return await ref.ask(message, reply=SplitsReply, timeout=left_s)
+        except (PeerLost, LinkClosed, ActorError) as error:
+            log.info("an elder says nothing", rank=rank, reason=str(error))
+            return None
+
+
+class ElasticActor(Actor):
+    """Answers replacements."""
+
+    captured = False
+
+    def __init__(self, asks: ElasticAsks) -> None:
+        self._asks = asks
+
+    @on(SplitsRequest)
+    async def asked(self, message: SplitsRequest) -> SplitsReply | DeferredReply:
+        """Answer how a group was split."""
+        later = self.defer()
+        self._asks.answer(message, later)
+        return later
+
+
+_asks: WeakKeyDictionary[Worker, ElasticAsks] = WeakKeyDictionary()
+
+
+async def open_asks(worker: Worker) -> ElasticAsks:
+    """Return the groups of this process that can be asked, with the actor that answers."""
+    known = _asks.get(worker)
+    if known is None:
+        known = _asks[worker] = ElasticAsks(worker)
+        await worker.system.spawn(ElasticActor, known, name=ACTOR_NAME)
+    return known
 
 
 @dataclass(frozen=True, slots=True)

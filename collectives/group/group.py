@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.actors.hangs.progress import Sample
+from zbmd.actors.hangs.watchdog import Described, Watched
+from zbmd.actors.hangs.wire import PlaceKind, Position
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.communicator.communicator import Communicator
@@ -23,17 +26,58 @@ from zbmd.collectives.communicator.cost_model import is_far
 from zbmd.collectives.communicator.operations import Blocking, Call, Operations, timeout_ns
 from zbmd.collectives.device.arrays import given_back, taken
 from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.flight.recorder import FlightState
 from zbmd.collectives.group.capture import record_operations
 from zbmd.collectives.group.flight_dump import FLIGHTS
 from zbmd.collectives.group.priority_driver import PriorityTurns
 from zbmd.collectives.group.priority_machine import PRIORITY_MAX
 from zbmd.collectives.group.subgroup_driver import Subgroups, open_subgroups
-from zbmd.collectives.group.watchdog_view import GroupWatch
 from zbmd.collectives.p2p.actor import open_tagged
 from zbmd.collectives.p2p.tagged import OnLoop, Received, Tagged, within
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.native._native import now_ns
+
+# What the watchdog sees of a group: the operation under way, and how far this rank has come.
+
+
+class GroupWatch:
+    """The operations of one communicator, as a source for the watchdog
+    (`zbmd.actors.hangs.watchdog.GroupSource`)."""
+
+    def __init__(self, name: str, communicator: Communicator) -> None:
+        self.key = f"group {communicator.channel}/{communicator.epoch}"
+        self._name = name
+        self._communicator = communicator
+
+    def watched(self) -> Iterator[Watched]:
+        """The operation under way, if there is one."""
+        flight = self._communicator.flight
+        record = flight[-1] if flight else None
+        if record is None or record.state is not FlightState.RUNNING:
+            return
+        # An operation in pieces makes progress with each of them.
+        mark = (record.sequence, self._communicator.sequence)
+        what = f"{record.operation} #{record.sequence} of {self._communicator.title}"
+        described = Described(kind=PlaceKind.OPERATION, who=self._name, what=what)
+        yield Watched(sample=Sample(key=self.key, mark=mark), describe=lambda: described)
+
+    def position(self, *, still_ns: int, stuck: bool) -> Position:
+        """How far this rank has come."""
+        flight = self._communicator.flight
+        record = flight[-1] if flight else None
+        running = record is not None and record.state is FlightState.RUNNING
+        return Position(
+            channel=self._communicator.channel,
+            epoch=self._communicator.epoch,
+            sequence=0 if record is None else record.sequence,
+            operation="" if record is None else record.operation,
+            running=running,
+            stuck=stuck and running,
+            still_ns=still_ns if running else 0,
+            members=self._communicator.members,
+        )
+
 
 OPERATIONS_IN_FLIGHT_MAX = 1024
 """Operations submitted and not yet done; one more is refused."""

@@ -21,8 +21,7 @@ from zbmd.collectives.execution.remote_fetch import STAGING_BYTES_MAX
 from zbmd.collectives.execution.remote_sending import slot_payload_bytes
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
 from zbmd.collectives.scale._timeline import Timeline
-from zbmd.collectives.scale.bounds import bound_ns, least_ns
-from zbmd.collectives.scale.fabric import Fabric, Placement, place
+from zbmd.collectives.scale.bounds import Fabric, Placement, bound_ns, least_ns, place
 from zbmd.collectives.scale.roles import (
     check_at_scale,
     folds_in_rank_order,

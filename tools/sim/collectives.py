@@ -24,7 +24,7 @@ import rich.table
 import rich.text
 
 from zbmd.collectives.algorithms.catalogue import Operation
-from zbmd.collectives.scale.fabric import Fabric
+from zbmd.collectives.scale.bounds import Fabric
 from zbmd.collectives.scale.roles import AT_SCALE
 from zbmd.collectives.scale.scaling import (
     Recovery,

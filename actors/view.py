@@ -53,6 +53,14 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberId:
+    """A rank in one of its incarnations: a replacement of the rank has a greater one."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One live process of a view. `address`: of its listener on its own host.
 
@@ -65,6 +73,11 @@ class Member:
     address: str
     host: str = ""
     tcp_address: str = ""
+
+    @property
+    def id(self) -> MemberId:
+        """Return the rank and its incarnation."""
+        return MemberId(rank=self.rank, incarnation=self.incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +93,11 @@ class View:
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks, ascending."""
         return tuple(m.rank for m in self.members)
+
+    @property
+    def ids(self) -> tuple[MemberId, ...]:
+        """The members' ranks and incarnations, in rank order."""
+        return tuple(m.id for m in self.members)
 
     def member(self, rank: int) -> Member | None:
         """Return the member with this rank, or None."""

@@ -16,15 +16,14 @@ import structlog
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import ActorError
-from zbmd.actors.rank.member import ComingView, Worker
-from zbmd.actors.view import rank_of
+from zbmd.actors.rank.member import Worker
+from zbmd.actors.view import MemberId, rank_of
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import STEP_COMMIT, StepCommit, commit_config
 from zbmd.collectives.commit.wire import Finish, GaveUp, Message, Report, SendAction, Vote, from_wire, to_wire
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.flight_dump import FLIGHTS
 from zbmd.collectives.group.group import Group, group_of
-from zbmd.collectives.member_id import MemberId
 from zbmd.transport import kill_points as faults
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
@@ -316,7 +315,7 @@ class CommitDriver:
         epoch = 0
         while True:
             coming = await self._worker.coming_view(after=epoch)
-            epoch, members = coming.view.epoch, _members_of(coming)
+            epoch, members = coming.view.epoch, coming.view.ids
             self._may_enter.clear()
             self._take(cm.EpochReady(epoch=epoch, members=members))
             await self._may_enter.wait()
@@ -409,7 +408,3 @@ class CommitDriver:
                 return cm.RecallEnded(epoch=epoch, version=version, digest=digest)
             case cm.RunStep():
                 return cm.StepEnded(epoch=epoch, version=version, digest=digest, part=part, reason=reason)
-
-
-def _members_of(coming: ComingView) -> tuple[MemberId, ...]:
-    return tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in coming.view.members)

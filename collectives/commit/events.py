@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-from zbmd.collectives.member_id import MemberId
+from zbmd.actors.view import MemberId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any, TypeVar, assert_never
 
+from zbmd.actors.view import MemberId
 from zbmd.collectives.commit.events import (
     AbortWork,
     Adopted,
@@ -66,7 +67,6 @@ from zbmd.collectives.commit.events import (
     StepEnded,
     VoteReceived,
 )
-from zbmd.collectives.member_id import MemberId
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 

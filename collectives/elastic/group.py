@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from zbmd.actors.rank.member import Worker
-from zbmd.actors.view import View
+from zbmd.actors.view import MemberId, View
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.group_trials import NOT_TRIED, Reading
 from zbmd.collectives.communicator.operations import timeout_ns
@@ -31,7 +31,6 @@ from zbmd.collectives.errors import (
 )
 from zbmd.collectives.group.group import Group, hosts_of, make_group
 from zbmd.collectives.group.subgroup_driver import open_subgroups
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.actor import tagged_groups
 from zbmd.collectives.p2p.tagged import OnLoop
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
@@ -372,7 +371,7 @@ class ElasticGroup(ElasticCalls):
         )
         if self._publication is None:
             self._publication = Publication(self._worker.segment.arena)
-        members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in belong)
+        members = tuple(m.id for m in belong)
         gone = (*view.finished, *view.lost)
         readable = tuple(member for member in self._remains.of if self._read(member) is not None)
         self._home.views.entered(self._number, members, place.ranks)

@@ -15,13 +15,13 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.errors import ActorError, NoReply
 from zbmd.actors.rank.member import Worker
+from zbmd.actors.view import MemberId
 from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.elastic.operations import ElasticOperations, Result
 from zbmd.collectives.elastic.views import ElasticViews
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.subgroup_driver import Subgroups
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p.elastic import ElasticTagged
 from zbmd.collectives.p2p.tagged import Received, TaggedEnd, within
 from zbmd.collectives.programs.channels import Agreed

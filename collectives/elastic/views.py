@@ -13,10 +13,9 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from zbmd.actors.rank.member import ComingView, Worker
-from zbmd.actors.view import Member, View
+from zbmd.actors.view import Member, MemberId, View
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.elastic.views_machine import VIEWS
-from zbmd.collectives.member_id import MemberId
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.memory.segment import PeerMemory
@@ -120,7 +119,7 @@ class ElasticViews:
         try:
             while self._groups:
                 coming = await self._worker.coming_view(after=self.view.epoch)
-                members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in coming.view.members)
+                members = coming.view.ids
                 kept = tuple(m for m in members if self._keeps(m, coming))
                 self._coming = coming
                 self._feed(vm.ViewReady(epoch=coming.view.epoch, members=members, kept=kept))

@@ -7,9 +7,9 @@ from typing import Any, assert_never
 
 from zbmd.actors.errors import ActorError
 from zbmd.actors.rank.member import Worker
+from zbmd.actors.view import MemberId
 from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p.actor import pass_on_end
 from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS, ElasticTagMachine, Way, tags_config

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-from zbmd.collectives.member_id import MemberId
+from zbmd.actors.view import MemberId
 from zbmd.collectives.p2p.tag_machine import (
     Arrived,
     Cause,

@@ -19,9 +19,9 @@ import numpy as np
 import xxhash
 
 from zbmd.actors.rank.member import Peer
+from zbmd.actors.view import MemberId
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.device.arrays_in import Array
-from zbmd.collectives.member_id import MemberId
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.segment import PeerSegment

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from zbmd.collectives.member_id import MemberId
+from zbmd.actors.view import MemberId
 
 
 class OnLoss(Enum):

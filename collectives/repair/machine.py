@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any, assert_never
 
-from zbmd.collectives.member_id import MemberId
+from zbmd.actors.view import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Outcome, Phase
 from zbmd.collectives.repair.verdict import Verdict, VerdictKind, decide

@@ -17,10 +17,9 @@ import xxhash
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.rank.member import Worker
-from zbmd.actors.view import RANKS_MAX
+from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.native._stepper import COUNTER_MAX
 from zbmd.collectives.programs.channels import STAMP_MAX, SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Offer
 from zbmd.collectives.repair.operations_shared import AllGather, CallContext

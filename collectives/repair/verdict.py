@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zbmd.collectives.member_id import MemberId
+from zbmd.actors.view import MemberId
 from zbmd.collectives.repair.events import Adoption, Call, Failed, Failure, Inputs, OnLoss, Phase, Report
 from zbmd.transport.errors import RemoteProtocolError
 

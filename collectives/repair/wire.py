@@ -10,12 +10,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
-from zbmd.actors.view import RANKS_MAX
+from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import Model, is_far
 from zbmd.collectives.communicator.group_trials import agree_on_model
 from zbmd.collectives.device.arrays_in import Array
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair.events import Call, Failed, Failure, Inputs, OnLoss, Phase, Report
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 

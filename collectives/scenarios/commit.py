@@ -18,15 +18,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, assert_never
+from functools import partial
+from typing import TypeAlias, assert_never
 
 from zbmd.actors.host import membership_events as membership
 from zbmd.actors.host.membership import MembershipMachine
-from zbmd.actors.view import RANKS_MAX, OnLoss, Outcome, RankState, View
+from zbmd.actors.view import RANKS_MAX, MemberId, OnLoss, Outcome, RankState, View
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.scenarios.commit_world import (
+    NODE,
     ROUND_NS_MAX,
     SHRINK_SHARE,
     SLOW_NS,
@@ -35,17 +36,19 @@ from zbmd.collectives.scenarios.commit_world import (
     ContentsOf,
     Enter,
     HashChain,
+    HostedJob,
     JobScenario,
     Message,
     Parted,
     Slots,
-    draw_kills,
-    names_of,
+    add_processes,
+    joined,
+    linked,
+    member_of,
 )
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
-NODE = "node"
 WORK_NS_MAX = 3_000_000
 DRAIN_NS_MAX = 500_000
 NOTHING = b"nothing"
@@ -101,11 +104,7 @@ class RankProcess:
         """Translate a stimulus into the machine's event and perform what it answers."""
         match stimulus:
             case sim.Started():
-                rank, incarnation = self.member.rank, self.member.incarnation
-                joined = membership.Joined(
-                    rank=rank, incarnation=incarnation, address=f"{rank}#{incarnation}"
-                )
-                return [sim.Send(to=NODE, message=joined)]
+                return [joined(self.member)]
             case sim.Arrived(message=message):
                 return self._take(message, now_ns)
             case sim.Commanded():
@@ -113,8 +112,7 @@ class RankProcess:
             case sim.PeerEnded(peer=peer, incarnation=incarnation):
                 if peer == NODE:
                     return []
-                ended = MemberId(rank=int(peer.removeprefix("rank")), incarnation=incarnation)
-                return self._feed(cm.PeerEnded(member=ended, reason="killed"), now_ns)
+                return self._feed(cm.PeerEnded(member=member_of(peer, incarnation), reason="killed"), now_ns)
             case sim.TimerFired():
                 return self._work_on(now_ns)
             case _:
@@ -126,11 +124,11 @@ class RankProcess:
                 if view.epoch <= self.view.epoch:
                     return []  # overtaken by the next
                 self.view = view
-                return self._linked() if self.coming is None else []
+                return [linked(self.member, view.epoch)] if self.coming is None else []
             case Enter(epoch=epoch):
                 if epoch != self.view.epoch or epoch <= self.machine.epoch or self.coming is not None:
                     return []
-                self.coming = cm.EpochReady(epoch=epoch, members=_members_of(self.view))
+                self.coming = cm.EpochReady(epoch=epoch, members=self.view.ids)
                 return self._feed(self.coming, now_ns)
             case Parted(member=member):
                 return self._feed(cm.PeerEnded(member=member, reason="its link ended"), now_ns)
@@ -139,11 +137,6 @@ class RankProcess:
             case _:
                 return self._feed(message, now_ns)
 
-    def _linked(self) -> list[sim.Effect[Message]]:
-        rank, incarnation = self.member.rank, self.member.incarnation
-        linked = membership.Linked(rank=rank, incarnation=incarnation, epoch=self.view.epoch)
-        return [sim.Send(to=NODE, message=linked)]
-
     def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
         """Enter the view that is ready, and go for the next if there is one."""
         coming, self.coming = self.coming, None
@@ -151,7 +144,8 @@ class RankProcess:
         self.world.abandoned.add(self.machine.epoch)
         installed = cm.EpochInstalled(epoch=coming.epoch, members=coming.members)
         effects = self._feed(installed, now_ns)
-        return effects + (self._linked() if self.view.epoch > coming.epoch else [])
+        newer = self.view.epoch > coming.epoch
+        return [*effects, linked(self.member, self.view.epoch)] if newer else effects
 
     def _feed(self, event: cm.CommitEvent, now_ns: int) -> list[sim.Effect[Message]]:
         effects: list[sim.Effect[Message]] = []
@@ -284,19 +278,8 @@ def _cut_short(work: Work) -> cm.CommitEvent:
             return cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, reason="aborted")
 
 
-def _members_of(view: View) -> tuple[MemberId, ...]:
-    return tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in view.members)
-
-
 def _to(rank: int, message: Message) -> sim.Send[Message]:
     return sim.Send(to=f"rank{rank}", message=message)
-
-
-class HostedJob(Protocol):
-    """What the node knows of the job."""
-
-    options: CommitOptions
-    state_lost: bool
 
 
 class NodeProcess:
@@ -391,7 +374,7 @@ class NodeProcess:
         if self.machine.unlinked or self.machine.view.epoch != self.view.epoch // EPOCH_STRIDE:
             return effects
         self.view, self.linked = dataclasses.replace(self.view, epoch=self.view.epoch + 1), set()
-        members = _members_of(self.view)
+        members = self.view.ids
         if len(members) > 1 and self.rng.random() < PARTED_SHARE:
             one, other = self.rng.sample(members, 2)
             effects.append(_to(one.rank, Parted(member=other)))
@@ -451,52 +434,13 @@ def build(
     conditions = draw_conditions(random.Random(f"{seed}/conditions"))
     simulation = sim.Simulation[Message](seed, conditions=conditions)
     world = CommitWorld(options, contents(simulation))
-    simulation.add(
-        NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups"), simulation.rng("late"))
+    add_processes(
+        simulation,
+        options.world_size,
+        lambda _: NodeProcess(world, simulation.rng("regroups"), simulation.rng("late")),
+        partial(RankProcess, world),
     )
-    for rank in range(options.world_size):
-
-        def make(incarnation: int, rank: int = rank) -> RankProcess:
-            rng = simulation.rng(f"rank{rank}#{incarnation}")
-            return RankProcess(world, rank, incarnation, rng)
-
-        simulation.add(f"rank{rank}", make, start=False)  # the node starts it
     return simulation, world
-
-
-def is_over(simulation: sim.Simulation[Message], world: CommitWorld) -> bool:
-    """Whether the run has ended as it may: nobody is left who has not finished, or the state was truly lost.
-
-    So it is, too, once a corrupted pull was noticed: the rank says so and ends, and a user has to look.
-    With a group that shrinks, a rank that was lost stays away; who is not lost finishes.
-    """
-    if world.state_lost or world.corruption_noticed:
-        return True
-    lost = {rank for rank in range(world.options.world_size) if not simulation.lives(f"rank{rank}")}
-    if not world.options.shrink:
-        return len(world.finished) == world.options.world_size == len(lost)
-    return bool(world.finished) and len(lost) == world.options.world_size
-
-
-def run(seed: int | str, options: CommitOptions) -> CommitWorld:
-    """Run one seed to its end, under the kills that it draws.
-
-    Raises `zbmd.transport.sim.SimulationFailure` with the story of the run if safety or liveness is broken.
-    """
-    simulation, world = build(seed, options)
-    victims, rng = names_of(options.world_size), random.Random(f"{seed}/kills")
-    for fault in draw_kills(rng, victims, options.kills, lambda: build(seed, options)[0]):
-        simulation.apply(fault)
-    simulation.run(until=lambda: world.state_lost)
-    simulation.add_checker("liveness", lambda: _assert_over(simulation, world))
-    simulation.command(NODE, "look")
-    simulation.run()
-    return world
-
-
-def _assert_over(simulation: sim.Simulation[Message], world: CommitWorld) -> None:
-    left = [name for name in names_of(world.options.world_size) if simulation.lives(name)]
-    assert is_over(simulation, world), f"nothing is under way, {left} have not finished"
 
 
 @dataclass(frozen=True)
@@ -530,5 +474,14 @@ class CommitScenario(JobScenario[CommitWorld]):
         return build(seed, job)[0]
 
     def is_over(self, simulation: sim.Simulation[Message], world: CommitWorld) -> bool:
-        """See `JobScenario`."""
-        return is_over(simulation, world)
+        """Return whether the run has ended as it may: all have finished, or the state was truly lost.
+
+        So it is, too, once a corrupted pull was noticed: the rank says so and ends, and a user has to look.
+        With a group that shrinks, a rank that was lost stays away; one that is not lost finishes.
+        """
+        if world.state_lost or world.corruption_noticed:
+            return True
+        lost = {rank for rank in range(world.options.world_size) if not simulation.lives(f"rank{rank}")}
+        if not world.options.shrink:
+            return len(world.finished) == world.options.world_size == len(lost)
+        return bool(world.finished) and len(lost) == world.options.world_size

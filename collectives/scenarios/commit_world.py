@@ -11,12 +11,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from zbmd.actors.host import membership_events as membership
+from zbmd.actors.view import MemberId
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
-from zbmd.collectives.member_id import MemberId
 from zbmd.transport import sim
 
 # ---- kill plans
@@ -25,7 +26,9 @@ from zbmd.transport import sim
 # between two effects (`sim.CrashWithin`), out of all that a run with the same seed passes.
 
 MessageT = TypeVar("MessageT")
-WorldT = TypeVar("WorldT")
+WorldT = TypeVar("WorldT", bound="HostedJob")
+
+NODE = "node"
 
 REDRAWS_MAX = 6
 """How often the run is repeated with the kills drawn so far, so that the next can fall into a recovery."""
@@ -42,6 +45,13 @@ SLOW_NS = 30_000_000
 ROUND_NS_MAX = 20 * SLOW_NS
 """What a step, or a recovery, takes at most: a dozen messages one after the other, and their work."""
 SHRINK_SHARE = 0.4
+
+
+class HostedJob(Protocol):
+    """What the node knows of the job."""
+
+    options: CommitOptions
+    state_lost: bool
 
 
 class JobScenario(ABC, Generic[WorldT]):
@@ -64,6 +74,30 @@ class JobScenario(ABC, Generic[WorldT]):
     def rehearsed(self, seed: int | str, job: CommitOptions) -> sim.Simulation[Message]:
         """What kills are drawn from: a run that takes as long as that of `made`."""
         return self.made(seed, job)[0]
+
+    def run(self, seed: int | str, job: CommitOptions) -> WorldT:
+        """Run one seed to its end, under the kills that it draws.
+
+        Raises `zbmd.transport.sim.SimulationFailure` with the story of the run if safety or liveness is
+        broken.
+        """
+        names = names_of(job.world_size)
+        kills = draw_kills(
+            random.Random(f"{seed}/kills"), names, job.kills, lambda: self.rehearsed(seed, job)
+        )
+        simulation, world = self.made(seed, job)
+        for fault in kills:
+            simulation.apply(fault)
+        simulation.run(until=lambda: world.state_lost)
+
+        def liveness() -> None:
+            left = [name for name in names if simulation.lives(name)]
+            assert self.is_over(simulation, world), f"nothing is under way, {left} have not finished"
+
+        simulation.add_checker("liveness", liveness)
+        simulation.command(NODE, "look")
+        simulation.run()
+        return world
 
     def build(self, seed: int | str, options: sim.Options) -> sim.ScenarioStage:
         """See `zbmd.transport.sim.Scenario`."""
@@ -180,6 +214,46 @@ class CommitOptions:
     """A pull now and then brings other bits than it read, as bad memory does: it must be noticed."""
     late: bool = False
     """One rank joins the others at their work."""
+
+
+def joined(member: MemberId) -> sim.Send[Message]:
+    """Return what a rank tells the node as it starts."""
+    address = f"{member.rank}#{member.incarnation}"
+    event = membership.Joined(rank=member.rank, incarnation=member.incarnation, address=address)
+    return sim.Send(to=NODE, message=event)
+
+
+def linked(member: MemberId, epoch: int) -> sim.Send[Message]:
+    """Return what a rank tells the node when it is linked for a view."""
+    event = membership.Linked(rank=member.rank, incarnation=member.incarnation, epoch=epoch)
+    return sim.Send(to=NODE, message=event)
+
+
+def member_of(process: str, incarnation: int) -> MemberId:
+    """Return the member that a rank's process is."""
+    return MemberId(rank=int(process.removeprefix("rank")), incarnation=incarnation)
+
+
+def add_processes(
+    simulation: sim.Simulation[Message],
+    world_size: int,
+    node: Callable[[int], sim.Process[Message]],
+    rank_process: Callable[[int, int, random.Random], sim.Process[Message]],
+) -> Callable[[MemberId], bool]:
+    """Add the node, and the ranks, which it starts. Return whether a member lives.
+
+    rank_process: makes a rank's process of rank, incarnation and random source.
+    """
+    incarnations: dict[int, int] = {}
+
+    def make(rank: int, incarnation: int) -> sim.Process[Message]:
+        incarnations[rank] = incarnation
+        return rank_process(rank, incarnation, simulation.rng(f"rank{rank}#{incarnation}"))
+
+    simulation.add(NODE, node)
+    for rank in range(world_size):
+        simulation.add(f"rank{rank}", partial(make, rank), start=False)
+    return lambda m: simulation.lives(f"rank{m.rank}") and incarnations.get(m.rank) == m.incarnation
 
 
 class Slots(Protocol):

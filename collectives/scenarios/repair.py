@@ -14,24 +14,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias, assert_never
 
 from zbmd.actors.host import membership_events as membership
-from zbmd.actors.view import RANKS_MAX, View
-from zbmd.collectives.member_id import MemberId
+from zbmd.actors.view import RANKS_MAX, MemberId, View
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair.machine import RepairMachine, RepairState
-from zbmd.collectives.scenarios.commit import NODE, NodeProcess, draw_conditions
+from zbmd.collectives.scenarios.commit import NodeProcess, draw_conditions
 from zbmd.collectives.scenarios.commit_world import (
+    NODE,
     CommitOptions,
     Enter,
     JobScenario,
     Message,
     Parted,
-    draw_kills,
+    add_processes,
     group_of,
-    names_of,
+    joined,
+    linked,
+    member_of,
 )
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
@@ -146,11 +149,7 @@ class RankProcess:
         """Translate a stimulus into the machine's event and perform what it answers."""
         match stimulus:
             case sim.Started():
-                rank, incarnation = self.member.rank, self.member.incarnation
-                joined = membership.Joined(
-                    rank=rank, incarnation=incarnation, address=f"{rank}#{incarnation}"
-                )
-                return [sim.Send(to=NODE, message=joined)]
+                return [joined(self.member)]
             case sim.Arrived(message=membership.InstallView(view=view)):
                 self.known = max(self.known, view, key=lambda known: known.epoch)
                 return self._link()
@@ -162,7 +161,7 @@ class RankProcess:
                 return []
             case sim.PeerEnded(peer=peer, incarnation=incarnation):
                 if peer != NODE:
-                    self.lost.add(MemberId(rank=int(peer.removeprefix("rank")), incarnation=incarnation))
+                    self.lost.add(member_of(peer, incarnation))
                 return []
             case sim.TimerFired(name="call"):
                 return self._call(now_ns)
@@ -183,10 +182,7 @@ class RankProcess:
     def _link(self) -> list[sim.Effect[Message]]:
         if not self._waits_for_view() or self.known.epoch <= self.entered:
             return []
-        linked = membership.Linked(
-            rank=self.member.rank, incarnation=self.member.incarnation, epoch=self.known.epoch
-        )
-        return [sim.Send(to=NODE, message=linked)]
+        return [linked(self.member, self.known.epoch)]
 
     def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
         """Enter the view known last if all are linked; an exchange of an earlier epoch ends with that."""
@@ -195,7 +191,7 @@ class RankProcess:
         if self.machine.state is RepairState.EXCHANGING:
             return self._cut(now_ns)
         self.entered = self.known.epoch
-        members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in self.known.members)
+        members = self.known.ids
         self.parted.clear()  # links that had ended stand again
         event = rm.EpochEntered(
             epoch=self.known.epoch,
@@ -427,48 +423,13 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     """The simulation of one group, without its kills. `options.steps` counts operations."""
     simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
     world = RepairWorld(options, seed)
-    living: dict[int, int] = {}
-    world.lives = lambda m: simulation.lives(f"rank{m.rank}") and living.get(m.rank) == m.incarnation
-    simulation.add(NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups")))
-    for rank in range(options.world_size):
-
-        def make(incarnation: int, rank: int = rank) -> RankProcess:
-            living[rank] = incarnation
-            rng = simulation.rng(f"rank{rank}#{incarnation}")
-            return RankProcess(world, rank, incarnation, rng)
-
-        simulation.add(f"rank{rank}", make, start=False)  # the node starts it
+    world.lives = add_processes(
+        simulation,
+        options.world_size,
+        lambda _: NodeProcess(world, simulation.rng("regroups")),
+        partial(RankProcess, world),
+    )
     return simulation, world
-
-
-def is_over(simulation: sim.Simulation[Message], world: RepairWorld) -> bool:
-    """Whether all who live on have finished; with a group that shrinks, who was lost stays away."""
-    gone = [rank for rank in range(world.options.world_size) if not simulation.lives(f"rank{rank}")]
-    everyone = len(gone) == world.options.world_size
-    if world.options.shrink:
-        return everyone and (bool(world.finished) or world.state_lost)
-    return everyone and len(world.finished) == world.options.world_size
-
-
-def run(seed: int | str, options: CommitOptions) -> RepairWorld:
-    """Run one seed to its end, under the kills that it draws.
-
-    Raises `zbmd.transport.sim.SimulationFailure` with the story of the run if safety or liveness is broken.
-    """
-    simulation, world = build(seed, options)
-    victims, rng = names_of(options.world_size), random.Random(f"{seed}/kills")
-    for fault in draw_kills(rng, victims, options.kills, lambda: build(seed, options)[0]):
-        simulation.apply(fault)
-    simulation.run()
-    simulation.add_checker("liveness", lambda: _assert_over(simulation, world))
-    simulation.command(NODE, "look")
-    simulation.run()
-    return world
-
-
-def _assert_over(simulation: sim.Simulation[Message], world: RepairWorld) -> None:
-    left = [name for name in names_of(world.options.world_size) if simulation.lives(name)]
-    assert is_over(simulation, world), f"nothing is under way, {left} have not finished"
 
 
 @dataclass(frozen=True)
@@ -487,5 +448,9 @@ class RepairScenario(JobScenario[RepairWorld]):
         return build(seed, job)
 
     def is_over(self, simulation: sim.Simulation[Message], world: RepairWorld) -> bool:
-        """See `JobScenario`."""
-        return is_over(simulation, world)
+        """Return whether all have finished; with a group that shrinks, those that were lost stay away."""
+        gone = [rank for rank in range(world.options.world_size) if not simulation.lives(f"rank{rank}")]
+        everyone = len(gone) == world.options.world_size
+        if world.options.shrink:
+            return everyone and (bool(world.finished) or world.state_lost)
+        return everyone and len(world.finished) == world.options.world_size

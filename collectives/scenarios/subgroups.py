@@ -15,25 +15,26 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
 
 from zbmd.actors.host import membership_events as membership
-from zbmd.actors.view import View
+from zbmd.actors.view import MemberId, View
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.elastic.views_machine import ViewsMachine
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.machine import RepairState
-from zbmd.collectives.scenarios.commit import NODE, NodeProcess
+from zbmd.collectives.scenarios.commit import NodeProcess
 from zbmd.collectives.scenarios.commit_world import (
     CommitOptions,
     Enter,
     JobScenario,
     Message,
     Parted,
-    draw_kills,
+    add_processes,
     group_of,
-    names_of,
+    joined,
+    linked,
 )
 from zbmd.collectives.scenarios.repair import RankProcess, RepairWorld, conditions_of
 from zbmd.transport import sim
@@ -105,7 +106,7 @@ class SubgroupProcess(RankProcess):
         if not waits or view.epoch <= self.machine.epoch:
             return []
         belong = [m for m in view.members if not self.world.ranks or m.rank in self.world.ranks]
-        members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in belong)
+        members = tuple(m.id for m in belong)
         event = rm.EpochEntered(
             epoch=view.epoch,
             members=members,
@@ -200,10 +201,7 @@ class MeshProcess:
         self.now_ns = now_ns
         match stimulus:
             case sim.Started():
-                rank, incarnation = self.member.rank, self.member.incarnation
-                address = f"{rank}#{incarnation}"
-                joined = membership.Joined(rank=rank, incarnation=incarnation, address=address)
-                return [sim.Send(to=NODE, message=joined)]
+                return [joined(self.member)]
             case sim.Arrived(message=membership.InstallView(view=view)):
                 self.known = max(self.known, view, key=lambda known: known.epoch)
                 return self._ask()
@@ -251,9 +249,7 @@ class MeshProcess:
         if self.coming is not None or self.known.epoch <= max(self.asked, self.view.epoch):
             return []
         self.asked = self.known.epoch
-        rank, incarnation = self.member.rank, self.member.incarnation
-        linked = membership.Linked(rank=rank, incarnation=incarnation, epoch=self.known.epoch)
-        return [sim.Send(to=NODE, message=linked)]
+        return [linked(self.member, self.known.epoch)]
 
     def _come(self, now_ns: int) -> Effects:
         """A view that all members are linked for may be entered; one at a time is."""
@@ -261,8 +257,8 @@ class MeshProcess:
         if self.coming is not None or not self.view.epoch < known.epoch <= self.may_enter:
             return self._ask()
         self.coming = known
-        members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in known.members)
-        held = {MemberId(rank=m.rank, incarnation=m.incarnation) for m in self.view.members} - self.parted
+        members = known.ids
+        held = set(self.view.ids) - self.parted
         kept = tuple(m for m in members if m in held or m == self.member)
         return self._views(vm.ViewReady(epoch=known.epoch, members=members, kept=kept), now_ns)
 
@@ -285,13 +281,13 @@ class MeshProcess:
 
     def _check_cut(self, part: SubgroupProcess) -> None:
         assert self.coming is not None
-        stay = {MemberId(rank=m.rank, incarnation=m.incarnation) for m in self.coming.members} - self.parted
+        stay = set(self.coming.ids) - self.parted
         assert not set(part.machine.members) <= stay, f"{self.member}: {part.machine.members} all stay"
 
     def _entered(self, now_ns: int) -> Effects:
         """The view is entered. No group may still be at work with one whose memory goes with it."""
         assert self.coming is not None
-        before = {MemberId(rank=m.rank, incarnation=m.incarnation) for m in self.coming.members} - self.parted
+        before = set(self.coming.ids) - self.parted
         for part in self.parts:
             busy = part.stages and not part.given_up and not set(part.machine.members) <= before
             assert not busy, f"{self.member} enters {self.coming}, and is in {part.stages[0]}"
@@ -308,7 +304,6 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     """A mesh, without its kills. `options.steps` counts the operations of "all"; others have fewer."""
     simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
     mesh, size = Mesh(options), options.world_size
-    living: dict[int, int] = {}
     groups: dict[str, tuple[int, ...]] = {"all": ()} | {
         f"row{r}": (r, r + 1) for r in range(0, size - 1, COLUMNS)
     }
@@ -316,44 +311,16 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     for name, ranks in groups.items():
         steps = random.Random(f"{seed}/{name}/steps").randint(0, options.steps) if ranks else options.steps
         own = dataclasses.replace(options, steps=steps)
-        part = mesh.parts[name] = SubgroupWorld(own, f"{seed}/{name}", ranks=ranks)
-        part.lives = lambda m: simulation.lives(f"rank{m.rank}") and living.get(m.rank) == m.incarnation
-    simulation.add(NODE, lambda incarnation: NodeProcess(mesh, simulation.rng("regroups")))
-    for rank in range(size):
-
-        def make(incarnation: int, rank: int = rank) -> MeshProcess:
-            living[rank] = incarnation
-            rng = simulation.rng(f"rank{rank}#{incarnation}")
-            return MeshProcess(mesh, rank, incarnation, rng)
-
-        simulation.add(f"rank{rank}", make, start=False)  # the node starts it
+        mesh.parts[name] = SubgroupWorld(own, f"{seed}/{name}", ranks=ranks)
+    lives = add_processes(
+        simulation,
+        size,
+        lambda _: NodeProcess(mesh, simulation.rng("regroups")),
+        partial(MeshProcess, mesh),
+    )
+    for part in mesh.parts.values():
+        part.lives = lives
     return simulation, mesh
-
-
-def is_over(simulation: sim.Simulation[Message], mesh: Mesh) -> bool:
-    """Whether all who live on have finished in all of their groups.
-
-    With a group that shrinks, who was lost stays away; the job is over, too, once all were.
-    """
-    size = mesh.options.world_size
-    if any(simulation.lives(f"rank{rank}") for rank in range(size)):
-        return False
-    finished = [all(rank in mesh.parts[name].finished for name in mesh.of(rank)) for rank in range(size)]
-    if mesh.options.shrink:
-        return any(finished) or mesh.state_lost
-    return all(finished)
-
-
-def run(seed: int | str, options: CommitOptions) -> Mesh:
-    """Run one seed to its end, under the kills that it draws; see `zbmd.collectives.scenarios.repair.run`."""
-    victims, rng = names_of(options.world_size), random.Random(f"{seed}/kills")
-    kills = draw_kills(rng, victims, options.kills, lambda: build(seed, options)[0])
-    simulation, mesh = build(seed, options)
-    for fault in kills:
-        simulation.apply(fault)
-    simulation.run()
-    assert is_over(simulation, mesh), f"seed {seed}: nothing is under way, and not all have finished"
-    return mesh
 
 
 @dataclass(frozen=True)
@@ -372,5 +339,16 @@ class SubgroupsScenario(JobScenario[Mesh]):
         return build(seed, job)
 
     def is_over(self, simulation: sim.Simulation[Message], world: Mesh) -> bool:
-        """See `JobScenario`."""
-        return is_over(simulation, world)
+        """Return whether all who live on have finished in all of their groups.
+
+        With a group that shrinks, those that were lost stay away; the job is over, too, once all were.
+        """
+        size = world.options.world_size
+        if any(simulation.lives(f"rank{rank}") for rank in range(size)):
+            return False
+        finished = [
+            all(rank in world.parts[name].finished for name in world.of(rank)) for rank in range(size)
+        ]
+        if world.options.shrink:
+            return any(finished) or world.state_lost
+        return all(finished)

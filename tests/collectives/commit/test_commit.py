@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from zbmd.actors.view import MemberId
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import CommitState, StepCommit
-from zbmd.collectives.member_id import MemberId
-from zbmd.collectives.scenarios.commit import build, run
+from zbmd.collectives.scenarios.commit import CommitScenario, build
 from zbmd.collectives.scenarios.commit_world import CommitOptions, oracle
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.sim import KillPoint
@@ -48,7 +48,7 @@ def test_seeded_kills(world_size: int, shrink: bool) -> None:
     print(f"fresh seeds from {FRESH}")
     for index in range(60):
         options = CommitOptions(world_size=world_size, kills=index % 5, shrink=shrink)
-        world = run(FRESH + index, options)
+        world = CommitScenario().run(FRESH + index, options)
         if options.kills == 0:
             assert world.finished == set(range(world_size))
         if not world.state_lost:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import zbmd
+from zbmd.actors.view import MemberId
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Channels, Offer
 from zbmd.collectives.repair.splits import (
     Split,
@@ -24,8 +24,8 @@ from zbmd.collectives.repair.splits import (
     check_repeated,
     row_of,
 )
-from zbmd.collectives.scenarios import subgroups as parts_scenario
 from zbmd.collectives.scenarios.commit_world import CommitOptions
+from zbmd.collectives.scenarios.subgroups import SubgroupsScenario, build
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 
 FRESH = random.SystemRandom().randrange(2**32)
@@ -41,7 +41,7 @@ def test_meshes_under_seeded_kills(world_size: int) -> None:
     print(f"fresh seeds from {FRESH}")
     for index in range(12):
         options = CommitOptions(world_size=world_size, steps=2, kills=index % 4, shrink=index % 5 == 0)
-        mesh = parts_scenario.run(FRESH + index, options)
+        mesh = SubgroupsScenario().run(FRESH + index, options)
         assert not mesh.state_lost or options.kills >= world_size
         assert mesh.state_lost or mesh.parts["all"].returned or mesh.parts["all"].raised
 
@@ -52,13 +52,13 @@ def test_a_job_that_loses_all_of_its_ranks_is_over_only_if_nobody_is_brought_bac
     world_size: int, shrink: bool
 ) -> None:
     options = CommitOptions(world_size=world_size, steps=2, shrink=shrink)
-    simulation, mesh = parts_scenario.build(79481152938509, options)
+    simulation, mesh = build(79481152938509, options)
     simulation.run(until=lambda: bool(mesh.parts["all"].returned or mesh.parts["all"].raised))
     for rank in range(world_size):
         simulation.crash(f"rank{rank}")
-    assert not parts_scenario.is_over(simulation, mesh), "the node does not know yet"
+    assert not SubgroupsScenario().is_over(simulation, mesh), "the node does not know yet"
     simulation.run()
-    assert parts_scenario.is_over(simulation, mesh)
+    assert SubgroupsScenario().is_over(simulation, mesh)
     assert mesh.state_lost == shrink
     finished = mesh.parts["all"].finished
     assert finished == (set() if shrink else set(range(world_size)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.machines.state_followers import follow_all
 
-from zbmd.collectives.member_id import MemberId
+from zbmd.actors.view import MemberId
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS, ElasticTagMachine, Way, tags_config

@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from zbmd.actors.view import RANKS_MAX
+from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.communicator.cost_model import Model
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Failure, Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair.machine import RepairMachine, RepairState
 from zbmd.collectives.repair.verdict import VerdictKind, decide
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
 from zbmd.collectives.scenarios.commit_world import CommitOptions
-from zbmd.collectives.scenarios.repair import build, run
+from zbmd.collectives.scenarios.repair import RepairScenario, build
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 FRESH = random.SystemRandom().randrange(2**32)
@@ -50,7 +49,7 @@ def test_seeded_kills(world_size: int, shrink: bool) -> None:
     print(f"fresh seeds from {FRESH}")
     for index in range(40):
         options = CommitOptions(world_size=world_size, steps=4, kills=index % 5, shrink=shrink)
-        world = run(FRESH + index, options)
+        world = RepairScenario().run(FRESH + index, options)
         if options.kills == 0:
             assert world.finished == set(range(world_size))
             assert {sequence for _, sequence in {**world.returned, **world.raised}} == {1, 2, 3, 4}

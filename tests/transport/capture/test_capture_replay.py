@@ -218,7 +218,7 @@ def run_commit(log: capture.Recorder, seed: int, monkeypatch: pytest.MonkeyPatch
             return actions
 
     monkeypatch.setattr(commit_scenario, "StepCommit", Recorded)
-    commit_scenario.run(seed, commit_world.CommitOptions(world_size=4, steps=8, kills=3))
+    commit_scenario.CommitScenario().run(seed, commit_world.CommitOptions(world_size=4, steps=8, kills=3))
     return len(lives)
 
 

@@ -19,9 +19,9 @@ from zbmd.actors.cluster.state.job_table import JobSpec, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.host import membership_events as host_events
 from zbmd.actors.replay.recording import captured_system
+from zbmd.actors.view import MemberId
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit, commit_config
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.collectives.repair import events as rm

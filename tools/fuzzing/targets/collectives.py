@@ -15,6 +15,7 @@ import numpy as np
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.view import MemberId
 from zbmd.collectives.algorithms.catalogue import Operation, Request
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit import wire as commit_wire
@@ -25,7 +26,6 @@ from zbmd.collectives.execution.executor import MappedExecutor, Membership
 from zbmd.collectives.execution.plan import Plan, Run, plan_of
 from zbmd.collectives.group import flight_dump, priority_machine
 from zbmd.collectives.group.priority_driver import decode_told, encode_told
-from zbmd.collectives.member_id import MemberId
 from zbmd.collectives.native._program import READ
 from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.p2p import elastic_machine as elastic_tag_machine

@@ -237,7 +237,7 @@ def bench_replay(events: int) -> dict[str, float]:
         options = commit_world.CommitOptions(world_size=4, steps=50, kills=2)
         with patch.object(commit_scenario, "StepCommit", Recorded):
             while taken[0] < events:
-                commit_scenario.run(seed, options)
+                commit_scenario.CommitScenario().run(seed, options)
                 seed += 1
         recorder.close()
         before_s = time.perf_counter()

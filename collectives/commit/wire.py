@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import dataclasses
+from typing import Final, TypeAlias
+
+import msgspec
 
 from zbmd.actors.contracts import Contract
 from zbmd.collectives.commit import events as cm
@@ -47,52 +50,30 @@ SendAction: TypeAlias = cm.SendReport | cm.SendVote | cm.SendFinish | cm.SendGav
 Message: TypeAlias = Report | Vote | Finish | GaveUp
 
 
+_MESSAGES: Final[dict[type, type[Message]]] = {
+    cm.SendVote: Vote,
+    cm.SendFinish: Finish,
+    cm.SendGaveUp: GaveUp,
+}
+
+
 def to_wire(action: SendAction) -> Message:
     """Return the message that performs a send action."""
-    match action:
-        case cm.SendReport(epoch=epoch, held=held):
-            return Report(
-                epoch=epoch,
-                version=held.version,
-                digest=held.digest,
-                slot=held.slot,
-                handle=held.handle,
-                known=held.known,
-                fresh=held.fresh,
-                whole=held.whole,
-            )
-        case cm.SendVote(epoch=epoch, version=version, digest=digest, part=part, ready=ready):
-            return Vote(epoch=epoch, version=version, digest=digest, part=part, ready=ready)
-        case cm.SendGaveUp(epoch=epoch):
-            return GaveUp(epoch=epoch)
-        case cm.SendFinish(epoch=epoch):
-            return Finish(epoch=epoch)
+    if isinstance(action, cm.SendReport):
+        return Report(epoch=action.epoch, **dataclasses.asdict(action.held))
+    return msgspec.convert(action, _MESSAGES[type(action)], from_attributes=True)
 
 
 def from_wire(message: Message, sender: int) -> cm.CommitEvent:
     """Return the machine's event for a message from rank `sender`, which the link authenticates."""
+    fields = msgspec.structs.asdict(message)
     match message:
         case Report():
-            held = cm.Held(
-                version=message.version,
-                digest=message.digest,
-                slot=message.slot,
-                handle=message.handle,
-                known=message.known,
-                fresh=message.fresh,
-                whole=message.whole,
-            )
-            return cm.ReportReceived(sender=sender, epoch=message.epoch, held=held)
+            epoch = fields.pop("epoch")
+            return cm.ReportReceived(sender=sender, epoch=epoch, held=cm.Held(**fields))
         case Vote():
-            return cm.VoteReceived(
-                sender=sender,
-                epoch=message.epoch,
-                version=message.version,
-                digest=message.digest,
-                part=message.part,
-                ready=message.ready,
-            )
+            return cm.VoteReceived(sender=sender, **fields)
         case GaveUp():
-            return cm.GaveUpReceived(sender=sender, epoch=message.epoch)
+            return cm.GaveUpReceived(sender=sender, **fields)
         case Finish():
-            return cm.FinishReceived(sender=sender, epoch=message.epoch)
+            return cm.FinishReceived(sender=sender, **fields)

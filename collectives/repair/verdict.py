@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from zbmd.actors.view import MemberId
 from zbmd.collectives.repair.events import Adoption, Call, Failed, Failure, Inputs, OnLoss, Phase, Report
@@ -198,28 +199,8 @@ class _Case:
         failed = Failed(sequence=self.sequence, failure=failure, reason=reason, ranks=ranks)
         return self._make(VerdictKind.FAIL, reason, failed=failed)
 
-    def _make(
-        self,
-        kind: VerdictKind,
-        reason: str,
-        *,
-        runners: tuple[int, ...] = (),
-        adopted: tuple[Adoption, ...] = (),
-        contributors: tuple[MemberId, ...] = (),
-        source: int = -1,
-        failed: Failed | None = None,
-    ) -> Verdict:
-        return Verdict(
-            kind=kind,
-            reason=reason,
-            born=self.born,
-            sequence=self.sequence,
-            runners=runners,
-            adopted=adopted,
-            contributors=contributors,
-            source=source,
-            failed=failed,
-        )
+    def _make(self, kind: VerdictKind, reason: str, **parts: Any) -> Verdict:
+        return Verdict(kind=kind, reason=reason, born=self.born, sequence=self.sequence, **parts)
 
     def _why(self) -> str:
         """Say what interrupted the operation: deaths, or a link that ended between survivors."""

@@ -163,7 +163,7 @@ def decode_report(encoded: Array, sender: int) -> ExchangedReport:
             attempted=_members(found.attempted),
             contributors=_members(found.contributors),
             readable=_members(found.readable),
-            failed=_failed(found.failed),
+            failed=msgspec.convert(found.failed, Failed | None, from_attributes=True),
         )
     except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
         raise RemoteProtocolError(f"rank {sender} sent no report of a repair: {error}") from error
@@ -184,13 +184,7 @@ def _costs(model: Model) -> tuple[float, float, float]:
 def _measured(found: _MeasuredModel | None) -> MeasuredModel | None:
     if found is None:
         return None
-    model = Model(
-        alpha_ns=found.alpha_ns,
-        beta_ns_per_byte=found.beta_ns_per_byte,
-        gamma_ns_per_byte=found.gamma_ns_per_byte,
-        cores=found.cores,
-    )
-    return MeasuredModel(model=model, far=found.far)
+    return MeasuredModel(model=msgspec.convert(found, Model, from_attributes=True), far=found.far)
 
 
 def _call(found: _Call | None) -> Call | None:
@@ -198,13 +192,7 @@ def _call(found: _Call | None) -> Call | None:
         return None
     if found.own and found.inputs is Inputs.RECOMPUTE:
         raise ValueError("each has a result of its own, and the inputs do not stay")
-    return Call(text=found.text, on_loss=found.on_loss, inputs=found.inputs, needs=found.needs, own=found.own)
-
-
-def _failed(found: _Failed | None) -> Failed | None:
-    if found is None:
-        return None
-    return Failed(sequence=found.sequence, failure=found.failure, reason=found.reason, ranks=found.ranks)
+    return msgspec.convert(found, Call, from_attributes=True)
 
 
 def _flat(members: tuple[MemberId, ...]) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class ProgramError(CollectiveError):
 
 
 class Flaw(Enum):
-    """What is wrong with a set of programs."""
+    """A kind of error in a set of programs."""
 
     MALFORMED = "malformed"
     OUT_OF_BOUNDS = "operand out of bounds"

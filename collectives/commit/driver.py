@@ -62,7 +62,7 @@ class WorkThread(Generic[ResultT]):
         while (piece := self._pieces.get()) is not None:
             try:
                 result: ResultT | BaseException = piece()
-            except BaseException as error:  # noqa: BLE001 -- who gave it out is told
+            except BaseException as error:  # noqa: BLE001 -- handed to the caller
                 result = error
             del piece  # it may hold what is large
             self._ended(result)
@@ -144,7 +144,7 @@ class StepOutcome:
 
 
 class Workload(Protocol):
-    """What a run of steps computes.
+    """The computation of a run of steps.
 
     `run_step`, `fetch` and `recall` are called on the compute thread, one at a time. An error of theirs that
     is not named here is the rank's own, and ends it.

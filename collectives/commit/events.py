@@ -11,7 +11,7 @@ from zbmd.actors.view import MemberId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a member holds: its committed version and the slot that has it.
+    """A member's committed version and the slot that has it.
 
     `handle` says where the slots can be read; it is opaque here. `known`: the highest version that the member
     knows to be committed; `fresh`: it has not held the group's version in any epoch yet; `whole`: it enters

@@ -78,7 +78,7 @@ KEPT_MESSAGES_MAX = 4096
 
 
 class CommitState(Enum):
-    """Where the machine stands."""
+    """The state of the machine."""
 
     WAITING = auto()
     """No usable epoch: none yet, or a member of it is lost."""
@@ -377,7 +377,7 @@ class StepCommit:
         return [self._work]
 
     def _workers(self, held: dict[int, Held]) -> tuple[int, ...]:
-        """Who computes the first step of this epoch; all members come to the same."""
+        """Return the ranks that compute the first step of this epoch; all members come to the same."""
         whole = any(h.whole for h in held.values())
         idle = {rank for rank, h in held.items() if whole and h.fresh}
         return tuple(member.rank for member in self.members if member.rank not in idle)

@@ -12,7 +12,7 @@ from zbmd.collectives.commit import events as cm
 
 
 class Report(Contract, id="zbmd.commit.report", version=2, compatible_from=1):
-    """What a member holds at the start of an epoch."""
+    """A member's version and slot at the start of an epoch."""
 
     epoch: int
     version: int

@@ -27,7 +27,7 @@ TIMEOUT_S_MAX = 30 * 24 * 3600.0
 """No operation waits longer than this."""
 
 CalledT = TypeVar("CalledT", covariant=True)
-"""What a call returns: a coroutine of the result, or the result."""
+"""The return type of a call: a coroutine of the result, or the result."""
 Call: TypeAlias = Callable[[Communicator, Any, Any, int], Any]
 """Takes the communicator, `x`, `out` and the deadline, ns."""
 Submit = Callable[[Callable[[Communicator], Any], int, int], "Future[Any]"]

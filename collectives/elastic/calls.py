@@ -77,7 +77,7 @@ class ElasticCalls(ElasticParts):
 
     @abstractmethod
     def _move_on(self) -> None:
-        """What the machine has come to is done here."""
+        """Note that this process has done what the machine decided."""
 
     def _require_open(self) -> None:
         if self._closed.is_set() or self._error is not None:
@@ -208,11 +208,11 @@ class ElasticCalls(ElasticParts):
                     rows=job.rows,
                 )
             case rm.Raise(failed=failed):
-                raise self._told(job, failed)
+                raise self._error_of(job, failed)
             case _:
                 raise LocalProtocolError(f"an operation ended with {end}")
 
-    def _told(self, job: ElasticOperation, failed: rm.Failed) -> ZbmdError:
+    def _error_of(self, job: ElasticOperation, failed: rm.Failed) -> ZbmdError:
         what = f"{job.call.text} #{failed.sequence}: {failed.reason}"
         match failed.failure:
             case rm.Failure.LOST:

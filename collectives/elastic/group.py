@@ -1,7 +1,7 @@
 """Elastic groups: operations that those who live bring to one end when a member dies in them.
 
 The driver of `zbmd.collectives.repair.machine`. A group is edited in place as views come: links and memory of
-those who stay are kept, only the ends of an epoch (counters, descriptors) are made anew.
+those who stay are kept, only what belongs to an epoch (counters, descriptors) is made again.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from zbmd.transport.native._native import now_ns
 
 
 class Met(NamedTuple):
-    """What the members of a view agree on: their reports in order, the cost model, who reads whom."""
+    """The members' agreement on a view: their reports in order, the cost model, who reads whom."""
 
-    told: list[ExchangedReport]
+    reports: list[ExchangedReport]
     measured: MeasuredModel | None
     reading: Reading
 
@@ -61,13 +61,13 @@ def meet(c: Communicator, mine: ExchangedReport, known: Reading, *, ranks: int, 
     `RemoteProtocolError`.
     """
     rows = c.all_gather(encode_report(mine, ranks=ranks), deadline_ns=deadline_ns)
-    told = [decode_report(row, rank) for rank, row in zip(c.members, rows, strict=True)]
-    # Who has tried it together need not again, whoever of them is gone: a repair is not the time for it.
-    if known.number and all(one.reading == known.number for one in told):
+    reports = [decode_report(row, rank) for rank, row in zip(c.members, rows, strict=True)]
+    # Members that have tried it together need not try again, whoever is lost: a repair is no time for it.
+    if known.number and all(one.reading == known.number for one in reports):
         c.read_peers(known)
     else:
         c.try_reading(deadline_ns=deadline_ns)
-    return Met(told, pinned(c, (one.measured for one in told), deadline_ns), c.reading)
+    return Met(reports, pinned(c, (one.measured for one in reports), deadline_ns), c.reading)
 
 
 P = ParamSpec("P")
@@ -78,7 +78,7 @@ CHANNELS_ELASTIC: Final = SUBGROUP_CHANNEL_FIRST
 """Channels below it are for groups of all ranks; a repair of the one on channel c runs on c + 8."""
 
 _CUT = (PeerLost, OperationAborted)
-"""How an operation ends that another member's end has cut short."""
+"""The errors of an operation that the end of another member has cut short."""
 
 
 class ElasticGroup(ElasticCalls):
@@ -116,7 +116,7 @@ class ElasticGroup(ElasticCalls):
         """Comes to a view that nobody has asked for here."""
         self._due = 0
         self._elders: tuple[int, ...] = ()
-        """Who was in the group before this process came."""
+        """The ranks that were in the group before this process."""
         self._reached = 0
         """All operations below it are over here."""
         self._moved = asyncio.Event()
@@ -145,7 +145,7 @@ class ElasticGroup(ElasticCalls):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of members."""
         return len(self._machine.members)
 
     @property
@@ -234,7 +234,7 @@ class ElasticGroup(ElasticCalls):
         return tuple(self._ledger.splits)
 
     def _move_on(self) -> None:
-        """What the machine has come to is done here."""
+        """Note that this process has done what the machine decided."""
         self._reached = self._machine.sequence
         self._moved.set()
 
@@ -396,13 +396,13 @@ class ElasticGroup(ElasticCalls):
             await self._end()
             raise
         everyone, self._measured, self._reading = met
-        reports = [told.report for told in everyone]
-        for member, said in zip(self._machine.members, everyone, strict=True):
-            self._remains.records[member] = said.record_at
+        reports = [one.report for one in everyone]
+        for member, one in zip(self._machine.members, everyone, strict=True):
+            self._remains.records[member] = one.record_at
         self._tagged.settled(action.epoch, self._machine.members)
         if not action.report.born:
-            told = zip(self.members, reports, strict=True)
-            self._elders = tuple(rank for rank, report in told if report.born)
+            pairs = zip(self.members, reports, strict=True)
+            self._elders = tuple(rank for rank, report in pairs if report.born)
         return rm.Exchanged(epoch=action.epoch, reports=tuple(reports))
 
     async def _opened(
@@ -420,15 +420,19 @@ class ElasticGroup(ElasticCalls):
             self._remains.keep(self._machine.members, self._worker.peers)
 
     def _read(self, member: MemberId) -> memoryview | None:
-        """What a dead member published for the operation under way."""
-        job, lives = self._job, self._view.member(member.rank)
-        if job is None or job.published is None or (lives and lives.incarnation == member.incarnation):
+        """Return the input that a dead member published for the operation under way."""
+        job, successor = self._job, self._view.member(member.rank)
+        if (
+            job is None
+            or job.published is None
+            or (successor and successor.incarnation == member.incarnation)
+        ):
             return None
         left = self._remains.read(member, self._machine.sequence)
         return left if left is not None and job.adoptable(left) else None
 
     def _left(self, adoption: rm.Adoption) -> AdoptedInput:
-        """What is brought in of a dead member, with its memory where this rank is to bring it."""
+        """Return the input of a dead member, with its memory if this rank carries it."""
         memory = self._read(adoption.member) if adoption.carrier == self._job_rank else None
         if memory is None and adoption.carrier == self._job_rank:
             raise CollectiveError(f"what {adoption.member} has left could be read, and has gone")

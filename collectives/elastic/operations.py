@@ -27,7 +27,7 @@ from zbmd.collectives.repair.operations_shared import (
 )
 
 CalledT = TypeVar("CalledT", covariant=True)
-"""What a call returns: a coroutine of the result, or the result."""
+"""The return type of a call: a coroutine of the result, or the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
 
         Here and below, `ranks` are those of the job, or, of a sub-group, the r-th of its `ranks` has row r.
 
-        The rows of ranks that are not there are given to nobody. Without `out` the result is a new array.
+        The rows of absent ranks are dropped. Without `out` the result is a new array.
         """
         return self._start(ReduceScatter, x, out, on_loss, inputs, timeout, stream, op=op)
 
@@ -160,7 +160,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
     ) -> CalledT:
         """A new array, (contributors, *x.shape): each one's `x`, in rank order.
 
-        out: (ranks, *x.shape), with a row for each rank (see `reduce_scatter`), there or not, so that it
+        out: (ranks, *x.shape), with a row for each rank (see `reduce_scatter`), present or absent, so that it
         always fits; `UserError`, before anything has moved, if it does not. The contributors' rows are its
         first ones, in rank order, and the value is those, a view of it; the rows behind stay as they are. It
         is written once the operation is over; after an error it is as it was. So `x` may lie in it.
@@ -244,7 +244,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         new array.
 
         rows: one number for each of `ranks` (see `reduce_scatter`), the same on all members. The rows of
-        ranks that are not there are given to nobody.
+        absent ranks are dropped.
         """
         return self._start(ReduceScatterV, x, out, on_loss, inputs, timeout, stream, rows=rows, op=op)
 
@@ -263,8 +263,8 @@ class ElasticOperations(ABC, Generic[CalledT]):
         """Send `send_rows[d]` rows of `x` to rank d: a new array of the rows that came, by rank, of rank s
         `receive_rows[s]`; `Result.rows` has those of the contributors.
 
-        Both have one number for each of `ranks` (see `reduce_scatter`). Rows for ranks that are not there go
-        to nobody, and of them come none. "adopt" copies `x` into the arena, wherever it lies.
+        Both have one number for each of `ranks` (see `reduce_scatter`). Rows addressed to an absent rank are
+        dropped; none are received from it. "adopt" copies `x` into the arena, wherever it lies.
         out: (sum(receive_rows), …), whoever is there: its first rows are those that came, as in `all_gather`.
         """
         return self._start(

@@ -145,7 +145,7 @@ async def open_asks(worker: Worker) -> ElasticAsks:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What the elastic groups of a process share."""
+    """The parts of a process that its elastic groups share."""
 
     worker: Worker
     views: ElasticViews
@@ -156,7 +156,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChannels:
-    """Where a group runs, the same on all members: its channels, and `base` + e, the stamp of epoch e there.
+    """A group's channels, the same on all members, and `base` + e, the stamp of epoch e there.
 
     ranks: those that belong to it; empty: all of the job.
     """
@@ -218,7 +218,7 @@ class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
         """Send a copy of `x` to rank `to` of the group; see `Group.send`. No other rank has to call.
 
         Messages between those who live are neither lost nor doubled, whoever else dies, and in whichever view
-        each is. Raises `MembersLost` if `to` is not there, or is lost before it has taken an array of over 64
+        each is. Raises `MembersLost` if `to` is absent, or is lost before it has taken an array of over 64
         KiB, until an operation or `refresh` has brought the group to a view with its replacement;
         `OperationAborted` if it has closed the group. Neither harms anything.
         """
@@ -237,9 +237,9 @@ class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
     ) -> Received:
         """The first message that came from rank `source` of the group (None: any) with `tag` (None: any).
 
-        See `Group.recv`. Raises `MembersLost` at once when `source` is lost, or is not there, and no message
-        of it is left. Who receives from any rank is told of each loss once, and may call again. What a rank
-        sent before its end can be taken until the group comes to its next view.
+        See `Group.recv`. Raises `MembersLost` at once when `source` is lost, or absent, and no message of it
+        is left. A receive from any rank raises it once for each loss, and may be called again. Messages that
+        a rank sent before its end can be taken until the group comes to its next view.
         """
         place, member = taken(out, stream), None if source is None else self._member("source", source)
         async with within(timeout, f"receive from {source} with tag {tag}"):

@@ -168,7 +168,7 @@ class ViewsMachine:
         return actions
 
     def _comes_back(self, group: _Group, view: ViewReady) -> bool:
-        """Whether a rank of it that was not there is in the view."""
+        """Whether a rank of it that was absent is in the view."""
         return any(m.rank in group.ranks and m not in group.members for m in view.members)
 
 

@@ -1,7 +1,7 @@
 """The flight recorders of a process, written down: on an error, on SIGUSR2, when `zbmd-node dump` asks.
 
 A dump is one JSON file a process, in `flight_directory`, written whole or not at all. A thread of its own
-makes it, told by a native handler: neither a blocked loop nor native code in the main thread is in its way.
+makes it when a native handler wakes it: neither a blocked loop nor native code in the main thread delays it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupFlights(msgspec.Struct, frozen=True, kw_only=True):
-    """What one group has run lately. `rank`: this process's; `begun`: all it has ever run."""
+    """The latest operations of one group. `rank`: of this process; `begun`: the number of all it has run."""
 
     channel: Count
     epoch: Count
@@ -107,12 +107,12 @@ def flight_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def dump_path(directory: Path, pid: int) -> Path:
-    """Where a process's dump is."""
+    """Return the path of a process's dump."""
     return directory / f"flight-{pid}.json"
 
 
 class _Kept:
-    """What outlives a communicator."""
+    """The part of a communicator that is kept after its end."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.channel, self.epoch = communicator.channel, communicator.epoch
@@ -150,9 +150,7 @@ class FlightRecorder:
 
     def __init__(self, directory: Callable[[], Path] = flight_directory) -> None:
         self._directory = directory
-        self._life = (
-            threading.Lock()
-        )  # held from the first group to a thread that runs, from the last to none
+        self._starting = threading.Lock()  # held while the thread starts or ends
         self._guard = threading.Lock()
         self._open: list[_Kept] = []
         self._lasting = 0
@@ -166,7 +164,7 @@ class FlightRecorder:
         """Keep the flights of a group of process `name`; returns what is to be called when it is closed."""
         kept = _Kept(communicator)
         communicator.on_fault = self.dump
-        with self._life:
+        with self._starting:
             with self._guard:
                 self._name = name
                 self._open.append(kept)
@@ -174,7 +172,7 @@ class FlightRecorder:
                 self._start()
 
         def closed() -> None:
-            with self._life:
+            with self._starting:
                 with self._guard:
                     if kept in self._open:
                         kept.closed = True
@@ -187,12 +185,12 @@ class FlightRecorder:
     @contextlib.contextmanager
     def lasting(self) -> Generator[None]:
         """In this context the thread outlives the last group: another comes, and nobody waits for either."""
-        with self._life:
+        with self._starting:
             self._lasting += 1
         try:
             yield
         finally:
-            with self._life:
+            with self._starting:
                 self._lasting -= 1
                 self._stop_if_unused()
 
@@ -211,7 +209,7 @@ class FlightRecorder:
         )
 
     def dump(self, reason: str) -> Path | None:
-        """Write all of it down. A failure to write is logged, and told by None: nothing else ends by it."""
+        """Write all of it down. A failure to write is logged, and returns None."""
         directory = self._directory()
         try:
             directory.mkdir(parents=True, exist_ok=True)

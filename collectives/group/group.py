@@ -63,7 +63,7 @@ class GroupWatch:
         yield Watched(sample=Sample(key=self.key, mark=mark), describe=lambda: described)
 
     def position(self, *, still_ns: int, stuck: bool) -> Position:
-        """How far this rank has come."""
+        """Return the operation that this rank has reached."""
         flight = self._communicator.flight
         record = flight[-1] if flight else None
         running = record is not None and record.state is FlightState.RUNNING
@@ -125,7 +125,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
         self.tagged: Tagged | None = None
         self.home: Home | None = None
-        """What sub-groups of it are made with."""
+        """Makes its sub-groups; None if it can have none."""
         self.blocking = GroupBlocking(self)
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
 
     @property
     def size(self) -> int:
-        """How many members the group has."""
+        """The number of members."""
         return len(self.members)
 
     def submit(
@@ -248,11 +248,11 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
             raise UserError(f"color={color} or key={key} is out of bounds")
         end_ns = self.deadline_ns(timeout)
         mine = np.array([color is not None, color or 0, key], np.int64)
-        said = await self.run(lambda c: c.all_gather(mine, deadline_ns=end_ns))
+        rows = await self.run(lambda c: c.all_gather(mine, deadline_ns=end_ns))
         if color is None:
             return None
         chosen = [
-            (int(said[rank, 2]), rank) for rank in range(self.size) if tuple(said[rank, :2]) == (1, color)
+            (int(rows[rank, 2]), rank) for rank in range(self.size) if tuple(rows[rank, :2]) == (1, color)
         ]
         return await self.subgroup(
             [rank for _, rank in sorted(chosen)], timeout=max(1e-9, (end_ns - now_ns()) / 1e9)
@@ -261,7 +261,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
     async def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
         """The group of some ranks of this one, in this order; just these call it, with the same `ranks`.
 
-        See `split`. Who makes several at once does so in the same order as the others. Raises `UserError` on
+        See `split`. Members that make several at once make them in the same order. Raises `UserError` on
         ranks that are not members, `MembersLost` when one of them ends, `DeadlineExceeded` when one does not
         come, and `LocalProtocolError` when a member is in `SUBGROUPS_MAX` already.
         """
@@ -335,7 +335,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
     async def close(self) -> None:
         """Abort what is in flight, return once it has drained, and give back the group's memory; idempotent.
 
-        What is complete here completes on slower members, too; what they begin later ends as aborted.
+        An operation that is complete here completes on slower members, too; later ones end as aborted.
         After a loss call it once the next view has been entered: until then a dead member's last store may
         still be under way into that memory.
         """
@@ -392,7 +392,7 @@ class GroupBlocking(Blocking):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a group's sub-groups are made: its process's membership, and the channels there."""
+    """The membership of a group's process, and its channels: sub-groups are made with them."""
 
     worker: Worker
     subgroups: Subgroups

@@ -36,7 +36,7 @@ OperationEvent: TypeAlias = OperationBegan | OperationEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationTook:
-    """What an operation that has ended took, ns."""
+    """The time that an operation took, ns."""
 
     operation: str
     took_ns: int
@@ -44,7 +44,7 @@ class OperationTook:
 
 @dataclass(slots=True)
 class OperationLog:
-    """What a group's data plane is doing: one operation at a time, in call order.
+    """The operation that a group's data plane runs: one at a time, in call order.
 
     rank, members, epoch, channel: the group's.
     """

@@ -88,7 +88,7 @@ class PriorityTurns:
                 else:
                     call.future.set_result(result)
             case pm.Differ(number=number, priorities=priorities):
-                calls = {rank: f"priority {said}" for rank, said in priorities.items()}
+                calls = {rank: f"priority {priority}" for rank, priority in priorities.items()}
                 text = f"call {number} of {c.title} has other priorities on other ranks: {calls}"
                 self._end(action, Desynchronised(text, calls))
             case _:
@@ -111,27 +111,27 @@ class PriorityTurns:
             raise CollectiveError(f"a turn began with {action}")
         with self._lock:
             end_ns = min(call.end_ns for call in self._waiting.values())
-        self._mine[:] = np.frombuffer(encode_told(action.told), np.uint8)
+        self._mine[:] = np.frombuffer(encode_calls(action.own), np.uint8)
         if self._all is None:
             self._all = np.zeros((c.size, _ROW.size), np.uint8)
         c.all_gather(self._mine, self._all, deadline_ns=end_ns)
         return pm.Counted(
-            told={i: decode_told(row.tobytes(), c.members[i]) for i, row in enumerate(self._all)}
+            reports={i: decode_calls(row.tobytes(), c.members[i]) for i, row in enumerate(self._all)}
         )
 
 
-def encode_told(told: pm.Told) -> bytes:
+def encode_calls(calls: pm.WaitingCalls) -> bytes:
     """The row of a member."""
-    padding = (_NONE,) * (pm.WINDOW - len(told.priorities))
-    return _ROW.pack(told.made, *told.priorities, *padding)
+    padding = (_NONE,) * (pm.WINDOW - len(calls.priorities))
+    return _ROW.pack(calls.made, *calls.priorities, *padding)
 
 
-def decode_told(row: bytes, rank: int) -> pm.Told:
-    """What member `rank` has told. Raises `RemoteProtocolError` unless it is a row with a call that waits."""
+def decode_calls(row: bytes, rank: int) -> pm.WaitingCalls:
+    """Return the row of member `rank`. Raises `RemoteProtocolError` unless a call waits in it."""
     if len(row) != _ROW.size:
-        raise RemoteProtocolError(f"rank {rank} told {len(row)} bytes of its calls, not {_ROW.size}")
+        raise RemoteProtocolError(f"rank {rank} sent {len(row)} bytes of its calls, not {_ROW.size}")
     made, *window = _ROW.unpack(row)
     waiting = window.index(_NONE) if _NONE in window else pm.WINDOW
     if not waiting <= made or not waiting or any(p != _NONE for p in window[waiting:]):
-        raise RemoteProtocolError(f"rank {rank} told of {made} calls, and of {waiting} that wait")
-    return pm.Told(made=made, priorities=tuple(window[:waiting]))
+        raise RemoteProtocolError(f"rank {rank} reported {made} calls, and {waiting} that wait")
+    return pm.WaitingCalls(made=made, priorities=tuple(window[:waiting]))

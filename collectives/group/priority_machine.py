@@ -1,4 +1,4 @@
-"""Which of the operations that wait goes first, the same on all members, by priority.
+"""Choose the operation that goes first, the same on all members, by priority.
 
 Members make the same calls in the same order, but not at the same time: who went by what it has itself would
 choose another operation than who lags. So before each operation every member tells all others how many calls
@@ -38,8 +38,8 @@ class TurnBegan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a member tells in a round: the calls it has made, and the priorities of the first that wait."""
+class WaitingCalls:
+    """A member's report in a round: the calls it has made, and the priorities of the first that wait."""
 
     made: int
     priorities: tuple[int, ...]
@@ -47,9 +47,9 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """The round is complete: what each member has told, by rank."""
+    """The round is complete: the report of each member, by rank."""
 
-    told: Mapping[int, Told]
+    reports: Mapping[int, WaitingCalls]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ PriorityEvent: TypeAlias = Made | TurnBegan | Counted | Broken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Tell all members this."""
+    """Send this to all members."""
 
-    told: Told
+    own: WaitingCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +101,10 @@ class PriorityMachine:
         self._counting = False
 
     def handle(self, event: PriorityEvent, *, now_ns: int) -> list[PriorityAction]:
-        """What to do.
+        """Take one event, return the actions to perform.
 
         Raises `LocalProtocolError` on a priority out of bounds and on a turn without a call, and
-        `RemoteProtocolError` if what a member told cannot be: then the round is broken.
+        `RemoteProtocolError` if a report is impossible: then the round is broken.
         """
         match event:
             case Made(priority=priority):
@@ -116,9 +116,13 @@ class PriorityMachine:
                 if not self._waiting or self._counting:
                     raise LocalProtocolError("a turn without a call that waits, or before the last has ended")
                 self._counting = True
-                return [Count(told=Told(made=self._made, priorities=tuple(self._waiting.values())[:WINDOW]))]
-            case Counted(told=told):
-                return [self._choose(told)]
+                return [
+                    Count(
+                        own=WaitingCalls(made=self._made, priorities=tuple(self._waiting.values())[:WINDOW])
+                    )
+                ]
+            case Counted(reports=reports):
+                return [self._choose(reports)]
             case Broken():
                 return [Fail(number=self._take(min(self._waiting)))]
             case _:
@@ -134,21 +138,21 @@ class PriorityMachine:
         assert list(self._waiting) == sorted(self._waiting)
         assert not self._counting or self._waiting
 
-    def _choose(self, told: Mapping[int, Told]) -> PriorityAction:
+    def _choose(self, reports: Mapping[int, WaitingCalls]) -> PriorityAction:
         # All members have run the same calls, so the first that wait are the same calls everywhere.
         done = self._made - len(self._waiting)
-        for rank, one in told.items():
+        for rank, one in reports.items():
             if not 1 <= len(one.priorities) == min(WINDOW, one.made - done):
                 raise RemoteProtocolError(
-                    f"member {rank} told of {one.made} calls, of which {len(one.priorities)} wait"
+                    f"member {rank} reported {one.made} calls, of which {len(one.priorities)} wait"
                 )
-        common = min(one.made for one in told.values())
+        common = min(one.made for one in reports.values())
         choice = [number for number in list(self._waiting)[:WINDOW] if number < common]
         for i, number in enumerate(choice):
-            said = {rank: one.priorities[i] for rank, one in told.items()}
-            if len(set(said.values())) > 1:
+            priorities = {rank: one.priorities[i] for rank, one in reports.items()}
+            if len(set(priorities.values())) > 1:
                 self._take(number)
-                return Differ(number=number, priorities=said)
+                return Differ(number=number, priorities=priorities)
         return Run(number=self._take(max(choice, key=lambda number: (self._waiting[number], -number))))
 
     def _take(self, number: int) -> int:

@@ -1,4 +1,4 @@
-"""How the members of a new sub-group agree on its channel: each tells each what it can offer.
+"""Agree on the channel of a new sub-group: each member sends each the channels that it can offer.
 
 Only the members take part, so a sub-group can be made without the rest of its group. Messages go over the
 links that are there; nothing is dialed, and no memory is mapped. The driver of `subgroup_machine`.
@@ -60,7 +60,7 @@ class SubgroupOffered(Contract, id="zbmd.group.offered"):
 
 
 class SubgroupWithdrawn(Contract, id="zbmd.group.withdrawn"):
-    """Who offered something for the sub-group of this key has given up."""
+    """A member that made an offer for the sub-group of this key has given up."""
 
     epoch: Annotated[int, msgspec.Meta(ge=1, le=EPOCH_MAX)]
     members: Members
@@ -102,7 +102,7 @@ class Subgroups:
         """Take a channel for the sub-group of `members`, all of whom call this, in the same order of calls.
 
         Raises `MembersLost` if one of them ends, and `LocalProtocolError` if no channel is left. To be
-        called under a timeout: the others are told of a call that has ended so, and later calls meet again.
+        called under a timeout: the others hear that the call has ended, and later calls meet again.
         """
         async with self.turn:
             for key in [key for key in self._meetings if key[0] < epoch]:
@@ -128,7 +128,7 @@ class Subgroups:
             abort()
 
     def leaving(self, members: tuple[int, ...], agreed: Agreed) -> Callable[[], None]:
-        """What gives the channel of the sub-group of `members` back, to be called once it is closed here.
+        """Return a function that gives back the channel of the sub-group of `members`, after its close.
 
         It is used again when each of the others has closed it too, or has ended.
         """
@@ -209,7 +209,7 @@ class Subgroups:
                 try:
                     await self._tell(member, message)
                 except (MembersLost, LocalProtocolError) as error:
-                    log.debug("a member is not told that a sub-group is given up", why=str(error))
+                    log.debug("a member does not hear that a sub-group is given up", why=str(error))
 
     async def _tell_all(self, key: Key, message: SubgroupOffered) -> None:
         for member in key[1]:
@@ -220,9 +220,9 @@ class Subgroups:
         try:
             await self._worker.system.ref(f"rank{member}/{ACTOR_NAME}").tell(message)
         except (PeerLost, LinkClosed):
-            raise MembersLost((member,), "it was to be told of a sub-group") from None
+            raise MembersLost((member,), "a sub-group was to be agreed on with it") from None
         except ActorError as error:
-            raise LocalProtocolError(f"rank {member} cannot be told of a sub-group: {error}") from None
+            raise LocalProtocolError(f"no sub-group can be agreed on with rank {member}: {error}") from None
 
     def heard(self, source: int, message: SubgroupOffered | SubgroupWithdrawn) -> None:
         """A member's offer has come, or its end."""

@@ -1,4 +1,4 @@
-"""How the members of a new sub-group come to one exchange of offers, though some give up and call again.
+"""Bring the members of a new sub-group to one exchange of offers, though some give up and call again.
 
 A member's calls for one set of members are numbered, and it makes one offer for a number at most. So the
 offers of all members for a number are the same wherever they have come, and who has all of them may act on
@@ -107,24 +107,27 @@ class MeetingMachine:
         return tuple(member for member in self._others if self._number not in self._heard[member])
 
     def handle(self, event: MeetingEvent, *, now_ns: int) -> list[MeetingAction]:
-        """What to do. Raises `LocalProtocolError` on a second call at once, and when numbers are used up."""
+        """Take one event, return the actions to perform.
+
+        Raises `LocalProtocolError` on a second call at once, and when numbers are used up.
+        """
         match event:
             case Called(offer=offer):
                 if self._number is not None:
                     raise LocalProtocolError(f"a sub-group of {self._members} is being made already")
                 self._number, self._offer = self._next, offer
-                return [*self._go_on(told=False)]
+                return [*self._go_on(offered=False)]
             case Offered(source=source, number=number, offer=offer):
                 self._hear(source, number, offer)
-                return self._go_on(told=True)
+                return self._go_on(offered=True)
             case Withdrawn(source=source, number=number):
                 if source not in self._heard:
                     return []
                 self._latest[source] = max(self._latest[source], number)
                 self._heard[source].pop(number, None)
                 if number < self._next and number != self._number:
-                    return [Left(number=number, source=source), *self._go_on(told=True)]
-                return self._go_on(told=True)
+                    return [Left(number=number, source=source), *self._go_on(offered=True)]
+                return self._go_on(offered=True)
             case GaveUp():
                 if self._number is None:
                     return []
@@ -142,7 +145,7 @@ class MeetingMachine:
 
     def _hear(self, source: int, number: int, offer: Offer) -> None:
         if source not in self._heard or number <= self._latest[source]:
-            return  # said before
+            return  # sent before
         self._latest[source] = number
         offers = self._heard[source]
         offers[number] = offer
@@ -152,13 +155,13 @@ class MeetingMachine:
     def _is_dead(self, number: int) -> bool:
         return any(self._latest[m] >= number and number not in self._heard[m] for m in self._others)
 
-    def _go_on(self, *, told: bool) -> list[MeetingAction]:
+    def _go_on(self, *, offered: bool) -> list[MeetingAction]:
         number, offer = self._number, self._offer
         if number is None or offer is None:
             return []
         first = number
         while self._is_dead(number):
-            # Each turn passes what one member at least has said last.
+            # Each turn passes what at least one member has sent last.
             number = min(
                 latest if latest in self._heard[m] and latest > number else latest + 1
                 for m, latest in self._latest.items()
@@ -168,7 +171,7 @@ class MeetingMachine:
             raise LocalProtocolError(f"the sub-groups of {self._members} in this view are used up")
         self._number = number
         actions: list[MeetingAction] = []
-        if not told or number != first:
+        if not offered or number != first:
             actions.append(TellOffer(number=number, offer=offer))
         if not self.missing:
             offers = tuple(offer if m == self._rank else self._heard[m][number] for m in self._members)

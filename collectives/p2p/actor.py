@@ -87,13 +87,13 @@ async def tagged_groups(worker: Worker) -> dict[tuple[int, int], TaggedEnd]:
     return groups
 
 
-_telling: set[asyncio.Task[None]] = set()
+_notices: set[asyncio.Task[None]] = set()
 
 
 def pass_on_end(worker: Worker, groups: Iterable[TaggedEnd], rank: int, incarnation: int) -> None:
-    """Tell groups of this process that a link has ended, behind what came over it and is still to be taken.
+    """Have the groups of this process note the end of a link after the messages that came over it.
 
-    A process's last messages would be lost if its end passed them: it may have left in good order.
+    The last messages of a process that left in an orderly way would be lost if its end passed them.
     """
     for group in groups:
         group.link_ends(rank, incarnation)
@@ -104,8 +104,8 @@ def pass_on_end(worker: Worker, groups: Iterable[TaggedEnd], rank: int, incarnat
             await worker.system.ref(f"{worker.system.name}/{ACTOR_NAME}").tell(ended)
 
     task = asyncio.ensure_future(tell())
-    _telling.add(task)
-    task.add_done_callback(_telling.discard)
+    _notices.add(task)
+    task.add_done_callback(_notices.discard)
 
 
 async def open_tagged(worker: Worker, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:

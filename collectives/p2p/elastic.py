@@ -24,7 +24,7 @@ from zbmd.transport.memory.region import RegionHandle
 class ElasticTagged(TaggedEnd):
     """This rank's end of a group's tagged messages, in all of its epochs.
 
-    ranks: those that may be members, of which one that is not there is told apart from one that never can be.
+    ranks: those that may be members: one of them may be absent, any other is an error.
     """
 
     def __init__(self, worker: Worker, *, ranks: tuple[int, ...], stamp: int, channel: int) -> None:
@@ -47,7 +47,7 @@ class ElasticTagged(TaggedEnd):
         self.look()
 
     def look(self) -> None:
-        """Hear of members whose links have ended by now: it may have been told before they were members."""
+        """Look for members whose links have ended: the notice may have come before they were members."""
         for rank, member in self._members.items():
             if rank != self._worker.rank and not self._worker.is_linked(rank, member.incarnation):
                 pass_on_end(self._worker, [self], rank, member.incarnation)

@@ -102,7 +102,7 @@ Actions: TypeAlias = list[ElasticTagAction]
 
 
 class Way(Enum):
-    """How another member can be reached."""
+    """Whether another member can be reached."""
 
     OPENING = auto()
     """It is present, and has not greeted: messages to it wait."""
@@ -208,14 +208,14 @@ class ElasticTagMachine(TagMatcher):
             raise LocalProtocolError(f"epoch {event.epoch} of {event.members} cannot follow {self.epoch}")
         self.epoch = event.epoch
         actions: Actions = []
-        lives = {member.rank: member.incarnation for member in event.members}
+        present = {member.rank: member.incarnation for member in event.members}
         for rank, peer in list(self._peers.items()):
-            if lives.get(rank) == peer.incarnation and peer.way in (Way.OPENING, Way.UP):
+            if present.get(rank) == peer.incarnation and peer.way in (Way.OPENING, Way.UP):
                 continue
             actions += self._lose(rank, Cause.LOST)
             actions += self._drop(rank)
             del self._peers[rank], self._towards[rank], self._from[rank]
-        for rank, incarnation in lives.items():
+        for rank, incarnation in present.items():
             if rank not in self._peers:
                 way = Way.UP if rank == self.rank else Way.OPENING
                 self._peers[rank] = _Peer(incarnation, way, since=self.epoch)
@@ -239,7 +239,7 @@ class ElasticTagMachine(TagMatcher):
         if peer.way is Way.UP and greeting.since <= peer.session:
             return []
         actions: Actions = []
-        if peer.way is Way.UP:  # it was told of a loss, and this member was not
+        if peer.way is Way.UP:  # it has heard of a loss, and this member has not
             actions += self._lose(rank, Cause.LOST)
             actions += self._drop(rank)
         peer.way, peer.session = Way.UP, greeting.epoch

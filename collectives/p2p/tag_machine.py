@@ -190,7 +190,7 @@ class TagMatcher(ABC):
         self._unexpected: list[Arrived] = []
         self._receives: list[ReceivePosted] = []
         self._untold: dict[int, Cause] = {}
-        """Ends that no receive from any source has been told of."""
+        """Ends that no receive from any source has reported."""
 
     @abstractmethod
     def _cause(self, rank: int) -> Cause | None:
@@ -286,10 +286,10 @@ class TagMatcher(ABC):
         towards, self._towards[rank] = self._towards[rank], Towards()
         keys = [*towards.untaken.values(), *towards.waiting]
         actions: list[TagAction] = [FailSend(key=key, to=rank, cause=cause) for key in keys]
-        told = [posted for posted in self._receives if posted.source in (None, rank)]
+        failing = [posted for posted in self._receives if posted.source in (None, rank)]
         self._receives = [posted for posted in self._receives if posted.source not in (None, rank)]
-        actions += [FailReceive(key=posted.key, ranks=(rank,), cause=cause) for posted in told]
-        if all(posted.source is not None for posted in told):
+        actions += [FailReceive(key=posted.key, ranks=(rank,), cause=cause) for posted in failing]
+        if all(posted.source is not None for posted in failing):
             self._untold[rank] = cause
         return actions
 

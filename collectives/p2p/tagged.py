@@ -88,15 +88,15 @@ INLINE_BYTES_MAX = 64 << 10
 """A longer array is lent."""
 TAG_MAX = 2**31 - 1
 LOOP_CHECK_S: Final = 1.0
-"""How often a thread that waits for the loop checks that it is open: a loop that is closed calls nobody."""
+"""Seconds between checks, by a thread that waits for the loop, that it is open: a closed one calls nobody."""
 CLOSE_S_MAX = 1.0
-"""How long the members are told of a close, at most: one that does not read finds out by the next view."""
+"""Seconds for sending the news of a close: a member that does not read finds out by the next view."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Received(NamedTuple):
-    """What came, and of whom."""
+    """A received array, the rank that sent it, and its tag."""
 
     array: Any
     source: int
@@ -182,7 +182,7 @@ class TaggedEnd(ABC):
 
     @abstractmethod
     def _others(self) -> Sequence[int]:
-        """The members that are told of the close."""
+        """Return the members that hear of the close."""
 
     @abstractmethod
     def _lost(self, rank: int, incarnation: int) -> None:
@@ -190,7 +190,7 @@ class TaggedEnd(ABC):
 
     @abstractmethod
     def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
-        """What a call that needs these ranks fails with."""
+        """Return the error of a call that needs these ranks."""
 
     def _greeted(self, source: int, greeting: TaggedGreeting) -> None:
         raise RemoteProtocolError(f"rank {source} greets a group of one epoch: {greeting}")
@@ -217,7 +217,7 @@ class TaggedEnd(ABC):
             await asyncio.shield(send.done)
 
     async def _made(self, x: Any, tag: int) -> _Send:
-        """What is sent of `x`. Awaits nothing if it lies on the host."""
+        """Return the send of `x`. Awaits nothing if it lies on the host."""
         landing, done = self._landings.of(x), asyncio.get_running_loop().create_future()
         if landing is None:
             return _Send(self._own(as_array(x, "x"), lasts=True), tag, done)
@@ -393,7 +393,7 @@ class TaggedEnd(ABC):
             to, message = await self._outbox.get()
             if to == self._worker.rank:
                 return
-            # The end of a member is told by its notice, not by what is sent to it.
+            # The notice of a member's end reports it, not a failed send.
             with contextlib.suppress(PeerLost, LinkClosed, ActorError):
                 await self._worker.system.ref(f"rank{to}/{ACTOR_NAME}").tell(message)
 

@@ -172,7 +172,7 @@ class RetainedMemory:
 
     def __init__(self) -> None:
         self.records: dict[MemberId, int] = {}
-        """Where members publish, as they reported; 0: they do not."""
+        """The position of each member's record, as it reported; 0: it publishes nothing."""
         self._kept: dict[MemberId, _Kept] = {}
 
     @property

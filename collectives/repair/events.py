@@ -10,7 +10,7 @@ from zbmd.actors.view import MemberId
 
 
 class OnLoss(Enum):
-    """What happens to an operation when a member dies in it."""
+    """The mode of an operation in which a member dies."""
 
     SURVIVORS = "survivors"
     """The survivors finish it."""
@@ -21,7 +21,7 @@ class OnLoss(Enum):
 
 
 class Inputs(Enum):
-    """What happens to the inputs of an operation."""
+    """The mode of an operation's inputs."""
 
     RECOMPUTE = "recompute"
     """In place: an operation that has moved data cannot be repeated."""
@@ -32,7 +32,7 @@ class Inputs(Enum):
 
 
 class Phase(Enum):
-    """How far a member is in its current operation."""
+    """The state of a member in its current operation."""
 
     IDLE = "idle"
     """The member has not called it."""
@@ -142,7 +142,7 @@ class ExchangeCut:
 
 
 class Outcome(Enum):
-    """How a run, or a repair, ended on this rank."""
+    """The end of a run, or of a repair, on this rank."""
 
     COMMITTED = "committed"
     """The result is here, and on every other participating member of the epoch."""

@@ -113,7 +113,7 @@ class RepairMachine:
                 assert self.phase is Phase.PENDING and self.born
             case RepairState.AWAITING_VIEW | RepairState.EXCHANGING | RepairState.MENDING:
                 assert self.born or self.phase is Phase.IDLE, (
-                    "who has not been told of the group calls nothing"
+                    "a member that does not know the group calls nothing"
                 )
             case RepairState.OVER:
                 pass

@@ -189,7 +189,7 @@ def _of_members(given: Array, c: Communicator, row_of: RowOf) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """How many rows each rank has; `row_of` is the index of a rank in `counts`."""
+    """The number of rows of each rank; `row_of` is the index of a rank in `counts`."""
 
     counts: Counts
     row_of: RowOf

@@ -111,7 +111,7 @@ RowOf: TypeAlias = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """What an operation takes from its group and from the mode of its call. `ranks`: how many may be members.
+    """The group of an operation, and the mode of its call. `ranks`: the number of possible members.
 
     `rank`: of this process, in the job. `row_of`: the row, in what is given by rank, of a rank of the job.
     """
@@ -155,7 +155,7 @@ class ElasticOperation(ABC):
     published: Array | None = None
     """The input in the arena that peers may adopt."""
     out: OutArray | None = None
-    """Where the result goes once the operation has ended, if not where it was computed."""
+    """Takes the result once the operation has ended, if it was computed elsewhere."""
 
     @abstractmethod
     def __init__(self, context: CallContext, x: Any, out: Any, **arguments: Any) -> None:

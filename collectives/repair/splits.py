@@ -117,7 +117,7 @@ class SplitsReply(Contract, id="zbmd.elastic.splits"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRequest:
-    """What a member requests: `color` None for no sub-group. `ranks`: if all members are given explicitly."""
+    """A member's request: `color` None for no sub-group. `ranks`: if all members are given explicitly."""
 
     color: int | None
     key: int = 0
@@ -165,7 +165,7 @@ def agree_on(request: SplitRequest, rows: Array, contributors: tuple[int, ...]) 
     belong = [
         (rank, int(row[1]), int(row[2])) for rank, row in zip(contributors, rows, strict=True) if row[0]
     ]
-    if request.ranks:  # also those who are not there
+    if request.ranks:  # absent ones too
         belong = [(rank, 0, place) for place, rank in enumerate(request.ranks)]
     return Split(
         channel=SUBGROUP_CHANNEL_FIRST + places[0],
@@ -236,7 +236,7 @@ def check_repeated(split: Split, request: SplitRequest, rank: int) -> None:
     place: Any = next((place for place in split.places if place[0] == rank), None)
     if place is None and request.color is not None:
         raise UserError(
-            f"rank {rank} was not there when the group was split: have all members split it again, or make "
+            f"rank {rank} was absent when the group was split: have all members split it again, or make "
             "sub-groups of given ranks (`subgroup`), which may come later"
         )
     if place is not None and place[1] != request.color:

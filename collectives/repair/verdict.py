@@ -31,7 +31,7 @@ from zbmd.transport.errors import RemoteProtocolError
 
 
 class VerdictKind(Enum):
-    """What to do about operation `sequence`."""
+    """The decision about operation `sequence`."""
 
     COMPLETE = "complete"
     FAIL = "fail"
@@ -43,7 +43,7 @@ class VerdictKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What to do, and why. `born`: the founding epoch of the group.
+    """The decision, and its reason. `born`: the founding epoch of the group.
 
     `runners`: the members that compute it again, or that get a copy from `source`.
     """
@@ -132,8 +132,10 @@ class _Case:
         calls = {rank: report.call for rank, report in self.at.items()}
         call = next(iter(calls.values()))
         if call is None or any(other != call for other in calls.values()):
-            told = "; ".join(f"rank {rank} called {c.text if c else 'nothing'}" for rank, c in calls.items())
-            return self._fail(Failure.DESYNCHRONISED, told)
+            called = "; ".join(
+                f"rank {rank} called {c.text if c else 'nothing'}" for rank, c in calls.items()
+            )
+            return self._fail(Failure.DESYNCHRONISED, called)
         held = [rank for rank, report in self.at.items() if report.phase is Phase.HELD]
         if len(held) == len(self.at):
             return self._make(VerdictKind.COMPLETE, "all who live hold the result")

@@ -105,7 +105,7 @@ class _Report(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangedReport:
-    """What a member sends in an exchange.
+    """A member's part of an exchange.
 
     `record_at`: where it publishes, from its segment's base; 0: it does not. `measured`: the model by which
     it has chosen algorithms, if measured. `reading`: the number of its last trial (`group_trials.Reading`).

@@ -36,7 +36,7 @@ from zbmd.transport.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where ranks run: `hosts[r]` is the host of rank r, `ports[r]` its port to the network."""
+    """The placement of ranks: `hosts[r]` is the host of rank r, `ports[r]` its port to the network."""
 
     hosts: tuple[int, ...]
     ports: tuple[int, ...]
@@ -189,11 +189,11 @@ def _reach_ns(hosts: int, fabric: Fabric) -> float:
     if not fabric.post_ns:
         return min(fabric.far_ns, reading)
     delay = max(1, int(fabric.far_ns // fabric.post_ns))  # in posts, rounded down: it is a bound
-    told = [1.0]
-    while told[-1] < hosts and len(told) * fabric.post_ns < reading:
-        at = len(told)
-        told.append(told[-1] + (fabric.ranks_per_host * told[at - 1 - delay] if at > delay else 0.0))
-    return min(reading, max(fabric.far_ns, (len(told) - 1) * fabric.post_ns))
+    reached = [1.0]
+    while reached[-1] < hosts and len(reached) * fabric.post_ns < reading:
+        at = len(reached)
+        reached.append(reached[-1] + (fabric.ranks_per_host * reached[at - 1 - delay] if at > delay else 0.0))
+    return min(reading, max(fabric.far_ns, (len(reached) - 1) * fabric.post_ns))
 
 
 def _ring(placement: Placement, nbytes: float, *, rounds: int) -> float:

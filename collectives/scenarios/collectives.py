@@ -1,8 +1,8 @@
 """A group of ranks that runs one collective operation after the other, under kills and pauses.
 
-Every round is an operation of the catalogue, drawn by the seed, over whoever lives: its programs run in
-`zbmd.collectives.programs.simulate`, with the stepper that native execution uses. Who has seen a member die
-forms the next round's group with the others; a restarted rank joins again.
+Every round is an operation of the catalogue, drawn by the seed, over the living ranks: its programs run in
+`zbmd.collectives.programs.simulate`, with the stepper that native execution uses. A rank that has seen a
+member die forms the next round's group with the others; a restarted rank joins again.
 
 What every rank must end with is worked out from the operation's `Spec` alone: the reduction tree of each
 chunk, evaluated over copies of the inputs, bit for bit.
@@ -40,7 +40,7 @@ Array = NDArray[np.float32]
 Buffers = Mapping[int, Array]
 
 STEP_NS = 1_000
-"""What a step of a rank takes; half of a put, copy or reduce is one."""
+"""The time of a step of a rank; half of a put, copy or reduce is one."""
 ROUND_GAP_NS = 5_000
 GROUP_MAX = 16
 """Ranks beyond these take no part: the programs' number grows with their square."""
@@ -50,7 +50,7 @@ HOSTS_MAX = 3
 CHUNKS_A_RANK_MAX = 2
 STORY_RECORDS = 40
 STEPS_A_MEMBER = 12
-"""What a rank of a group of two does in a round, about; it grows with the group."""
+"""Steps of a rank of a group of two in a round, about; they grow with the group."""
 LIVENESS_NS = 10_000_000_000
 KINDS = tuple(sorted(ALGORITHMS, key=str))
 
@@ -69,7 +69,7 @@ class Case:
 def draw_case(
     rng: random.Random, n: int, *, kind: tuple[Operation, str] | None = None, count: int | None = None
 ) -> Case:
-    """Draw an operation over `n` ranks, of any algorithm unless told, in place or not, with random inputs.
+    """Draw an operation over `n` ranks, of any algorithm unless given, in place or not, with random inputs.
 
     `count`, elements a block, is drawn too unless given.
     """
@@ -163,7 +163,7 @@ def _buffers(request: Request, rank: int, count: int, in_place: bool, values: np
 def _expected(
     request: Request, count: int, layout: Layout | None, in_place: bool, buffers: Sequence[Buffers]
 ) -> tuple[Array | None, ...]:
-    """What each rank's `out` must hold, as the operation's contract says."""
+    """Return the content that each rank's `out` must have, by the operation's contract."""
     spec = spec_of(request, in_place=in_place)
     given = [{buffer: array.copy() for buffer, array in own.items()} for own in buffers]
     expected = [own[OUT].copy() if OUT in own else None for own in buffers]
@@ -207,7 +207,7 @@ class Round:
     members: tuple[str, ...]
     case: Case
     simulation: Simulation
-    told: int = 0
+    noted: int = 0
     killed: set[str] = field(default_factory=set[str])
     results: list[Result] | None = None
 
@@ -353,9 +353,9 @@ class CollectiveWorld:
             if (until_ns := self._ranks[name].paused_until_ns) > self.now_ns
         }
         went_on = current.simulation.step(held)
-        for line in current.simulation.history[current.told :]:
+        for line in current.simulation.history[current.noted :]:
             self._note(line)
-        current.told = len(current.simulation.history)
+        current.noted = len(current.simulation.history)
         current.results = current.simulation.results()
         if current.results is not None:
             self.ended.append(current)
@@ -415,7 +415,7 @@ class CollectiveWorld:
 
 
 class RightOrNothing:
-    """Who completes has the right bits; and all complete where nobody was killed."""
+    """Check that ranks that complete have the right bits; and that all complete if none was killed."""
 
     name = "right or nothing"
     stride = 1
@@ -444,7 +444,7 @@ def _same_bits(a: NDArray[Any] | None, b: Array) -> bool:
 
 @dataclass(frozen=True)
 class CollectivesScenario:
-    """Operations of all algorithms over whoever lives. `length` counts rounds."""
+    """Operations of all algorithms over the living ranks. `length` counts rounds."""
 
     name: str = "collectives"
     description: str = "programs of every operation and algorithm, under kills and pauses, bit for bit"

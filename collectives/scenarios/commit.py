@@ -4,7 +4,7 @@ Each rank is the production machine over a model of memory: two slots a rank tha
 the owner's death, as shared segments allow. A step ends only once every member has entered it; an aborted one
 goes on scribbling into its slot until it has drained. The node runs the host's membership machine: it
 restarts the dead (or shrinks the group) and has views entered once all members are linked. Now and then it
-has the same members link up anew; in some of these cases two have lost each other. And in some runs one rank
+has the same members link up again; in some of these cases two have lost each other. And in some runs one rank
 comes late, to a job that is running: it is kept out of views until then.
 
 Checked after every event: a committed version has the one content it may have, a slot that somebody reads
@@ -52,20 +52,20 @@ from zbmd.transport.errors import LocalProtocolError
 WORK_NS_MAX = 3_000_000
 DRAIN_NS_MAX = 500_000
 NOTHING = b"nothing"
-"""What is read where nothing has been preserved."""
+"""The digest of a version that was not preserved."""
 CORRUPTING_SHARE = 0.1
 """The share of runs with bad memory."""
 CORRUPTED_SHARE = 0.5
 """The share of pulls that it strikes in them."""
 REGROUP_SHARE = 0.5
-"""The share of runs in which members link up anew although nobody died."""
+"""The share of runs in which members link up again although nobody died."""
 REGROUPS_MAX = 20
 LATE_SHARE = 0.4
 """The share of runs in which a rank joins the others at their work."""
 PARTED_SHARE = 0.3
 """The share of those in which two members have lost each other."""
 EPOCH_STRIDE = 1000
-"""Between two views of the host's machine: room for those in which its members link up anew."""
+"""Between two views of the host's machine: room for those in which its members link up again."""
 RESTARTS_MAX = 1000
 """No scenario kills so often: the limit on restarts is not what is looked at here."""
 
@@ -283,7 +283,7 @@ def _to(rank: int, message: Message) -> sim.Send[Message]:
 
 
 class NodeProcess:
-    """The driver of the host's membership machine. rng: has members link up anew; late: has one join late."""
+    """The driver of the host's membership machine. rng: has members link up again; late: delays one."""
 
     def __init__(self, world: HostedJob, rng: random.Random, late: random.Random | None = None) -> None:
         options = self.options = world.options
@@ -340,7 +340,7 @@ class NodeProcess:
         self.linked.add(event.rank)
         if self.linked < set(self.view.ranks):
             return []
-        return [*self._told(Enter(epoch=event.epoch)), *self._set_regroup(now_ns)]
+        return [*self._to_all(Enter(epoch=event.epoch)), *self._set_regroup(now_ns)]
 
     def _let_in(self, now_ns: int) -> list[sim.Effect[Message]]:
         """The late one has linked up with those who are at work."""
@@ -352,7 +352,7 @@ class NodeProcess:
         for member in full.members:
             linked = membership.Linked(rank=member.rank, incarnation=member.incarnation, epoch=full.epoch)
             self.machine.handle(linked, now_ns=now_ns)  # the view that it has is entered in this one's stead
-        return self._told(membership.InstallView(view=self.view))
+        return self._to_all(membership.InstallView(view=self.view))
 
     def _without_late(self, view: View, now_ns: int) -> list[sim.Effect[Message]]:
         """Install a view of those who are there; the late one is let in later."""
@@ -360,7 +360,7 @@ class NodeProcess:
         self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE, members=others)
         self.linked = set()
         timer = sim.SetTimer(name="late", at_ns=now_ns + self.late_ns)
-        return [*self._told(membership.InstallView(view=self.view)), timer]
+        return [*self._to_all(membership.InstallView(view=self.view)), timer]
 
     def _set_regroup(self, now_ns: int) -> list[sim.Effect[Message]]:
         self.regroups -= 1
@@ -369,7 +369,7 @@ class NodeProcess:
         return [sim.SetTimer(name="regroup", at_ns=now_ns + self.rng.randint(0, ROUND_NS_MAX // 4))]
 
     def _regroup(self) -> list[sim.Effect[Message]]:
-        """Have the members of the view link up anew, unless another one is on its way."""
+        """Have the members of the view link up again, unless another view is on its way."""
         effects: list[sim.Effect[Message]] = []
         if self.machine.unlinked or self.machine.view.epoch != self.view.epoch // EPOCH_STRIDE:
             return effects
@@ -380,9 +380,9 @@ class NodeProcess:
             effects.append(_to(one.rank, Parted(member=other)))
             if self.rng.random() < 0.5:
                 effects.append(_to(other.rank, Parted(member=one)))
-        return effects + self._told(membership.InstallView(view=self.view))
+        return effects + self._to_all(membership.InstallView(view=self.view))
 
-    def _told(self, message: Message) -> list[sim.Effect[Message]]:
+    def _to_all(self, message: Message) -> list[sim.Effect[Message]]:
         return [_to(rank, message) for rank in self.view.ranks]
 
     def _feed(self, event: membership.Event, now_ns: int) -> list[sim.Effect[Message]]:
@@ -398,9 +398,9 @@ class NodeProcess:
                 case membership.InstallView(view=view):
                     self.late = None
                     self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE)
-                    effects += self._told(membership.InstallView(view=self.view))
+                    effects += self._to_all(membership.InstallView(view=self.view))
                 case membership.EnterView():
-                    effects += [*self._told(Enter(epoch=self.view.epoch)), *self._set_regroup(now_ns)]
+                    effects += [*self._to_all(Enter(epoch=self.view.epoch)), *self._set_regroup(now_ns)]
                 case membership.RunEnded(outcome=Outcome.FAILED, reason=reason):
                     states = {self.machine.state(rank)[0] for rank in range(self.options.world_size)}
                     assert self.options.shrink and states == {RankState.LOST}, reason
@@ -451,7 +451,7 @@ class CommitScenario(JobScenario[CommitWorld]):
     description: str = "step commit and membership machines: kills between any two effects, replace or shrink"
 
     def contents(self, seed: int | str, options: CommitOptions) -> ContentsOf:
-        """What the job computes; a subclass's choice."""
+        """Return the maker of what the job computes; a subclass's choice."""
         return HashChain
 
     def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:

@@ -1,4 +1,4 @@
-"""What the simulated job of `commit` is made of: messages, memory, and what outlives a process.
+"""Parts of simulated jobs: kill plans, runs, messages, memory, and the state that outlives a process.
 
 What a step computes is the scenario's choice (`Contents`): here a hash chain, in
 `zbmd.training.replicated.scenario` the training itself.
@@ -31,24 +31,24 @@ WorldT = TypeVar("WorldT", bound="HostedJob")
 NODE = "node"
 
 REDRAWS_MAX = 6
-"""How often the run is repeated with the kills drawn so far, so that the next can fall into a recovery."""
+"""Repetitions of the run with the kills drawn so far, so that the next can fall into a recovery."""
 DRAW_EVENTS_MAX = 50_000
 POINT_SHARE = 0.75
 """The share of kills that fall between two effects; the others strike at any moment."""
 END_POWER = 3
-"""How much those are drawn to the end of a run, where its rules meet: 46 % fall into the last tenth."""
+"""Draws them to the end of a run, where its rules meet: 46 % fall into the last tenth."""
 DISTURBANCE_SHARE = 0.15
 """The share of faults that stop a process or hold up its messages for a while, and kill nobody."""
 DISTURBANCES: tuple[type[sim.Fault], ...] = (sim.Pause, sim.Clog, sim.Cut, sim.Partition)
 SLOW_NS = 30_000_000
 """The slowest that anything is, but for its jitter."""
 ROUND_NS_MAX = 20 * SLOW_NS
-"""What a step, or a recovery, takes at most: a dozen messages one after the other, and their work."""
+"""The longest step, or recovery: a dozen messages one after the other, and their work."""
 SHRINK_SHARE = 0.4
 
 
 class HostedJob(Protocol):
-    """What the node knows of the job."""
+    """The part of a job that its node knows."""
 
     options: CommitOptions
     state_lost: bool
@@ -72,7 +72,7 @@ class JobScenario(ABC, Generic[WorldT]):
         """Whether the run has ended as it may."""
 
     def rehearsed(self, seed: int | str, job: CommitOptions) -> sim.Simulation[Message]:
-        """What kills are drawn from: a run that takes as long as that of `made`."""
+        """Return a run, as long as that of `made`, from which kills are drawn."""
         return self.made(seed, job)[0]
 
     def run(self, seed: int | str, job: CommitOptions) -> WorldT:
@@ -285,7 +285,7 @@ class Slots(Protocol):
 
 
 class Contents(Protocol):
-    """What versions hold, and what a step makes of them."""
+    """The contents of versions, and the step from one to the next."""
 
     def digest_of(self, version: int) -> bytes:
         """Of the one content that `version` may have."""
@@ -345,7 +345,7 @@ class HashSlots(Slots):
 
 
 class HashChain(Contents):
-    """The simplest job whose versions can be told apart."""
+    """The simplest job whose versions can be distinguished."""
 
     def __init__(self, simulation: sim.Simulation[Message]) -> None:
         """It needs nothing of the simulation."""
@@ -361,7 +361,7 @@ class HashChain(Contents):
 
 @dataclass(slots=True)
 class CommitWorld:
-    """What outlives a process: its memory, the commit log, and who has entered which step."""
+    """The state that outlives a process: its memory, the commit log, and the ranks in each step."""
 
     options: CommitOptions
     contents: Contents

@@ -44,16 +44,16 @@ TICK_NS_MAX = 300_000
 CALL_NS_MAX = 3_000_000
 """The longest that a caller computes between two operations."""
 OWN_SHARE = 0.5
-"""How many operations give each member a result of its own, where inputs stay."""
+"""The share of operations with a different result per member, where inputs stay."""
 ROOT_SHARE = 0.2
-"""How many have a root."""
+"""The share of operations with a root."""
 GO_ON_SHARE = 0.5
-"""How often a member that could end a meeting, or be cut short in it, ends it."""
+"""The share of meetings that a member ends when it could also be cut short."""
 
 Token: TypeAlias = "tuple[MemberId, int]"
 """One input: whose, and of which operation."""
 Value: TypeAlias = "tuple[Token, ...] | None"
-"""What an array holds; None: torn, or not written."""
+"""The content of an array; None: torn, or not written."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ Key: TypeAlias = tuple[int, str, int]
 
 @dataclass(slots=True)
 class RepairWorld:
-    """What outlives a process."""
+    """The state that outlives a process."""
 
     options: CommitOptions
     seed: int | str
@@ -392,8 +392,8 @@ class RankProcess:
         epoch = self.machine.epoch
         match stage.name:
             case "exchange":
-                told = [meeting.entered[member] for member in meeting.members]
-                reports = tuple(report for report in told if isinstance(report, rm.Report))
+                brought = [meeting.entered[member] for member in meeting.members]
+                reports = tuple(report for report in brought if isinstance(report, rm.Report))
                 return self._feed(rm.Exchanged(epoch=epoch, reports=reports), now_ns)
             case "commit":
                 return self._feed(rm.Ended(epoch=epoch, outcome=Outcome.COMMITTED), now_ns)

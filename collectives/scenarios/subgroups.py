@@ -64,7 +64,7 @@ class SubgroupWorld(RepairWorld):
 
 @dataclass(slots=True)
 class Mesh:
-    """What outlives processes: the worlds of all groups, by name."""
+    """The state that outlives processes: the worlds of all groups, by name."""
 
     options: CommitOptions
     state_lost: bool = False
@@ -210,15 +210,15 @@ class MeshProcess:
                 return self._come(now_ns)
             case sim.Arrived(message=Parted(member=member)):
                 self.parted.add(member)
-                return self._told(stimulus, now_ns)
+                return self._to_parts(stimulus, now_ns)
             case sim.PeerEnded():
-                return self._told(stimulus, now_ns)
+                return self._to_parts(stimulus, now_ns)
             case sim.TimerFired(name=name):
                 return self._fired(name, now_ns)
             case _:
                 raise LocalProtocolError(f"a rank does not expect {stimulus}")
 
-    def _told(self, stimulus: sim.Stimulus[Message], now_ns: int) -> Effects:
+    def _to_parts(self, stimulus: sim.Stimulus[Message], now_ns: int) -> Effects:
         for part in self.parts:
             part.deliver(stimulus, now_ns=now_ns)
         return []

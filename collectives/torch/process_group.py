@@ -88,7 +88,7 @@ def _only(tensors: Any) -> Any:
 
 
 class Operations:
-    """What a process group does here; `ProcessGroup` has torch's class below it.
+    """The methods of a process group; `ProcessGroup` has torch's class below it.
 
     Each collective takes its tensors as buffers, and queues a call of the communicator's operation.
     """
@@ -247,7 +247,7 @@ class Operations:
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
-        """Reduce a list of tensors over all ranks; each keeps the one of its place."""
+        """Reduce a list of tensors over all ranks; each keeps the one of its rank."""
         tensor, reduction = _only(output_tensors), self._op(opts, op)
         target = TensorBuffer(tensor, numbers=True, load=False)
         sources = _buffers(_list_of(input_tensors), numbers=True)
@@ -409,7 +409,7 @@ class Operations:
             world().close(self._group)
             self._completers.shutdown(wait=False)
 
-    # Who it is: the base class raises where it is not told.
+    # Its identity: the base class raises for what a subclass does not answer.
 
     supports_splitting = False
     supports_coalescing = False
@@ -418,21 +418,21 @@ class Operations:
     bound_device_id = None
 
     def rank(self) -> int:
-        """This process's place."""
+        """Return the rank of this process in the group."""
         return self._group.rank
 
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         return self._group.size
 
     def name(self) -> str:
-        """The backend."""
+        """Return the name of the backend."""
         return "zbmd"
 
     getBackendName = _get_backend_name = name
 
     def get_group_store(self) -> Any:
-        """What torch keeps for it."""
+        """Return the store that torch keeps for it."""
         return self._store
 
     @property
@@ -442,7 +442,7 @@ class Operations:
 
     @property
     def group_desc(self) -> str:
-        """What it is for."""
+        """Its description in torch."""
         return self._description
 
     def _set_group_name(self, name: str) -> None:
@@ -470,14 +470,14 @@ class Operations:
         return self
 
     def supports_tensor_alloc(self, _: Any = None) -> bool:
-        """It has no memory of its own for tensors."""
+        """Return False: it has no memory of its own for tensors."""
         return False
 
     def eager_connect_single_device(self, _: Any = None) -> None:
-        """It is connected from its beginning."""
+        """Do nothing: it is connected from its beginning."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of operations that state none."""
+        """Set the limit of operations that state none."""
         self._timeout_s = min(timeout.total_seconds(), TIMEOUT_S_MAX)
 
     _set_default_timeout = set_timeout
@@ -494,7 +494,7 @@ class Operations:
         return self._calls
 
     def _set_sequence_number_for_group(self) -> None:
-        """It is counted from 0 on all ranks."""
+        """Do nothing: calls are counted from 0 on all ranks."""
 
     # Names of older versions.
     _allgather_base = all_gather_single
@@ -547,7 +547,7 @@ def _list_of(tensors: Any) -> list[Any]:
 
 
 def _row_bytes(tensor: Any, place: TensorBuffer, rows: Any, size: int) -> list[int]:
-    """How many bytes go to, or come from, each rank."""
+    """Return the number of bytes that go to, or come from, each rank."""
     rows = [int(number) for number in rows]
     if not rows:
         if tensor.shape[0] % size:

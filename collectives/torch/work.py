@@ -1,4 +1,4 @@
-"""What a process group works with: arrays over the memory of tensors, works and futures of torch.
+"""Works and futures of `torch.distributed`, and numpy arrays over the memory of tensors.
 
 Needs PyTorch; imported by `process_group` alone.
 """
@@ -37,7 +37,7 @@ def as_torch_error(error: BaseException) -> BaseException:
 
 
 class Waits:
-    """What `Work` does here. outputs: the tensors of its result. source: who sent, of a receive."""
+    """The methods of `Work`. outputs: the tensors of its result. source: who sent, of a receive."""
 
     def __init__(
         self,
@@ -70,30 +70,30 @@ class Waits:
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, in either way."""
+        """Return whether it has ended, in either way."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether it has succeeded."""
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> BaseException | None:
-        """How it has failed, if it has."""
+        """Return the error that it failed with, if it has."""
         error = self._done.exception() if self._done.done() else None
         return None if error is None else as_torch_error(error)
 
     def result(self) -> list[Any]:
-        """The tensors that it has written, those that are left."""
+        """Return the tensors that it has written and that still exist."""
         return [tensor for tensor in (output() for output in self._outputs) if tensor is not None]
 
     def source_rank(self) -> int:
-        """Of a receive, the rank in the group that sent."""
+        """Return the rank in the group that sent, of a receive; else -1."""
         return -1 if self._source is None else self._source()
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A `torch.futures.Future` of the tensors. Its callbacks run on a thread that runs no operation."""
+        """Return a `torch.futures.Future` of the tensors; its callbacks run beside operations."""
         if self._future is not None:
             return self._future
         outputs, done = self.result(), self._done
@@ -148,7 +148,7 @@ class TensorBuffer:
         self.array: Array = _numbers(flat) if numbers else flat.view(torch.uint8).numpy()
 
     def bring_home(self) -> None:
-        """Write what came into the array to where it belongs."""
+        """Copy the array to its tensor, unless they share memory."""
         if self._home is not None:
             with torch.inference_mode():
                 self._home.copy_(self._flat)

@@ -26,7 +26,7 @@ from zbmd.transport.native._native import now_ns
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.torch")
 
 LEAVE_S_MAX = 5.0
-"""How long a process whose script has ended waits for the others, and then says goodbye, at most."""
+"""Seconds that a process whose script has ended waits for the others, and again to leave, at most."""
 
 ResultT = TypeVar("ResultT")
 
@@ -37,7 +37,7 @@ class World:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._loop = uvloop.new_event_loop()
-        self._life = AsyncExitStack()
+        self._membership = AsyncExitStack()
         self._worker: Worker | None = None
         self._base: Group | None = None
         self._groups: set[Group] = set()
@@ -55,9 +55,9 @@ class World:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def group(self, ranks: Sequence[int], *, rank: int, size: int, timeout_s: float) -> Group:
-        """A group of these ranks, in this order, all of whom call this; of none: of all ranks of the job.
+        """Return the group of these ranks, in this order; all of them call this. No ranks: all of the job.
 
-        rank, size: what the caller takes itself and the group for. Raises `UserError` if the job says
+        rank, size: those that torch expects. Raises `UserError` if the job says
         otherwise, and what `Group.subgroup` raises.
         """
         return self.start(self._open(tuple(ranks), rank, size, timeout_s)).result()
@@ -88,9 +88,9 @@ class World:
         return made
 
     async def _base_group(self) -> Group:
-        """The group of all, of a view in which nobody is known to have ended."""
+        """Return the group of all ranks, of a view in which none is known to have ended."""
         if self._worker is None:
-            self._worker = await self._life.enter_async_context(join(enter=False))
+            self._worker = await self._membership.enter_async_context(join(enter=False))
         base = self._base
         if base is None:
             base = self._base = await group(self._worker)
@@ -108,7 +108,7 @@ class World:
     def _end(self, failed: bool) -> None:
         """The script has ended: leave, once the others are through with what they do with this rank.
 
-        Who has failed leaves at once; what others wait for from it will not come.
+        A process that has failed leaves at once; what others wait for from it will not come.
         """
         with self._guard:
             groups = [*self._groups]
@@ -118,11 +118,11 @@ class World:
                 self._base.submit(lambda c: c.barrier(deadline_ns=end_ns)).result()
         for opened in groups if self._base is None else [*groups, self._base]:
             opened.communicator.give_up()
-        leaving = self.start(self._life.aclose())
+        leaving = self.start(self._membership.aclose())
         try:
             leaving.result(LEAVE_S_MAX)
         except (TimeoutError, ZbmdError) as error:
-            log.info("the job was not left in good order", reason=str(error))
+            log.info("the job was not left in an orderly way", reason=str(error))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LEAVE_S_MAX)
 
@@ -132,7 +132,7 @@ _guard = threading.Lock()
 
 
 def world() -> World:
-    """This process's, made at the first call. A forked child makes its own."""
+    """Return the world of this process, made at the first call. A forked child makes its own."""
     global _world
     with _guard:
         if _world is None or _world.pid != os.getpid():

@@ -20,7 +20,7 @@ class World:
         self.machines = {rank: PriorityMachine() for rank in range(members)}
         self.priorities = priorities
         self.made = [0] * members
-        self.told: dict[int, pm.Told] = {}
+        self.reports: dict[int, pm.WaitingCalls] = {}
         self.order: list[list[int]] = [[] for _ in range(members)]
         self.differed: list[list[int]] = [[] for _ in range(members)]
 
@@ -32,15 +32,15 @@ class World:
     def begin(self, rank: int) -> None:
         action = self.put(rank, pm.TurnBegan())
         assert isinstance(action, pm.Count)
-        self.told[rank] = action.told
-        if len(self.told) < len(self.machines):
+        self.reports[rank] = action.own
+        if len(self.reports) < len(self.machines):
             return
-        told, self.told = self.told, {}
+        reports, self.reports = self.reports, {}
         for member in self.machines:
-            match self.put(member, pm.Counted(told=told)):
+            match self.put(member, pm.Counted(reports=reports)):
                 case pm.Run(number=number):
                     self.order[member].append(number)
-                    self.check_choice(member, number, min(one.made for one in told.values()))
+                    self.check_choice(member, number, min(one.made for one in reports.values()))
                 case pm.Differ(number=number):
                     self.order[member].append(number)
                     self.differed[member].append(number)
@@ -59,7 +59,7 @@ class World:
 
     def moves(self) -> list[tuple[str, int]]:
         found = [("make", r) for r in self.machines if self.made[r] < len(self.priorities[r])]
-        ready = [r for r in self.machines if r not in self.told and self.made[r] > len(self.order[r])]
+        ready = [r for r in self.machines if r not in self.reports and self.made[r] > len(self.order[r])]
         return found + [("begin", r) for r in ready]
 
 

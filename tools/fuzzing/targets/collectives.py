@@ -25,7 +25,7 @@ from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.execution.executor import MappedExecutor, Membership
 from zbmd.collectives.execution.plan import Plan, Run, plan_of
 from zbmd.collectives.group import flight_dump, priority_machine
-from zbmd.collectives.group.priority_driver import decode_told, encode_told
+from zbmd.collectives.group.priority_driver import decode_calls, encode_calls
 from zbmd.collectives.native._program import READ
 from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.p2p import elastic_machine as elastic_tag_machine
@@ -147,7 +147,7 @@ def _perform(machine: StepCommit, event: cm.CommitEvent) -> None:
 def _told_seeds() -> tuple[bytes, ...]:
     window = priority_machine.WINDOW
     return tuple(
-        encode_told(priority_machine.Told(made=made, priorities=tuple(range(min(made, window)))))
+        encode_calls(priority_machine.WaitingCalls(made=made, priorities=tuple(range(min(made, window)))))
         for made in (1, 3, 60)
     )
 
@@ -166,8 +166,8 @@ def _told(data: bytes) -> None:
     (mine,) = machine.handle(priority_machine.TurnBegan(), now_ns=0)
     if not isinstance(mine, priority_machine.Count):
         raise Broken(f"a turn began with {mine}")
-    told = {0: mine.told, 1: decode_told(data, 1)}
-    (action,) = machine.handle(priority_machine.Counted(told=told), now_ns=0)
+    reports = {0: mine.own, 1: decode_calls(data, 1)}
+    (action,) = machine.handle(priority_machine.Counted(reports=reports), now_ns=0)
     if not isinstance(action, priority_machine.Run | priority_machine.Differ) or action.number > 2:
         raise Broken(f"{action} of three calls")
 

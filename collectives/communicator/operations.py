@@ -97,7 +97,7 @@ class Operations(ABC, Generic[CalledT]):
         priority: int = 0,
         stream: Any = None,
     ) -> CalledT:
-        """`all_reduce` of every array, in place; small ones travel together
+        """Reduce every array over all members, in place; small ones travel together
         (`zbmd.collectives.communicator.uneven`).
 
         All members give arrays of the same dtypes and sizes in the same order. Returns `arrays`.
@@ -161,7 +161,7 @@ class Operations(ABC, Generic[CalledT]):
     def all_gather_v(
         self, x: Any, *, timeout: float | None = None, priority: int = 0, stream: Any = None
     ) -> CalledT:
-        """Every member's rows `x`, (rows, ...), of which each may have another number, in rank order."""
+        """Return every member's rows `x`, (rows, ...), in rank order; their numbers may differ."""
         return self._start(
             lambda c, x, _, ns: c.all_gather_v(x, deadline_ns=ns),
             x,
@@ -181,7 +181,7 @@ class Operations(ABC, Generic[CalledT]):
         priority: int = 0,
         stream: Any = None,
     ) -> CalledT:
-        """As `all_gather`, at rank `root` alone; None elsewhere."""
+        """Return (size, *x.shape), every member's `x`, at rank `root`; None elsewhere."""
         return self._start(
             lambda c, x, out, ns: c.gather(x, root, out, deadline_ns=ns),
             x,
@@ -276,7 +276,7 @@ class Operations(ABC, Generic[CalledT]):
         priority: int = 0,
         stream: Any = None,
     ) -> CalledT:
-        """As `all_to_all`, with `send_rows[d]` rows to member d and `receive_rows[s]` from member s."""
+        """Send `send_rows[d]` rows of `x` to member d; return the `receive_rows[s]` rows of each member s."""
         return self._start(
             lambda c, x, out, ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=ns),
             x,

@@ -100,7 +100,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """`all_reduce` of every array in one operation; small ones travel together (`uneven`).
+        """Reduce every array over the contributors at once; small ones travel together (`uneven`).
 
         All members give arrays of the same dtypes and sizes in the same order. In place, and the value is
         `arrays`; with "preserve" or "adopt" it is a list of new ones. "adopt" copies them into the arena.
@@ -158,7 +158,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """A new array, (contributors, *x.shape): each one's `x`, in rank order.
+        """Return a new array, (contributors, *x.shape): each one's `x`, in rank order.
 
         out: (ranks, *x.shape), with a row for each rank (see `reduce_scatter`), present or absent, so that it
         always fits; `UserError`, before anything has moved, if it does not. The contributors' rows are its
@@ -178,7 +178,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """As `all_gather`, at rank `root` alone; elsewhere the value is None, and `out` is not used.
+        """Collect as `all_gather`, at rank `root` alone; elsewhere the value is None, and `out` is not used.
 
         Fails with `MembersLost` if the root died in it.
         """
@@ -194,7 +194,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """Rank r gets row r of the `x`, (ranks, …), of rank `root` in `out`, (…).
+        """Give rank r row r of the `x`, (ranks, …), of rank `root` in `out`, (…).
 
         The root may leave out `out`; the others pass None for `x`. Fails with `MembersLost` if the root died
         before all had their rows.
@@ -211,8 +211,10 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """Row d of `x`, (ranks, …), goes to rank d. A new array, (contributors, …), by rank; with `out`,
-        (ranks, …), its first rows, as in `all_gather`.
+        """Send row d of `x`, (ranks, …), to rank d.
+
+        The value is a new array, (contributors, …), by rank; with `out`, (ranks, …), its first rows, as in
+        `all_gather`.
         """
         return self._start(AllToAll, x, out, on_loss, inputs, timeout, stream)
 
@@ -225,7 +227,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """A new array of each contributor's rows `x`, (rows, …), in rank order; `Result.rows` counts them."""
+        """Return a new array of all rows `x`, (rows, …), in rank order; `Result.rows` counts each one's."""
         return self._start(AllGatherV, x, None, on_loss, inputs, timeout, stream)
 
     def reduce_scatter_v(
@@ -260,8 +262,8 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """Send `send_rows[d]` rows of `x` to rank d: a new array of the rows that came, by rank, of rank s
-        `receive_rows[s]`; `Result.rows` has those of the contributors.
+        """Send `send_rows[d]` rows of `x` to rank d, and return a new array of the rows that came, by rank:
+        `receive_rows[s]` of rank s; `Result.rows` has those of the contributors.
 
         Both have one number for each of `ranks` (see `reduce_scatter`). Rows addressed to an absent rank are
         dropped; none are received from it. "adopt" copies `x` into the arena, wherever it lies.
@@ -288,7 +290,7 @@ class ElasticOperations(ABC, Generic[CalledT]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> CalledT:
-        """Every `x` becomes that of rank `root`; fails with `MembersLost` if that died and nobody has it."""
+        """Copy `x` of rank `root` to every `x`; fails with `MembersLost` if the root died and none has it."""
         return self._start(Broadcast, x, None, on_loss, "preserve", timeout, stream, root=root)
 
     def barrier(self, *, on_loss: str = "survivors", timeout: float | None = None) -> CalledT:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from zbmd.actors.view import MemberId
 from zbmd.collectives.algorithms.catalogue import Operation, Request, build
 from zbmd.collectives.algorithms.shard_tree import Node, assign_to, shard_tree_nodes
 from zbmd.collectives.commit import events as cm
-from zbmd.actors.view import MemberId
 from zbmd.collectives.programs.program import OUT, input_buffer
 from zbmd.collectives.programs.simulate import Outcome, Result, Simulation
 from zbmd.collectives.scenarios.commit import CommitScenario

@@ -51,7 +51,6 @@ from zbmd.transport.errors import UserError
 
 IPERF3_TIMEOUT_S: Final = 30.0
 IPERF3_READY: Final = b"Server listening"
-READY_LINES_MAX: Final = 20
 WRITES_LEAST: Final = 5
 """perftest wants as many."""
 

@@ -137,7 +137,6 @@ MESSAGE_BYTES_MAX: Final = 4096
 OPERATION_S_MAX: Final = 30.0
 """An operation takes less than a millisecond, and a notice not much more: only a hang reaches this."""
 RIGHT: Final = "right"
-SURVIVED: Final = "survived"
 AUTO: Final = "auto"
 
 Numbers = NDArray[np.int64]

@@ -129,8 +129,7 @@ def differences(own: JobSpec, given: JobSpec) -> list[str]:
     return [
         field.name
         for field in dataclasses.fields(JobSpec)
-        if field.name not in ("environment", "code")
-        and getattr(own, field.name) != getattr(given, field.name)
+        if field.name not in NOT_COMPARED and getattr(own, field.name) != getattr(given, field.name)
     ]
 
 

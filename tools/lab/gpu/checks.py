@@ -25,7 +25,6 @@ from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
-from zbmd.tools.lab.gpu.owner import INCARNATION
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
@@ -34,13 +33,13 @@ from zbmd.training.model_actors.operator_devices import HostDevice, cuda_device
 from zbmd.training.replicated.scenario import plain_job
 from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.cuda.api import choose_copy_route, why_no_ipc
-from zbmd.transport.cuda.array import DeviceHandle, decode_handle
+from zbmd.transport.cuda.array import DeviceHandle, DeviceSpan, decode_handle, encode_handle
 from zbmd.transport.cuda.peer import CudaPeer
-from zbmd.transport.cuda.region import CudaRegion
+from zbmd.transport.cuda.region import CudaRegion, DeviceExports
 from zbmd.transport.cuda.runtime import CudaRuntime, visible_devices
 from zbmd.transport.host.topology.devices import read_rdma_devices
 from zbmd.transport.memory.segment import PeerSegment, Segment
-from zbmd.transport.native._native import WAIT_OK, now_ns
+from zbmd.transport.native._native import WAIT_OK, address_of, now_ns
 
 
 class CheckFailed(Exception):
@@ -91,6 +90,7 @@ def run_on_ranks(what: str, gpus: int) -> str:
 
 
 OWN_SLOT, PEER_SLOT = 1, 2
+INCARNATION: Final = 1
 PUT_BYTES: Final = 64 << 20
 DMA_BUF_BYTES: Final = 2 << 20
 ROUNDS: Final = 20
@@ -128,7 +128,7 @@ def _owner(own_device: int, their_device: int, nbytes: int = PUT_BYTES) -> Gener
     command = [
         sys.executable,
         "-m",
-        "zbmd.tools.lab.gpu.owner",
+        "zbmd.tools.lab.gpu.checks",
         str(their_device),
         str(nbytes),
         str(PEER_SLOT),
@@ -396,3 +396,26 @@ CHECKS: Final = (
         run=dma_buf,
     ),
 )
+
+
+def own(device: int, nbytes: int, slot: int) -> None:
+    """Own device memory, as the other process of a check, until the input ends.
+
+    Writes the handle of the memory as a line of hexadecimal digits, and for each line of the input the CRC-32
+    of the memory's bytes.
+    """
+    runtime = CudaRuntime(device)
+    base = runtime.malloc(nbytes)
+    exports = DeviceExports(runtime, slot=slot, incarnation=INCARNATION)
+    handle = exports.register(DeviceSpan(address=base, shape=(nbytes,), typestr="|u1"))
+    print(encode_handle(handle).hex(), flush=True)
+    stream = runtime.stream_create()
+    seen = bytearray(nbytes)
+    for _ in sys.stdin:
+        runtime.memcpy_async(address_of(seen), base, nbytes, stream)
+        runtime.stream_synchronize(stream)
+        print(zlib.crc32(seen), flush=True)
+
+
+if __name__ == "__main__":
+    own(*(int(argument) for argument in sys.argv[1:4]))

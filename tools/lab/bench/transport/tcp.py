@@ -35,7 +35,6 @@ from zbmd.transport.tcp.link import TcpLink
 
 SIZES = (64, 4096, 1 << 20)
 REPEATS = 7
-FRAMES_AHEAD = 8
 
 
 @dataclass(frozen=True)

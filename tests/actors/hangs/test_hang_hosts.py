@@ -70,7 +70,7 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hang(w: World, rank: int, on_hang: str, *, deadline: str = "400ms") -> None:
     """Submit a job whose `rank` never enters what the others wait in."""
-    w.script.write_text(NEVER_ENTERS)
+    w.write_script(NEVER_ENTERS)
     environment = (("HANGS", str(rank)), ("ZBMD_PROGRESS_DEADLINE", deadline), ("ZBMD_ON_HANG", on_hang))
     w.submit(nodes_min=3, nodes_max=3, environment=environment)
 

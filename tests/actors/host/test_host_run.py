@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.machines.job_world import CUT_CONNECTIONS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.events import (
@@ -102,12 +101,11 @@ async def test_a_run_from_start_to_end(tmp_path: Path) -> None:
 
 
 async def test_live_ranks_that_lose_their_link_are_linked_anew(tmp_path: Path) -> None:
-    body = f"""
-scope = {{}}
-exec({CUT_CONNECTIONS!r}, scope)
+    body = """
+from support.processes.cut_connections import cut_connections
 while worker.epoch < 3:
     if worker.rank == 0:
-        scope["cut_connections"]()
+        cut_connections()
     view = await worker.view(after=worker.epoch)
     print("entered", view.epoch, [member.incarnation for member in view.members])
 """

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.machines.job_world import FOLLOWS_VIEWS, JOB, world
+from support.machines.job_world import JOB, world
 
 from zbmd.actors.cluster.state.job_table import Stop
 from zbmd.actors.host.events import RankDown, RankStarted, ViewChanged
@@ -43,8 +43,7 @@ async def test_ranks_whose_links_break_link_up_anew(tmp_path: Path) -> None:
         return [int(match[1]) for match in found if match]
 
     async with world(tmp_path, 2) as w:
-        environment = (("DONE", str(w.done)), ("ZBMD_LINKS", "tcp"))
-        w.submit(nodes_min=2, nodes_max=2, environment=environment)
+        w.submit(nodes_min=2, nodes_max=2, environment=(("ZBMD_LINKS", "tcp"),))
         for times in (1, 2, 3):
             await w.until(
                 lambda times=times: len(epochs(0)) == len(epochs(1)) == times,  # type: ignore[misc]
@@ -60,9 +59,8 @@ async def test_ranks_whose_links_break_link_up_anew(tmp_path: Path) -> None:
 async def test_a_rank_that_never_joins_is_killed_and_another_one_is_tried(tmp_path: Path) -> None:
     async with world(tmp_path, 2) as w:
         # The second incarnation does not join; the budget makes that short.
-        mute = "import os, signal\nif os.environ['ZBMD_INCARNATION'] == '2':\n    signal.pause()\n"
-        w.script.write_text(mute + FOLLOWS_VIEWS)
-        w.submit(nodes_min=2, nodes_max=2, recovery_budget_ns=RECOVERY_BUDGET_NS_MIN)
+        mute = (("MUTE_INCARNATION", "2"),)
+        w.submit(nodes_min=2, nodes_max=2, recovery_budget_ns=RECOVERY_BUDGET_NS_MIN, environment=mute)
         await w.members("0#1,1#1")
         os.kill(w.places[1].pid(1), signal.SIGKILL)
         await w.members("0#1,1#3")
@@ -127,7 +125,7 @@ async def test_a_job_is_stopped_and_what_cannot_start_says_why(tmp_path: Path) -
     (tmp_path / "job.py").write_text("")
     bad = textwrap.dedent("raise SystemExit(2)")
     async with world(tmp_path, 2) as w:
-        w.script.write_text(bad)
+        w.write_script(bad)
         w.submit(nodes_max=2)
         job = await w.ended()
         assert job.outcome is Outcome.FAILED

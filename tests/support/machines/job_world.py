@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from programs import PROGRAMS
 
 from support.cluster.memory_cluster import MemoryCluster, MemoryNode
 from zbmd.actors.cluster.jobs.node_driver import JobHost
@@ -26,43 +27,6 @@ EventT = TypeVar("EventT", bound=HostEvent)
 
 TIMEOUT_S = 60.0
 JOB = 11
-
-CUT_CONNECTIONS = """
-import os, socket
-
-def cut_connections():
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            sock = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        with sock:
-            if sock.family == socket.AF_INET and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                sock.shutdown(socket.SHUT_RDWR)
-"""
-"""A function that a rank calls to lose all of its TCP connections."""
-
-FOLLOWS_VIEWS = (
-    CUT_CONNECTIONS
-    + """
-import asyncio, os, signal
-from zbmd.actors.rank.member import join
-
-async def main():
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cut_connections)
-    async with join(inbox_bytes=1 << 20) as worker:
-        while True:
-            view = worker.latest
-            entered = view.members if worker.epoch == view.epoch else ()
-            members = ",".join(f"{m.rank}#{m.incarnation}" for m in entered)
-            print(f"{worker.epoch} {os.environ['LOCAL_RANK']} {members}")
-            view = await worker.view(after=worker.epoch)
-            if os.path.exists(os.environ["DONE"]):
-                break
-
-asyncio.run(main())
-"""
-)
 
 
 class Place:
@@ -108,18 +72,23 @@ class World:
     def __init__(self, tmp_path: Path, size: int) -> None:
         self.news = asyncio.Event()
         self.done = tmp_path / "done"
-        self.script = tmp_path / "job.py"
-        self.script.write_text(FOLLOWS_VIEWS)
+        self.script = PROGRAMS / "node" / "follows_views.py"
+        self._own_script = tmp_path / "job.py"
         self.cluster = MemoryCluster(size, self.news.set)
         self.places = [Place(node, self.news.set) for node in self.cluster.nodes.values()]
 
-    def submit(self, **options: object) -> None:
+    def write_script(self, text: str) -> None:
+        """Have the job run this text instead of `follows_views.py`."""
+        self._own_script.write_text(text)
+        self.script = self._own_script
+
+    def submit(self, *, environment: tuple[tuple[str, str], ...] = (), **options: object) -> None:
         spec = JobSpec(
             **{  # type: ignore[arg-type]
                 "job": JOB,
                 "target": str(self.script),
                 "arena_bytes": 1 << 20,
-                "environment": (("DONE", str(self.done)),),
+                "environment": (("DONE", str(self.done)), *environment),
                 **options,
             }
         )

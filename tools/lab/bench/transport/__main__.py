@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,7 +34,7 @@ TCP_BYTES: Final = 16 << 20
 LINK_BYTES_MAX: Final = 256 << 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GoalRow:
     """One line of the table; `met` is None for a figure without a goal."""
 
@@ -65,108 +65,64 @@ class Rows:
         return found.value
 
 
-def p2p_lines(rows: Rows) -> list[GoalRow]:
+def p2p_lines(rows: Rows) -> Iterator[GoalRow]:
     """Small messages, large ones from both kinds of memory, and frames."""
     small = rows.of("p2p-arena", OURS, 8)
     peers = ", ".join(
         f"{name} {rows.of('p2p-arena', who, 8).time_us_p50:.2f}"
         for name, who in (("Open MPI from Python", "openmpi"), ("from C", "openmpi-c"))
     )
-    lines = [
-        GoalRow(
-            what="shm p2p, 8 B one way, native wait, from Python",
-            goal="≤ Open MPI",
-            measured=f"{small.time_us_p50:.2f} µs ({peers})",
-            met=rows.ratio("p2p-arena", "openmpi", 8) <= 1,
-        )
-    ]
+    met = rows.ratio("p2p-arena", "openmpi", 8) <= 1
+    measured = f"{small.time_us_p50:.2f} µs ({peers})"
+    yield GoalRow("shm p2p, 8 B one way, native wait, from Python", "≤ Open MPI", measured, met)
     for nbytes in LARGE:
+        of = f"shm p2p, {size_in_words(nbytes)}iB"
         parts = 1 / rows.ratio("p2p-arena", "memcpy-shared", nbytes)
         of_numpy = 1 / rows.ratio("p2p-arena", "memcpy", nbytes)
-        lines.append(
-            GoalRow(
-                what=f"shm p2p, {size_in_words(nbytes)}iB, arena to inbox",
-                goal="≥ 0.9 × memcpy",
-                measured=f"{parts:.2f} × memcpy in such memory ({of_numpy:.2f} × in numpy's), "
-                f"{_bandwidth(rows.of('p2p-arena', OURS, nbytes))}",
-                met=parts >= 0.9,
-            )
-        )
+        ours = _bandwidth(rows.of("p2p-arena", OURS, nbytes))
+        measured = f"{parts:.2f} × memcpy in such memory ({of_numpy:.2f} × in numpy's), {ours}"
+        yield GoalRow(f"{of}, arena to inbox", "≥ 0.9 × memcpy", measured, parts >= 0.9)
         times = 1 / rows.ratio("p2p-foreign", "openmpi", nbytes)
-        lines.append(
-            GoalRow(
-                what=f"shm p2p, {size_in_words(nbytes)}iB, foreign buffers",
-                goal="≥ Open MPI",
-                measured=f"{times:.2f} × Open MPI, {_bandwidth(rows.of('p2p-foreign', OURS, nbytes))}",
-                met=times >= 1,
-            )
-        )
+        measured = f"{times:.2f} × Open MPI, {_bandwidth(rows.of('p2p-foreign', OURS, nbytes))}"
+        yield GoalRow(f"{of}, foreign buffers", "≥ Open MPI", measured, times >= 1)
     quiet, training = rows.of("frame", OURS, 8), rows.of("frame-training", OURS, 8)
-    return [
-        *lines,
-        GoalRow(
-            what="shm frame round trip through asyncio",
-            goal="≤ 12 µs median, ≤ 30 µs p99",
-            measured=f"{quiet.time_us_p50:.1f} µs, p99 {quiet.time_us_p99:.1f}",
-            met=quiet.time_us_p50 <= 12 and quiet.time_us_p99 <= 30,
-        ),
-        GoalRow(
-            what="the same, both ranks inside a training step",
-            goal="reported",
-            measured=f"{training.time_us_p50:.1f} µs, p99 {training.time_us_p99:.0f}",
-            met=None,
-        ),
-    ]
+    met = quiet.time_us_p50 <= 12 and quiet.time_us_p99 <= 30
+    measured = f"{quiet.time_us_p50:.1f} µs, p99 {quiet.time_us_p99:.1f}"
+    yield GoalRow("shm frame round trip through asyncio", "≤ 12 µs median, ≤ 30 µs p99", measured, met)
+    measured = f"{training.time_us_p50:.1f} µs, p99 {training.time_us_p99:.0f}"
+    yield GoalRow("the same, both ranks inside a training step", "reported", measured, None)
 
 
-def tcp_lines(rows: Rows) -> list[GoalRow]:
+def tcp_lines(rows: Rows) -> Iterator[GoalRow]:
     """16 MiB puts over loopback with the MAC, beside iperf3; what the other protections make of them."""
     stream = rows.of("put-arena", "iperf3", TCP_BYTES)
-    lines: list[GoalRow] = []
     for who, protection in ((OURS, "MAC"), ("zbmd-none", "no protection"), ("zbmd-tls", "TLS")):
         ours = rows.of("put-arena", who, TCP_BYTES)
         part = stream.time_us_p50 / ours.time_us_p50
-        lines.append(
-            GoalRow(
-                what=f"tcp loopback, 16 MiB puts, {protection}",
-                goal="reported" if who == "zbmd-tls" else "≥ 0.9 × iperf3 -l 1M",
-                measured=f"{part:.2f} × iperf3, {_bandwidth(ours)} (iperf3 {_bandwidth(stream)})",
-                met=None if who == "zbmd-tls" else part >= 0.9,
-            )
-        )
-    return lines
+        goal, met = ("reported", None) if who == "zbmd-tls" else ("≥ 0.9 × iperf3 -l 1M", part >= 0.9)
+        measured = f"{part:.2f} × iperf3, {_bandwidth(ours)} (iperf3 {_bandwidth(stream)})"
+        yield GoalRow(f"tcp loopback, 16 MiB puts, {protection}", goal, measured, met)
 
 
-def detect_lines(rows: Rows) -> list[GoalRow]:
+def detect_lines(rows: Rows) -> Iterator[GoalRow]:
     """Notices inside a training step, the floor beside them."""
-    lines: list[GoalRow] = []
     for nbytes in VICTIMS:
         ours = rows.of("detect-training", OURS, nbytes)
         floors = ", ".join(
             f"{name} {rows.of('detect-training', who, nbytes).time_us_p50 / 1e3:.2f}"
             for name, who in (("futex", "floor-futex"), ("pidfd", "floor-pidfd"), ("EOF", "floor-eof"))
         )
-        lines.append(
-            GoalRow(
-                what=f"death notice inside a training step, victim of {size_in_words(nbytes)}",
-                goal="< 1 ms median, or the floor",
-                measured=f"{ours.time_us_p50 / 1e3:.2f} ms, p99 {ours.time_us_p99 / 1e3:.2f} ({floors})",
-                met=ours.time_us_p50 < 1000,
-            )
-        )
-    return lines
+        what = f"death notice inside a training step, victim of {size_in_words(nbytes)}"
+        measured = f"{ours.time_us_p50 / 1e3:.2f} ms, p99 {ours.time_us_p99 / 1e3:.2f} ({floors})"
+        yield GoalRow(what, "< 1 ms median, or the floor", measured, ours.time_us_p50 < 1000)
 
 
-def idle_lines(idle: Idle) -> list[GoalRow]:
+def idle_line(idle: Idle) -> GoalRow:
     """Return the row of an idle link's memory."""
-    return [
-        GoalRow(
-            what=f"an idle shm link, of {idle.links} in one process",
-            goal="≤ 256 KiB, and all work",
-            measured=f"{idle.total_bytes / 1024:.0f} KiB, both ends; {idle.frames} frames went through",
-            met=idle.total_bytes <= LINK_BYTES_MAX and idle.frames == 2 * idle.links,
-        )
-    ]
+    measured = f"{idle.total_bytes / 1024:.0f} KiB, both ends; {idle.frames} frames went through"
+    met = idle.total_bytes <= LINK_BYTES_MAX and idle.frames == 2 * idle.links
+    what = f"an idle shm link, of {idle.links} in one process"
+    return GoalRow(what, "≤ 256 KiB, and all work", measured, met)
 
 
 def _bandwidth(row: Measurement) -> str:
@@ -217,7 +173,7 @@ def table_of(texts: dict[str, bytes]) -> str:
         *p2p_lines(Rows(p2p.rows)),
         *tcp_lines(Rows(results["tcp"].rows)),
         *detect_lines(Rows(detected.rows)),
-        *idle_lines(idle),
+        idle_line(idle),
     ]
     return "\n".join(
         [

@@ -20,40 +20,7 @@ from enum import Enum
 from itertools import islice
 from typing import Final, assert_never
 
-from zbmd.transport.bulk.events import (
-    BulkAction,
-    BulkEvent,
-    BulkLimits,
-    CloseAsked,
-    CloseStripe,
-    End,
-    Finish,
-    GetAsked,
-    GetRefused,
-    GetResolved,
-    MarkLost,
-    NotifyAsked,
-    PayloadCame,
-    Publish,
-    PutAsked,
-    PutRefused,
-    QuickMoved,
-    ReceiveGet,
-    ReceivePut,
-    ReceiveText,
-    RecordCame,
-    RecordsSent,
-    SendRecord,
-    Serve,
-    ShutStripe,
-    Source,
-    SourceKind,
-    StripeEnded,
-    StripeFailed,
-    StripeOpened,
-    StripesUsed,
-    Unserve,
-)
+from zbmd.transport.bulk import events
 from zbmd.transport.bulk.records import (
     FRAGMENT_BYTES_MAX,
     GETS_MAX,
@@ -103,10 +70,10 @@ class BulkMachine:
     `LocalProtocolError` on events out of turn. What the peer does wrong ends the connection, and only that.
     """
 
-    def __init__(self, *, peer: int | str, limits: BulkLimits | None = None) -> None:
+    def __init__(self, *, peer: int | str, limits: events.BulkLimits | None = None) -> None:
         self.peer = peer
         self.state = BulkState.OPEN
-        self._limits = limits or BulkLimits()
+        self._limits = limits or events.BulkLimits()
         self._stripes: dict[int, StripeState] = {}
         self._stripes_used = STRIPES_MAX
         self._first_stripe: int | None = None
@@ -121,7 +88,7 @@ class BulkMachine:
         self._acked = 0
         """Puts of ours that the peer has published."""
         self._gets: dict[int, OwnGet] = {}
-        self._gets_waiting: deque[GetAsked] = deque()
+        self._gets_waiting: deque[events.GetAsked] = deque()
         self._gets_asked = 0
         self._serving: dict[int, Outgoing] = {}
         """The peer's gets: numbers to answers."""
@@ -132,10 +99,10 @@ class BulkMachine:
         self._arrivals = Arrivals()
         self.end_error: ZbmdError = LinkClosed(f"the bulk connection with {peer} is closed")
         """The error of a transfer that is asked for after the end."""
-        self._actions: list[BulkAction] = []
+        self._actions: list[events.BulkAction] = []
         self._story: deque[str] = deque(maxlen=STORY_EVENTS)
 
-    def handle(self, event: BulkEvent, *, now_ns: int) -> list[BulkAction]:
+    def handle(self, event: events.BulkEvent, *, now_ns: int) -> list[events.BulkAction]:
         """Take one event; `now_ns` is monotonic. See `Machine`."""
         self._actions = []
         try:
@@ -189,44 +156,44 @@ class BulkMachine:
 
     # -- events --------------------------------------------------------------------------------------
 
-    def _dispatch(self, event: BulkEvent, now_ns: int) -> None:
+    def _dispatch(self, event: events.BulkEvent, now_ns: int) -> None:
         match event:
-            case PutAsked() | NotifyAsked() | GetAsked():
+            case events.PutAsked() | events.NotifyAsked() | events.GetAsked():
                 self._asked(event)
-            case StripesUsed(count=count):
+            case events.StripesUsed(count=count):
                 self._stripes_used = count
             case _ if self.state is BulkState.ENDED:
                 return
-            case StripeOpened(stripe=stripe):
+            case events.StripeOpened(stripe=stripe):
                 if stripe in self._stripes:
                     raise LocalProtocolError(f"stripe {stripe} to {self.peer} is open already")
                 self._stripes[stripe] = StripeState()
                 if self._first_stripe is None:
                     self._first_stripe = stripe
-            case RecordsSent(stripe=stripe, records=records):
+            case events.RecordsSent(stripe=stripe, records=records):
                 self._sent(self._stripes[stripe], stripe, records)
-            case RecordCame(stripe=stripe, record=record):
+            case events.RecordCame(stripe=stripe, record=record):
                 self._story.append(f"{type(record).__name__} on stripe {stripe}")
                 self._came(stripe, self._stripes[stripe], record, now_ns)
-            case PayloadCame(stripe=stripe, text=text):
+            case events.PayloadCame(stripe=stripe, text=text):
                 self._payload_came(self._stripes[stripe], text)
-            case PutRefused(stripe=stripe, reason=reason):
+            case events.PutRefused(stripe=stripe, reason=reason):
                 put = self._stripes[stripe].receiving
                 assert isinstance(put, Put)
                 self._arrivals.refuse(put, reason)
-            case QuickMoved():
+            case events.QuickMoved():
                 self._quick_moved(event)
-            case GetResolved(get=get):
+            case events.GetResolved(get=get):
                 self._answers.append(self._serving[get])
-            case GetRefused(get=get, reason=reason):
+            case events.GetRefused(get=get, reason=reason):
                 refused_text = _text(reason)
                 refusal = TransferRefusal(transfer=get, nbytes=len(refused_text))
                 self._urgent.append((refusal, refused_text, self._serving[get]))
-            case StripeEnded(stripe=stripe, between_records=between_records):
+            case events.StripeEnded(stripe=stripe, between_records=between_records):
                 self._stripe_ended(self._stripes.get(stripe), between_records)
-            case StripeFailed(error=error):
+            case events.StripeFailed(error=error):
                 self._fail(error, tell=isinstance(error, BulkError))
-            case CloseAsked():
+            case events.CloseAsked():
                 self._start_closing(now_ns)
             case TimerFired():
                 if self.state is BulkState.CLOSING:
@@ -235,27 +202,29 @@ class BulkMachine:
             case _:
                 assert_never(event)
 
-    def _asked(self, ask: PutAsked | NotifyAsked | GetAsked) -> None:
+    def _asked(self, ask: events.PutAsked | events.NotifyAsked | events.GetAsked) -> None:
         if ask.transfer in self._transfers:
             raise LocalProtocolError(f"transfer {ask.transfer} is under way already")
         if self.state is not BulkState.OPEN:
-            self._actions.append(Finish(transfer=ask.transfer, error=self.end_error))
+            self._actions.append(events.Finish(transfer=ask.transfer, error=self.end_error))
             return
         self._transfers.add(ask.transfer)
-        if isinstance(ask, GetAsked):
+        if isinstance(ask, events.GetAsked):
             self._gets[ask.transfer] = OwnGet(ask, after=self._next_put)
             self._gets_waiting.append(ask)
             return
-        total = ask.total if isinstance(ask, PutAsked) else 0
-        put = Outgoing(SourceKind.TRANSFER, ask.transfer, total, order=self._next_put, ask=ask)
+        total = ask.total if isinstance(ask, events.PutAsked) else 0
+        put = Outgoing(events.SourceKind.TRANSFER, ask.transfer, total, order=self._next_put, ask=ask)
         self._next_put += 1
         self._puts.append(put)
 
-    def _quick_moved(self, event: QuickMoved) -> None:
+    def _quick_moved(self, event: events.QuickMoved) -> None:
         if self.rest() is None:
             raise LocalProtocolError(f"puts to {self.peer} went past a machine that was not at rest")
         for _ in range(event.puts):
-            put = Outgoing(SourceKind.TRANSFER, 0, 0, order=self._next_put, cut_whole=True, settled=True)
+            put = Outgoing(
+                events.SourceKind.TRANSFER, 0, 0, order=self._next_put, cut_whole=True, settled=True
+            )
             self._next_put += 1
             self._unacked.append(put)
         self._acknowledged(event.acked)
@@ -269,20 +238,20 @@ class BulkMachine:
             stripe.handed_bytes -= record.nbytes
             if isinstance(record, Goodbye):
                 stripe.goodbye_sent = True
-                self._actions.append(ShutStripe(stripe=number))
+                self._actions.append(events.ShutStripe(stripe=number))
             if outgoing is not None:
                 outgoing.unsent -= 1
                 if outgoing.cut_whole and outgoing.unsent == 0:
                     self._all_sent(outgoing)
 
     def _all_sent(self, outgoing: Outgoing) -> None:
-        if outgoing.of is SourceKind.SERVED:
+        if outgoing.of is events.SourceKind.SERVED:
             del self._serving[outgoing.number]
-            self._actions.append(Unserve(get=outgoing.number))
+            self._actions.append(events.Unserve(get=outgoing.number))
 
     def _finish(self, transfer: int, error: ZbmdError | None = None) -> None:
         self._transfers.remove(transfer)
-        self._actions.append(Finish(transfer=transfer, error=error))
+        self._actions.append(events.Finish(transfer=transfer, error=error))
 
     # -- what comes ----------------------------------------------------------------------------------
 
@@ -308,7 +277,7 @@ class BulkMachine:
                 elif isinstance(record, PutRefusal):
                     self._own_put(record.transfer)
                 stripe.receiving = record
-                self._actions.append(ReceiveText(stripe=number))
+                self._actions.append(events.ReceiveText(stripe=number))
             case Ack(puts=puts):
                 self._acknowledged(puts)
             case Goodbye():
@@ -337,7 +306,7 @@ class BulkMachine:
     def _get_came(self, get: Get) -> None:
         if get.transfer in self._serving or len(self._serving) >= GETS_MAX:
             raise Malformed(f"get {get.transfer} came twice, or is one too many at once")
-        answer = Outgoing(SourceKind.SERVED, get.transfer, get.total)
+        answer = Outgoing(events.SourceKind.SERVED, get.transfer, get.total)
         self._serving[get.transfer] = answer
         if get.after <= self._arrivals.published:
             self._serve(get)
@@ -345,7 +314,7 @@ class BulkMachine:
             self._early_gets[get.transfer] = get
 
     def _serve(self, get: Get) -> None:
-        self._actions.append(Serve(get=get.transfer, handle=get.handle, at=get.at, total=get.total))
+        self._actions.append(events.Serve(get=get.transfer, handle=get.handle, at=get.at, total=get.total))
 
     def _own_get(self, transfer: int) -> OwnGet:
         get = self._gets.get(transfer)
@@ -362,7 +331,7 @@ class BulkMachine:
         get.fragments.claim(data)
         stripe.receiving = data
         self._actions.append(
-            ReceiveGet(stripe=number, transfer=data.transfer, offset=data.offset, nbytes=data.nbytes)
+            events.ReceiveGet(stripe=number, transfer=data.transfer, offset=data.offset, nbytes=data.nbytes)
         )
 
     def _payload_came(self, stripe: StripeState, text: str) -> None:
@@ -408,7 +377,7 @@ class BulkMachine:
             if stripe.held_back and isinstance(put, Put) and self._arrivals.may_land(put):
                 stripe.held_back = False
                 self._actions.append(
-                    ReceivePut(
+                    events.ReceivePut(
                         stripe=number, handle=put.handle, offset=put.at + put.offset, nbytes=put.nbytes
                     )
                 )
@@ -416,7 +385,7 @@ class BulkMachine:
     def _publish(self) -> None:
         for put, refused in self._arrivals.publish():
             if refused is None:
-                self._actions.append(Publish(channel=put.channel, value=put.value))
+                self._actions.append(events.Publish(channel=put.channel, value=put.value))
             else:
                 text = _text(refused)
                 refusal = PutRefusal(transfer=put.transfer, nbytes=len(text))
@@ -484,9 +453,9 @@ class BulkMachine:
         if outgoing.cut_bytes == outgoing.total:
             outgoing.cut_whole = True
             queue.popleft()
-            if outgoing.of is SourceKind.TRANSFER:
+            if outgoing.of is events.SourceKind.TRANSFER:
                 self._unacked.append(outgoing)
-        source = Source(of=outgoing.of, number=outgoing.number, offset=offset, nbytes=nbytes)
+        source = events.Source(of=outgoing.of, number=outgoing.number, offset=offset, nbytes=nbytes)
         self._give(number, stripe, record, outgoing, source=source if nbytes else None)
 
     def _fragment_bytes(self, total: int) -> int:
@@ -503,14 +472,14 @@ class BulkMachine:
         record: Record,
         outgoing: Outgoing | None,
         *,
-        source: Source | None = None,
+        source: events.Source | None = None,
         text: bytes = b"",
     ) -> None:
         stripe.handed.append((record, outgoing))
         stripe.handed_bytes += record.nbytes
         if outgoing is not None:
             outgoing.unsent += 1
-        self._actions.append(SendRecord(stripe=number, record=record, source=source, text=text))
+        self._actions.append(events.SendRecord(stripe=number, record=record, source=source, text=text))
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -545,7 +514,7 @@ class BulkMachine:
         for number, stripe in list(self._stripes.items()):
             if stripe.goodbye_sent and stripe.goodbye_heard:
                 del self._stripes[number]
-                self._actions.append(CloseStripe(stripe=number))
+                self._actions.append(events.CloseStripe(stripe=number))
         if not self._stripes:
             self._fail(None, tell=False)
 
@@ -557,7 +526,7 @@ class BulkMachine:
         if error is not None:
             self.end_error = error
         if isinstance(error, PeerLost | RemoteProtocolError):
-            self._actions.append(MarkLost())
+            self._actions.append(events.MarkLost())
         if tell:
             text = _text(str(error))
             for number, stripe in self._stripes.items():
@@ -565,12 +534,12 @@ class BulkMachine:
                     self._give(number, stripe, Error(nbytes=len(text)), None, text=text)
                     break
         for transfer in sorted(self._transfers):
-            self._actions.append(Finish(transfer=transfer, error=self.end_error))
-        self._actions += [Unserve(get=get) for get in self._serving]
+            self._actions.append(events.Finish(transfer=transfer, error=self.end_error))
+        self._actions += [events.Unserve(get=get) for get in self._serving]
         self._transfers.clear()
         self._serving.clear()
         self.state = BulkState.ENDED
-        self._actions.append(End(error=error))
+        self._actions.append(events.End(error=error))
 
 
 def _text(reason: str) -> bytes:

@@ -12,41 +12,8 @@ from typing import Final, assert_never
 
 import structlog
 
+from zbmd.transport.bulk import events
 from zbmd.transport.bulk._fast_path import QUICK_BYTES_MAX
-from zbmd.transport.bulk.events import (
-    BulkAction,
-    BulkEvent,
-    BulkLimits,
-    BulkPeerInfo,
-    CloseAsked,
-    CloseStripe,
-    End,
-    Finish,
-    GetAsked,
-    GetRefused,
-    GetResolved,
-    MarkLost,
-    NotifyAsked,
-    OnEnded,
-    PayloadCame,
-    Publish,
-    PutAsked,
-    PutRefused,
-    ReceiveGet,
-    ReceivePut,
-    ReceiveText,
-    RecordCame,
-    RecordsSent,
-    SendRecord,
-    Serve,
-    ShutStripe,
-    SourceKind,
-    StripeEnded,
-    StripeFailed,
-    StripeOpened,
-    StripesUsed,
-    Unserve,
-)
 from zbmd.transport.bulk.fast_path import QuickStripe
 from zbmd.transport.bulk.machine import BulkMachine, BulkState
 from zbmd.transport.bulk.plane import DataPlane
@@ -101,16 +68,16 @@ class BulkPeer:
     def __init__(
         self,
         plane: DataPlane,
-        info: BulkPeerInfo,
+        info: events.BulkPeerInfo,
         *,
         segment: Segment,
-        limits: BulkLimits | None = None,
-        on_ended: OnEnded | None = None,
+        limits: events.BulkLimits | None = None,
+        on_ended: events.OnEnded | None = None,
         adapts: bool = False,
     ) -> None:
         if not 0 <= info.slot < _native.MAX_SLOTS:
             raise LocalProtocolError(f"slot {info.slot} is not below {_native.MAX_SLOTS}")
-        limits = limits or BulkLimits()
+        limits = limits or events.BulkLimits()
         self.info = info
         self.ended = Transfer()
         """Done when the connection has ended and nothing is touched any more; raises why, if not orderly."""
@@ -128,7 +95,7 @@ class BulkPeer:
         """The error that new transfers raise."""
         # What follows belongs to the data-plane thread.
         self._machine = BulkMachine(peer=info.name, limits=limits)
-        self._events: deque[BulkEvent] = deque()
+        self._events: deque[events.BulkEvent] = deque()
         """Events for the machine; the first is being handled."""
         self._stripes: dict[int, StripeSocket] = {}
         self._buffers: dict[int, tuple[Transfer, memoryview]] = {}
@@ -165,7 +132,7 @@ class BulkPeer:
     def close(self) -> None:
         """Finish what is under way, say goodbye and end, within `BulkLimits.close_ns`. Idempotent."""
         self._refuse_new(LinkClosed(f"the bulk connection with {self.info.name} is closed"))
-        self.plane.call(lambda: self._handle(CloseAsked()))
+        self.plane.call(lambda: self._handle(events.CloseAsked()))
 
     def abort(self, error: ZbmdError) -> None:
         """End at once, with `error` for all that is under way: the peer is known to be gone. Idempotent."""
@@ -179,7 +146,7 @@ class BulkPeer:
         if self.put_now(handle, src, at, channel=channel, value=value):
             return DONE
         return self._ask(
-            lambda n: PutAsked(
+            lambda n: events.PutAsked(
                 transfer=n, handle=handle, at=at, total=len(src), channel=channel, value=value
             ),
             src,
@@ -194,7 +161,9 @@ class BulkPeer:
 
     def get(self, handle: RegionHandle, into: memoryview, at: int, *, owner: object) -> Transfer:
         """Get into `into`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
-        return self._ask(lambda n: GetAsked(transfer=n, handle=handle, at=at, total=len(into)), into, owner)
+        return self._ask(
+            lambda n: events.GetAsked(transfer=n, handle=handle, at=at, total=len(into)), into, owner
+        )
 
     def let_go(self, transfers: Iterable[Transfer]) -> None:
         """Once this returns, `transfers` touch their buffers no more, nor does what the peer is being served.
@@ -217,15 +186,20 @@ class BulkPeer:
         """Set the peer's cell of (our slot, channel) behind all puts before."""
         if self.plane.at_once(lambda: self._go_quickly(lambda stripe: stripe.notify(channel, value))):
             return
-        self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
+        self._ask(
+            lambda n: events.NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None
+        )
 
     def settled(self) -> Transfer:
         """Done once all that was put and notified before has arrived; raises what ends the connection."""
         # A cell only grows: this notification changes none.
-        return self._ask(lambda n: NotifyAsked(transfer=n, channel=0, value=0), memoryview(b""), None)
+        return self._ask(lambda n: events.NotifyAsked(transfer=n, channel=0, value=0), memoryview(b""), None)
 
     def _ask(
-        self, event: Callable[[int], PutAsked | GetAsked | NotifyAsked], view: memoryview, owner: object
+        self,
+        event: Callable[[int], events.PutAsked | events.GetAsked | events.NotifyAsked],
+        view: memoryview,
+        owner: object,
     ) -> Transfer:
         transfer = Transfer(owner, view)
         with self._lock:
@@ -285,7 +259,7 @@ class BulkPeer:
             if self._stripes[number].has_surplus:
                 self.plane.again(self, number)
 
-    def _start(self, number: int, event: BulkEvent, transfer: Transfer, view: memoryview) -> None:
+    def _start(self, number: int, event: events.BulkEvent, transfer: Transfer, view: memoryview) -> None:
         self._buffers[number] = transfer, view
         self._handle(event)
 
@@ -310,8 +284,8 @@ class BulkPeer:
         if self._adapts and self._use is None:
             at_first = stripes_for(round_trip_us(io.sock), buffer_bytes_max(), SLOW_BYTES_PER_S)
             self._use = StripeUse(at_first)
-            self._handle(StripesUsed(count=at_first))
-        self._handle(StripeOpened(stripe=number))
+            self._handle(events.StripesUsed(count=at_first))
+        self._handle(events.StripeOpened(stripe=number))
         if stripe.surplus:
             self.readable(number)
 
@@ -333,7 +307,7 @@ class BulkPeer:
             try:
                 came = io.receive()
             except (BulkError, PeerLost) as error:
-                self._handle(StripeFailed(stripe=number, error=error))
+                self._handle(events.StripeFailed(stripe=number, error=error))
                 return
             match came:
                 case ReadResult.MORE:
@@ -342,12 +316,12 @@ class BulkPeer:
                     return
                 case ReadResult.ENDED:
                     self.plane.want_read(io.sock, wanted=False)
-                    self._handle(StripeEnded(stripe=number, between_records=io.reader.between_records))
+                    self._handle(events.StripeEnded(stripe=number, between_records=io.reader.between_records))
                     return
                 case PayloadArrived():
-                    self._handle(PayloadCame(stripe=number, text=came.text))
+                    self._handle(events.PayloadCame(stripe=number, text=came.text))
                 case _:
-                    self._handle(RecordCame(stripe=number, record=came))
+                    self._handle(events.RecordCame(stripe=number, record=came))
             if self._stripes.get(number) is not io or self._lingering:
                 return
             if not io.reader.wanted_bytes:
@@ -378,13 +352,13 @@ class BulkPeer:
             try:
                 records = io.send()
             except (BulkError, PeerLost) as error:
-                self._handle(StripeFailed(stripe=number, error=error))
+                self._handle(events.StripeFailed(stripe=number, error=error))
                 return
             if records is None:
                 break
             self.plane.check_silence_of(self)
             if records:
-                self._handle(RecordsSent(stripe=number, records=records))
+                self._handle(events.RecordsSent(stripe=number, records=records))
             if self._stripes.get(number) is not io:
                 return
         self.plane.want_write(io.sock, wanted=True)
@@ -397,21 +371,21 @@ class BulkPeer:
         count, reason = self._use.look({number: read_work(io.sock) for number, io in self._stripes.items()})
         if count != used:
             log.info("more stripes are used", peer=self.info.name, stripes=count, reason=reason.value)
-            self._handle(StripesUsed(count=count))
+            self._handle(events.StripesUsed(count=count))
 
     def check_silence(self) -> bool:
         """Give the peer up if its host is silent; whether there is something to check again."""
         for number, io in list(self._stripes.items()):
             if io.owed and not self._lingering and io.is_silent(self._limits.silent_ms):
                 reason = f"its host has acknowledged nothing for {self._limits.silent_ms} ms"
-                self._handle(StripeFailed(stripe=number, error=PeerLost(self.info.name, reason)))
+                self._handle(events.StripeFailed(stripe=number, error=PeerLost(self.info.name, reason)))
                 return False
         return any(io.owed for io in self._stripes.values())
 
     def cut(self, error: ZbmdError) -> None:
         """End now, without a word to the peer. On the thread, and never from within an action."""
         self._events.clear()  # nothing, unless a bug of ours has broken off
-        self._handle(StripeFailed(stripe=-1, error=error))
+        self._handle(events.StripeFailed(stripe=-1, error=error))
         self._close_stripes()
 
     def timer_fired(self) -> None:
@@ -421,7 +395,7 @@ class BulkPeer:
         else:
             self._handle(TimerFired())
 
-    def _handle(self, event: BulkEvent) -> None:
+    def _handle(self, event: events.BulkEvent) -> None:
         if self._quick.stripe >= 0:
             self._leave_quick()
         self._events.append(event)
@@ -436,47 +410,47 @@ class BulkPeer:
         elif self._unsent:
             self.plane.flush_later(self)
 
-    def _perform(self, action: BulkAction) -> None:
+    def _perform(self, action: events.BulkAction) -> None:
         match action:
-            case SendRecord():
+            case events.SendRecord():
                 self._send(action)
-            case ReceivePut():
+            case events.ReceivePut():
                 self._receive_put(action)
-            case ReceiveGet(stripe=stripe, transfer=transfer, offset=offset, nbytes=nbytes):
+            case events.ReceiveGet(stripe=stripe, transfer=transfer, offset=offset, nbytes=nbytes):
                 self._landing[stripe] = transfer
                 _, view = self._buffers[transfer]
                 self._receive_into(stripe, nbytes, view[offset : offset + nbytes])
-            case ReceiveText(stripe=stripe):
+            case events.ReceiveText(stripe=stripe):
                 self._landing.pop(stripe, None)
                 self._stripes[stripe].reader.receive_text()
-            case Serve():
+            case events.Serve():
                 self._serve(action)
-            case Unserve(get=get):
+            case events.Unserve(get=get):
                 self._served.pop(get, None)
-            case Publish(channel=channel, value=value):
+            case events.Publish(channel=channel, value=value):
                 # A cell only grows. We alone write those of this slot.
                 if value > _native.load_cell(self._own.address, self.info.slot, channel):
                     _native.notify(self._own.address, self.info.slot, channel, value)
-            case Finish(transfer=number, error=error):
+            case events.Finish(transfer=number, error=error):
                 self._finish(number, error)
-            case ShutStripe(stripe=stripe):
+            case events.ShutStripe(stripe=stripe):
                 self._stripes[stripe].shut()
-            case CloseStripe(stripe=stripe):
+            case events.CloseStripe(stripe=stripe):
                 self._close_stripe(stripe)
             case SetTimer(at_ns=at_ns):
                 self.plane.set_timer(self, at_ns)
-            case MarkLost():
+            case events.MarkLost():
                 _native.set_lost(self._own.address, self.info.slot)
-            case End(error=error):
+            case events.End(error=error):
                 self._end(error)
             case _:
                 assert_never(action)
 
-    def _send(self, action: SendRecord) -> None:
+    def _send(self, action: events.SendRecord) -> None:
         io = self._stripes[action.stripe]
         payload = memoryview(action.text) if action.text else None
         if (source := action.source) is not None:
-            ours = source.of is SourceKind.TRANSFER
+            ours = source.of is events.SourceKind.TRANSFER
             whole = self._buffers[source.number][1] if ours else self._served[source.number]
             payload = whole[source.offset : source.offset + source.nbytes]
         self._error_sent |= isinstance(action.record, Error)
@@ -484,18 +458,18 @@ class BulkPeer:
         io.writer.add(action.record, payload)
         self._unsent[action.stripe] = io
 
-    def _receive_put(self, action: ReceivePut) -> None:
+    def _receive_put(self, action: events.ReceivePut) -> None:
         self._landing.pop(action.stripe, None)
         try:
             view = self._regions.resolve(action.handle, action.offset, action.nbytes, write=True)
         except RemoteProtocolError as error:
-            self._handle(PutRefused(stripe=action.stripe, reason=str(error)))
+            self._handle(events.PutRefused(stripe=action.stripe, reason=str(error)))
             view = None
         self._receive_into(action.stripe, action.nbytes, view)
 
     def _receive_into(self, stripe: int, nbytes: int, view: memoryview | None) -> None:
         if not nbytes:
-            self._handle(PayloadCame(stripe=stripe))
+            self._handle(events.PayloadCame(stripe=stripe))
             return
         io = self._stripes[stripe]
         if view is None:
@@ -507,14 +481,14 @@ class BulkPeer:
             self.plane.want_read(io.sock, wanted=True)
             self.plane.again(self, stripe)
 
-    def _serve(self, action: Serve) -> None:
+    def _serve(self, action: events.Serve) -> None:
         try:
             view = self._regions.resolve(action.handle, action.at, action.total, write=False)
         except RemoteProtocolError as error:
-            self._handle(GetRefused(get=action.get, reason=str(error)))
+            self._handle(events.GetRefused(get=action.get, reason=str(error)))
         else:
             self._served[action.get] = view
-            self._handle(GetResolved(get=action.get))
+            self._handle(events.GetResolved(get=action.get))
 
     def _finish(self, number: int, error: ZbmdError | None) -> None:
         transfer, _ = self._buffers.pop(number)

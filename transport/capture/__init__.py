@@ -21,7 +21,6 @@ estimates how far their clocks are apart; `replay_log` plays every machine again
 
 from __future__ import annotations
 
-from zbmd.transport.capture.codec import UnionCodec
 from zbmd.transport.capture.errors import (
     CaptureDamaged,
     CaptureError,
@@ -30,29 +29,26 @@ from zbmd.transport.capture.errors import (
     NotACapture,
 )
 from zbmd.transport.capture.files import DiskLimits, capture_to_text, text_to_capture
-from zbmd.transport.capture.format import Anchor, Origin
-from zbmd.transport.capture.log import FLUSH_S, LogLimits, LogRecorder, Overflow, RingRecorder, dump_on_crash
+from zbmd.transport.capture.format import Origin
+from zbmd.transport.capture.log import LogLimits, LogRecorder, RingRecorder, dump_on_crash
 from zbmd.transport.capture.reader import (
-    Capture,
     ClockSkew,
     Ending,
     Entry,
     Filter,
     ProcessLog,
     StepPlace,
-    filtered,
     merged,
     open_log,
     skews,
 )
 from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
-from zbmd.transport.capture.records import PROCESS_STREAM, Record, RecordType
+from zbmd.transport.capture.records import Record, RecordType
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.capture.replay import (
     Divergence,
     Identical,
     Incomplete,
-    StreamReplay,
     Verdict,
     describe,
     replay_log,
@@ -62,10 +58,6 @@ from zbmd.transport.capture.replay import (
 from zbmd.transport.capture.tap import Tap, ThreadTap
 
 __all__ = [
-    "FLUSH_S",
-    "PROCESS_STREAM",
-    "Anchor",
-    "Capture",
     "CaptureDamaged",
     "CaptureError",
     "CaptureExists",
@@ -85,22 +77,18 @@ __all__ = [
     "MachineKind",
     "NotACapture",
     "Origin",
-    "Overflow",
     "ProcessLog",
     "Record",
     "Recorder",
     "RingRecorder",
     "ClockSkew",
     "StepPlace",
-    "StreamReplay",
     "Tap",
     "ThreadTap",
-    "UnionCodec",
     "Verdict",
     "capture_to_text",
     "describe",
     "dump_on_crash",
-    "filtered",
     "merged",
     "open_log",
     "origin_of",

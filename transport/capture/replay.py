@@ -15,28 +15,10 @@ from typing import Any, TypeAlias, assert_never
 import msgspec
 import xxhash
 
+from zbmd.transport.capture import records as rec
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureMismatch
 from zbmd.transport.capture.reader import Entry, Filter, ProcessLog, open_log
 from zbmd.transport.capture.recorder import TEXT_CHARS_MAX
-from zbmd.transport.capture.records import (
-    ActionsGiven,
-    Bulk,
-    ClockRead,
-    DeathSeen,
-    EndRecord,
-    EventTaken,
-    FrameIn,
-    FrameOut,
-    Lost,
-    Mark,
-    NoteRecord,
-    Raised,
-    Record,
-    SeedDrawn,
-    StateTaken,
-    StreamDeclared,
-    TimerRecord,
-)
 from zbmd.transport.capture.registry import LINK, MachineKind, find
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import HEADER_BYTES, unpack_header
@@ -48,41 +30,41 @@ VALUE_CHARS_MAX = 80
 BYTES_SHOWN_MAX = 8
 
 
-def describe(record: Record) -> str:
+def describe(record: rec.Record) -> str:
     """A record in one line, without its time and stream."""
     match record:
-        case StreamDeclared(name=name, machine=machine, version=version, continued=continued):
+        case rec.StreamDeclared(name=name, machine=machine, version=version, continued=continued):
             again = " (it began before this file)" if continued else ""
             return f"begins: {machine or 'stream'} {name}, version {version}{again}"
-        case EventTaken(tag=tag, fields=fields):
+        case rec.EventTaken(tag=tag, fields=fields):
             return f"<- {_instance(tag, _plain(fields))}"
-        case ActionsGiven(count=count, digest=digest, actions=actions):
+        case rec.ActionsGiven(count=count, digest=digest, actions=actions):
             return f"-> {count} actions, digest {digest.hex()}" if digest else f"-> {actions_text(actions)}"
-        case Raised(where=where, error=error, message=message):
+        case rec.Raised(where=where, error=error, message=message):
             return f"!! {where} raised {error}: {message}"
-        case FrameIn(frame=frame):
+        case rec.FrameIn(frame=frame):
             return f"<- {_frame(frame, len(frame) - HEADER_BYTES)}"
-        case FrameOut(header=header, payload=payload):
+        case rec.FrameOut(header=header, payload=payload):
             return f"-> {_frame(header, len(payload))}"
-        case TimerRecord(name=name, due_ns=due_ns):
+        case rec.TimerRecord(name=name, due_ns=due_ns):
             return f"<- timer {name}, {(record.at_ns - due_ns) / 1e3:.1f} us late"
-        case DeathSeen(process=process, incarnation=incarnation, clean=clean, reason=reason):
+        case rec.DeathSeen(process=process, incarnation=incarnation, clean=clean, reason=reason):
             return f"<- {process}#{incarnation} {'left' if clean else 'died'}: {reason}"
-        case SeedDrawn(name=name, value=value):
+        case rec.SeedDrawn(name=name, value=value):
             return f"<- seed {name} {_text(value)}"
-        case ClockRead(wall_ns=wall_ns):
+        case rec.ClockRead(wall_ns=wall_ns):
             return f"<- wall clock {wall_ns} ns"
-        case NoteRecord(text=text):
+        case rec.NoteRecord(text=text):
             return f"-- {text}"
-        case Bulk(name=name, payload_bytes=payload_bytes, digest=digest):
+        case rec.Bulk(name=name, payload_bytes=payload_bytes, digest=digest):
             return f"<- bulk {name}, {payload_bytes} bytes, digest {digest.hex()}"
-        case StateTaken(state=state):
+        case rec.StateTaken(state=state):
             return f"-- its state, {len(bytes(state))} bytes"
-        case Mark(step=step):
+        case rec.Mark(step=step):
             return f"== step {step}"
-        case Lost(records=records, reason=reason):
+        case rec.Lost(records=records, reason=reason):
             return f"?? {records} records are missing: {reason}"
-        case EndRecord(reason=reason):
+        case rec.EndRecord(reason=reason):
             return f"ends: {reason}"
         case _:
             assert_never(record)
@@ -216,7 +198,7 @@ class StreamReplay:
 
     def __init__(self, declared: Entry, *, secrets: Mapping[str, Any] | None = None) -> None:
         record = declared.record
-        if not isinstance(record, StreamDeclared):
+        if not isinstance(record, rec.StreamDeclared):
             raise CaptureMismatch(f"a stream begins with its declaration, not with: {describe(record)}")
         self.process = declared.log.name
         self.stream = record.name
@@ -225,8 +207,8 @@ class StreamReplay:
         self.verdict: Verdict | None = None
         self._step: int | None = None
         # Kept as they are, and told only if they are asked for: words would take most of a replay's time.
-        self._story: deque[tuple[int, Record]] = deque(maxlen=STORY_RECORDS)
-        self._asked: tuple[int, Record] = (declared.number, record)
+        self._story: deque[tuple[int, rec.Record]] = deque(maxlen=STORY_RECORDS)
+        self._asked: tuple[int, rec.Record] = (declared.number, record)
         """The last event."""
         self._owed = False
         """Whether its recorded answer has yet to come."""
@@ -279,7 +261,7 @@ class StreamReplay:
         return self.verdict
 
     def _build(
-        self, record: StreamDeclared, secrets: Mapping[str, Any]
+        self, record: rec.StreamDeclared, secrets: Mapping[str, Any]
     ) -> tuple[MachineKind[Any, Any], Machine[Any, Any]]:
         try:
             kind = find(record.machine, record.version)
@@ -301,32 +283,32 @@ class StreamReplay:
     def _feed(self, entry: Entry) -> None:
         record = entry.record
         match record:
-            case Mark(step=step):
+            case rec.Mark(step=step):
                 self._step = step
-            case Lost(records=records, reason=reason) if not self._awaits_state:
+            case rec.Lost(records=records, reason=reason) if not self._awaits_state:
                 raise _Stop(self._incomplete(f"{records} records are missing at {entry.number}: {reason}"))
             case _:
                 pass
         if record.stream != self.number:
             return
-        if self._awaits_state and not isinstance(record, EndRecord):
-            if isinstance(record, StateTaken):
+        if self._awaits_state and not isinstance(record, rec.EndRecord):
+            if isinstance(record, rec.StateTaken):
                 self._restore(entry.number, record)
             return
         match record:
-            case EventTaken():
+            case rec.EventTaken():
                 self._take(entry.number, record)
-            case ActionsGiven():
+            case rec.ActionsGiven():
                 self._compare(record)
-            case Raised():
+            case rec.Raised():
                 self._compare_error(record)
-            case EndRecord():
+            case rec.EndRecord():
                 raise _Stop(self.finish())
             case _:
                 pass
         self._story.append((entry.number, record))
 
-    def _restore(self, number: int, record: StateTaken) -> None:
+    def _restore(self, number: int, record: rec.StateTaken) -> None:
         states = self._kind.states
         if states is None or record.fingerprint != states.fingerprint:
             raise _Stop(self._incomplete(f"{NO_BEGINNING}; its state was recorded by other code"))
@@ -336,7 +318,7 @@ class StreamReplay:
             raise _Stop(self._incomplete(f"record {number}: {error}")) from None
         self._awaits_state, self._begun_at = False, number
 
-    def _take(self, number: int, record: EventTaken) -> None:
+    def _take(self, number: int, record: rec.EventTaken) -> None:
         """Give the machine an event; its answer is compared when the recorded one comes."""
         if self._broken is not None:
             raise _Stop(self._invariant_broken(self._broken))
@@ -365,7 +347,7 @@ class StreamReplay:
         except Exception as error:  # noqa: BLE001 (of a state that was damaged, anything)
             self._broken = error
 
-    def _compare(self, record: ActionsGiven) -> None:
+    def _compare(self, record: rec.ActionsGiven) -> None:
         if not self._owed:
             raise _Stop(self._incomplete("the log has an answer to no event"))
         self._owed = False
@@ -378,7 +360,7 @@ class StreamReplay:
         elif self._answer != bytes(record.actions):
             raise _Stop(self._different(record))
 
-    def _compare_error(self, record: Raised) -> None:
+    def _compare_error(self, record: rec.Raised) -> None:
         if record.where == "handle":
             if not self._owed:
                 raise _Stop(self._incomplete("the log has an error to no event"))
@@ -392,7 +374,7 @@ class StreamReplay:
     def _invariant_broken(self, error: Exception) -> Divergence:
         return self._divergence("no broken invariant", _raised(error), "an invariant is broken")
 
-    def _different(self, record: ActionsGiven) -> Divergence:
+    def _different(self, record: rec.ActionsGiven) -> Divergence:
         actual = msgspec.msgpack.decode(self._answer)
         try:
             expected = msgspec.msgpack.decode(record.actions)
@@ -450,7 +432,7 @@ def _raised(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _same_error(error: Exception, record: Raised) -> bool:
+def _same_error(error: Exception, record: rec.Raised) -> bool:
     if type(error).__name__ != record.error:
         return False
     # What a broken invariant shows is for people, and may hold addresses.
@@ -490,13 +472,13 @@ def replay_process(
             record = entry.record
             if _is_past(entry, wanted):
                 break
-            if isinstance(record, StreamDeclared) and record.machine not in (LINK, ""):
+            if isinstance(record, rec.StreamDeclared) and record.machine not in (LINK, ""):
                 if record.stream in seen:
                     continue  # declared again in a later segment
                 seen.add(record.stream)
                 running[record.stream] = StreamReplay(entry, secrets=secrets)
             # A mark or a loss concerns every machine; anything else its own alone.
-            everyone = isinstance(record, Mark | Lost)
+            everyone = isinstance(record, rec.Mark | rec.Lost)
             for stream in list(running) if everyone else [record.stream] if record.stream in running else []:
                 verdict = running[stream].feed(entry)
                 if verdict is not None:
@@ -511,7 +493,11 @@ def replay_process(
 def _is_past(entry: Entry, wanted: Filter) -> bool:
     if wanted.until_ns is not None and entry.wall_ns >= wanted.until_ns:
         return True
-    return wanted.steps is not None and isinstance(entry.record, Mark) and entry.record.step > wanted.steps[1]
+    return (
+        wanted.steps is not None
+        and isinstance(entry.record, rec.Mark)
+        and entry.record.step > wanted.steps[1]
+    )
 
 
 def replay_log(

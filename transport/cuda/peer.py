@@ -13,38 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias, assert_never
 
+from zbmd.transport.cuda import copies, opened
 from zbmd.transport.cuda.api import CudaApi, CudaFault
 from zbmd.transport.cuda.array import DeviceHandle, EventHandle, require_device_handle
-from zbmd.transport.cuda.copies import (
-    CellAsked,
-    CopiesCloseAsked,
-    CopiesState,
-    CopyAsked,
-    CopyOutcome,
-    CudaCopies,
-    Drained,
-    Faulted,
-    FinishCopy,
-    Issue,
-    Join,
-    LetGo,
-    PeerGone,
-    RecordSignal,
-    SetPeerCell,
-    SignalAsked,
-)
 from zbmd.transport.cuda.copies import Event as CopyEvent
-from zbmd.transport.cuda.opened import (
-    AllGone,
-    Close,
-    Disuse,
-    MemoryOpened,
-    NotOpened,
-    Open,
-    OpenedMemory,
-    TakenBack,
-    Use,
-)
 from zbmd.transport.cuda.opened import Event as MemoryEvent
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.memory.region import RemoteRegion
@@ -81,8 +53,8 @@ class CudaPeer:
         self.incarnation = cell.handle.incarnation
         self._cell = cell
         self._lock = threading.RLock()
-        self._copies = CudaCopies()
-        self._memory = OpenedMemory()
+        self._copies = copies.CudaCopies()
+        self._memory = opened.OpenedMemory()
         self._stream = api.stream_create()
         self._next = 0
         self._under_way: dict[int, _UnderWay] = {}
@@ -101,14 +73,14 @@ class CudaPeer:
     def require_alive(self) -> None:
         """Raise `PeerLost` if the peer is known to have ended, `CudaFault` if the device has failed."""
         with self._lock:
-            if self._copies.state is CopiesState.OPEN:
+            if self._copies.state is copies.CopiesState.OPEN:
                 try:
                     self._cell.get(_NOTHING)
                 except PeerLost:
-                    self._handle(PeerGone())
-            if self._copies.state is CopiesState.GONE:
+                    self._handle(copies.PeerGone())
+            if self._copies.state is copies.CopiesState.GONE:
                 raise self._lost()
-            if self._copies.state is CopiesState.FAULTED:
+            if self._copies.state is copies.CopiesState.FAULTED:
                 raise CudaFault(self._copies.why)
 
     def copy(
@@ -126,7 +98,7 @@ class CudaPeer:
             event = self._new_event()
             self._under_way[operation] = _UnderWay(copy=copy, transfer=transfer, event=event)
             try:
-                self._handle(CopyAsked(operation=operation, after=after, channel=channel, value=value))
+                self._handle(copies.CopyAsked(operation=operation, after=after, channel=channel, value=value))
             except ZbmdError:
                 self._recycle(self._under_way.pop(operation).event)
                 raise
@@ -136,7 +108,7 @@ class CudaPeer:
         """Set the peer's cell behind all copies; raises as `copy`."""
         with self._lock:
             self.require_alive()
-            self._handle(CellAsked(channel=channel, value=value))
+            self._handle(copies.CellAsked(channel=channel, value=value))
 
     def signal(self, channel: int, value: int, *, after: int | None = None) -> None:
         """Set the peer's cell at once; what waits by `follow` there comes behind what was asked here.
@@ -148,7 +120,7 @@ class CudaPeer:
             self.require_alive()
             if channel not in self._signal_events:
                 raise LocalProtocolError(f"channel {channel} has no event: offer it to the peer first")
-            self._handle(SignalAsked(channel=channel, value=value, after=after))
+            self._handle(copies.SignalAsked(channel=channel, value=value, after=after))
 
     def offer_event(self, own_slot: int, own_incarnation: int, channel: int) -> EventHandle:
         """Return the event of our signals on `channel`, for the peer's `take_event`."""
@@ -200,7 +172,7 @@ class CudaPeer:
         require_device_handle(handle, slot=self.slot, incarnation=self.incarnation)
         with self._lock:
             self.require_alive()
-            self._handle_memory(Use(memory=handle.memory), handle)
+            self._handle_memory(opened.Use(memory=handle.memory), handle)
             try:
                 base = self._memory.address(handle.memory)
                 _, nbytes = self.api.address_range(base)
@@ -210,7 +182,7 @@ class CudaPeer:
                         f"an allocation of {nbytes}"
                     )
             except ZbmdError:
-                self._handle_memory(Disuse(memory=handle.memory))
+                self._handle_memory(opened.Disuse(memory=handle.memory))
                 raise
             return base + handle.offset
 
@@ -220,7 +192,7 @@ class CudaPeer:
             if self._under_way:
                 self._shutting.append((max(self._under_way), handle))
             else:
-                self._handle_memory(Disuse(memory=handle.memory))
+                self._handle_memory(opened.Disuse(memory=handle.memory))
 
     def take_back(self, handle: DeviceHandle, then: Callable[[], None]) -> None:
         """Close this memory, which the peer wants back, and then call `then`."""
@@ -231,19 +203,19 @@ class CudaPeer:
                 then()
                 return
             self._took_back[handle.memory] = then
-            self._handle_memory(TakenBack(memory=handle.memory))
+            self._handle_memory(opened.TakenBack(memory=handle.memory))
 
     # -- the end -----------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """End, because the peer has: nothing more is signalled; copies in flight drain. Idempotent."""
         with self._lock:
-            self._handle(PeerGone())
+            self._handle(copies.PeerGone())
 
     def close(self) -> None:
         """Let go of the peer's memory and of the stream, once all has drained; waits for it. Idempotent."""
         with self._lock:
-            self._handle(CopiesCloseAsked())
+            self._handle(copies.CopiesCloseAsked())
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -252,28 +224,28 @@ class CudaPeer:
     def _handle(self, event: CopyEvent) -> None:
         for action in self._copies.handle(event, now_ns=now_ns()):
             match action:
-                case Join(stream=stream):
+                case copies.Join(stream=stream):
                     self._ask(lambda: self._join(stream))
-                case Issue(operation=operation):
+                case copies.Issue(operation=operation):
                     self._ask(lambda: self._issue(operation))
-                case RecordSignal(channel=channel):
+                case copies.RecordSignal(channel=channel):
                     self._ask(lambda: self.api.event_record(self._signal_events[channel], self._stream))
-                case SetPeerCell(channel=channel, value=value):
+                case copies.SetPeerCell(channel=channel, value=value):
                     self._tell(channel, value)
-                case FinishCopy(operation=operation, outcome=outcome):
+                case copies.FinishCopy(operation=operation, outcome=outcome):
                     self._finish(operation, outcome)
-                case LetGo():
+                case copies.LetGo():
                     self._asked.put(None)
                 case _:
                     assert_never(action)
 
     def _ask(self, call: Callable[[], None]) -> None:
-        if self._copies.state is CopiesState.FAULTED:
+        if self._copies.state is copies.CopiesState.FAULTED:
             return
         try:
             call()
         except CudaFault as error:
-            self._handle(Faulted(why=str(error)))
+            self._handle(copies.Faulted(why=str(error)))
 
     def _join(self, stream: int) -> None:
         event = self._new_event()
@@ -288,30 +260,30 @@ class CudaPeer:
         self._asked.put((operation, asked.event))
 
     def _tell(self, channel: int, value: int) -> None:
-        if self._copies.state is not CopiesState.OPEN:
+        if self._copies.state is not copies.CopiesState.OPEN:
             return
         try:
             self._cell.notify(channel, value)
         except PeerLost:
-            self._handle(PeerGone())
+            self._handle(copies.PeerGone())
 
-    def _finish(self, operation: int, outcome: CopyOutcome) -> None:
+    def _finish(self, operation: int, outcome: copies.CopyOutcome) -> None:
         done = self._under_way.pop(operation)
         while self._shutting and self._shutting[0][0] <= operation:
-            self._handle_memory(Disuse(memory=self._shutting.popleft()[1].memory))
-        if outcome is CopyOutcome.FAULT:
+            self._handle_memory(opened.Disuse(memory=self._shutting.popleft()[1].memory))
+        if outcome is copies.CopyOutcome.FAULT:
             done.transfer.finish(CudaFault(self._copies.why))
             return
         self._recycle(done.event)
-        done.transfer.finish(self._lost() if outcome is CopyOutcome.LOST else None)
+        done.transfer.finish(self._lost() if outcome is copies.CopyOutcome.LOST else None)
 
     def _handle_memory(self, event: MemoryEvent, handle: DeviceHandle | None = None) -> None:
         for action in self._memory.handle(event, now_ns=now_ns()):
             match action:
-                case Open(memory=memory):
+                case opened.Open(memory=memory):
                     assert handle is not None
                     self._open_memory(memory, handle)
-                case Close(memory=memory, address=address):
+                case opened.Close(memory=memory, address=address):
                     self._ask(lambda: self.api.ipc_close_mem_handle(address))
                     self._took_back.pop(memory, lambda: None)()
                 case _:
@@ -324,11 +296,11 @@ class CudaPeer:
                 raise CudaFault("its device is not visible to this process")
             address = self.api.ipc_open_mem_handle(memory, device)
         except CudaFault as error:
-            self._handle_memory(NotOpened(memory=memory))
+            self._handle_memory(opened.NotOpened(memory=memory))
             raise RemoteProtocolError(
                 f"device memory of slot {self.slot} cannot be opened: {error}"
             ) from error
-        self._handle_memory(MemoryOpened(memory=memory, address=address))
+        self._handle_memory(opened.MemoryOpened(memory=memory, address=address))
 
     # -- the completion thread ---------------------------------------------------------------------------
 
@@ -339,15 +311,15 @@ class CudaPeer:
                 self.api.event_synchronize(event)
             except CudaFault as error:
                 with self._lock:
-                    self._handle(Faulted(why=str(error)))
+                    self._handle(copies.Faulted(why=str(error)))
                 continue
             with self._lock:
-                self._handle(Drained(operation=operation))
+                self._handle(copies.Drained(operation=operation))
         with self._lock:
             self._give_back()
 
     def _give_back(self) -> None:
-        self._handle_memory(AllGone())
+        self._handle_memory(opened.AllGone())
         events = [*self._idle_events, *self._signal_events.values(), *self._their_events.values()]
         self._idle_events, self._signal_events, self._their_events = [], {}, {}
         for event in events:
@@ -360,7 +332,7 @@ class CudaPeer:
         try:
             return self.api.event_create()
         except CudaFault as error:
-            self._handle(Faulted(why=str(error)))
+            self._handle(copies.Faulted(why=str(error)))
             raise
 
     def _recycle(self, event: int) -> None:

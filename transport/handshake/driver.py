@@ -24,19 +24,7 @@ import msgspec
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.handshake.hello import (
-    NONCE_BYTES,
-    Accept,
-    BytesReceived,
-    HelloAction,
-    HelloEvent,
-    HelloMachine,
-    HungUp,
-    Opened,
-    PeerClosed,
-    Reject,
-    SendBytes,
-)
+from zbmd.transport.handshake import hello
 from zbmd.transport.identity import Identity, PeerInfo, Side
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.machine import SetTimer, TimerFired
@@ -156,7 +144,7 @@ class TlsSocket(ByteSocket):
             except ssl.SSLWantWriteError:
                 ready = await writable(self.sock, deadline_ns)
             except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError):
-                raise HungUp(
+                raise hello.HungUp(
                     f"{self.peer} ended the connection in the TLS handshake: it has ended, or does not speak "
                     "TLS (set the same ZBMD_PROTECTION on both sides)"
                 ) from None
@@ -233,12 +221,12 @@ def _check(cookie: bytes) -> bytes:
     return hashlib.sha256(_COOKIE_CHECK + cookie).digest()
 
 
-def _build(config: Mapping[str, Any]) -> HelloMachine:
+def _build(config: Mapping[str, Any]) -> hello.HelloMachine:
     if _check(config["cookie"]) != config["cookie_check"]:
         raise CaptureMismatch(
             "this cookie is not the one of the recorded job: give the job's cookie file with --cookie"
         )
-    return HelloMachine(
+    return hello.HelloMachine(
         side=Side(config["side"]),
         identity=msgspec.convert(config["identity"], Identity),
         cookie=config["cookie"],
@@ -247,8 +235,8 @@ def _build(config: Mapping[str, Any]) -> HelloMachine:
     )
 
 
-HELLO: MachineKind[HelloEvent, HelloAction] = register(
-    "hello", 2, _build, events=HelloEvent, actions=HelloAction, secrets=("cookie",)
+HELLO: MachineKind[hello.HelloEvent, hello.HelloAction] = register(
+    "hello", 2, _build, events=hello.HelloEvent, actions=hello.HelloAction, secrets=("cookie",)
 )
 
 
@@ -279,43 +267,45 @@ async def say_hello(
     wire: Wire, endpoint: Endpoint, side: Side, deadline_ns: int, *, peer_uid: int | None, label: str
 ) -> HelloResult:
     """Run one hello on a connected wire. label: the peer's name in the log. Raises its `HelloError`."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
+    nonce = secrets.token_bytes(hello.NONCE_BYTES)
     identity, cookie = endpoint.identity, endpoint.cookie
-    machine = HelloMachine(side=side, identity=identity, cookie=cookie, nonce=nonce, deadline_ns=deadline_ns)
+    machine = hello.HelloMachine(
+        side=side, identity=identity, cookie=cookie, nonce=nonce, deadline_ns=deadline_ns
+    )
     config = hello_config(side=side, identity=identity, cookie=cookie, nonce=nonce, deadline_ns=deadline_ns)
     tap = Tap(endpoint.recorder, HELLO, f"hello/{side.value}/{label}", machine, config)
     try:
-        accept = await _drive(wire, tap, Opened(peer_uid=peer_uid), deadline_ns)
+        accept = await _drive(wire, tap, hello.Opened(peer_uid=peer_uid), deadline_ns)
         return HelloResult(peer=accept.peer, surplus=accept.surplus, secret=machine.session_secret())
     finally:
         tap.close(machine.state.value)
 
 
 async def _drive(
-    wire: Wire, tap: Tap[HelloEvent, HelloAction], event: HelloEvent, deadline_ns: int
-) -> Accept:
+    wire: Wire, tap: Tap[hello.HelloEvent, hello.HelloAction], event: hello.HelloEvent, deadline_ns: int
+) -> hello.Accept:
     timer_ns = deadline_ns
     # Bounded by the machine: each message moves it on, and the deadline ends it.
     while True:
         for action in tap.handle(event, now_ns=now_ns()):
             match action:
-                case SendBytes(data=data):
+                case hello.SendBytes(data=data):
                     await wire.send(data, timer_ns)
                 case SetTimer(at_ns=at_ns):
                     timer_ns = at_ns
-                case Accept():
+                case hello.Accept():
                     return action
-                case Reject(error=error):
+                case hello.Reject(error=error):
                     raise error
                 case _:
                     assert_never(action)
         event = _event(await wire.receive(timer_ns))
 
 
-def _event(data: bytes | None) -> HelloEvent:
+def _event(data: bytes | None) -> hello.HelloEvent:
     if data is None:
         return TimerFired()
-    return BytesReceived(data=data) if data else PeerClosed()
+    return hello.BytesReceived(data=data) if data else hello.PeerClosed()
 
 
 async def readable(sock: socket.socket, deadline_ns: int) -> bool:

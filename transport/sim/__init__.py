@@ -53,15 +53,11 @@ report prints the command line that repeats it. After FoundationDB's simulation 
 
 from __future__ import annotations
 
-from zbmd.transport.sim.disk import (
-    SimDisk,
-)
+from zbmd.transport.sim.disk import SimDisk
 from zbmd.transport.sim.faults import (
     ALL_FAULTS,
-    MACHINE_FAULTS,
     NETWORK_FAULTS,
     PROCESS_FAULTS,
-    STORAGE_FAULTS,
     WORLD_FAULTS,
     Clog,
     Crash,
@@ -81,23 +77,15 @@ from zbmd.transport.sim.faults import (
     TornWrites,
     UnsupportedFault,
     draw_plan,
-    format_fault,
     format_plan,
     names_of,
     parse_fault,
     parse_plan,
 )
-from zbmd.transport.sim.links import (
-    SimLink,
-)
-from zbmd.transport.sim.loop import (
-    SimLoop,
-)
-from zbmd.transport.sim.machines import (
-    Simulation,
-)
+from zbmd.transport.sim.links import SimLink
+from zbmd.transport.sim.loop import SimLoop
+from zbmd.transport.sim.machines import Simulation
 from zbmd.transport.sim.model import (
-    CALM,
     SIM_START_NS,
     Arrived,
     CancelTimer,
@@ -117,7 +105,6 @@ from zbmd.transport.sim.model import (
     NotSimulated,
     PeerEnded,
     Process,
-    Record,
     RunEnd,
     Send,
     SetTimer,
@@ -126,58 +113,33 @@ from zbmd.transport.sim.model import (
     Started,
     Stimulus,
     TimerFired,
-    Waiting,
 )
-from zbmd.transport.sim.network import (
-    Datagram,
-)
-from zbmd.transport.sim.process import (
-    WALL_START_NS,
-    LocalClock,
-    current_process,
-)
+from zbmd.transport.sim.process import current_process
 from zbmd.transport.sim.scenario import (
-    AdmitsPlans,
-    Checker,
     Options,
     RunOutcome,
     Scenario,
     ScenarioReport,
     ScenarioStage,
-    Shrunk,
     SimulatedWorld,
     admitted,
     parse_faults,
     run_scenario,
     shrink,
 )
-from zbmd.transport.sim.segment import (
-    Allocation,
-    SimMemory,
-)
-from zbmd.transport.sim.world import (
-    Program,
-    SimProcess,
-    World,
-)
+from zbmd.transport.sim.world import Program, SimProcess, World
 
 __all__ = [
-    "AdmitsPlans",
     "ALL_FAULTS",
-    "MACHINE_FAULTS",
     "WORLD_FAULTS",
-    "Allocation",
     "Arrived",
-    "CALM",
     "CancelTimer",
-    "Checker",
     "Clog",
     "Commanded",
     "Conditions",
     "Crash",
     "CrashWithin",
     "Cut",
-    "Datagram",
     "Deadlock",
     "DiskFull",
     "DiskReadErrors",
@@ -192,7 +154,6 @@ __all__ = [
     "KillPoint",
     "HistoryKind",
     "Livelock",
-    "LocalClock",
     "MachineProcess",
     "MemoryLimit",
     "NETWORK_FAULTS",
@@ -207,19 +168,15 @@ __all__ = [
     "PeerEnded",
     "Process",
     "Program",
-    "Record",
     "ScenarioReport",
     "RunEnd",
     "SIM_START_NS",
-    "STORAGE_FAULTS",
     "Scenario",
     "Send",
     "SetTimer",
-    "Shrunk",
     "SimDisk",
     "SimLink",
     "SimLoop",
-    "SimMemory",
     "SimProcess",
     "SimulatedWorld",
     "Simulation",
@@ -233,13 +190,10 @@ __all__ = [
     "TimerFired",
     "TornWrites",
     "UnsupportedFault",
-    "WALL_START_NS",
-    "Waiting",
     "World",
     "current_process",
     "admitted",
     "draw_plan",
-    "format_fault",
     "format_plan",
     "names_of",
     "parse_fault",

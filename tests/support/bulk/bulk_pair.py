@@ -6,36 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from zbmd.transport.bulk.events import (
-    BulkAction,
-    BulkEvent,
-    BulkLimits,
-    CloseStripe,
-    End,
-    Finish,
-    GetAsked,
-    GetRefused,
-    GetResolved,
-    MarkLost,
-    NotifyAsked,
-    PayloadCame,
-    Publish,
-    PutAsked,
-    PutRefused,
-    ReceiveGet,
-    ReceivePut,
-    ReceiveText,
-    RecordCame,
-    RecordsSent,
-    SendRecord,
-    Serve,
-    ShutStripe,
-    SourceKind,
-    StripeEnded,
-    StripeFailed,
-    StripeOpened,
-    Unserve,
-)
+from zbmd.transport.bulk import events
 from zbmd.transport.bulk.machine import BulkMachine
 from zbmd.transport.bulk.records import BulkError
 from zbmd.transport.bulk.stream import PayloadArrived, StripeReader, StripeWriter
@@ -71,7 +42,7 @@ class Port:
 class BulkEnd:
     """A machine, its memory and its stripes. Performs actions as the data plane does, on byte buffers."""
 
-    def __init__(self, slot: int, *, limits: BulkLimits | None = None) -> None:
+    def __init__(self, slot: int, *, limits: events.BulkLimits | None = None) -> None:
         self.slot = slot
         self.machine = BulkMachine(peer=f"rank{1 - slot}", limits=limits)
         self.inbox = bytearray(REGION_BYTES)
@@ -82,7 +53,7 @@ class BulkEnd:
         self.finished: dict[int, ZbmdError | None] = {}
         self.published: list[tuple[int, int]] = []
         self.on_publish: Callable[[int, int], None] | None = None
-        self.end: End | None = None
+        self.end: events.End | None = None
         self.lost = False
         self.transfers = 0
 
@@ -96,7 +67,7 @@ class BulkEnd:
             slot=self.slot, incarnation=1, offset=REGION_BYTES, nbytes=REGION_BYTES, writable=False
         )
 
-    def handle(self, event: BulkEvent) -> None:
+    def handle(self, event: events.BulkEvent) -> None:
         actions = self.machine.handle(event, now_ns=0)
         self.machine.check_invariants()
         for action in actions:
@@ -107,18 +78,20 @@ class BulkEnd:
     def put(self, handle: RegionHandle, data: bytes, at: int, *, channel: int, value: int) -> int:
         transfer = self._transfer(bytearray(data))
         self.handle(
-            PutAsked(transfer=transfer, handle=handle, at=at, total=len(data), channel=channel, value=value)
+            events.PutAsked(
+                transfer=transfer, handle=handle, at=at, total=len(data), channel=channel, value=value
+            )
         )
         return transfer
 
     def notify(self, channel: int, value: int) -> int:
         transfer = self._transfer(bytearray())
-        self.handle(NotifyAsked(transfer=transfer, channel=channel, value=value))
+        self.handle(events.NotifyAsked(transfer=transfer, channel=channel, value=value))
         return transfer
 
     def get(self, handle: RegionHandle, nbytes: int, at: int) -> int:
         transfer = self._transfer(bytearray(nbytes))
-        self.handle(GetAsked(transfer=transfer, handle=handle, at=at, total=nbytes))
+        self.handle(events.GetAsked(transfer=transfer, handle=handle, at=at, total=nbytes))
         return transfer
 
     def _transfer(self, buffer: bytearray) -> int:
@@ -137,7 +110,7 @@ class BulkEnd:
             return 0
         port.out.data += data
         if records := port.writer.sent(len(data)):
-            self.handle(RecordsSent(stripe=stripe, records=records))
+            self.handle(events.RecordsSent(stripe=stripe, records=records))
         return len(data)
 
     def receive(self, stripe: int, nbytes_max: int) -> int:
@@ -153,63 +126,63 @@ class BulkEnd:
                 taken += n
                 came = port.reader.filled(n)
             except BulkError as error:
-                self.handle(StripeFailed(stripe=stripe, error=error))
+                self.handle(events.StripeFailed(stripe=stripe, error=error))
                 break
             if isinstance(came, PayloadArrived):
-                self.handle(PayloadCame(stripe=stripe, text=came.text))
+                self.handle(events.PayloadCame(stripe=stripe, text=came.text))
             elif came is not None:
-                self.handle(RecordCame(stripe=stripe, record=came))
+                self.handle(events.RecordCame(stripe=stripe, record=came))
         if port.into.shut and not port.into.data and not port.told_end and not port.closed:
             port.told_end = True
-            self.handle(StripeEnded(stripe=stripe, between_records=port.reader.between_records))
+            self.handle(events.StripeEnded(stripe=stripe, between_records=port.reader.between_records))
         return taken
 
     # -- actions -------------------------------------------------------------------------------------
 
-    def _perform(self, action: BulkAction) -> None:
+    def _perform(self, action: events.BulkAction) -> None:
         match action:
-            case SendRecord(stripe=stripe, record=record, source=source, text=text):
+            case events.SendRecord(stripe=stripe, record=record, source=source, text=text):
                 payload = memoryview(text) if text else None
                 if source is not None:
-                    ours = source.of is SourceKind.TRANSFER
+                    ours = source.of is events.SourceKind.TRANSFER
                     whole = memoryview(self.buffers[source.number]) if ours else self.served[source.number]
                     payload = whole[source.offset : source.offset + source.nbytes]
                 self.ports[stripe].writer.add(record, payload)
-            case ReceivePut(stripe=stripe, handle=handle, offset=offset, nbytes=nbytes):
+            case events.ReceivePut(stripe=stripe, handle=handle, offset=offset, nbytes=nbytes):
                 if handle != self.inbox_handle:
-                    self.handle(PutRefused(stripe=stripe, reason="no such region"))
+                    self.handle(events.PutRefused(stripe=stripe, reason="no such region"))
                     self._receive(stripe, nbytes, None)
                 else:
                     self._receive(stripe, nbytes, memoryview(self.inbox)[offset : offset + nbytes])
-            case ReceiveGet(stripe=stripe, transfer=transfer, offset=offset, nbytes=nbytes):
+            case events.ReceiveGet(stripe=stripe, transfer=transfer, offset=offset, nbytes=nbytes):
                 self._receive(stripe, nbytes, memoryview(self.buffers[transfer])[offset : offset + nbytes])
-            case ReceiveText(stripe=stripe):
+            case events.ReceiveText(stripe=stripe):
                 self.ports[stripe].reader.receive_text()
-            case Serve(get=get, handle=handle, at=at, total=total):
+            case events.Serve(get=get, handle=handle, at=at, total=total):
                 if handle != self.arena_handle:
-                    self.handle(GetRefused(get=get, reason="no such region"))
+                    self.handle(events.GetRefused(get=get, reason="no such region"))
                 else:
                     self.served[get] = memoryview(self.arena)[at : at + total]
-                    self.handle(GetResolved(get=get))
-            case Unserve(get=get):
+                    self.handle(events.GetResolved(get=get))
+            case events.Unserve(get=get):
                 self.served.pop(get, None)
-            case Publish(channel=channel, value=value):
+            case events.Publish(channel=channel, value=value):
                 self.published.append((channel, value))
                 if self.on_publish is not None:
                     self.on_publish(channel, value)
-            case Finish(transfer=transfer, error=error):
+            case events.Finish(transfer=transfer, error=error):
                 assert self.lost or not isinstance(error, PeerLost)
                 assert transfer not in self.finished
                 self.finished[transfer] = error
-            case ShutStripe(stripe=stripe):
+            case events.ShutStripe(stripe=stripe):
                 self.ports[stripe].out.shut = True
-            case CloseStripe(stripe=stripe):
+            case events.CloseStripe(stripe=stripe):
                 self._close(self.ports[stripe])
             case SetTimer():
                 pass
-            case MarkLost():
+            case events.MarkLost():
                 self.lost = True
-            case End():
+            case events.End():
                 assert self.end is None
                 self.end = action
                 for stripe, port in self.ports.items():
@@ -221,7 +194,7 @@ class BulkEnd:
 
     def _receive(self, stripe: int, nbytes: int, view: memoryview | None) -> None:
         if not nbytes:
-            self.handle(PayloadCame(stripe=stripe))
+            self.handle(events.PayloadCame(stripe=stripe))
         elif view is None:
             self.ports[stripe].reader.receive_nowhere()
         else:
@@ -235,7 +208,7 @@ class BulkEnd:
 class BulkPair:
     """Two ends and the stripes between them. key: None for stripes without a MAC."""
 
-    def __init__(self, stripes: int, *, key: bytes | None, limits: BulkLimits | None = None) -> None:
+    def __init__(self, stripes: int, *, key: bytes | None, limits: events.BulkLimits | None = None) -> None:
         self.key = key
         self.a = BulkEnd(0, limits=limits)
         self.b = BulkEnd(1, limits=limits)
@@ -247,7 +220,7 @@ class BulkPair:
         for end, into, out, names in ((self.a, back, there, b"ba"), (self.b, there, back, b"ab")):
             macs = [self._mac(stripe, name) for name in names]
             end.ports[stripe] = Port(StripeReader(macs[0]), StripeWriter(macs[1]), into, out)
-            end.handle(StripeOpened(stripe=stripe))
+            end.handle(events.StripeOpened(stripe=stripe))
 
     def _mac(self, stripe: int, name: int) -> RecordMac | None:
         return None if self.key is None else RecordMac(bytes([stripe, name]) + self.key[2:])

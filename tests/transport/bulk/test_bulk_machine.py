@@ -9,18 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bulk.bulk_pair import REGION_BYTES, BulkEnd, BulkPair
 
-from zbmd.transport.bulk.events import (
-    BulkLimits,
-    CloseAsked,
-    GetAsked,
-    NotifyAsked,
-    RecordCame,
-    RecordsSent,
-    StripeEnded,
-    StripeFailed,
-    StripeOpened,
-    StripesUsed,
-)
+from zbmd.transport.bulk import events
 from zbmd.transport.bulk.machine import BulkMachine, BulkState
 from zbmd.transport.bulk.records import (
     GETS_MAX,
@@ -41,7 +30,7 @@ from zbmd.transport.machine import TimerFired
 from zbmd.transport.memory.region import RegionHandle
 
 KEY = bytes(range(32))
-SMALL = BulkLimits(fragment_bytes=512, fragment_bytes_min=64, stripe_bytes_max=1024)
+SMALL = events.BulkLimits(fragment_bytes=512, fragment_bytes_min=64, stripe_bytes_max=1024)
 
 
 def settle(pair: BulkPair, rng: random.Random) -> None:
@@ -84,7 +73,7 @@ def test_bytes_are_in_place_whenever_a_notification_is_published(
     for i, source in enumerate(sources):
         if i < len(used):
             for end in (a, b):
-                end.handle(StripesUsed(count=used[i]))
+                end.handle(events.StripesUsed(count=used[i]))
         a.put(b.inbox_handle, source, 5000 * i, channel=3, value=i + 1)
     asked = {a.get(b.arena_handle, nbytes, 100 * i): (100 * i, nbytes) for i, nbytes in enumerate(gets)}
     settle(pair, rng)
@@ -93,7 +82,7 @@ def test_bytes_are_in_place_whenever_a_notification_is_published(
         assert a.buffers[transfer] == b.arena[at : at + nbytes]
     assert set(a.finished) == set(range(1, a.transfers + 1)) and not any(a.finished.values())
     assert not b.served
-    a.handle(CloseAsked())
+    a.handle(events.CloseAsked())
     settle(pair, rng)
     for end in (a, b):
         assert end.end is not None and end.end.error is None and all(p.closed for p in end.ports.values())
@@ -178,7 +167,7 @@ def test_a_refused_put_fails_alone(nbytes: int, stripes: int) -> None:
     assert pair.b.published == [(0, 1), (2, 1)] and pair.b.inbox[:8] == b"good" + bytes(4)
     assert "no such region" in str(pair.a.finished[bad])
     assert pair.a.finished[first] is None and pair.a.finished[last] is None
-    pair.a.handle(CloseAsked())
+    pair.a.handle(events.CloseAsked())
     settle(pair, random.Random(5))
     assert [end.end.error if end.end else 0 for end in (pair.a, pair.b)] == [None, None]
 
@@ -216,8 +205,8 @@ def test_what_is_under_way_is_finished_before_an_orderly_end() -> None:
     for stripe in range(2):
         pair.b.send(stripe, 1 << 20)
         pair.a.receive(stripe, 1 << 20)
-    pair.a.handle(CloseAsked())
-    pair.b.handle(CloseAsked())
+    pair.a.handle(events.CloseAsked())
+    pair.b.handle(events.CloseAsked())
     pair.a.notify(0, 2)
     assert isinstance(pair.a.finished[pair.a.transfers], LinkClosed)
     settle(pair, random.Random(2))
@@ -229,7 +218,7 @@ def test_what_is_under_way_is_finished_before_an_orderly_end() -> None:
 def test_a_get_that_meets_a_goodbye_fails() -> None:
     pair = BulkPair(2, key=KEY)
     get = pair.b.get(pair.a.arena_handle, 3000, 0)
-    pair.a.handle(CloseAsked())
+    pair.a.handle(events.CloseAsked())
     settle(pair, random.Random(3))
     assert isinstance(pair.b.finished[get], LinkClosed)
     assert [end.end.error if end.end else 0 for end in (pair.a, pair.b)] == [None, None]
@@ -238,7 +227,7 @@ def test_a_get_that_meets_a_goodbye_fails() -> None:
 def test_a_goodbye_that_is_not_answered_in_time() -> None:
     pair = BulkPair(1, key=KEY)
     pair.a.handle(TimerFired())
-    pair.a.handle(CloseAsked())
+    pair.a.handle(events.CloseAsked())
     pair.a.send(0, 1 << 20)
     assert pair.a.machine.state is BulkState.CLOSING
     pair.a.handle(TimerFired())
@@ -247,7 +236,7 @@ def test_a_goodbye_that_is_not_answered_in_time() -> None:
 
 def test_closing_without_stripes_is_at_once() -> None:
     pair = BulkPair(0, key=None)
-    pair.a.handle(CloseAsked())
+    pair.a.handle(events.CloseAsked())
     assert pair.a.end is not None and pair.a.end.error is None
 
 
@@ -297,11 +286,11 @@ def test_a_peer_that_breaks_the_order_is_told_apart(records: list[Record]) -> No
     end = BulkEnd(1)
     machine = end.machine
     for stripe in range(len(records)):
-        machine.handle(StripeOpened(stripe=stripe), now_ns=0)
+        machine.handle(events.StripeOpened(stripe=stripe), now_ns=0)
     for stripe, record in enumerate(records):
         assert machine.state is BulkState.OPEN
-        machine.handle(RecordCame(stripe=stripe, record=record), now_ns=0)
-    actions = machine.handle(CloseAsked(), now_ns=0)
+        machine.handle(events.RecordCame(stripe=stripe, record=record), now_ns=0)
+    actions = machine.handle(events.CloseAsked(), now_ns=0)
     assert machine.state is BulkState.ENDED and actions == []
     with pytest.raises(Malformed):
         raise machine.end_error
@@ -311,35 +300,39 @@ def test_answers_that_do_not_fit_the_question() -> None:
     for records in ([data(1, total=9)], [data(1, total=16), data(1, total=16)]):
         machine = BulkMachine(peer=1)
         for stripe in range(2):
-            machine.handle(StripeOpened(stripe=stripe), now_ns=0)
+            machine.handle(events.StripeOpened(stripe=stripe), now_ns=0)
         total = records[-1].total if len(records) == 2 else 8
-        machine.handle(GetAsked(transfer=1, handle=REGION, at=0, total=total), now_ns=0)
+        machine.handle(events.GetAsked(transfer=1, handle=REGION, at=0, total=total), now_ns=0)
         for stripe, record in enumerate(records):
-            machine.handle(RecordCame(stripe=stripe, record=record), now_ns=0)
+            machine.handle(events.RecordCame(stripe=stripe, record=record), now_ns=0)
         assert isinstance(machine.end_error, Malformed)
 
 
 def test_misuse_is_told_as_ours() -> None:
     machine = BulkMachine(peer=1)
-    machine.handle(StripeOpened(stripe=0), now_ns=0)
+    machine.handle(events.StripeOpened(stripe=0), now_ns=0)
     with pytest.raises(LocalProtocolError, match="open already"):
-        machine.handle(StripeOpened(stripe=0), now_ns=0)
+        machine.handle(events.StripeOpened(stripe=0), now_ns=0)
     with pytest.raises(LocalProtocolError, match="records sent"):
-        machine.handle(RecordsSent(stripe=0, records=1), now_ns=0)
-    machine.handle(NotifyAsked(transfer=1, channel=0, value=1), now_ns=0)
+        machine.handle(events.RecordsSent(stripe=0, records=1), now_ns=0)
+    machine.handle(events.NotifyAsked(transfer=1, channel=0, value=1), now_ns=0)
     with pytest.raises(LocalProtocolError, match="under way"):
-        machine.handle(NotifyAsked(transfer=1, channel=0, value=1), now_ns=0)
+        machine.handle(events.NotifyAsked(transfer=1, channel=0, value=1), now_ns=0)
     with pytest.raises(LocalProtocolError):
-        BulkLimits(stripe_bytes_max=0)
+        events.BulkLimits(stripe_bytes_max=0)
     with pytest.raises(LocalProtocolError):
-        BulkLimits(fragment_bytes=1 << 30)
+        events.BulkLimits(fragment_bytes=1 << 30)
 
 
 def test_events_after_the_end_change_nothing() -> None:
     machine = BulkMachine(peer=1)
-    machine.handle(StripeOpened(stripe=0), now_ns=0)
-    machine.handle(StripeFailed(stripe=0, error=PeerLost(1, "reset")), now_ns=0)
-    late = (StripeEnded(stripe=0, between_records=True), RecordCame(stripe=0, record=Goodbye()), TimerFired())
+    machine.handle(events.StripeOpened(stripe=0), now_ns=0)
+    machine.handle(events.StripeFailed(stripe=0, error=PeerLost(1, "reset")), now_ns=0)
+    late = (
+        events.StripeEnded(stripe=0, between_records=True),
+        events.RecordCame(stripe=0, record=Goodbye()),
+        TimerFired(),
+    )
     for event in late:
         assert machine.handle(event, now_ns=0) == []
 
@@ -347,11 +340,11 @@ def test_events_after_the_end_change_nothing() -> None:
 def test_what_is_sent_goes_over_the_first_stripes_alone_if_it_is_told_so() -> None:
     pair = BulkPair(4, key=None, limits=SMALL)
     a, b = pair.a, pair.b
-    a.handle(StripesUsed(count=1))
+    a.handle(events.StripesUsed(count=1))
     a.put(b.inbox_handle, bytes(4000), 0, channel=3, value=1)
     assert sorted(number for number, port in a.ports.items() if not port.writer.idle) == [0]
     settle(pair, random.Random(1))
-    a.handle(StripesUsed(count=3))
+    a.handle(events.StripesUsed(count=3))
     a.put(b.inbox_handle, bytes(4000), 0, channel=3, value=2)
     assert sorted(number for number, port in a.ports.items() if not port.writer.idle) == [0, 1, 2]
     settle(pair, random.Random(1))

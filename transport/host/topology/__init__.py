@@ -30,14 +30,11 @@ from zbmd.transport.host.topology.interfaces import Addresses, Interface, Interf
 from zbmd.transport.host.topology.kernel_files import Distance, PciLocation, distance
 
 __all__ = [
-    "Addresses",
     "Affinity",
-    "Cpus",
     "Distance",
     "Gpu",
     "Interface",
     "InterfaceKind",
-    "NumaNode",
     "HostPages",
     "PciLocation",
     "RdmaDevice",
@@ -46,12 +43,6 @@ __all__ = [
     "affinities",
     "distance",
     "nvidia_driver_version",
-    "read_cpus",
-    "read_gpus",
-    "read_interfaces",
-    "read_numa_nodes",
-    "read_pages",
-    "read_rdma_devices",
     "read_topology",
 ]
 

@@ -23,7 +23,6 @@ from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX, rank_name, rank_of
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, UserError, ZbmdError
-from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.link_choice import (
     DEVICES_VARIABLE,
     LINK_LOCKED_BYTES,
@@ -34,6 +33,7 @@ from zbmd.transport.host.link_choice import (
     share_of,
     why_no_rdma,
 )
+from zbmd.transport.host.topology import HostFacts, read_host_facts
 from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.memory.region import RegionHandle

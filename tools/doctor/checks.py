@@ -24,7 +24,6 @@ from zbmd.training.autograd.array_module import xp_for
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
-from zbmd.transport.host.facts import INSTALL_VERBS, HostFacts
 from zbmd.transport.host.link_choice import (
     INTERFACES_VARIABLE,
     Capabilities,
@@ -36,9 +35,11 @@ from zbmd.transport.host.link_choice import (
 )
 from zbmd.transport.host.process import files_of
 from zbmd.transport.host.topology import (
+    INSTALL_VERBS,
     Affinity,
     Distance,
     Gpu,
+    HostFacts,
     HostPages,
     Interface,
     InterfaceKind,

@@ -48,9 +48,8 @@ from zbmd.tools.doctor.report import (
 )
 from zbmd.transport.clock.deadlines import Deadlines, derive, format_duration
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.facts import read_host_facts
 from zbmd.transport.host.link_choice import Capabilities
-from zbmd.transport.host.topology import affinities, read_topology
+from zbmd.transport.host.topology import affinities, read_host_facts, read_topology
 
 EXAMPLES = """\
 examples:

@@ -27,7 +27,6 @@ from zbmd.tools.doctor.report import Finding, FindingState, PairLink, Section
 from zbmd.transport.clock.deadlines import derive, format_duration
 from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
-from zbmd.transport.host.facts import HostFacts
 from zbmd.transport.host.link_choice import (
     INTERFACES_VARIABLE,
     Capabilities,
@@ -39,7 +38,7 @@ from zbmd.transport.host.link_choice import (
     rank_interfaces,
     why_no_rdma,
 )
-from zbmd.transport.host.topology import Interface, InterfaceKind
+from zbmd.transport.host.topology import HostFacts, Interface, InterfaceKind
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, tcp_settings
 

@@ -8,7 +8,6 @@ from typing import Final
 
 from zbmd.tools.doctor.report import Finding, Section
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.facts import INSTALL_VERBS, HostFacts
 from zbmd.transport.host.link_choice import (
     DEVICES_VARIABLE,
     ETHERNET,
@@ -20,7 +19,7 @@ from zbmd.transport.host.link_choice import (
     rdma_paths,
     why_no_rdma,
 )
-from zbmd.transport.host.topology import RdmaDevice, RdmaPort, Topology
+from zbmd.transport.host.topology import INSTALL_VERBS, HostFacts, RdmaDevice, RdmaPort, Topology
 from zbmd.transport.host.topology.devices import LOSS_COUNTERS, SHORTAGE_COUNTERS
 
 HEADERS_BYTES: Final = 96

@@ -1,4 +1,4 @@
-"""The recorder of one process: a cheap append for every input, and two places where the records go.
+"""The recorder of one process, with a cheap append for every input.
 
 What is recorded must not change afterwards: events and actions are frozen and are encoded at once; a frame
 is kept by reference if its bytes are immutable, and copied if they are not. A recorder is used from one

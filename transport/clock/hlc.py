@@ -13,15 +13,3 @@ from zbmd.transport.clock._hlc import LOGICAL_BITS as LOGICAL_BITS
 from zbmd.transport.clock._hlc import MAX_DRIFT_NS as MAX_DRIFT_NS
 from zbmd.transport.clock._hlc import STAMP_MAX as STAMP_MAX
 from zbmd.transport.clock._hlc import HybridClock as HybridClock
-
-LOGICAL_MASK = (1 << LOGICAL_BITS) - 1
-
-
-def physical_ns(stamp: int) -> int:
-    """The wall-clock time that a stamp tells, in ns since 1970, rounded down to 65.536 us."""
-    return stamp & ~LOGICAL_MASK
-
-
-def logical(stamp: int) -> int:
-    """The stamp's counter: orders the events of one tick of the wall clock."""
-    return stamp & LOGICAL_MASK

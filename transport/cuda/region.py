@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from zbmd.transport.cuda.api import CudaApi
 from zbmd.transport.cuda.array import DeviceHandle, DeviceSpan, is_device_array, span_of
-from zbmd.transport.cuda.peer import CudaPeer
+from zbmd.transport.cuda.peer import Copy, CudaPeer
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.region import REGIONS_MAX, CheckedRegion, read_only, require_cell, require_range
 from zbmd.transport.memory.transfer import Transfer
@@ -210,23 +210,20 @@ class CudaRegion(CheckedRegion):
 
     def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
         into, nbytes = self._address + offset, view.nbytes
-        src = address_of(view) if nbytes else 0
-
-        def copy(stream: int) -> None:
-            if nbytes:
-                self._peer.api.memcpy_async(into, src, nbytes, stream)
-
+        copy = self._with_host(into, address_of(view) if nbytes else 0, nbytes)
         return self._peer.copy(copy, view, owner, after=None, channel=channel, value=value)
 
     def _get(self, view: memoryview, offset: int, owner: object) -> Transfer:
         src, nbytes = self._address + offset, view.nbytes
-        into = address_of(view) if nbytes else 0
+        copy = self._with_host(address_of(view) if nbytes else 0, src, nbytes)
+        return self._peer.copy(copy, view, owner, after=None)
 
+    def _with_host(self, into: int, src: int, nbytes: int) -> Copy:
         def copy(stream: int) -> None:
             if nbytes:
                 self._peer.api.memcpy_async(into, src, nbytes, stream)
 
-        return self._peer.copy(copy, view, owner, after=None)
+        return copy
 
     def _notify(self, channel: int, value: int) -> None:
         self._peer.notify(channel, value)

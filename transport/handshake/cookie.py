@@ -53,13 +53,7 @@ def load_or_create_cookie(path: Path | str | None = None) -> bytes:
     belongs to another user, if it holds no cookie, or if it can be neither read nor made.
     """
     file = cookie_path() if path is None else Path(path)
-    try:
-        return _load(file) or _create(file)
-    except OSError as error:
-        raise CookieError(
-            f"the cookie file {file} can be neither read nor made ({error.strerror}): make its directory "
-            "writable, or set ZBMD_COOKIE_FILE to a path that is"
-        ) from error
+    return _load_or_create(file)
 
 
 def store_cookie(cookie: bytes, path: Path | str | None = None) -> bytes:
@@ -70,19 +64,23 @@ def store_cookie(cookie: bytes, path: Path | str | None = None) -> bytes:
     file = cookie_path() if path is None else Path(path)
     if not _COOKIE.fullmatch(cookie):
         raise CookieError("what came is no cookie: run `zbmd-node token` on a member again")
-    try:
-        found = _load(file) or _create(file, cookie)
-    except OSError as error:
-        raise CookieError(
-            f"the cookie file {file} can be neither read nor made ({error.strerror}): make its directory "
-            "writable, or set ZBMD_COOKIE_FILE to a path that is"
-        ) from error
+    found = _load_or_create(file, cookie)
     if not hmac.compare_digest(found, cookie):
         raise CookieError(
             f"the cookie file {file} holds the cookie of another cluster. To join this one instead, remove "
             "it and try again; to be in both, set ZBMD_COOKIE_FILE to another path for this one."
         )
     return found
+
+
+def _load_or_create(file: Path, cookie: bytes | None = None) -> bytes:
+    try:
+        return _load(file) or _create(file, cookie)
+    except OSError as error:
+        raise CookieError(
+            f"the cookie file {file} can be neither read nor made ({error.strerror}): make its directory "
+            "writable, or set ZBMD_COOKIE_FILE to a path that is"
+        ) from error
 
 
 def _load(file: Path) -> bytes:

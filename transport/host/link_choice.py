@@ -16,7 +16,7 @@ from ipaddress import IPv6Address
 from typing import Final, TypeVar
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.facts import HostFacts
+from zbmd.transport.host.topology import HostFacts
 from zbmd.transport.host.topology.devices import Gid, RdmaDevice, RdmaPort
 from zbmd.transport.host.topology.interfaces import Interface, InterfaceKind
 from zbmd.transport.host.topology.kernel_files import PciLocation

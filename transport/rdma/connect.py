@@ -20,9 +20,8 @@ from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.rdma.link import RdmaLink
+from zbmd.transport.rdma.link import QueuePair, RdmaLink
 from zbmd.transport.rdma.message_device import MessageDevice
-from zbmd.transport.rdma.queue_pair import QueuePair
 from zbmd.transport.rdma.setup import (
     WHY_MAX,
     MemoryAt,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from ipaddress import IPv6Address
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import structlog
 
@@ -44,35 +44,35 @@ INSTALL: Final = (
 CHANNEL_NAME: Final = "infinibandevent"
 
 
+_CLASSES: Final = {
+    "device": ("Context",),
+    "pd": ("PD",),
+    "mr": ("MR",),
+    "cq": ("CQ", "CompChannel"),
+    "qp": ("QP", "QPCap", "QPInitAttr", "QPAttr"),
+    "addr": ("AHAttr", "GID", "GlobalRoute"),
+    "wr": ("SGE", "SendWR", "RecvWR"),
+    "srq": ("SRQ", "SrqInitAttr", "SrqAttr"),
+}
+"""By the module of pyverbs that has them."""
+
+
 class Verbs:
-    """The classes and constants."""
+    """The classes of pyverbs by their own names, its error, and the constants `c`."""
 
     def __init__(self) -> None:
         try:
             self.c: Any = import_module("pyverbs.libibverbs_enums")
         except ImportError:
             self.c = import_module("pyverbs.enums")
-        self.Context: Any = import_module("pyverbs.device").Context
-        self.PD: Any = import_module("pyverbs.pd").PD
-        self.MR: Any = import_module("pyverbs.mr").MR
-        cq, qp = import_module("pyverbs.cq"), import_module("pyverbs.qp")
-        self.CQ: Any = cq.CQ
-        self.CompChannel: Any = cq.CompChannel
-        self.QP: Any = qp.QP
-        self.QPCap: Any = qp.QPCap
-        self.QPInitAttr: Any = qp.QPInitAttr
-        self.QPAttr: Any = qp.QPAttr
-        addr, wr, srq = (import_module(f"pyverbs.{name}") for name in ("addr", "wr", "srq"))
-        self.AHAttr: Any = addr.AHAttr
-        self.GID: Any = addr.GID
-        self.GlobalRoute: Any = addr.GlobalRoute
-        self.SGE: Any = wr.SGE
-        self.SendWR: Any = wr.SendWR
-        self.RecvWR: Any = wr.RecvWR
-        self.SRQ: Any = srq.SRQ
-        self.SrqInitAttr: Any = srq.SrqInitAttr
-        self.SrqAttr: Any = srq.SrqAttr
         self.Error: type[Exception] = import_module("pyverbs.pyverbs_error").PyverbsError
+        for module, names in _CLASSES.items():
+            found = import_module(f"pyverbs.{module}")
+            vars(self).update({name: getattr(found, name) for name in names})
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 @cache

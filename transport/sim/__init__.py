@@ -53,7 +53,6 @@ report prints the command line that repeats it. After FoundationDB's simulation 
 
 from __future__ import annotations
 
-from zbmd.transport.sim.disk import SimDisk
 from zbmd.transport.sim.faults import (
     ALL_FAULTS,
     NETWORK_FAULTS,
@@ -127,6 +126,7 @@ from zbmd.transport.sim.scenario import (
     run_scenario,
     shrink,
 )
+from zbmd.transport.sim.storage import SimDisk
 from zbmd.transport.sim.world import Program, SimProcess, World
 
 __all__ = [

@@ -23,7 +23,7 @@ from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.memory.region import CheckedRegion, RegionHandle, RemoteRegion, require_owner
 from zbmd.transport.memory.transfer import Transfer
-from zbmd.transport.sim.segment import SimSegment
+from zbmd.transport.sim.storage import SimSegment
 
 OPERATION_BYTES: Final = 64
 """Overhead of a put, a get or a notification on the wire."""

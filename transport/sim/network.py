@@ -7,7 +7,7 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -180,15 +180,8 @@ class Weather:
 
 
 def _under(storm: NetConditions, otherwise: Conditions) -> Conditions:
-    return replace(
-        otherwise,
-        latency_ns=storm.latency_ns,
-        jitter_ns=storm.jitter_ns,
-        bandwidth_bytes_per_s=storm.bandwidth_bytes_per_s,
-        loss=storm.loss,
-        duplicate=storm.duplicate,
-        reorder=storm.reorder,
-    )
+    changes = {name: value for name, value in asdict(storm).items() if name not in ("at_ns", "for_ns")}
+    return replace(otherwise, **changes)
 
 
 def _cuts(fault: NetworkFault, source: str, target: str) -> bool:

@@ -27,7 +27,7 @@ from zbmd.transport.sim.faults import (
     renamed,
     weaker,
 )
-from zbmd.transport.sim.model import STORY_RECORDS, FailureKind, History, Record, RunEnd, SimulationFailure
+from zbmd.transport.sim.model import STORY_RECORDS, History, Record, RunEnd, SimulationFailure
 
 # ---- shrinking
 
@@ -283,7 +283,7 @@ class Scenario(Protocol):
 
 
 class RunOutcome(Enum):
-    """The outcome of a run."""
+    """The outcome of a run: a `FailureKind`, or none."""
 
     OK = "ok"
     CRASH = "crash"
@@ -294,13 +294,6 @@ class RunOutcome(Enum):
     def exit_code(self) -> int:
         """For a command: 0, and apart from 1 (it broke itself) and 2 (bad input) one for each failure."""
         return {RunOutcome.OK: 0, RunOutcome.CRASH: 10, RunOutcome.SAFETY: 11, RunOutcome.LIVENESS: 12}[self]
-
-
-_OUTCOMES = {
-    FailureKind.CRASH: RunOutcome.CRASH,
-    FailureKind.SAFETY: RunOutcome.SAFETY,
-    FailureKind.LIVENESS: RunOutcome.LIVENESS,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,7 +406,7 @@ def _play(stage: ScenarioStage, core: frozenset[str]) -> tuple[RunOutcome, str, 
         world.heal(core, revive=not stage.restarts_itself)
         end = world.run(until=lambda: stage.converged(core), for_ns=stage.liveness_ns, max_events=EVENTS_MAX)
     except SimulationFailure as failure:
-        return _OUTCOMES[failure.kind], failure.what, failure.story
+        return RunOutcome(failure.kind.value), failure.what, failure.story
     if end is RunEnd.REACHED:
         return RunOutcome.OK, "the core converged", ()
     what = f"{_names(core)} were healed and did not converge in {stage.liveness_ns / 1e9:g} s: {end.value}"

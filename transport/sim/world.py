@@ -13,7 +13,6 @@ from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
-from zbmd.transport.sim.disk import SimDisk
 from zbmd.transport.sim.faults import (
     WORLD_FAULTS,
     Clog,
@@ -50,7 +49,7 @@ from zbmd.transport.sim.model import (
 )
 from zbmd.transport.sim.network import Datagram, DatagramInbox, Network, OnLink, PathFlooded
 from zbmd.transport.sim.process import LocalClock, LoopProcess, run_to_end
-from zbmd.transport.sim.segment import MEMORY_BYTES_DEFAULT, SimMemory, SimSegment
+from zbmd.transport.sim.storage import MEMORY_BYTES_DEFAULT, SimDisk, SimMemory, SimSegment
 
 CALLBACK_NS = 1_000
 """The virtual time that a callback of a process takes, half to one and a half times."""

@@ -1,6 +1,6 @@
 """TCP links between hosts: listening, dialing, and stripes for bulk data beside them.
 
-A connection goes through TLS, if that is asked for, the hello, and the setup (`setup`), all by one
+A connection goes through TLS, if that is asked for, the hello, and the setup (`sockets`), all by one
 deadline. Strangers are bounded in number, and drive out themselves before others (`half_open`).
 """
 
@@ -31,8 +31,17 @@ from zbmd.transport.native._native import now_ns
 from zbmd.transport.secure.protection import STRIPES_MAX, Protection, Purpose, Session
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, numeric, parse_address, source_of
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.setup import Ready, secure, set_up_dialer, set_up_listener
-from zbmd.transport.tcp.sockets import Resolved, connect, listen_on, resolve, set_options
+from zbmd.transport.tcp.sockets import (
+    Ready,
+    Resolved,
+    connect,
+    listen_on,
+    resolve,
+    secure,
+    set_options,
+    set_up_dialer,
+    set_up_listener,
+)
 
 # ---- regions over a TCP link: both sides join a bulk connection to it, and the dialer opens its stripes
 
@@ -121,7 +130,6 @@ class TcpListener(Acceptor):
         self._timeout_ns = timeout_ns
         self._links_max = links_max
         self._links: dict[bytes, TcpLink] = {}
-        self._stripes_under_way: set[tuple[bytes, int]] = set()
         name = " ".join(str(numeric(sock.getsockname())) for sock in sockets)
         super().__init__(name, sockets, places=half_open_max)
         if settings.protection is Protection.NONE:

@@ -30,7 +30,7 @@ from zbmd.transport.native._native import now_ns
 from zbmd.transport.secure.protection import Buffer
 from zbmd.transport.secure.record_stream import SecureStream
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings
-from zbmd.transport.tcp.setup import Ready
+from zbmd.transport.tcp.sockets import Ready
 
 # ---- lingering: the end of a link after its close
 #

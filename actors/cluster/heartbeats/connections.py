@@ -24,8 +24,8 @@ from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.rank.remote_links import wanted_devices, why_not_rdma
 from zbmd.transport.bulk.stripe_io import Stripe
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.link_choice import LINK_LOCKED_BYTES, rdma_paths
+from zbmd.transport.host.topology import HostFacts, read_host_facts
 from zbmd.transport.identity import Side
 from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.secure.protection import STRIPES_MAX, Keys, Protection, Session

@@ -40,9 +40,16 @@ from zbmd.tools.doctor.report import Finding, FindingState, Section
 from zbmd.tools.node import cli as node_cli
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.link_choice import Capabilities, InterfaceFilter, Transport, parse_interface_filter
-from zbmd.transport.host.topology import Interface, InterfaceKind, Topology, affinities, read_topology
+from zbmd.transport.host.topology import (
+    HostFacts,
+    Interface,
+    InterfaceKind,
+    Topology,
+    affinities,
+    read_host_facts,
+    read_topology,
+)
 
 COMMAND = [sys.executable, "-m", "zbmd.tools.node.cli", "doctor"]
 TIMEOUT_S = 60.0
@@ -424,7 +431,6 @@ def lo(*addresses: str) -> Interface:
         speed_mbps=None,
         mtu=65536,
         driver=None,
-        infiniband=False,
         place=None,
         addresses=addresses,
     )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.machines import machines
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.facts import HostFacts, read_host_facts
 from zbmd.transport.host.link_choice import (
     Capabilities,
     InterfaceFilter,
@@ -24,7 +23,15 @@ from zbmd.transport.host.link_choice import (
     share_of,
     why_no_rdma,
 )
-from zbmd.transport.host.topology import Interface, InterfaceKind, PciLocation, RdmaDevice, RdmaPort
+from zbmd.transport.host.topology import (
+    HostFacts,
+    Interface,
+    InterfaceKind,
+    PciLocation,
+    RdmaDevice,
+    RdmaPort,
+    read_host_facts,
+)
 from zbmd.transport.host.topology.devices import Gid
 
 
@@ -44,7 +51,6 @@ def interface(
         speed_mbps=speed_mbps,
         mtu=1500,
         driver=None,
-        infiniband=False,
         place=None if numa_node is None else PciLocation(path=("pci0000:00", name), numa_node=numa_node),
         addresses=addresses,
     )

@@ -28,7 +28,7 @@ from zbmd.transport.memory.region import RegionHandle, RemoteRegion
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
-from zbmd.transport.sim.segment import SimMemory
+from zbmd.transport.sim.storage import SimMemory
 
 THREADS = 4
 LATER_EPOCH = 1 << 32

@@ -117,7 +117,7 @@ def test_a_full_disk_refuses_and_changes_nothing() -> None:
 
 
 def test_what_is_never_synced_becomes_durable_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbmd.transport.sim.disk.UNSYNCED_MAX", 10)
+    monkeypatch.setattr("zbmd.transport.sim.storage.UNSYNCED_MAX", 10)
     for seed in range(20):
         made = disk(seed)
         for number in range(100):

@@ -17,7 +17,7 @@ from zbmd.transport.memory.region import RemoteRegion
 from zbmd.transport.native import _native
 from zbmd.transport.sim import SIM_START_NS, Crash, Cut, SimLink, SimProcess, World
 from zbmd.transport.sim.links import TRANSFERS_MAX
-from zbmd.transport.sim.segment import SimSegment
+from zbmd.transport.sim.storage import SimSegment
 
 MS = 1_000_000
 NBYTES = 100_000

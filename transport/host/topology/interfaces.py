@@ -116,7 +116,6 @@ def _aligned(length: int) -> int:
 
 
 _IFF_UP, _IFF_LOOPBACK, _IFF_POINT_TO_POINT, _IFF_RUNNING = 0x1, 0x8, 0x10, 0x40
-_INFINIBAND_TYPE = 32  # ARPHRD_INFINIBAND
 _CONTAINER_NETWORKS = ("docker", "br-", "virbr", "veth", "cni", "cali", "flannel", "lxc", "lxd", "podman")
 
 
@@ -143,7 +142,6 @@ class Interface:
     speed_mbps: int | None
     mtu: int
     driver: str | None
-    infiniband: bool
     place: PciLocation | None
     addresses: tuple[str, ...]
 
@@ -168,7 +166,6 @@ def _read(path: Path, addresses: Addresses) -> Interface:
         speed_mbps=speed_mbps if speed_mbps is not None and 0 < speed_mbps < 2**31 else None,
         mtu=read_int(path / "mtu") or 0,
         driver=link_name(path / "device/driver"),
-        infiniband=read_int(path / "type") == _INFINIBAND_TYPE,
         place=place_of(path / "device") if (path / "device").exists() else None,
         addresses=addresses.get(read_int(path / "ifindex") or 0, ()),
     )

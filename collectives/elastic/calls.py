@@ -18,7 +18,7 @@ from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.device.host_copy import Landing, Landings, drained
 from zbmd.collectives.elastic.operations import Result
-from zbmd.collectives.elastic.subgroups import ElasticParts, GroupChannels, Home, on_loss_of
+from zbmd.collectives.elastic.subgroups import ElasticServices, ElasticSubgroups, GroupChannels, on_loss_of
 from zbmd.collectives.errors import (
     Desynchronised,
     InputsOverwritten,
@@ -45,10 +45,10 @@ log: Final = structlog.stdlib.get_logger("zbmd.collectives.elastic")
 ResultT = TypeVar("ResultT")
 
 
-class ElasticCalls(ElasticParts):
+class ElasticCalls(ElasticSubgroups):
     """An elastic group, as far as calls are taken. See `zbmd.collectives.elastic.group.ElasticGroup`."""
 
-    def __init__(self, home: Home, place: GroupChannels) -> None:
+    def __init__(self, home: ElasticServices, place: GroupChannels) -> None:
         super().__init__(home, place)
         self._worker = home.worker
         self._machine = RepairMachine(rank=home.worker.rank)

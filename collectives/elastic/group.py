@@ -23,7 +23,7 @@ from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import taken
 from zbmd.collectives.elastic.calls import ElasticCalls
 from zbmd.collectives.elastic.operations import ElasticOperations, Result
-from zbmd.collectives.elastic.subgroups import GroupChannels, Home, open_asks
+from zbmd.collectives.elastic.subgroups import ElasticServices, GroupChannels, open_asks
 from zbmd.collectives.elastic.views import views_of
 from zbmd.collectives.errors import (
     CollectiveError,
@@ -102,7 +102,9 @@ class ElasticGroup(ElasticCalls):
     rank, after which it cannot.
     """
 
-    def __init__(self, home: Home, place: GroupChannels, on_close: Callable[[ElasticGroup], None]) -> None:
+    def __init__(
+        self, home: ElasticServices, place: GroupChannels, on_close: Callable[[ElasticGroup], None]
+    ) -> None:
         super().__init__(home, place)
         worker, machine = home.worker, self._machine
         self._on_close = on_close
@@ -568,7 +570,9 @@ async def elastic_group(worker: Worker, *, channel: int = 0, timeout: float | No
     if not 0 <= channel < CHANNELS_ELASTIC:
         raise UserError(f"channel={channel} is not in 0..{CHANNELS_ELASTIC - 1}")
     subgroups = await open_subgroups(worker)
-    home = Home(worker, views_of(worker), await open_asks(worker), subgroups, await tagged_groups(worker))
+    home = ElasticServices(
+        worker, views_of(worker), await open_asks(worker), subgroups, await tagged_groups(worker)
+    )
     mend = channel + CHANNELS_ELASTIC
     subgroups.channels.reserve(mend)
 

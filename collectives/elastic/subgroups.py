@@ -144,7 +144,7 @@ async def open_asks(worker: Worker) -> ElasticAsks:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class ElasticServices:
     """The parts of a process that its elastic groups share."""
 
     worker: Worker
@@ -167,11 +167,11 @@ class GroupChannels:
     ranks: tuple[int, ...] = ()
 
 
-class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
+class ElasticSubgroups(ElasticOperations[Coroutine[Any, Any, Result]]):
     """An elastic group, as far as it is split into others. See
     `zbmd.collectives.elastic.group.ElasticGroup`."""
 
-    def __init__(self, home: Home, place: GroupChannels) -> None:
+    def __init__(self, home: ElasticServices, place: GroupChannels) -> None:
         self._job_rank = home.worker.rank
         self.rank = place.ranks.index(self._job_rank) if place.ranks else self._job_rank
         self._home = home
@@ -267,7 +267,7 @@ class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
         numbers out of bounds or a color that is not the predecessor's, and `LocalProtocolError` if no
         channels are left.
         """
-        return await self._part(SplitRequest(color=color, key=key), on_loss, timeout)
+        return await self._subgroup(SplitRequest(color=color, key=key), on_loss, timeout)
 
     async def subgroup(
         self,
@@ -284,9 +284,9 @@ class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
         if not chosen or len(set(chosen)) != len(chosen):
             raise UserError(f"ranks={list(ranks)}: expected ranks of this group, each once")
         color = 0 if self._job_rank in chosen else None
-        return await self._part(SplitRequest(color=color, ranks=chosen), on_loss, timeout)
+        return await self._subgroup(SplitRequest(color=color, ranks=chosen), on_loss, timeout)
 
-    async def _part(self, request: SplitRequest, on_loss: str, timeout: float | None) -> Self | None:
+    async def _subgroup(self, request: SplitRequest, on_loss: str, timeout: float | None) -> Self | None:
         end_ns = now_ns() + timeout_ns(timeout)
         on_loss_of(on_loss)  # also where the others have made the call, and it runs nothing
         subgroups, ledger = self._home.subgroups, self._ledger
@@ -314,7 +314,7 @@ class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
                 split = ledger.splits[number]
             else:
                 check_repeated(split, request, self._job_rank)
-            ranks = split.part_of(self._job_rank)
+            ranks = split.ranks_with(self._job_rank)
             if not ranks:
                 return None
             epoch = self._home.views.view.epoch
@@ -322,19 +322,19 @@ class ElasticParts(ElasticOperations[Coroutine[Any, Any, Result]]):
                 subgroups.channels.take(Agreed(channel=channel, stamp=split.base + epoch))
             place = GroupChannels(channel=split.channel, mend=split.mend, base=split.base, ranks=ranks)
             left_s = max(1e-9, (end_ns - now_ns()) / 1e9)
-            opening = self._opened(place, lambda part: self._part_closed(part, split), left_s)
+            opening = self._opened(place, lambda made: self._subgroup_closed(made, split), left_s)
         return await opening
 
-    def _part_closed(self, part: Self, split: Split) -> None:
+    def _subgroup_closed(self, closed: Self, split: Split) -> None:
         """Its channels are free again once its other members have closed it, too."""
         self._ledger.mark_closed(split)
-        worker, others = self._home.worker, [m for m in part._present if m.rank != self._job_rank]
+        worker, others = self._home.worker, [m for m in closed._present if m.rank != self._job_rank]
 
         def all_have() -> bool:
             return all(has_ended(worker, member, split.channel, split.base) for member in others)
 
         for channel in (split.channel, split.mend):
-            self._home.subgroups.channels.give_back(channel, all_have, last=split.base + part.epoch)
+            self._home.subgroups.channels.give_back(channel, all_have, last=split.base + closed.epoch)
 
 
 def on_loss_of(name: str) -> OnLoss:

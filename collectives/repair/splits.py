@@ -68,7 +68,7 @@ def has_ended(worker: Worker, member: MemberId, channel: int, base: int) -> bool
 SPLITS_MAX: Final = 256
 """Splits of one group in its lifetime; later members receive all of them."""
 NUMBER_MAX: Final = 2**62 - 1
-PARTS_OF_A_PROCESS_MAX: Final = SUBGROUPS_MAX // 2
+SUBGROUPS_OF_A_PROCESS_MAX: Final = SUBGROUPS_MAX // 2
 """Sub-groups of a process: each takes one channel, and one for repairs."""
 _FIXED = 5
 """Numbers of a row before the stamps: whether there is a color, the color, the key, the free channels, and
@@ -93,7 +93,7 @@ class Split(msgspec.Struct, array_like=True, frozen=True):
     places: Annotated[tuple[SplitMember, ...], msgspec.Meta(max_length=RANKS_MAX)]
     closed: bool = False
 
-    def part_of(self, rank: int) -> tuple[int, ...]:
+    def ranks_with(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the sub-group of `rank`, by key and then by rank; empty if it is in none."""
         color = next((color for r, color, _ in self.places if r == rank), None)
         if color is None:
@@ -160,7 +160,7 @@ def agree_on(request: SplitRequest, rows: Array, contributors: tuple[int, ...]) 
     if len(places) < 2:
         raise LocalProtocolError(
             "no two channels are free on all members of a new sub-group: a process can be in "
-            f"{PARTS_OF_A_PROCESS_MAX} elastic ones at once; close one that is not needed any more"
+            f"{SUBGROUPS_OF_A_PROCESS_MAX} elastic ones at once; close one that is not needed any more"
         )
     belong = [
         (rank, int(row[1]), int(row[2])) for rank, row in zip(contributors, rows, strict=True) if row[0]
@@ -195,7 +195,7 @@ class SplitLedger:
         known: list[Split] = []
         for by, one in replies.items():
             for number, split_there in enumerate(one.splits):
-                closed = split_there.closed and by in split_there.part_of(rank)
+                closed = split_there.closed and by in split_there.ranks_with(rank)
                 split = msgspec.structs.replace(split_there, closed=closed)
                 if number == len(known):
                     known.append(split)
@@ -243,9 +243,9 @@ def check_repeated(split: Split, request: SplitRequest, rank: int) -> None:
         raise UserError(
             f"rank {rank} asks for color {request.color}, and had {place[1]} when the group was split"
         )
-    if request.ranks and request.ranks != split.part_of(rank) and place is not None:
+    if request.ranks and request.ranks != split.ranks_with(rank) and place is not None:
         raise UserError(
-            f"rank {rank} asks for {list(request.ranks)}; the others made {list(split.part_of(rank))}"
+            f"rank {rank} asks for {list(request.ranks)}; the others made {list(split.ranks_with(rank))}"
         )
     if split.closed:
         raise OperationAborted("the other members have closed this sub-group")

@@ -117,9 +117,9 @@ def test_members_agree_on_parts_their_order_and_channels() -> None:
         SUBGROUP_CHANNEL_FIRST + 2,
         9,
     )
-    assert [split.part_of(rank) for rank in range(5)] == [(2, 0), (3, 1), (2, 0), (3, 1), ()]
+    assert [split.ranks_with(rank) for rank in range(5)] == [(2, 0), (3, 1), (2, 0), (3, 1), ()]
     some = agreed({0: SplitRequest(color=0, ranks=(3, 0)), 1: SplitRequest(color=None, ranks=(3, 0))})
-    assert some.part_of(3) == (3, 0) and some.part_of(1) == ()
+    assert some.ranks_with(3) == (3, 0) and some.ranks_with(1) == ()
     with pytest.raises(Desynchronised, match="different ranks"):
         agreed({0: SplitRequest(color=0, ranks=(3, 0)), 1: SplitRequest(color=None, ranks=(0, 3))})
     with pytest.raises(LocalProtocolError, match="close one"):

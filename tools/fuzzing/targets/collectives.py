@@ -230,7 +230,7 @@ def _splits(data: bytes) -> None:
     ledger = SplitLedger()
     ledger.learn({0: told, 2: told}, rank=1)
     for split in ledger.splits:
-        part = split.part_of(1)
+        part = split.ranks_with(1)
         if len(set(part)) != len(part) or (part and 1 not in part):
             raise Broken(f"rank 1 belongs to {part}")
 

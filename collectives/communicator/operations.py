@@ -1,5 +1,8 @@
 """The thirteen operations of a group, declared once: for coroutines (`Group`) and for threads (`Blocking`).
 
+A surface says only how a call is started (`Operations._start`). Elastic groups have another result and other
+options: `zbmd.collectives.elastic.operations` declares theirs.
+
 A blocking call runs on the calling thread, without the GIL if it lasts; a small one takes a microsecond.
 Calls keep the order of the group's other calls: what was awaited or submitted before, and is not done yet,
 goes first. Do not call it on a loop's thread: the loop would stand still.

@@ -29,7 +29,6 @@ dist: Any = importlib.import_module("torch.distributed")
 
 WORKS_KEPT = 1024
 """The latest work objects: C++ may hold one that Python has dropped, and its methods are Python's."""
-UNSET: Final = timedelta(milliseconds=-1)
 
 REDUCTIONS: Final = {
     "SUM": "sum",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from support.bulk.bulk_host import stripe_of, tcp_pair
-from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo
+from zbmd.transport.bulk.events import BulkPeerInfo
+from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.identity import Side
 from zbmd.transport.memory.segment import Segment

@@ -41,7 +41,7 @@ class QuickPuts:
     published: int
     """The peer's puts that are."""
     told: int
-    """Of those, what the peer has been told."""
+    """Of those, how many have been acknowledged to the peer."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class QuickPuts:
         """Go on from where the machine and the stripe are; see `bulk_machine.Rest`."""
 
     def end(self) -> bytes:
-        """What has come and is not done: it is for the stripe. `begin` comes next."""
+        """Return the bytes that have arrived and are left to the stripe. `begin` comes next."""
 
     @property
     def new_puts(self) -> int:
         """Puts and notifications sent since `begin`."""
 
     def acknowledge(self) -> memoryview:
-        """What tells the peer of what is published and it was not told of; empty if it was. See `put`."""
+        """Return the acknowledgement of what is published and not yet acknowledged, or empty. See `put`."""
 
     def put(
         self,
@@ -95,7 +95,7 @@ class QuickPuts:
 
     @property
     def room(self) -> tuple[memoryview, ...]:
-        """Where what comes next on the stripe is to be put, one piece behind the other.
+        """The buffers for the next bytes of the stripe, one behind the other.
 
         A long payload is received straight into its region, the first of two. Empty only after `came` was
         False.

@@ -3,7 +3,7 @@ from typing import Final
 LOGICAL_BITS: Final[int]
 STAMP_MAX: Final[int]
 MAX_DRIFT_NS: Final[int]
-"""How far a peer's stamp may be ahead of our wall clock and still be followed."""
+"""Most by which a peer's stamp may be ahead of our wall clock and still be followed."""
 
 class HybridClock:
     """The clock of one process. Pure: wall-clock time is an argument.

@@ -12,11 +12,11 @@ from zbmd.transport.memory.frame_loans import BorrowedFrame
 from zbmd.transport.memory.scattered import Scattered
 
 class FrameSink:
-    """Whoever takes frames without an object for each header: compiled, it overrides `takes_frame`."""
+    """Takes frames without an object for each header: a compiled one overrides `takes_frame`."""
 
     def __init__(self, *_: Any) -> None: ...
     def _on_frame(self, header: FrameHeader, payload: memoryview | bytes) -> None:
-        """What a link calls that knows no sinks."""
+        """The callback of a link that knows no sinks."""
 
 class LinkCore:
     """The hot path of a link. `LinkSide` has the rest, and says what each field is.
@@ -29,7 +29,7 @@ class LinkCore:
     _peer: PeerInfo
     _on_frame: OnFrame | None
     _sink: FrameSink | None
-    """Whose `_on_frame` that is, if it is a sink's."""
+    """The sink whose `_on_frame` that is, if it is a sink's."""
     _queue: deque[tuple[bytes, bytes]]
     _queue_bytes: int
     _closed: bool

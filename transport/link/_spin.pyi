@@ -24,9 +24,9 @@ class SpinCore:
     """The choices of one reader; see `zbmd.transport.link.spin.SpinPolicy`."""
 
     choice: SpinChoice
-    """What was decided when the reader last ran dry."""
+    """The decision when the reader last ran dry."""
     parks: dict[SpinChoice, int]
-    """How often the reader went on to park, by the choice before it: `SPIN` counts spins in vain."""
+    """Number of times that the reader parked, by the choice before it: `SPIN` counts spins in vain."""
     _wait_ns: int
     """The mean of the last waits."""
     def _begin(

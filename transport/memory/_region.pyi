@@ -31,7 +31,7 @@ class Cells:
         """
 
 class Deferred:
-    """How much of what was asked of one peer's regions has been put off."""
+    """Number of operations on one peer's regions that have been put off."""
 
     deferred: int
     def defer(self, change: int) -> None: ...

@@ -36,12 +36,12 @@ class Mapping:
     def __init__(self, fd: int, nbytes: int, writable_bytes: int) -> None:
         """Map `nbytes` of `fd`; the first `writable_bytes` are writable. Raises OSError.
 
-        What is as large as a huge page begins at a multiple of `HUGE_BYTES`, so that it can have some.
+        A mapping as large as a huge page begins at a multiple of `HUGE_BYTES`, so that it can have some.
         """
     def madvise(self, advice: int) -> None:
         """madvise(2) for the whole mapping, without the GIL. Raises OSError."""
     def prefer_node(self, node: int) -> None:
-        """Have pages that are not there yet taken from a NUMA node while it has any. Raises OSError."""
+        """Have missing pages taken from a NUMA node while it has any. Raises OSError."""
     @property
     def address(self) -> int: ...
     @property
@@ -102,7 +102,7 @@ class RingWriter:
         """Write what fits of the frame (u32 length, head, body) from its byte `done`; return the new `done`.
 
         The frame is complete at 4 + len(head) + len(body). Raises RemoteProtocolError if the reader's
-        position is impossible. marked: the reader is told so, see `RingReader.marked`.
+        position is impossible. marked: the reader learns it, see `RingReader.marked`.
         """
     def park(self) -> bool:
         """Ask to be woken once half of the ring is free; False, and not asked, if it is already."""

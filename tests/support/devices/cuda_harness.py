@@ -64,7 +64,7 @@ class ModelArray:
         }
 
     def host(self, part: slice = slice(None)) -> NDArray[np.uint8]:
-        """What is there. Of a dead process's memory: as who has it open still sees it."""
+        """The bytes; of a dead process's memory, as a process that has it open still sees them."""
         process = self.process
         begin, end, step = part.indices(self.nbytes)
         assert step == 1
@@ -105,7 +105,7 @@ class ModelArray:
 
 
 class _Arrays:
-    """What stands for an inbox or an arena."""
+    """Stands for an inbox or an arena."""
 
     def __init__(self, process: ModelProcess, other: ModelProcess, *, writable: bool) -> None:
         self._process = process
@@ -122,7 +122,7 @@ class _Arrays:
 
 
 class _Registered:
-    """What stands for the regions of a segment."""
+    """Stands for the regions of a segment."""
 
     def __init__(self, exports: DeviceExports) -> None:
         self.exports = exports
@@ -136,7 +136,7 @@ class _Registered:
 
 @dataclass
 class Cells:
-    """What a process knows that has waited for a cell, by who has set it, for whom, and the channel."""
+    """The clock that a waiter for a cell takes over, by who has set it, for whom, and the channel."""
 
     told: dict[tuple[int, int, int], list[tuple[int, Clock]]] = field(default_factory=dict[Any, Any])
 

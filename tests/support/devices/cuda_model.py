@@ -132,7 +132,7 @@ class ModelHost:
         """The first thing that went wrong: every call from then on raises it, as CUDA's sticky errors."""
 
     def owner_of(self, address: int) -> ModelProcess:
-        """Whose memory it is."""
+        """The owner of the memory."""
         with self.lock:
             return self.find(address).owner
 
@@ -229,10 +229,10 @@ class ModelProcess:
         """Bytes of the host's memory that is page-locked, by its address."""
         self._default = self._new_stream(1)
 
-    # -- what a process is told and tells outside of CUDA ------------------------------------------------
+    # -- messages between processes outside of CUDA -------------------------------------------------------
 
     def tells(self) -> Clock:
-        """What is known to whoever learns of what this process's host has done until now."""
+        """The clock of a process that learns what this process's host has done until now."""
         with self.host.lock:
             self.clock[self.line] += 1
             return dict(self.clock)

@@ -22,7 +22,7 @@ class ModelRows:
 
 
 class ArrayMemory(Protocol):
-    """What an array needs of the process that holds it; see `cuda_model.ModelProcess`."""
+    """The process that holds an array, as the array sees it; see `cuda_model.ModelProcess`."""
 
     @property
     def default_stream(self) -> int:

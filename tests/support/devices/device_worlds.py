@@ -76,7 +76,7 @@ def on_device(process: ModelProcess, values: Array) -> ModelArray:
 
 
 def of_device(array: Any, dtype: np.dtype[Any]) -> Array:
-    """What is in a device's array, as its own stream sees it."""
+    """The contents of a device's array, as its own stream sees it."""
     span: DeviceSpan = array.span
     process = CUDA.find(span.address)
     into = np.empty(span.shape, dtype)

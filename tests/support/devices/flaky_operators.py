@@ -1,4 +1,4 @@
-"""Operators that fail when they are told to, forwards or backwards, before or in the middle of their work."""
+"""Operators that fail on request, forwards or backwards, before or in the middle of their work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zbmd.training.model.gpt import Operator, Operators
 
 
 class Broken(RuntimeError):
-    """What a flaky operator raises."""
+    """The error of a flaky operator."""
 
 
 class Flaky:

@@ -111,7 +111,7 @@ class Net(ABC):
 
 
 class Life(ABC):
-    """What the peer's process knows of itself."""
+    """The peer's process, as it sees itself."""
 
     incarnation: int
 
@@ -201,7 +201,7 @@ class Who:
 
 
 class RealHarness(LinkHarness):
-    """What all transports between processes of a real kernel have in common."""
+    """The common part of all transports between processes of a real kernel."""
 
     def __init__(self, loop: str) -> None:
         self.name = f"{self.transport}-{loop}"

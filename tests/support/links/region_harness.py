@@ -1,7 +1,8 @@
 """Runs one scenario over any transport that has regions: what `test_region_conformance` needs of each.
 
-A scenario is a coroutine that is given both ends. The far end's owner can be killed, and replaced by its next
-incarnation in the same slot. A transport adds a subclass of `RegionHarness` and an instance to `HARNESSES`.
+A scenario is a coroutine that is given both ends. The owner of the remote end can be killed, and replaced by
+its next incarnation in the same slot. A transport adds a subclass of `RegionHarness` and an instance to
+`HARNESSES`.
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ class End(ABC):
 
 
 class Ends(ABC):
-    """What a scenario is given."""
+    """The arguments of a scenario."""
 
     near: End
     far: End
 
     @abstractmethod
     async def kill_far(self) -> None:
-        """Kill the far end's owner; return once the near end has had the notice."""
+        """Kill the owner of the remote end; return once our end has had the notice."""
 
     @abstractmethod
     async def replace_far(self) -> None:
@@ -289,7 +290,7 @@ class ShmHarness(RegionHarness):
 
 
 class Closes(Protocol):
-    """What is closed at the end."""
+    """Everything that is closed at the end."""
 
     def close(self) -> None: ...
 
@@ -319,7 +320,7 @@ class PlaneEnds(Ends, Generic[PlaneT, LinkT]):
 
     @abstractmethod
     async def _end_far(self) -> None:
-        """What the kernel does for a process that is killed."""
+        """Do what the kernel does for a process that is killed."""
 
     async def begin(self) -> None:
         """On the loop."""
@@ -448,7 +449,7 @@ class _SimEnds(Ends):
         self._world.crash("far")
 
     async def far_main(self, process: SimProcess) -> None:
-        """The program of each incarnation of the far process."""
+        """The program of each incarnation of the remote process."""
         self._open(process, FAR)
 
         def accepted(link: Link) -> None:

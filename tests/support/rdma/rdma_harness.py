@@ -42,7 +42,7 @@ async def rdma_link_pair(
 
 @asynccontextmanager
 async def rdma_offers() -> AsyncGenerator[list[tuple[Endpoint, Rdma]]]:
-    """What two processes would have for RDMA links with memory, from the first device to the last."""
+    """Devices and planes of two processes with RDMA links and memory, from the first device to the last."""
     async with AsyncExitStack() as stack:
         made: list[tuple[Endpoint, Rdma]] = []
         for slot, at in ((0, given_devices()[0]), (1, given_devices()[-1])):
@@ -62,7 +62,7 @@ async def rdma_offers() -> AsyncGenerator[list[tuple[Endpoint, Rdma]]]:
 
 
 class RdmaHarness(RealHarness):
-    """Who dials has the first device, who listens the last."""
+    """The dialer has the first device, the listener the last."""
 
     transport = "rdma"
     guard_s = 300.0

@@ -20,7 +20,7 @@ from zbmd.transport.rdma.transfer import TransferCounts
 EXPECTED_VARIABLE = "ZBMD_TEST_DIGESTS"
 """Digests of collectives on one host, for a machine that would take long to find them out; with commas."""
 RDMA_MODULES = ("zbmd.transport.rdma.message_device", "zbmd.transport.rdma.plane")
-"""Which import libibverbs and pyverbs."""
+"""Modules that import libibverbs and pyverbs."""
 TRAINING_RANKS = 2
 RANKS = 3
 
@@ -47,12 +47,12 @@ async def digests_of_collectives(
 
 
 async def digests_on_one_host(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What those over RDMA are to be."""
+    """The expected result of those over RDMA."""
     return await digests_of_collectives(directory, monkeypatch, "auto", by="PeerSegment ShmLink")
 
 
 class Trained(NamedTuple):
-    """What a job over RDMA came to. plain: the digest of a run on one processor."""
+    """The result of a job over RDMA. plain: the digest of a run on one processor."""
 
     digest: str
     plain: str
@@ -74,7 +74,7 @@ async def train_over_rdma(directory: Path, monkeypatch: pytest.MonkeyPatch) -> T
 
 
 def transfers_logged(directory: Path) -> TransferCounts:
-    """What the ranks have written to their logs at their end, together."""
+    """The counts that the ranks have logged at their end, together."""
     lines = [line for file in directory.glob("*.jsonl") for line in file.read_bytes().splitlines()]
     told = [event for event in map(msgspec.json.decode, lines) if event["event"] == "rdma_transfers"]
     assert len(told) == TRAINING_RANKS, lines

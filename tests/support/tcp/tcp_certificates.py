@@ -1,4 +1,4 @@
-"""A job's certificate authority and what it issues, good and bad; made anew for each run of the tests."""
+"""A job's certificate authority and what it issues, good and bad; made again for each run of the tests."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_authority(folder: Path, name: str = "job CA") -> Authority:
 
 @functools.cache
 def job_tls() -> Tls:
-    """What a host of the job uses."""
+    """The files that a host of the job uses."""
     folder = Path(tempfile.mkdtemp(prefix="zbmd-test-tls-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Tls(make_authority(folder).issue("host"))

@@ -1,4 +1,4 @@
-"""What this machine's network can do."""
+"""The abilities of this machine's network."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Middle:
 
     @property
     def address(self) -> TcpAddress:
-        """What the dialer is to dial."""
+        """The address that the dialer is to dial."""
         assert self._server is not None
         return TcpAddress(host="127.0.0.1", port=self._server.sockets[0].getsockname()[1])
 

@@ -338,7 +338,7 @@ async def test_a_cancelled_await_leaves_the_buffer_with_the_transfer(host: BulkH
 
 
 def test_a_host_that_acknowledges_nothing_is_lost(host: BulkHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a cable that was pulled looks like in TCP_INFO; nothing here can pull one."""
+    """A pulled cable, as TCP_INFO shows it; nothing here can pull one."""
     dead = Progress(unacknowledged=3, unanswered_probes=0, quiet_ms=1 << 20)
     monkeypatch.setattr(bulk_stripe, "read_progress", lambda _: dead)
     puppet = Puppet(host, limits=BulkLimits(silent_ms=1))

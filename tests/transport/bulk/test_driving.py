@@ -90,7 +90,7 @@ def test_an_end_is_no_harm_to_who_drives() -> None:
 
 
 def test_who_drives_may_sleep() -> None:
-    """What comes, what others ask for and `wake` end the sleep; else it ends by itself."""
+    """Arriving bytes, requests of other threads and `wake` end the sleep; else it ends by itself."""
     with BulkHost(0) as a, BulkHost(1) as b:
         to_b, to_a = join(a, b)
         there, at_b = region_of(to_b, b, 4)

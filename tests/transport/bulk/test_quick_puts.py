@@ -190,7 +190,7 @@ def test_a_long_payload_is_received_where_it_belongs_however_it_is_cut(
 
 @pytest.mark.parametrize("cut", [0, 1, 20_000, 199_999])
 def test_one_that_is_under_way_is_left_as_it_came(segment: Segment, cut: int, *, keyed: bool) -> None:
-    """To the machine, which goes on; nobody has been told of it."""
+    """Return to the machine, which goes on; no peer has been notified of it."""
     side = Side(segment, keyed=keyed, handle=LARGE)
     cell = side.cell
     said = written(*long_puts(cell), keyed=keyed)[: HEADER_BYTES + TAG_BYTES * keyed + cut]
@@ -389,7 +389,7 @@ def test_a_death_behind_quick_puts_is_one() -> None:
 
 
 def test_a_long_put_waits_for_room_and_not_for_a_peer_that_does_not_read() -> None:
-    """What has not left is copied then, so that the source may change at once."""
+    """Unsent bytes are copied then, so that the source may change at once."""
     with BulkHost(0, nbytes=1 << 26) as a, BulkHost(1, nbytes=1 << 26) as b:
         end, _ = join(a, b)
         nbytes, count = QUICK_BYTES_MAX, 24

@@ -1,4 +1,4 @@
-"""How many stripes are used: more only while their buffers, and not the path, keep them back."""
+"""The number of stripes in use: more only while their buffers, and not the path, keep them back."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_a_full_buffer_drops_and_says_how_many(tmp_path: Path, monkeypatch: pyte
     assert len(lost) == 1 and len(marks) + lost[0].records == 501
     place = found.index(lost[0])
     before = found[place - 1]
-    assert isinstance(before, rec.Mark) and before.step == len(marks) - 2  # the gap is where it is told
+    assert isinstance(before, rec.Mark) and before.step == len(marks) - 2  # the gap is where it is recorded
     assert marks == [*range(len(marks) - 1), 1000]
 
 

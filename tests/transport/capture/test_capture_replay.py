@@ -50,7 +50,7 @@ SECRETS = {"cookie": COOKIE}
 
 
 class Built:
-    """Which class a kind is built of, from now on."""
+    """Set the class of which a kind is built from now on."""
 
     commit: ClassVar[Callable[..., Any]] = StepCommit
     membership: ClassVar[Callable[..., Any]] = MembershipMachine

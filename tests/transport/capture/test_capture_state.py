@@ -36,7 +36,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """How many are kept, and the oldest of the last three."""
+    """The number of items kept, and the oldest of the last three."""
 
     count: int
     oldest: int

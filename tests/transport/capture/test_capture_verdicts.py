@@ -1,4 +1,4 @@
-"""What a replay says when a machine raises, breaks, has changed, or when its log is not whole."""
+"""Verdicts of replays in which a machine raises, breaks, has changed, or whose log is not whole."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Adder:
 
 
 class Extra:
-    """What the adders built from now on add."""
+    """Set the amount that the adders built from now on add."""
 
     value: ClassVar[int] = 0
 

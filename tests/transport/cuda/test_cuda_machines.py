@@ -225,7 +225,7 @@ def offer(giver: Any, taker: Any) -> None:
 @pytest.mark.parametrize("forgets", ["nothing", "the reader's wait", "the writer's wait"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_signals_order_streams_of_two_processes(forgets: str, devices: int) -> None:
-    """Puts that are told before they are done, and read on a stream that waits."""
+    """Puts that are signalled before they are done, and read on a stream that waits."""
 
     async def scenario(ends: Ends) -> None:
         near: Any = ends.near

@@ -120,7 +120,7 @@ class Pair:
 
 
 def feed(machine: HelloMachine, event: HelloEvent, now_ns: int = 0) -> list[HelloAction]:
-    """What a driver does: nothing more for a machine that is done."""
+    """Do what a driver does: nothing more for a machine that is done."""
     if machine.state is HelloState.ACCEPTED and isinstance(event, BytesReceived):
         return []
     actions = machine.handle(event, now_ns=now_ns)
@@ -192,7 +192,7 @@ def test_each_stranger_is_refused_and_told_why(stranger: HelloMachine, error: ty
     theirs, ours = Pair(stranger, listener(), listener_sees_uid=RANK1.uid).run().errors()
     assert type(ours) is type(theirs) is error
     assert (ours.by_peer, theirs.by_peer) == (False, True)
-    assert "PROOF" in str(ours), "the error tells what came before"
+    assert "PROOF" in str(ours), "the error quotes what came before"
 
 
 def test_a_listener_with_another_cookie_refuses() -> None:
@@ -258,7 +258,7 @@ def test_each_wrong_opening_has_its_error(data: bytes, error: type[HelloError], 
 
 
 def proved(identity: bytes) -> HelloError:
-    """What a listener says to a dialer that holds the cookie and sends these bytes as its identity."""
+    """The answer of a listener to a dialer that holds the cookie and sends these bytes as its identity."""
     pair = Pair(dialer(), listener())
     pair.machines[0]._packed_identity = identity
     return pair.run().errors()[1]

@@ -1,4 +1,4 @@
-"""Whoever connects without belonging here ends its own connection, with one log line, and nothing else."""
+"""A stranger that connects ends its own connection, with one log line, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which link two processes use: on one host, in containers, across hosts with and without RDMA."""
+"""The link that two processes use: on one host, in containers, across hosts with and without RDMA."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_why_a_link_is_not_rdma_is_told_in_a_line(
     assert choice.transport is Transport.TCP
     assert why in choice.no_rdma and "\n" not in choice.no_rdma
     helps = bool(a.rdma_devices and b.rdma_devices)
-    assert choice.better == ((choice.no_rdma,) if helps else ()), "nobody is told to buy a device"
+    assert choice.better == ((choice.no_rdma,) if helps else ()), "nobody is advised to buy a device"
 
 
 def test_ranks_of_a_host_share_its_equal_devices() -> None:

@@ -1,4 +1,4 @@
-"""What a machine is made of: three made-up ones, odd files, and the one that the tests run on."""
+"""The parts of machines: three made-up ones, odd files, and the one that the tests run on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What every transport's links promise, with both ends on one loop. See `link_harness`.
+"""The promises of every transport's links, with both ends on one loop. See `link_harness`.
 
-What a link does when its peer's process dies is in `test_link_conformance_deaths`.
+Deaths of the peer's process are in `test_link_conformance_deaths`.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def test_close_is_idempotent_and_told_to_both_sides_once(harness: LinkHarness) -
         for link in (a, b):
             again = Ear(link)
             await turns(20)
-            assert not again.ends, "it has been told"
+            assert not again.ends, "it has been reported"
 
     harness.run(scenario)
 
@@ -497,7 +497,7 @@ def test_an_error_of_the_callback_is_the_loops_and_the_next_frame_still_comes(ha
         for payload in (b"bad", b"good", b"bad"):
             a.send(payload)
         a.close()
-        assert await ended is None, "the end is told also after an error in the last frame"
+        assert await ended is None, "the end is reported also after an error in the last frame"
         assert seen == [b"bad", b"good", b"bad"]
         assert [str(error) for error in reported] == ["of the user"] * 2
 

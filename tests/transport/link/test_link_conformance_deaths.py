@@ -1,6 +1,6 @@
-"""What every transport's links do when the peer's process dies, in each state. See `link_harness`.
+"""The links of every transport when the peer's process dies, in each state. See `link_harness`.
 
-Where the transport has processes they are real, and so is the SIGKILL.
+The processes of a transport that has processes are real, and so is the SIGKILL.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def until_the_end(link: LinkSide, life: Life) -> None:
 
 
 async def lost(ear: Ear, link: LinkSide) -> None:
-    """The link ends in `PeerLost`, is told once, and says so to whoever goes on using it."""
+    """The link ends in `PeerLost`, reports it once, and raises it for every later use."""
     error = await ear.end()
     assert isinstance(error, PeerLost) and error.peer == "them"
     for _ in range(5):
@@ -121,7 +121,7 @@ def test_what_was_flushed_before_a_goodbye_outlives_its_sender(harness: LinkHarn
 @pytest.mark.parametrize("message", range(4))
 def test_a_listener_that_dies_in_its_hello(harness: LinkHarness, fork: Fork, message: int) -> None:
     async def scenario(peer: Peer) -> None:
-        # Whether the last word of it came is decided by the time; either way the end is told.
+        # Whether its final message came is decided by the time; either way the end is reported.
         try:
             link = await peer.link()
         except (PeerLost, HelloError):

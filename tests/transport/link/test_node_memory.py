@@ -1,4 +1,4 @@
-"""What all links of a process hold together is bounded, and goes on once there is room."""
+"""The memory that all links of a process hold is bounded, and they go on once there is room."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_who_is_answered_late_parks_and_spins_for_what_comes_soon_again(policy: 
 
 
 def test_two_that_sleep_find_each_other(policy: SpinPolicy) -> None:
-    """What each waits for takes two wake-ups, of 50 us each, until one of them spins."""
+    """The frame that each waits for takes two wake-ups, of 50 us each, until one of them spins."""
     reader = Reader(policy)
     for _ in range(10):
         reader.wait(LATE_NS)

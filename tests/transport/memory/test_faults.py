@@ -1,4 +1,4 @@
-"""Kill points: declared once, armed by name, and deadly at the pass they were told."""
+"""Kill points: declared once, armed by name, and deadly at the pass they were armed for."""
 
 from __future__ import annotations
 

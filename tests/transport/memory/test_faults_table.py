@@ -101,7 +101,7 @@ async def test_a_dial_without_descriptors_fails_alone_and_can_be_repeated(addres
 
 @pytest.mark.parametrize("left", range(1, 12))
 async def test_descriptors_that_run_out_anywhere_in_a_handshake(address: str, left: int) -> None:
-    """Both ends are this process. Whoever it hits, it is typed, and the next dial works."""
+    """Both ends are this process. At either of them it is typed, and the next dial works."""
     async with listening(address) as (listener, links):
         with capture_logs() as logs, descriptors_left(left):
             try:

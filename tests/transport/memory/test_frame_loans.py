@@ -79,7 +79,7 @@ class Holder:
         self._came.set()
 
     def check(self, expected: list[int]) -> None:
-        """What is held is filled with the bytes that were sent first."""
+        """Payloads that are held keep the bytes that were sent first."""
         for view, byte in zip(self.held, expected, strict=False):
             assert bytes(view) == bytes([byte]) * len(view)
 

@@ -30,7 +30,7 @@ def segments(count: int) -> Generator[list[Segment]]:
 
 
 class Victim:
-    """A child that lives, in `segment`, until it is told to leave or is killed."""
+    """A child that lives, in `segment`, until it is asked to leave or is killed."""
 
     def __init__(self, fork: Fork, segment: Segment) -> None:
         self.segment = segment
@@ -192,7 +192,7 @@ def test_unwatch_ends_the_thread_and_leaves_the_peer_in_peace(fork: Fork) -> Non
 
         asyncio.run(main())
         assert own.lost_mask() == 0
-        # The word of life still works after two hundred watchers: the next one is told.
+        # The word of life still works after two hundred watchers: the next one gets the notice.
         assert not asyncio.run(noticed(own, [attach(theirs)], victim.kill))[1].clean
         victim.reap()
 

@@ -1,4 +1,4 @@
-"""Where a segment's pages come from: what is offered, what was got, and going without."""
+"""The source of a segment's pages: what is offered, what was got, and going without."""
 
 from __future__ import annotations
 

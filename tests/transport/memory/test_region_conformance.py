@@ -1,4 +1,4 @@
-"""What every transport's regions promise: `zbmd.transport.memory.region.RemoteRegion`."""
+"""The promises of every transport's regions: `zbmd.transport.memory.region.RemoteRegion`."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_a_wait_ends_with_what_ended_it(harness: RegionHarness) -> None:
 
 @over_all
 def test_released_memory_is_no_longer_reached_by_its_handle(harness: RegionHarness) -> None:
-    """Where bytes come over TCP the owner refuses, over RDMA its device; what peers map they keep."""
+    """Over TCP the owner refuses, over RDMA its device; peers keep what they have mapped."""
 
     async def scenario(ends: Ends) -> None:
         target, region = ends.far.inbox(ends.near, RELEASED_BYTES)

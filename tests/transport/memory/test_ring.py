@@ -19,7 +19,7 @@ from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping, RingReader
 CAPACITY = 4096
 FRAME_MAX = 3 * CAPACITY
 BLOCKED_S = 20
-"""Whoever takes so long is blocked for ever."""
+"""A child that takes so long is blocked for ever."""
 
 
 class Ring:
@@ -103,7 +103,7 @@ def test_a_parked_writer_is_woken_once_half_of_the_ring_is_free(ring: Ring) -> N
     quarter = bytes(CAPACITY // 4 - 4)
     for _ in range(4):
         assert ring.writer.write(quarter, b"", 0) == CAPACITY // 4
-    assert ring.writer.write(b"x", b"", 0) == 0, "a full ring takes nothing"
+    assert ring.writer.write(b"x", b"", 0) == 0, "a full ring accepts no byte"
     assert ring.writer.park()
     assert ring.reader.read() == quarter
     assert not woken(ring.writer_wake), "a quarter is too little to wake the writer for"

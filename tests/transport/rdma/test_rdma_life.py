@@ -1,4 +1,4 @@
-"""How memory over RDMA ends: two lives, and a connection that loses nothing until it fails."""
+"""The end of memory over RDMA: two sides, and a connection that loses nothing until it fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Side:
                 case End():
                     self.ends.append(action)
                 case MarkLost():
-                    assert self.ends, "nobody is told before nothing is written any more"
+                    assert self.ends, "the loss is marked only after nothing is written any more"
                     self.lost = True
         return actions
 

@@ -1,4 +1,4 @@
-"""Who has an address is asked again, but not for ever, and only if nobody answered."""
+"""The network is asked for an address again, but not for ever, and only if nobody answered."""
 
 from __future__ import annotations
 

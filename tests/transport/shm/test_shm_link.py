@@ -1,4 +1,4 @@
-"""What is special to shm links: ring, socket, segments. What all links do is in the conformance suite."""
+"""Shm links' own parts: ring, socket, segments. The conformance suite has what all links do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zbmd.transport.shm.connect import Endpoint, link_pair
 from zbmd.transport.shm.link import ShmLink
 
 BLOCKED_S = 20
-"""Whoever takes so long is blocked for ever."""
+"""A process that takes so long is blocked for ever."""
 
 LIMITS = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max=16, frames_per_wake=4)
 

@@ -45,7 +45,7 @@ STORM = Conditions(
 
 
 class Scripted:
-    """A process that answers each stimulus with what `react` says; it keeps what it was told."""
+    """A process that answers each stimulus with what `react` says; it keeps its stimuli."""
 
     def __init__(self, react: Callable[[Stimulus[int]], Sequence[Effect[int]]] | None = None) -> None:
         self.react = react
@@ -56,7 +56,7 @@ class Scripted:
         return self.react(stimulus) if self.react is not None else ()
 
     def check_invariants(self) -> None:
-        assert self.told, "a process is checked only after it was told something"
+        assert self.told, "a process is checked only after a stimulus"
 
     @property
     def messages(self) -> list[int]:

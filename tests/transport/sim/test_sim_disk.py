@@ -74,7 +74,7 @@ def test_what_was_synced_survives_and_the_rest_may(
 
 
 def outcomes(*, sync_file: bool, sync_names: bool, torn: bool = False) -> set[bytes | None]:
-    """What is found under "new" after a crash that follows write, rename, over 200 seeds."""
+    """The bytes under "new" after a crash that follows write, rename, over 200 seeds."""
     found: set[bytes | None] = set()
     for seed in range(200):
         made = disk(seed)

@@ -91,7 +91,7 @@ class Maximum:
 
 @dataclass
 class NeverLess:
-    """What a living process knows does not shrink."""
+    """The knowledge of a living process does not shrink."""
 
     board: dict[str, int]
     incarnation: Callable[[str], int]

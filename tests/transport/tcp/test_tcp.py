@@ -259,7 +259,7 @@ def test_what_silence_is() -> None:
     second_ns = 1_000_000_000
 
     def looks(*seen: tuple[int, int, int, int]) -> list[bool]:
-        """What is found by looks at (ms, unacknowledged, probes, quiet ms)."""
+        """The verdicts of looks at (ms, unacknowledged, probes, quiet ms)."""
         silence = Silence()
         return [
             silence.look(
@@ -295,7 +295,7 @@ async def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reset_that_comes_with_the_last_frame_is_heard() -> None:
-    """libuv tells of it once: a read that takes the frame alone would miss it, and the link stay open."""
+    """libuv reports it once: a read that takes the frame alone would miss it, and the link stay open."""
 
     async def play() -> ZbmdError | None:
         server = await Server.start()

@@ -1,4 +1,4 @@
-"""What strangers, floods and shortages cannot do to a TCP listener: real sockets."""
+"""A TCP listener withstands strangers, floods and shortages: real sockets."""
 
 from __future__ import annotations
 

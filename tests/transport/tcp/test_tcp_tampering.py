@@ -34,7 +34,7 @@ def endpoint(name: str) -> Endpoint:
 
 
 async def tampered(tamper: Tamper, protection: Protection = Protection.MAC) -> tuple[list[bytes], object]:
-    """What the listener got of `FRAMES`, and how its link ended."""
+    """The part of `FRAMES` that the listener got, and how its link ended."""
     settings = TcpSettings(protection=protection)
     links: asyncio.Queue[TcpLink] = asyncio.Queue()
     listener = await listen("127.0.0.1:0", links.put_nowait, endpoint("b"), settings=settings)

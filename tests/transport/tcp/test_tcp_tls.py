@@ -54,7 +54,7 @@ def tls(files: TlsFiles) -> TcpSettings:
 async def meet(
     ours: TcpSettings, theirs: TcpSettings, *, host: str = "127.0.0.1", cookie: bytes = COOKIE
 ) -> tuple[bytes | ZbmdError, list[str]]:
-    """What a frame of ours came as or the dialer's error, and the listener's refusals by kind."""
+    """The frame as it arrived, or the dialer's error, and the listener's refusals by kind."""
     links: asyncio.Queue[TcpLink] = asyncio.Queue()
     with capture_logs() as logs:
         listener = await listen("127.0.0.1:0", links.put_nowait, endpoint("b"), settings=theirs)

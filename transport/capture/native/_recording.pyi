@@ -4,7 +4,7 @@ from typing import Any, Final
 from zbmd.transport.memory.scattered import Scattered
 
 RECORD_WEIGHT_BYTES: Final[int]
-"""What a record counts for in a buffer, besides its payload: its tuple and numbers."""
+"""Weight of a record in a buffer, besides its payload: its tuple and numbers."""
 PACKED_FRAME_BYTES_MAX: Final[int]
 """A larger frame, header included, is kept by itself."""
 
@@ -31,7 +31,7 @@ class Taking:
     _taken_bytes: int
     """All that was ever taken, by weight; past `_alarm_bytes` the slow path is asked for room."""
     _taken_records: int
-    """How many records that were."""
+    """The number of those records."""
     _alarm_bytes: int
     _packs: bool
     """Whether small frames are packed: what takes records out must not do so before they are complete."""

@@ -29,7 +29,7 @@ class Plane:
 
     @property
     def spin_ns(self) -> int:
-        """How long a thread of ours polls before it sleeps: three times what it costs to be woken here."""
+        """Time that a thread of ours polls before it sleeps: three times the cost of a wake-up here."""
     def __init__(self, device: Device, ends_max: int = ENDS_MAX) -> None: ...
     def keep(self, registration: Registration) -> None:
         """Use this registration for what lies in it."""
@@ -94,7 +94,7 @@ class End:
         """Whether the peer has said it."""
     @property
     def error(self) -> ZbmdError | None:
-        """What new transfers raise."""
+        """The error of new transfers."""
     @property
     def in_segment(self) -> int:
         """Transfers whose memory is in our segment, which was registered when the plane was opened."""

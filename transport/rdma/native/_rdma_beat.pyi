@@ -13,7 +13,7 @@ class BeatEnd:
 
     @property
     def address(self) -> int:
-        """Where the peer writes, in our memory."""
+        """The address in our memory to which the peer writes."""
 
     @property
     def key(self) -> int:
@@ -31,4 +31,4 @@ class BeatEnd:
         """For `NativeHeartbeats.add_way`. It is good until `close`."""
 
     def close(self) -> None:
-        """Nothing is written any more, here or there. Whoever has the way has given it back. Idempotent."""
+        """Nothing is written any more on either side. The route has been given back. Idempotent."""

@@ -35,7 +35,7 @@ class Device:
         """
 
 class Registration:
-    """Memory that a device may touch, until this object is gone. Whoever has it keeps the memory."""
+    """Memory that a device may touch, until this object is gone. Its holder keeps the memory."""
 
     @property
     def address(self) -> int: ...

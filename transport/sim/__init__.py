@@ -53,152 +53,74 @@ report prints the command line that repeats it. After FoundationDB's simulation 
 
 from __future__ import annotations
 
-from zbmd.transport.sim.faults import (
-    ALL_FAULTS,
-    NETWORK_FAULTS,
-    PROCESS_FAULTS,
-    WORLD_FAULTS,
-    Clog,
-    Crash,
-    CrashWithin,
-    Cut,
-    DiskFull,
-    DiskReadErrors,
-    DiskSlow,
-    Fault,
-    FaultPlan,
-    MemoryLimit,
-    NetConditions,
-    Partition,
-    Pause,
-    Skew,
-    Slow,
-    TornWrites,
-    UnsupportedFault,
-    draw_plan,
-    format_plan,
-    names_of,
-    parse_fault,
-    parse_plan,
-)
-from zbmd.transport.sim.links import SimLink
-from zbmd.transport.sim.loop import SimLoop
-from zbmd.transport.sim.machines import Simulation
-from zbmd.transport.sim.model import (
-    SIM_START_NS,
-    Arrived,
-    CancelTimer,
-    Commanded,
-    Conditions,
-    Deadlock,
-    Effect,
-    Exit,
-    FailureKind,
-    History,
-    HistoryKind,
-    Kill,
-    KillPoint,
-    Livelock,
-    MachineProcess,
-    Note,
-    NotSimulated,
-    PeerEnded,
-    Process,
-    RunEnd,
-    Send,
-    SetTimer,
-    SimulationFailure,
-    Start,
-    Started,
-    Stimulus,
-    TimerFired,
-)
-from zbmd.transport.sim.process import current_process
-from zbmd.transport.sim.scenario import (
-    Options,
-    RunOutcome,
-    Scenario,
-    ScenarioReport,
-    ScenarioStage,
-    SimulatedWorld,
-    admitted,
-    parse_faults,
-    run_scenario,
-    shrink,
-)
-from zbmd.transport.sim.storage import SimDisk
-from zbmd.transport.sim.world import Program, SimProcess, World
-
-__all__ = [
-    "ALL_FAULTS",
-    "WORLD_FAULTS",
-    "Arrived",
-    "CancelTimer",
-    "Clog",
-    "Commanded",
-    "Conditions",
-    "Crash",
-    "CrashWithin",
-    "Cut",
-    "Deadlock",
-    "DiskFull",
-    "DiskReadErrors",
-    "DiskSlow",
-    "Effect",
-    "Exit",
-    "FailureKind",
-    "Fault",
-    "FaultPlan",
-    "History",
-    "Kill",
-    "KillPoint",
-    "HistoryKind",
-    "Livelock",
-    "MachineProcess",
-    "MemoryLimit",
-    "NETWORK_FAULTS",
-    "NetConditions",
-    "NotSimulated",
-    "Note",
-    "Options",
-    "RunOutcome",
-    "PROCESS_FAULTS",
-    "Partition",
-    "Pause",
-    "PeerEnded",
-    "Process",
-    "Program",
-    "ScenarioReport",
-    "RunEnd",
-    "SIM_START_NS",
-    "Scenario",
-    "Send",
-    "SetTimer",
-    "SimDisk",
-    "SimLink",
-    "SimLoop",
-    "SimProcess",
-    "SimulatedWorld",
-    "Simulation",
-    "SimulationFailure",
-    "Skew",
-    "Slow",
-    "ScenarioStage",
-    "Start",
-    "Started",
-    "Stimulus",
-    "TimerFired",
-    "TornWrites",
-    "UnsupportedFault",
-    "World",
-    "current_process",
-    "admitted",
-    "draw_plan",
-    "format_plan",
-    "names_of",
-    "parse_fault",
-    "parse_faults",
-    "parse_plan",
-    "run_scenario",
-    "shrink",
-]
+from zbmd.transport.sim.faults import ALL_FAULTS as ALL_FAULTS
+from zbmd.transport.sim.faults import NETWORK_FAULTS as NETWORK_FAULTS
+from zbmd.transport.sim.faults import PROCESS_FAULTS as PROCESS_FAULTS
+from zbmd.transport.sim.faults import WORLD_FAULTS as WORLD_FAULTS
+from zbmd.transport.sim.faults import Clog as Clog
+from zbmd.transport.sim.faults import Crash as Crash
+from zbmd.transport.sim.faults import CrashWithin as CrashWithin
+from zbmd.transport.sim.faults import Cut as Cut
+from zbmd.transport.sim.faults import DiskFull as DiskFull
+from zbmd.transport.sim.faults import DiskReadErrors as DiskReadErrors
+from zbmd.transport.sim.faults import DiskSlow as DiskSlow
+from zbmd.transport.sim.faults import Fault as Fault
+from zbmd.transport.sim.faults import FaultPlan as FaultPlan
+from zbmd.transport.sim.faults import MemoryLimit as MemoryLimit
+from zbmd.transport.sim.faults import NetConditions as NetConditions
+from zbmd.transport.sim.faults import Partition as Partition
+from zbmd.transport.sim.faults import Pause as Pause
+from zbmd.transport.sim.faults import Skew as Skew
+from zbmd.transport.sim.faults import Slow as Slow
+from zbmd.transport.sim.faults import TornWrites as TornWrites
+from zbmd.transport.sim.faults import UnsupportedFault as UnsupportedFault
+from zbmd.transport.sim.faults import draw_plan as draw_plan
+from zbmd.transport.sim.faults import format_plan as format_plan
+from zbmd.transport.sim.faults import names_of as names_of
+from zbmd.transport.sim.faults import parse_fault as parse_fault
+from zbmd.transport.sim.faults import parse_plan as parse_plan
+from zbmd.transport.sim.links import SimLink as SimLink
+from zbmd.transport.sim.loop import SimLoop as SimLoop
+from zbmd.transport.sim.machines import Simulation as Simulation
+from zbmd.transport.sim.model import SIM_START_NS as SIM_START_NS
+from zbmd.transport.sim.model import Arrived as Arrived
+from zbmd.transport.sim.model import CancelTimer as CancelTimer
+from zbmd.transport.sim.model import Commanded as Commanded
+from zbmd.transport.sim.model import Conditions as Conditions
+from zbmd.transport.sim.model import Deadlock as Deadlock
+from zbmd.transport.sim.model import Effect as Effect
+from zbmd.transport.sim.model import Exit as Exit
+from zbmd.transport.sim.model import FailureKind as FailureKind
+from zbmd.transport.sim.model import History as History
+from zbmd.transport.sim.model import HistoryKind as HistoryKind
+from zbmd.transport.sim.model import Kill as Kill
+from zbmd.transport.sim.model import KillPoint as KillPoint
+from zbmd.transport.sim.model import Livelock as Livelock
+from zbmd.transport.sim.model import MachineProcess as MachineProcess
+from zbmd.transport.sim.model import Note as Note
+from zbmd.transport.sim.model import NotSimulated as NotSimulated
+from zbmd.transport.sim.model import PeerEnded as PeerEnded
+from zbmd.transport.sim.model import Process as Process
+from zbmd.transport.sim.model import RunEnd as RunEnd
+from zbmd.transport.sim.model import Send as Send
+from zbmd.transport.sim.model import SetTimer as SetTimer
+from zbmd.transport.sim.model import SimulationFailure as SimulationFailure
+from zbmd.transport.sim.model import Start as Start
+from zbmd.transport.sim.model import Started as Started
+from zbmd.transport.sim.model import Stimulus as Stimulus
+from zbmd.transport.sim.model import TimerFired as TimerFired
+from zbmd.transport.sim.process import current_process as current_process
+from zbmd.transport.sim.scenario import Options as Options
+from zbmd.transport.sim.scenario import RunOutcome as RunOutcome
+from zbmd.transport.sim.scenario import Scenario as Scenario
+from zbmd.transport.sim.scenario import ScenarioReport as ScenarioReport
+from zbmd.transport.sim.scenario import ScenarioStage as ScenarioStage
+from zbmd.transport.sim.scenario import SimulatedWorld as SimulatedWorld
+from zbmd.transport.sim.scenario import admitted as admitted
+from zbmd.transport.sim.scenario import parse_faults as parse_faults
+from zbmd.transport.sim.scenario import run_scenario as run_scenario
+from zbmd.transport.sim.scenario import shrink as shrink
+from zbmd.transport.sim.storage import SimDisk as SimDisk
+from zbmd.transport.sim.world import Program as Program
+from zbmd.transport.sim.world import SimProcess as SimProcess
+from zbmd.transport.sim.world import World as World

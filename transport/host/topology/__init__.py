@@ -16,33 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from zbmd.transport.host.topology.cpus import (
-    Cpus,
-    HostPages,
-    NumaNode,
-    read_cpus,
-    read_numa_nodes,
-    read_pages,
-)
-from zbmd.transport.host.topology.devices import (
-    Gpu,
-    RdmaDevice,
-    RdmaPort,
-    nvidia_driver_version,
-    read_gpus,
-    read_rdma_devices,
-    verbs_missing,
-)
-from zbmd.transport.host.topology.interfaces import Addresses, Interface, InterfaceKind, read_interfaces
-from zbmd.transport.host.topology.kernel_files import (
-    Distance,
-    PciLocation,
-    distance,
-    link_name,
-    parse_int,
-    read_fields,
-    read_text,
-)
+from zbmd.transport.host.topology.cpus import Cpus, NumaNode, read_cpus, read_numa_nodes, read_pages
+from zbmd.transport.host.topology.cpus import HostPages as HostPages
+from zbmd.transport.host.topology.devices import Gpu as Gpu
+from zbmd.transport.host.topology.devices import RdmaDevice as RdmaDevice
+from zbmd.transport.host.topology.devices import RdmaPort as RdmaPort
+from zbmd.transport.host.topology.devices import nvidia_driver_version as nvidia_driver_version
+from zbmd.transport.host.topology.devices import read_gpus, read_rdma_devices, verbs_missing
+from zbmd.transport.host.topology.interfaces import Addresses, read_interfaces
+from zbmd.transport.host.topology.interfaces import Interface as Interface
+from zbmd.transport.host.topology.interfaces import InterfaceKind as InterfaceKind
+from zbmd.transport.host.topology.kernel_files import Distance as Distance
+from zbmd.transport.host.topology.kernel_files import PciLocation as PciLocation
+from zbmd.transport.host.topology.kernel_files import distance as distance
+from zbmd.transport.host.topology.kernel_files import link_name, parse_int, read_fields, read_text
 
 INSTALL_VERBS: Final = "apt install python3-pyverbs"
 CAP_IPC_LOCK: Final = 14
@@ -104,24 +91,6 @@ def locked_bytes_max(root: Path = Path("/")) -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     capabilities = parse_int(read_fields(root / "proc/self/status", ":").get("CapEff", ""), 16) or 0
     return None if soft == resource.RLIM_INFINITY or capabilities >> CAP_IPC_LOCK & 1 else soft
-
-
-__all__ = [
-    "Affinity",
-    "Distance",
-    "Gpu",
-    "Interface",
-    "InterfaceKind",
-    "HostPages",
-    "PciLocation",
-    "RdmaDevice",
-    "RdmaPort",
-    "Topology",
-    "affinities",
-    "distance",
-    "nvidia_driver_version",
-    "read_topology",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

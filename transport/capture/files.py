@@ -17,28 +17,9 @@ from typing import Annotated
 
 import msgspec
 
+from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture.codec import encode_batch
 from zbmd.transport.capture.errors import CaptureError, CaptureExists, CaptureMismatch, NotACapture
-from zbmd.transport.capture.format import (
-    BLOCK_RAW_BYTES_MAX,
-    BLOCK_RECORDS_MAX,
-    FLAG_ENDS,
-    FLAG_MARKS,
-    FLAG_STREAMS,
-    INDEX_MAGIC,
-    INDEX_SUFFIX,
-    SEGMENTS_MAX,
-    Anchor,
-    BlockInfo,
-    Origin,
-    SegmentHeader,
-    directory_name,
-    new_compressor,
-    pack_block,
-    pack_body,
-    pack_header,
-    segment_path,
-)
 from zbmd.transport.capture.records import PROCESS_STREAM, RawRecord, RecordType, Taken
 from zbmd.transport.errors import LocalProtocolError
 
@@ -66,17 +47,17 @@ class SegmentIndex(msgspec.Struct, frozen=True, kw_only=True):
     when it was written; what came before was deleted to stay within the bound of the disk.
     """
 
-    origin: Origin
+    origin: fmt.Origin
     segment: _Natural
     log_bytes: _Natural
     oldest_segment: _Natural
     oldest_record: _Natural
-    blocks: list[BlockInfo]
+    blocks: list[fmt.BlockInfo]
     marks: list[MarkRange]
 
     def pack(self) -> bytes:
         """The bytes of the index file."""
-        return pack_body(INDEX_MAGIC, self)
+        return fmt.pack_body(fmt.INDEX_MAGIC, self)
 
 
 _decoder = msgspec.msgpack.Decoder(SegmentIndex)
@@ -135,7 +116,7 @@ class _OpenSegment:
     fd: int
     begun_ns: int
     nbytes: int = 0
-    blocks: list[BlockInfo] = field(default_factory=list[BlockInfo])
+    blocks: list[fmt.BlockInfo] = field(default_factory=list[fmt.BlockInfo])
     marks: list[MarkRange] = field(default_factory=list[MarkRange])
 
 
@@ -151,14 +132,14 @@ class LogFiles:
     def __init__(
         self,
         directory: Path,
-        origin: Origin,
+        origin: fmt.Origin,
         limits: DiskLimits,
-        anchor: Callable[[], Anchor],
+        anchor: Callable[[], fmt.Anchor],
         *,
         records_before: int = 0,
         on_segment: Callable[[int], None] = lambda number: None,
     ) -> None:
-        self.path = directory / directory_name(origin.process, origin.incarnation)
+        self.path = directory / fmt.directory_name(origin.process, origin.incarnation)
         self.records = records_before
         self.changing = threading.Lock()
         """Held while a file is opened or closed: a fork takes it, so that the child knows which."""
@@ -166,7 +147,7 @@ class LogFiles:
         self._limits = limits
         self._anchor = anchor
         self._on_segment = on_segment
-        self._compressor = new_compressor()
+        self._compressor = fmt.new_compressor()
         self._streams: dict[int, RawRecord] = {}
         self._closed: list[tuple[int, int, int]] = []  # number, bytes with the index, records before it
         self._closed_bytes = 0
@@ -187,9 +168,9 @@ class LogFiles:
     def write(self, taken: Sequence[Taken]) -> None:
         """Append records, in order; `anchor` is read when a segment begins."""
         records = self.unfolded(taken)
-        for start in range(0, len(records), BLOCK_RECORDS_MAX):
+        for start in range(0, len(records), fmt.BLOCK_RECORDS_MAX):
             self._rotate_if_due()
-            self._write_block(records[start : start + BLOCK_RECORDS_MAX])
+            self._write_block(records[start : start + fmt.BLOCK_RECORDS_MAX])
 
     def unfolded(self, taken: Sequence[Taken]) -> list[RawRecord]:
         """The records; of what cannot be encoded, one that says so."""
@@ -227,17 +208,17 @@ class LogFiles:
     # ---- segments
 
     def _open(self, number: int) -> _OpenSegment:
-        if number >= SEGMENTS_MAX:
-            raise OSError(0, f"{SEGMENTS_MAX} segments have been written")
+        if number >= fmt.SEGMENTS_MAX:
+            raise OSError(0, f"{fmt.SEGMENTS_MAX} segments have been written")
         anchor = self._anchor()
-        header = SegmentHeader(
+        header = fmt.SegmentHeader(
             origin=self._origin, segment=number, records_before=self.records, anchor=anchor
         )
-        path = segment_path(self.path, number)
+        path = fmt.segment_path(self.path, number)
         with self.changing:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
             segment = self._segment = _OpenSegment(number, path, fd, anchor.monotonic_ns)
-        self._append(segment, pack_header(header))
+        self._append(segment, fmt.pack_header(header))
         return segment
 
     def _rotate_if_due(self) -> None:
@@ -251,8 +232,8 @@ class LogFiles:
         self._open(segment.number + 1)
         self._on_segment(segment.number + 1)
         again = [declared_again(s, self._last_ns, self._last_hlc) for s in self._streams.values()]
-        for start in range(0, len(again), BLOCK_RECORDS_MAX):
-            self._write_block(again[start : start + BLOCK_RECORDS_MAX])
+        for start in range(0, len(again), fmt.BLOCK_RECORDS_MAX):
+            self._write_block(again[start : start + fmt.BLOCK_RECORDS_MAX])
 
     def _complete(self, segment: _OpenSegment) -> None:
         self.abandon()
@@ -268,7 +249,7 @@ class LogFiles:
             marks=segment.marks,
         ).pack()
         # Not renamed into place: one that is torn by a crash is made again, and no other file is left over.
-        segment.path.with_suffix(INDEX_SUFFIX).write_bytes(index)
+        segment.path.with_suffix(fmt.INDEX_SUFFIX).write_bytes(index)
         nbytes = segment.nbytes + len(index)
         self._closed.append((segment.number, nbytes, self.records - records))
         self._closed_bytes += nbytes
@@ -277,20 +258,20 @@ class LogFiles:
         room = self._limits.disk_bytes - self._limits.segment_bytes
         while self._closed and self._closed_bytes > room:
             number, nbytes, _ = self._closed.pop(0)
-            path = segment_path(self.path, number)
+            path = fmt.segment_path(self.path, number)
             # The log first: an index alone says nothing, a log alone is whole.
             path.unlink(missing_ok=True)
-            path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
+            path.with_suffix(fmt.INDEX_SUFFIX).unlink(missing_ok=True)
             self._closed_bytes -= nbytes
 
     # ---- blocks
 
     def _write_block(self, records: Sequence[RawRecord]) -> None:
         """Write one block; records that do not fit into one, or into none, are found by halving."""
-        why = f"over the bound of {BLOCK_RAW_BYTES_MAX} bytes"
+        why = f"over the bound of {fmt.BLOCK_RAW_BYTES_MAX} bytes"
         try:
             raw = encode_batch(records)
-            if len(raw) <= BLOCK_RAW_BYTES_MAX:
+            if len(raw) <= fmt.BLOCK_RAW_BYTES_MAX:
                 self._append_block(records, raw)
                 return
         except (CaptureMismatch, struct.error) as error:
@@ -306,11 +287,11 @@ class LogFiles:
         segment = self._segment
         assert segment is not None, "the log is closed"
         kinds = set(map(_kind, records))
-        flags = (FLAG_MARKS if MARK in kinds else 0) | (FLAG_STREAMS if STREAM in kinds else 0)
+        flags = (fmt.FLAG_MARKS if MARK in kinds else 0) | (fmt.FLAG_STREAMS if STREAM in kinds else 0)
         if END in kinds and records[-1][:2] == (END, PROCESS_STREAM):
-            flags |= FLAG_ENDS
+            flags |= fmt.FLAG_ENDS
         times_ns = list(map(_at_ns, records))
-        info = BlockInfo(
+        info = fmt.BlockInfo(
             offset=segment.nbytes,
             flags=flags,
             compressed_bytes=0,
@@ -322,9 +303,9 @@ class LogFiles:
             at_ns_min=min(times_ns),
             at_ns_max=max(times_ns),
         )
-        data, info = pack_block(self._compressor.compress(raw), len(raw), info)
+        data, info = fmt.pack_block(self._compressor.compress(raw), len(raw), info)
         self._append(segment, data)
-        if flags & FLAG_MARKS:
+        if flags & fmt.FLAG_MARKS:
             steps = [(record[1], record[4]) for record in records if record[0] == MARK]
             segment.marks += mark_ranges(len(segment.blocks), steps)
         segment.blocks.append(info)

@@ -20,21 +20,9 @@ from zbmd.transport.identity import PeerInfo
 from zbmd.transport.link.interface import Endpoint, LinkLimits
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import now_ns
+from zbmd.transport.rdma import setup
 from zbmd.transport.rdma.link import QueuePair, RdmaLink
 from zbmd.transport.rdma.message_device import MessageDevice
-from zbmd.transport.rdma.setup import (
-    WHY_MAX,
-    MemoryAt,
-    MessageT,
-    RdmaAnswer,
-    RdmaOffer,
-    RdmaReady,
-    RdmaRefusal,
-    RdmaRefused,
-    decode_setup,
-    encode_setup,
-    require_fits,
-)
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings
 from zbmd.transport.tcp.link import TcpLink
@@ -80,15 +68,15 @@ class SetupChannel:
         self.link.on_frame = None  # one at a time: what follows may be for the link
         self._came.put_nowait(bytes(payload))
 
-    def say(self, message: RdmaOffer | RdmaAnswer | RdmaRefusal | RdmaReady) -> None:
+    def say(self, message: setup.RdmaOffer | setup.RdmaAnswer | setup.RdmaRefusal | setup.RdmaReady) -> None:
         """Send it."""
-        self.link.send(encode_setup(message))
+        self.link.send(setup.encode_setup(message))
 
     def refuse(self, why: str) -> None:
         """Say that nothing comes of it, and why."""
-        self.say(RdmaRefusal(why=why[:WHY_MAX]))
+        self.say(setup.RdmaRefusal(why=why[: setup.WHY_MAX]))
 
-    async def hear(self, kind: type[MessageT]) -> MessageT:
+    async def hear(self, kind: type[setup.MessageT]) -> setup.MessageT:
         """The peer's next message.
 
         Raises `RdmaRefused`, `PeerLost`, `DeadlineExceeded`, and as `decode_setup`.
@@ -102,7 +90,7 @@ class SetupChannel:
             raise DeadlineExceeded(f"{name} did not set up its RDMA link in time: it may be stuck") from error
         if data is None:
             raise PeerLost(name, "it ended while the RDMA link was set up")
-        return decode_setup(data, kind, name)
+        return setup.decode_setup(data, kind, name)
 
     def release(self) -> TcpLink:
         """The link, for other use: the set-up is over. Raises `PeerLost` if it has ended."""
@@ -131,18 +119,18 @@ class _Joined:
         )
 
     @property
-    def at(self) -> MemoryAt | None:
+    def at(self) -> setup.MemoryAt | None:
         """For the peer."""
         return None if self.peer is None else self.peer.at
 
-    def connect(self, theirs: MemoryAt | None) -> None:
+    def connect(self, theirs: setup.MemoryAt | None) -> None:
         """Both have it, or neither."""
         if self.peer is not None and theirs is not None:
             self.peer.connect(theirs)
         else:
             self.drop()
 
-    async def try_way(self, deadline_ns: int) -> None:
+    async def try_route(self, deadline_ns: int) -> None:
         """Read something of the peer, so that what keeps packets back is found now.
 
         Raises `RdmaUnreachable`.
@@ -193,13 +181,13 @@ async def set_up_as_dialer(
         made.append(joined.drop)
         queue_pair = QueuePair(device)
         made.append(lambda: queue_pair.end(_nothing))
-        talk.say(RdmaOffer(at=queue_pair.at, memory=joined.at))
-        set_up_as_listener = await talk.hear(RdmaAnswer)
-        await device.reach(require_fits(set_up_as_listener.at, link.peer.name), talk.deadline_ns)
-        queue_pair.connect(set_up_as_listener.at)
-        joined.connect(set_up_as_listener.memory)
-        await joined.try_way(talk.deadline_ns)
-        talk.say(RdmaReady())
+        talk.say(setup.RdmaOffer(at=queue_pair.at, memory=joined.at))
+        answered = await talk.hear(setup.RdmaAnswer)
+        await device.reach(setup.require_fits(answered.at, link.peer.name), talk.deadline_ns)
+        queue_pair.connect(answered.at)
+        joined.connect(answered.memory)
+        await joined.try_route(talk.deadline_ns)
+        talk.say(setup.RdmaReady())
         return joined.join(RdmaLink(link, queue_pair, device, endpoint=endpoint))
     except BaseException as error:
         _undo(made, error, talk)
@@ -213,16 +201,16 @@ async def set_up_as_listener(
     link = talk.link
     made: list[Callable[[], None]] = []
     try:
-        offered = await talk.hear(RdmaOffer)
+        offered = await talk.hear(setup.RdmaOffer)
         joined = _Joined(memory if offered.memory else None, link.peer, endpoint)
         made.append(joined.drop)
         queue_pair = QueuePair(device)
         made.append(lambda: queue_pair.end(_nothing))
-        await device.reach(require_fits(offered.at, link.peer.name), talk.deadline_ns)
+        await device.reach(setup.require_fits(offered.at, link.peer.name), talk.deadline_ns)
         queue_pair.connect(offered.at)
         joined.connect(offered.memory)
-        talk.say(RdmaAnswer(at=queue_pair.at, memory=joined.at))
-        await talk.hear(RdmaReady)
+        talk.say(setup.RdmaAnswer(at=queue_pair.at, memory=joined.at))
+        await talk.hear(setup.RdmaReady)
         return joined.join(RdmaLink(link, queue_pair, device, endpoint=endpoint))
     except BaseException as error:
         _undo(made, error, talk)
@@ -290,7 +278,7 @@ async def dial(
             return talk.release(), own.why
         try:
             return await set_up_as_dialer(talk, endpoint, own.device, own.memory), _by(own.device)
-        except (RdmaRefused, UserError) as error:
+        except (setup.RdmaRefused, UserError) as error:
             if own.only:
                 with contextlib.suppress(ZbmdError):
                     await link.flush()  # it says why
@@ -383,7 +371,7 @@ class RemoteListener:
             return await _decline(talk, own.why)
         try:
             return await set_up_as_listener(talk, self._endpoint, own.device, own.memory), _by(own.device)
-        except (RdmaRefused, UserError) as error:
+        except (setup.RdmaRefused, UserError) as error:
             if own.only:
                 raise
             return talk.release(), str(error)
@@ -392,8 +380,8 @@ class RemoteListener:
 async def _decline(talk: SetupChannel, why: str) -> tuple[RemoteLink, str]:
     """We have none; the dialer may have refused before us."""
     try:
-        await talk.hear(RdmaOffer)
-    except RdmaRefused as error:
+        await talk.hear(setup.RdmaOffer)
+    except setup.RdmaRefused as error:
         why = str(error)
     else:
         talk.refuse(why)

@@ -349,18 +349,16 @@ def test_trees_that_are_no_state_are_refused(tree: object) -> None:
         codec(KEEPER).restore(Keeper(), msgspec.msgpack.encode(tree))
 
 
-def test_only_attributes_that_the_class_has_are_set() -> None:
+@pytest.mark.parametrize("name", ["first", "more", "handle", "__class__"])
+def test_only_attributes_that_the_class_has_are_set(name: str) -> None:
     states = codec(KEEPER)
-    whole = msgspec.msgpack.decode(states.encode(Keeper()))
-    for change in ({"first": ...}, {"more": 1}, {"handle": 1}, {"__class__": 1}):
-        tree = [whole[0], whole[1], {**whole[2]}]
-        for name, value in change.items():
-            if value is ...:
-                del tree[2][name]
-            else:
-                tree[2][name] = value
-        with pytest.raises(capture.CaptureMismatch, match="has changed"):
-            states.restore(Keeper(), msgspec.msgpack.encode(tree))
+    tree = msgspec.msgpack.decode(states.encode(Keeper()))
+    if name in tree[2]:
+        del tree[2][name]
+    else:
+        tree[2][name] = 1
+    with pytest.raises(capture.CaptureMismatch, match="has changed"):
+        states.restore(Keeper(), msgspec.msgpack.encode(tree))
 
 
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=4))

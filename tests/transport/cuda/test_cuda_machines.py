@@ -384,39 +384,55 @@ def test_the_route_between_two_devices(
     assert choice.route is route and words in choice.reason
 
 
-def test_handles_that_do_not_fit_together_are_refused() -> None:
-    handle = DeviceHandle(
-        slot=1,
-        incarnation=2,
-        offset=0,
-        nbytes=24,
-        writable=True,
-        device=bytes(16),
-        memory=bytes(64),
-        typestr="<f4",
-        shape=(2, 3),
-    )
-    assert decode_handle(encode_handle(handle), DeviceHandle, slot=1, incarnation=2) == handle
-    change = msgspec.structs.replace
-    for forged in (
-        change(handle, shape=(2, 4)),
-        change(handle, typestr="|O8"),
-        change(handle, incarnation=3),
-        change(handle, slot=2),
-        change(handle, memory=bytes(63)),
-        change(handle, device=b""),
-        change(handle, offset=-1),
-    ):
-        with pytest.raises(RemoteProtocolError):
-            decode_handle(encode_handle(forged), DeviceHandle, slot=1, incarnation=2)
+HANDLE = DeviceHandle(
+    slot=1,
+    incarnation=2,
+    offset=0,
+    nbytes=24,
+    writable=True,
+    device=bytes(16),
+    memory=bytes(64),
+    typestr="<f4",
+    shape=(2, 3),
+)
 
 
-def test_arrays_that_are_not_contiguous_or_of_no_use_are_refused() -> None:
-    for changes in ({"strides": (8,)}, {"typestr": "|O8"}, {"mask": 1}, {"shape": (-1,)}, {"data": None}):
-        interface = {"shape": (4,), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
-        array = SimpleNamespace(__cuda_array_interface__={**interface, **changes})
-        with pytest.raises(LocalProtocolError):
-            span_of(array)
+def test_a_handle_comes_back_as_it_was() -> None:
+    assert decode_handle(encode_handle(HANDLE), DeviceHandle, slot=1, incarnation=2) == HANDLE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": (2, 4)},
+        {"typestr": "|O8"},
+        {"incarnation": 3},
+        {"slot": 2},
+        {"memory": bytes(63)},
+        {"device": b""},
+        {"offset": -1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_handle_that_does_not_fit_together_is_refused(changes: dict[str, Any]) -> None:
+    forged = msgspec.structs.replace(HANDLE, **changes)
+    with pytest.raises(RemoteProtocolError):
+        decode_handle(encode_handle(forged), DeviceHandle, slot=1, incarnation=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"strides": (8,)}, {"typestr": "|O8"}, {"mask": 1}, {"shape": (-1,)}, {"data": None}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_an_array_that_is_not_contiguous_or_of_no_use_is_refused(changes: dict[str, Any]) -> None:
+    interface = {"shape": (4,), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
+    array = SimpleNamespace(__cuda_array_interface__={**interface, **changes})
+    with pytest.raises(LocalProtocolError):
+        span_of(array)
+
+
+def test_an_array_of_one_row_is_contiguous_whatever_its_stride() -> None:
     strided = {"shape": (1, 4), "typestr": "<f4", "data": (1 << 40, False), "strides": (99, 4), "stream": 2}
     span = span_of(SimpleNamespace(__cuda_array_interface__=strided))
     assert (span.nbytes, span.stream) == (16, 2)

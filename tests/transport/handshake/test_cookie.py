@@ -32,15 +32,23 @@ def test_it_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     assert load_or_create_cookie(tmp_path / "other") != cookie
 
 
-def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("environ", "path"),
+    [
+        ({"ZBMD_COOKIE_FILE": "/x/c", "XDG_CONFIG_HOME": "/y"}, "/x/c"),
+        ({"XDG_CONFIG_HOME": "/y"}, "/y/zbmd/cookie"),
+        ({"XDG_CONFIG_HOME": "relative"}, ".config/zbmd/cookie"),
+        ({"ZBMD_COOKIE_FILE": "", "XDG_CONFIG_HOME": ""}, ".config/zbmd/cookie"),
+    ],
+)
+def test_its_path(
+    environ: dict[str, str], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for environ, path in (
-        ({"ZBMD_COOKIE_FILE": "/x/c", "XDG_CONFIG_HOME": "/y"}, Path("/x/c")),
-        ({"XDG_CONFIG_HOME": "/y"}, Path("/y/zbmd/cookie")),
-        ({"XDG_CONFIG_HOME": "relative"}, tmp_path / ".config/zbmd/cookie"),
-        ({"ZBMD_COOKIE_FILE": "", "XDG_CONFIG_HOME": ""}, tmp_path / ".config/zbmd/cookie"),
-    ):
-        assert cookie_path(environ) == path
+    assert cookie_path(environ) == tmp_path / path
+
+
+def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "here"))
     assert load_or_create_cookie() == (tmp_path / "here").read_bytes().strip()
 
@@ -110,11 +118,11 @@ def test_a_secret_of_ones_own_will_do(tmp_path: Path, length: int) -> None:
     assert load_or_create_cookie(file) == b"s" * length
 
 
-def test_what_is_no_file_is_refused_and_does_not_hang(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fifo", "."])
+def test_what_is_no_file_is_refused_and_does_not_hang(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
-    for name in ("fifo", "."):
-        with pytest.raises(CookieError, match="no regular file"):
-            load_or_create_cookie(tmp_path / name)
+    with pytest.raises(CookieError, match="no regular file"):
+        load_or_create_cookie(tmp_path / name)
 
 
 def test_a_place_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def extensions() -> list[Extension]:
             extension("actors", "core.native._mailbox"),
             extension("actors", "core.native._serving"),
             extension("actors", "core.native._asking"),
-            extension("actors", "replay.native._turns"),
+            extension("actors", "replay._turns"),
             extension("collectives", "native._program"),
             extension("collectives", "native._stepper"),
             extension("collectives", "native._remote_stepper"),

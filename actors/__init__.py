@@ -14,6 +14,7 @@ with lazy_imports(globals()):
     from zbmd.actors.cluster.session_routes import connect as connect
     from zbmd.actors.contracts import Contract as Contract
     from zbmd.actors.core.actor import on as on
+    from zbmd.actors.core.actor_base import MailboxSpec as MailboxSpec
     from zbmd.actors.core.actor_base import allow_remote_modules as allow_remote_modules
     from zbmd.actors.core.context import ActorClock as ActorClock
     from zbmd.actors.core.context import deadline_ns as deadline_ns
@@ -21,7 +22,6 @@ with lazy_imports(globals()):
     from zbmd.actors.core.context import trace_id as trace_id
     from zbmd.actors.core.deferred import Deferred as Deferred
     from zbmd.actors.core.deferred import DeferredReply as DeferredReply
-    from zbmd.actors.core.mailbox import MailboxSpec as MailboxSpec
     from zbmd.actors.core.ref import Down as Down
     from zbmd.actors.core.ref import Exited as Exited
     from zbmd.actors.core.ref import Monitor as Monitor
@@ -34,7 +34,6 @@ with lazy_imports(globals()):
     from zbmd.actors.core.timers import Timer as Timer
     from zbmd.actors.directory.driver import GroupChange as GroupChange
     from zbmd.actors.directory.events import GroupNews as GroupNews
-    from zbmd.actors.directory.names import ActorGroup as ActorGroup
     from zbmd.actors.errors import ActorError as ActorError
     from zbmd.actors.errors import ActorFailed as ActorFailed
     from zbmd.actors.errors import ActorStartFailed as ActorStartFailed
@@ -85,5 +84,6 @@ with lazy_imports(globals()):
     from zbmd.actors.supervision.supervisor import TerminateChild as TerminateChild
     from zbmd.actors.supervision.supervisor import WhichChildren as WhichChildren
     from zbmd.actors.system import Actor as Actor
+    from zbmd.actors.system import ActorGroup as ActorGroup
     from zbmd.actors.system import ActorSystem as ActorSystem
     from zbmd.actors.upgrade.driver import Upgraded as Upgraded

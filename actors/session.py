@@ -24,7 +24,7 @@ import uvloop
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor
-from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.ref import Down, Ref
 from zbmd.actors.core.scopes import owner_of
 from zbmd.actors.core.system import STOP_S, ActorInfo

@@ -1,6 +1,6 @@
 """Finds a node's cluster from what its user already has: a launcher's environment, flags, an etcd store.
 
-`readings` holds what one source states; `environments` reads what torchrun, Slurm, MPI and Kubernetes set;
+`environments` reads what torchrun, Slurm, MPI and Kubernetes set;
 `merge` combines all sources in a stated order, each fact with its source; `founding` turns the result into a
 node's configuration: which member to join, or that this node founds the cluster. `etcd_store` uses etcd as a
 store of members and as the witness between two halves of a cluster. May import `actors.cluster`. Begin with

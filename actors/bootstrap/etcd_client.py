@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from zbmd.actors.bootstrap.readings import parse_join_address
+from zbmd.actors.bootstrap.environments import parse_join_address
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
 from zbmd.transport.tcp.address import TcpAddress
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zbmd.actors.bootstrap.environments import (
+    LauncherFacts,
+    NodeRange,
     Pod,
+    Stated,
     host_names,
     read_env,
     read_kubernetes,
@@ -22,7 +25,6 @@ from zbmd.actors.bootstrap.environments import (
     read_torchrun,
 )
 from zbmd.actors.bootstrap.hostlist import format_hostlist
-from zbmd.actors.bootstrap.readings import LauncherFacts, NodeRange, Stated
 from zbmd.actors.rank.environment import port_of_job
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress

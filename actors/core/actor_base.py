@@ -15,14 +15,36 @@ import sys
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from zbmd.actors.contracts import Contract, fingerprint, older_versions, renewed
 from zbmd.actors.core.deferred import DeferredReply
-from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Reason, Signal
 from zbmd.actors.errors import ContractError, UnknownActorClass
 from zbmd.transport.errors import LocalProtocolError
+
+MAILBOX_MESSAGES = 1024
+MAILBOX_MESSAGES_MAX = 1_048_576
+MAILBOX_BYTES = 256 << 20
+"""Default bound of the bytes that wait in all mailboxes of one system together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailboxSpec:
+    """The bound of a mailbox: so many messages wait, and as many may be stashed.
+
+    Full, the mailbox makes a local sender wait and refuses a remote one with `MailboxFull`. A message of a
+    contract that is declared `telemetry=True` takes the place of the oldest one of such a contract instead
+    and, if there is none, is dropped itself.
+    """
+
+    capacity: int = MAILBOX_MESSAGES
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.capacity <= MAILBOX_MESSAGES_MAX:
+            raise LocalProtocolError(f"mailbox capacity {self.capacity}: give 1..{MAILBOX_MESSAGES_MAX}")
+
 
 STOPPING_S = 5.0
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.context import current_cell
@@ -11,9 +12,25 @@ from zbmd.actors.errors import ActorError, DeadActor, NoReply, TooManyPending
 from zbmd.transport.errors import LocalProtocolError
 
 if TYPE_CHECKING:
-    from zbmd.actors.core.mailbox import ReplyTo
     from zbmd.actors.core.native._mailbox import Delivery
     from zbmd.actors.core.native._serving import CellCore
+
+
+class ReplyTo(Protocol):
+    """The way back to an asker."""
+
+    def reply(self, message: Any) -> Awaitable[None] | None:
+        """Send the answer; what it returns, if anything, waits until there is room on the way back."""
+        ...
+
+    def post(self, message: Any) -> None:
+        """Send the answer without waiting for room."""
+        ...
+
+    def fail(self, error: ActorError) -> None:
+        """Send an error."""
+        ...
+
 
 DEFERRED_MAX = 65_536
 

@@ -15,14 +15,15 @@ import structlog
 from zbmd.actors.contracts import check_fingerprints, is_parting
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor_base import (
+    MAILBOX_BYTES,
     ActorBase,
+    MailboxSpec,
     find_remote_class,
     handler_table,
     import_remote_class,
     remote_class_id,
 )
 from zbmd.actors.core.cell import LINKS_MAX, ActorCell
-from zbmd.actors.core.mailbox import MAILBOX_BYTES, MailboxSpec
 from zbmd.actors.core.messaging import Messaging
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Down, Monitor, Reason, ReasonKind, Ref, Undelivered

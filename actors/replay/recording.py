@@ -30,7 +30,7 @@ from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.ref import Down, Exited, Reason, Ref, Signal, Undelivered
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
-from zbmd.actors.replay.native._turns import SERVING, Strand, Turns
+from zbmd.actors.replay._turns import SERVING, Strand, Turns
 from zbmd.actors.replay.traced import NotPlain, TracedActor, pack_arguments
 from zbmd.actors.replay.tracing import Tracing
 from zbmd.actors.system import ActorSystem

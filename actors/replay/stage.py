@@ -26,7 +26,7 @@ from zbmd.actors.core.ref import Down, Exited, Reason, Ref, Signal, Undelivered
 from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.errors import ActorError
 from zbmd.actors.replay import events as ev
-from zbmd.actors.replay.native._turns import SERVING, Strand
+from zbmd.actors.replay._turns import SERVING, Strand
 from zbmd.actors.replay.traced import TracedActor
 from zbmd.actors.replay.tracing import Tracing
 from zbmd.actors.system import ActorSystem

@@ -24,7 +24,7 @@ from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.ref import Reason, Ref, Signal
 from zbmd.actors.core.wire import RefData, reason_data
 from zbmd.actors.replay import events
-from zbmd.actors.replay.native._turns import SERVING, Strand
+from zbmd.actors.replay._turns import SERVING, Strand
 
 P = ParamSpec("P")
 T = TypeVar("T")

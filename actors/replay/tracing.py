@@ -15,7 +15,7 @@ from zbmd.actors.core.native._serving import Tell
 from zbmd.actors.core.ref import Down, Monitor, Reason, Ref
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
-from zbmd.actors.replay.native._turns import Call, Strand, Turns
+from zbmd.actors.replay._turns import Call, Strand, Turns
 from zbmd.actors.replay.traced import TracedActor
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.capture.codec import captured_name

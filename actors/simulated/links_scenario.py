@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.errors import ActorError
 from zbmd.actors.supervision.machine import INTENSITY_MAX

@@ -20,7 +20,7 @@ from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import external_name, owned_name
 from zbmd.actors.directory.events import GroupNews

@@ -22,7 +22,7 @@ from zbmd.actors.errors import ActorFailed, UnknownActorClass, UpgradeRefused
 
 if TYPE_CHECKING:
     from zbmd.actors.core.cell import ActorCell
-    from zbmd.actors.core.mailbox import ReplyTo
+    from zbmd.actors.core.deferred import ReplyTo
     from zbmd.actors.core.system import CoreSystem
 
 CHANGES_MAX = 1024

@@ -31,7 +31,7 @@ BUILT = {
     "actors/cluster/heartbeats/_heartbeat",
     "actors/core/native/_mailbox",
     "actors/core/native/_serving",
-    "actors/replay/native/_turns",
+    "actors/replay/_turns",
     "collectives/flight/_flight",
     "collectives/native/_fast_path",
     "collectives/native/_program",

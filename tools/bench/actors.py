@@ -32,7 +32,7 @@ import uvloop
 import zbmd
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actor_lifecycle import life

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from zbmd.actors.bootstrap.readings import (
+from zbmd.actors.bootstrap.environments import (
     ENDPOINT_PORT,
     NODES_MAX,
     STATIC_PORT,

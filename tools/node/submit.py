@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.bootstrap.readings import NodeRange
+from zbmd.actors.bootstrap.environments import NodeRange
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.node.client import AdminConnection, connect_admin
 from zbmd.actors.cluster.state.job_table import JobSpec, Submit

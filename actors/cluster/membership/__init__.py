@@ -2,6 +2,6 @@
 
 `machine.ClusterMachine` is the state machine; its parts are `rounds` (a question down a tree and the merged
 answers, the Paxos acceptor), `overlay` (who observes whom), `reports` (who is reported dead, and when that is
-believed) and `timers`. `witness` is the external tie-breaker for a view that is cut in half. Simulations are
+believed). `witness` is the external tie-breaker for a view that is cut in half. Simulations are
 in `actors.simulated`. Begin with `machine`.
 """

@@ -10,8 +10,7 @@ import msgspec
 from zbmd.actors.cluster import messages
 from zbmd.actors.cluster.membership.machine import ClusterMachine
 from zbmd.actors.cluster.membership.reports import OwnReport, Reports
-from zbmd.actors.cluster.membership.rounds import Acceptor, Round
-from zbmd.actors.cluster.membership.timers import Agenda, Waits
+from zbmd.actors.cluster.membership.rounds import Acceptor, Agenda, Round, Waits
 from zbmd.actors.cluster.membership.witness import TieBreak
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.transport.capture.registry import MachineKind, register

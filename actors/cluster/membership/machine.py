@@ -24,8 +24,7 @@ from typing import assert_never
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.membership.overlay import overlay_of, tree_of
 from zbmd.actors.cluster.membership.reports import OwnReport, Reports
-from zbmd.actors.cluster.membership.rounds import Acceptor, Round
-from zbmd.actors.cluster.membership.timers import Agenda, waits_of
+from zbmd.actors.cluster.membership.rounds import Acceptor, Agenda, Round, waits_of
 from zbmd.actors.cluster.membership.witness import TieBreak
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.cluster.state.view import Change, ClusterView

@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.bootstrap.environments import HYDRA, OPEN_MPI, Pod, parse_tasks_per_node
+from zbmd.actors.bootstrap.environments import (
+    HYDRA,
+    OPEN_MPI,
+    LauncherFacts,
+    Pod,
+    Stated,
+    parse_join_address,
+    parse_node_range,
+    parse_tasks_per_node,
+)
 from zbmd.actors.bootstrap.merge import Bootstrap, Role, bootstrap_of
-from zbmd.actors.bootstrap.readings import LauncherFacts, Stated, parse_join_address, parse_node_range
 from zbmd.actors.rank.environment import port_of_job
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress

@@ -8,8 +8,8 @@ import pytest
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.context import deadline_ns, trace_id
-from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Down, Exited, Reason, ReasonKind, Ref
 from zbmd.actors.errors import (
     ActorFailed,

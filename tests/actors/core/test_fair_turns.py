@@ -11,7 +11,7 @@ from support.actors.actor_recordings import until
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import on
-from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.native._serving import LOOKS_PER_TURN, MESSAGES_PER_LOOK, TELLS_PER_TURN
 from zbmd.actors.hangs.loop_watch import LOOK_S
 from zbmd.actors.system import Actor, ActorSystem

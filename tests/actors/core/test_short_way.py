@@ -14,8 +14,8 @@ from support.actors.actor_recordings import until
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.context import deadline_ns, trace_id
-from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.native._serving import MESSAGES_PER_LOOK
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.errors import ActorFailed, DeadActor, InvalidMessage

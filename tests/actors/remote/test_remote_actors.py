@@ -16,8 +16,8 @@ import pytest
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import MailboxSpec
 from zbmd.actors.core.context import deadline_ns, trace_id
-from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Down, Exited, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.errors import (

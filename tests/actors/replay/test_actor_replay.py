@@ -19,8 +19,7 @@ from support.actors.counting_actor import Add, Counter, Crash, Nap, Never, Throw
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.actor_base import STOPPING_S
-from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.actor_base import STOPPING_S, MailboxSpec
 from zbmd.actors.core.ref import Down, Exited, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.replay.events import ref_data

@@ -10,9 +10,8 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.directory.names import ActorGroup
 from zbmd.actors.rank.member import Worker, join
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.system import ActorGroup, ActorSystem
 from zbmd.transport.errors import PeerLost
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from zbmd.actors.bootstrap.environments import Pod
+from zbmd.actors.bootstrap.environments import LauncherFacts, NodeRange, Pod, Stated
 from zbmd.actors.bootstrap.etcd_client import (
     ClusterRecord,
     EtcdError,
@@ -20,7 +20,6 @@ from zbmd.actors.bootstrap.etcd_client import (
 )
 from zbmd.actors.bootstrap.hostlist import format_hostlist, parse_hostlist
 from zbmd.actors.bootstrap.merge import bootstrap_of
-from zbmd.actors.bootstrap.readings import LauncherFacts, NodeRange, Stated
 from zbmd.actors.cluster import contracts as contracts
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.contracts import BeatsAnswer, BeatsAt, BeatsOffer, BeatsReady, BeatsSaid

@@ -1,1 +1,0 @@
-"""The compiled part of recording: what runs at each message of a recorded actor."""

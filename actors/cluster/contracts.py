@@ -13,7 +13,7 @@ import msgspec
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.state.job_table import Command, problem_of
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import EPOCH_MAX, Change, ClusterView
+from zbmd.actors.cluster.state.view import EPOCH_MAX, ClusterView, ViewChange
 from zbmd.actors.contracts import Contract, ContractDecoder
 from zbmd.actors.errors import InvalidMessage
 from zbmd.actors.hangs.wire import Standing, Text
@@ -81,7 +81,7 @@ def check(contract: Contract) -> None:
     match contract:
         case Hail(node=node) | m.Join(node=node):
             _node(node)
-        case m.Report():
+        case m.MemberReport():
             _report(contract)
         case m.RoundRequest():
             _cast(contract)
@@ -135,7 +135,7 @@ def _node(node: Node) -> None:
     _require(not node.name or is_name(node.name), f"the name {node.name[:80]!r}")
 
 
-def _report(report: m.Report) -> None:
+def _report(report: m.MemberReport) -> None:
     _epoch(report.epoch)
     _keys(report.down)
     _keys(report.proven)
@@ -157,7 +157,7 @@ def _view(view: ClusterView) -> None:
         _node(node)
 
 
-def _change(change: Change, epoch: int) -> None:
+def _change(change: ViewChange, epoch: int) -> None:
     _require(change.epoch == epoch, f"a change to view {change.epoch} where {epoch} is next")
     _keys(change.removed)
     for node in change.added:
@@ -173,10 +173,10 @@ def _cast(cast: m.RoundRequest) -> None:
     _key(cast.root)
     _ids(cast.excluded)
     _require(cast.root.id not in cast.excluded, "a round without its root")
-    if cast.phase is m.Phase.ACCEPT:
+    if cast.phase is m.RoundPhase.ACCEPT:
         _require(cast.change is not None, "a round without a change to accept")
     if cast.change is not None:
-        _change(cast.change, cast.epoch + (1 if cast.phase is m.Phase.ACCEPT else 0))
+        _change(cast.change, cast.epoch + (1 if cast.phase is m.RoundPhase.ACCEPT else 0))
 
 
 def is_name(text: str) -> bool:

@@ -5,13 +5,14 @@ The messages are contracts: drivers send them unchanged.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, TypeAlias
 
 from zbmd.actors.cluster.state.job_table import Command, Order
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import Change, ClusterView
+from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.actors.contracts import Contract
 from zbmd.transport.machine import SetTimer, TimerFired
 
@@ -33,13 +34,14 @@ class Join(Contract, id="zbmd.cluster.join"):
     node: Node
 
 
-class Report(Contract, id="zbmd.cluster.report"):
+class MemberReport(Contract, id="zbmd.cluster.report"):
     """A member's knowledge of others, in the view of `epoch`; replaces what it reported before.
 
     down: members that it observes and that are silent; proven: members whose end is certain; joins: nodes
     that ask to be let in; leaves: it wants to leave itself; commands: its own orders that the view lacks.
     """
 
+    captured_as: ClassVar[str] = "Report"
     epoch: int
     down: tuple[NodeKey, ...] = ()
     proven: tuple[NodeKey, ...] = ()
@@ -53,9 +55,10 @@ class Report(Contract, id="zbmd.cluster.report"):
         return self.leaves or bool(self.commands)
 
 
-class Phase(Enum):
+class RoundPhase(Enum):
     """The question of a round."""
 
+    captured_as = enum.nonmember("Phase")
     PREPARE = "prepare"
     """Promise to take no older ballot, and report what was accepted."""
     ACCEPT = "accept"
@@ -74,12 +77,12 @@ class RoundRequest(Contract, id="zbmd.cluster.cast"):
     """
 
     captured_as: ClassVar[str] = "Cast"
-    phase: Phase
+    phase: RoundPhase
     epoch: int
     ballot: Ballot
     root: NodeKey
     excluded: tuple[int, ...]
-    change: Change | None = None
+    change: ViewChange | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,7 @@ class Accepted:
     """The newest change that a member has accepted."""
 
     ballot: Ballot
-    change: Change
+    change: ViewChange
 
 
 class RoundReply(Contract, id="zbmd.cluster.echo"):
@@ -98,7 +101,7 @@ class RoundReply(Contract, id="zbmd.cluster.echo"):
     """
 
     captured_as: ClassVar[str] = "Echo"
-    phase: Phase
+    phase: RoundPhase
     epoch: int
     ballot: Ballot
     missing: tuple[int, ...] = ()
@@ -132,7 +135,7 @@ class Beat(Contract, id="zbmd.cluster.beat"):
     entered: int
 
 
-AmongMembers: TypeAlias = Beat | Report | RoundRequest | RoundReply
+AmongMembers: TypeAlias = Beat | MemberReport | RoundRequest | RoundReply
 """Messages between members of a view."""
 Message: TypeAlias = Join | AmongMembers | Behind | Learn | Excluded
 
@@ -232,9 +235,10 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
+class WatchMembers:
     """Observe `subjects`, and send heartbeats to `observers`; replaces what was watched before."""
 
+    captured_as: ClassVar[str] = "Watch"
     subjects: tuple[Node, ...]
     observers: tuple[Node, ...]
 
@@ -261,4 +265,4 @@ class Stopped:
     reason: str
 
 
-Action: TypeAlias = Send | SetTimer | Watch | Installed | AskWitness | Stopped
+Action: TypeAlias = Send | SetTimer | WatchMembers | Installed | AskWitness | Stopped

@@ -35,7 +35,7 @@ from zbmd.actors.directory.events import (
     Key,
     LeaveGroup,
     ListGroup,
-    Outcome,
+    NameOutcome,
     Process,
     RegisterName,
     UnregisterName,
@@ -246,7 +246,7 @@ class Directory(Service):
         cell = system.create_child(DirectoryActor, (self,), name=DIRECTORY, parent=None)
         cell.watch(self._ended)
         if alone:
-            self._handle(ev.EnterView(epoch=0, members=(me,)))
+            self._handle(ev.ViewBegun(epoch=0, members=(me,)))
         for process in system.peers.items():
             self._handle(ev.LinkUp(process=process))
 
@@ -266,7 +266,7 @@ class Directory(Service):
         """Enter a view. An older one, or one without this process, is ignored."""
         me = (self._system.name, self._system.incarnation)
         if not self._closed and epoch > self._machine.epoch and me in members:
-            self._handle(ev.EnterView(epoch=epoch, members=tuple(members)))
+            self._handle(ev.ViewBegun(epoch=epoch, members=tuple(members)))
 
     def link_up(self, process: str, incarnation: int) -> None:
         """A link was attached."""
@@ -305,11 +305,11 @@ class Directory(Service):
     def join(self, group: str, key: Key) -> None:
         """Let an actor of this process join. Raises `LocalProtocolError` past the bounds."""
         if self._guard(key):
-            self._handle(ev.Join(group=group, key=key))
+            self._handle(ev.GroupJoined(group=group, key=key))
 
     def leave(self, group: str, key: Key) -> None:
         """Let an actor of this process leave."""
-        self._handle(ev.Leave(group=group, key=key))
+        self._handle(ev.GroupLeft(group=group, key=key))
 
     def watch(self, group: str, key: Key) -> None:
         """Send the changes of a group to an actor. Raises `LocalProtocolError` past the bound."""
@@ -417,21 +417,21 @@ class Directory(Service):
             case _:
                 assert_never(action)
 
-    def _answer(self, call: _Call, outcome: Outcome, key: Key | None) -> None:
+    def _answer(self, call: _Call, outcome: NameOutcome, key: Key | None) -> None:
         looks_up = call.what is What.LOOK_UP
         match outcome:
-            case Outcome.DONE:
+            case NameOutcome.DONE:
                 call.deferred.reply(None)
-            case Outcome.FOUND:
+            case NameOutcome.FOUND:
                 call.deferred.reply(Found(None if key is None else self._ref(key)))
-            case Outcome.FREE if looks_up:
+            case NameOutcome.FREE if looks_up:
                 call.deferred.reply(Found(None))
-            case Outcome.FREE:
+            case NameOutcome.FREE:
                 call.deferred.fail(DeadActor(f"the actor that was to have the name {call.name!r} has ended"))
-            case Outcome.TAKEN:
+            case NameOutcome.TAKEN:
                 holder = "another" if key is None else repr(self._ref(key))
                 call.deferred.fail(NameInUse(f"{call.name!r} is the name of {holder}"))
-            case Outcome.FULL:
+            case NameOutcome.FULL:
                 call.deferred.fail(TooManyPending(f"no room for the name {call.name!r}: too many are kept"))
             case _:
                 assert_never(outcome)

@@ -5,6 +5,7 @@ Messages go between processes as they are.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, ClassVar, Final, TypeAlias
@@ -41,9 +42,10 @@ class What(Enum):
     LOOK_UP = "look_up"
 
 
-class Outcome(Enum):
+class NameOutcome(Enum):
     """The outcome of a request."""
 
+    captured_as = enum.nonmember("Outcome")
     DONE = "done"  # it is the asker's, or nobody's any more
     TAKEN = "taken"  # another actor has the name
     FOUND = "found"
@@ -87,7 +89,7 @@ class NameAnswer(Contract, id="zbmd.directory.answer"):
 
     epoch: Epoch
     call: Epoch
-    outcome: Outcome
+    outcome: NameOutcome
     key: Key | None
 
 
@@ -103,9 +105,10 @@ Message: TypeAlias = Here | GroupDelta | NameAsk | NameAnswer | NameRevoked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnterView:
+class ViewBegun:
     """A view begins; `members` includes this process."""
 
+    captured_as: ClassVar[str] = "EnterView"
     epoch: int
     members: tuple[Process, ...]
 
@@ -125,17 +128,19 @@ class LinkDown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class GroupJoined:
     """An actor of this process joins a group. Idempotent."""
 
+    captured_as: ClassVar[str] = "Join"
     group: str
     key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class GroupLeft:
     """An actor leaves a group."""
 
+    captured_as: ClassVar[str] = "Leave"
     group: str
     key: Key
 
@@ -173,7 +178,9 @@ class MessageReceived:
     message: Message
 
 
-Event: TypeAlias = EnterView | LinkUp | LinkDown | Join | Leave | Ended | Asked | GivenUp | MessageReceived
+Event: TypeAlias = (
+    ViewBegun | LinkUp | LinkDown | GroupJoined | GroupLeft | Ended | Asked | GivenUp | MessageReceived
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +205,7 @@ class Answered:
     """The reply to `Asked`."""
 
     call: int
-    outcome: Outcome
+    outcome: NameOutcome
     key: Key | None = None
 
 

@@ -32,15 +32,14 @@ from zbmd.actors.directory.events import (
     Answered,
     Asked,
     Ended,
-    EnterView,
     Event,
     GivenUp,
     GroupChanged,
     GroupDelta,
+    GroupJoined,
+    GroupLeft,
     Here,
-    Join,
     Key,
-    Leave,
     LinkDown,
     LinkUp,
     Message,
@@ -48,10 +47,11 @@ from zbmd.actors.directory.events import (
     NameAnswer,
     NameAsk,
     NameLost,
+    NameOutcome,
     NameRevoked,
-    Outcome,
     Process,
     Send,
+    ViewBegun,
     What,
 )
 from zbmd.transport.capture.registry import MachineKind, register
@@ -88,15 +88,15 @@ class DirectoryMachine:
         """Handle one event and return the actions. Raises `LocalProtocolError`, `RemoteProtocolError`."""
         actions: list[Action] = []
         match event:
-            case EnterView():
+            case ViewBegun():
                 self._enter(event, actions)
             case LinkUp():
                 self._link_up(event.process, actions)
             case LinkDown():
                 self._link_down(event.process)
-            case Join():
+            case GroupJoined():
                 self._join(event, actions)
-            case Leave():
+            case GroupLeft():
                 self._leave(event.group, event.key, actions)
             case Ended():
                 self._ended(event.key, actions)
@@ -150,7 +150,7 @@ class DirectoryMachine:
 
     # Views.
 
-    def _enter(self, event: EnterView, actions: list[Action]) -> None:
+    def _enter(self, event: ViewBegun, actions: list[Action]) -> None:
         if event.epoch <= self.epoch or self._me not in event.members:
             raise LocalProtocolError(f"{event!r} does not follow epoch {self.epoch} of {self._me}")
         self.epoch, self.members = event.epoch, tuple(sorted(event.members))
@@ -209,7 +209,7 @@ class DirectoryMachine:
                 self._send_ask(call, actions)
         for number in [number for number, key in self._found.items() if key[:2] == member]:
             del self._calls[number]
-            actions.append(Answered(call=number, outcome=Outcome.FOUND, key=self._found.pop(number)))
+            actions.append(Answered(call=number, outcome=NameOutcome.FOUND, key=self._found.pop(number)))
 
     def _names_for(self, home: Process) -> dict[str, Key]:
         return {name: key for name, key in self._names.items() if self.home(name) == home}
@@ -240,7 +240,7 @@ class DirectoryMachine:
 
     # Groups.
 
-    def _join(self, event: Join, actions: list[Action]) -> None:
+    def _join(self, event: GroupJoined, actions: list[Action]) -> None:
         if event.key[:2] != self._me:
             raise LocalProtocolError(f"{event!r}: only actors of {self._me} join here")
         mine = self._groups[self._me]
@@ -278,7 +278,7 @@ class DirectoryMachine:
             self._free(name, actions)
         for call in [call for call in self._calls.values() if call.key == key]:
             if call.call not in self._given_up:
-                actions.append(Answered(call=call.call, outcome=Outcome.FREE))
+                actions.append(Answered(call=call.call, outcome=NameOutcome.FREE))
             self._give_up(call.call)
 
     # Names.
@@ -295,7 +295,7 @@ class DirectoryMachine:
         if event.what is not What.LOOK_UP and (event.key is None or event.key[:2] != self._me):
             raise LocalProtocolError(f"{event!r}: a name is given to an actor of {self._me}, by it")
         if event.what is What.REGISTER and len(self._names) >= NAMES_MAX:
-            actions.append(Answered(call=event.call, outcome=Outcome.FULL))
+            actions.append(Answered(call=event.call, outcome=NameOutcome.FULL))
             return
         self._calls[event.call] = event
         if self.members:
@@ -329,31 +329,31 @@ class DirectoryMachine:
         elif len(self._waiting) < CALLS_MAX:
             self._waiting.append((source, ask))
         else:
-            self._reply(source, ask, Outcome.FULL, None, actions)
+            self._reply(source, ask, NameOutcome.FULL, None, actions)
 
     def _answer(self, source: Process, ask: NameAsk, actions: list[Action]) -> None:
         holder = self._kept.get(ask.name)
         match ask.what:
             case What.LOOK_UP:
-                outcome = Outcome.FREE if holder is None else Outcome.FOUND
+                outcome = NameOutcome.FREE if holder is None else NameOutcome.FOUND
             case What.UNREGISTER:
-                outcome = Outcome.DONE
+                outcome = NameOutcome.DONE
                 if ask.key is not None and holder == ask.key:
                     del self._kept[ask.name]
             case What.REGISTER:
                 if holder is not None and holder != ask.key:
-                    outcome = Outcome.TAKEN
+                    outcome = NameOutcome.TAKEN
                 elif ask.key is None or (holder is None and len(self._kept) >= NAMES_MAX):
-                    outcome = Outcome.FULL
+                    outcome = NameOutcome.FULL
                 else:
-                    outcome, holder = Outcome.DONE, ask.key
+                    outcome, holder = NameOutcome.DONE, ask.key
                     self._kept[ask.name] = ask.key
             case _:
                 assert_never(ask.what)
         self._reply(source, ask, outcome, holder, actions)
 
     def _reply(
-        self, source: Process, ask: NameAsk, outcome: Outcome, key: Key | None, actions: list[Action]
+        self, source: Process, ask: NameAsk, outcome: NameOutcome, key: Key | None, actions: list[Action]
     ) -> None:
         answer = NameAnswer(self.epoch, ask.call, outcome, key)
         if source == self._me:
@@ -364,7 +364,7 @@ class DirectoryMachine:
     def _on_answer(self, answer: NameAnswer, actions: list[Action]) -> None:
         key = answer.key
         is_far = key is not None and key[:2] != self._me and key[:2] not in self._linked
-        if answer.call in self._calls and answer.outcome is Outcome.FOUND and is_far and key is not None:
+        if answer.call in self._calls and answer.outcome is NameOutcome.FOUND and is_far and key is not None:
             self._found[answer.call] = key
             return
         call = self._calls.pop(answer.call, None)
@@ -372,10 +372,10 @@ class DirectoryMachine:
             return  # given up, or answered in the view before
         if call.call in self._given_up:
             self._given_up.remove(call.call)
-            if answer.outcome is Outcome.DONE and not self._wants(call):
+            if answer.outcome is NameOutcome.DONE and not self._wants(call):
                 self._to_home(NameAsk(self.epoch, 0, What.UNREGISTER, call.name, call.key), actions)
             return
-        if call.what is What.REGISTER and answer.outcome is Outcome.DONE and call.key is not None:
+        if call.what is What.REGISTER and answer.outcome is NameOutcome.DONE and call.key is not None:
             self._names[call.name] = call.key
         actions.append(Answered(call=call.call, outcome=answer.outcome, key=answer.key))
 

@@ -30,8 +30,8 @@ from zbmd.actors.host.membership_events import (
     Linked,
     LinkLost,
     LossProven,
-    Phase,
     RunEnded,
+    RunPhase,
     StartRequested,
     StopRequested,
     Terminate,
@@ -105,7 +105,7 @@ class MembershipMachine:
         self.relink_ns = relink_ns
         self._relink_at_ns: int | None = None
         """When another view is due, since a member lost a link in the entered one."""
-        self._phase = Phase.NEW
+        self._phase = RunPhase.NEW
         self._outcome = Outcome.SUCCEEDED
         self._end_reason = ""
         self._view = View(epoch=0, members=())
@@ -115,7 +115,7 @@ class MembershipMachine:
         self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RunPhase:
         """The phase of the run."""
         return self._phase
 
@@ -147,13 +147,13 @@ class MembershipMachine:
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event, return the actions to perform in order. Raises `LocalProtocolError` on misuse."""
         actions: list[Action] = []
-        if self._phase is Phase.ENDED:
+        if self._phase is RunPhase.ENDED:
             return actions
         match event:
             case StartRequested():
-                if self._phase is not Phase.NEW:
+                if self._phase is not RunPhase.NEW:
                     raise self._misuse(event, f"the run is {self._phase.value}")
-                self._phase = Phase.RUNNING
+                self._phase = RunPhase.RUNNING
                 self._supervise(supervision.StartRequested(), now_ns, actions)
             case Forked():
                 self._on_forked(event, now_ns, actions)
@@ -193,7 +193,7 @@ class MembershipMachine:
             assert all(i <= r.incarnation for i in r.unreaped), r
             if self._on_loss is not OnLoss.REPLACE:
                 assert r.incarnation <= 1, r
-        if self._phase is Phase.ENDED:
+        if self._phase is RunPhase.ENDED:
             assert self._end_reason
 
     # Events.
@@ -205,9 +205,9 @@ class MembershipMachine:
         if not self._mark_forked(rank, now_ns, actions):
             return
         # The fork crossed the decision to stop: this process has not received it yet.
-        if self._phase is Phase.STOPPING:
+        if self._phase is RunPhase.STOPPING:
             actions.append(Terminate(rank=rank.rank, incarnation=rank.incarnation))
-        elif self._phase is Phase.KILLING:
+        elif self._phase is RunPhase.KILLING:
             actions.append(Kill(rank=rank.rank, incarnation=rank.incarnation))
 
     def _on_joined(self, event: Joined, now_ns: int, actions: list[Action]) -> None:
@@ -241,7 +241,7 @@ class MembershipMachine:
         entered = event.epoch == self._view.epoch and not self._unlinked and not self._view_wanted
         if rank is None or rank.state is not RankState.JOINED or not entered:
             return  # it crossed a view, which makes new links, or the death of its sender
-        if self._phase is Phase.RUNNING and self._relink_at_ns is None:
+        if self._phase is RunPhase.RUNNING and self._relink_at_ns is None:
             self._relink_at_ns = now_ns + self.relink_ns
             actions.append(SetTimer(at_ns=self._relink_at_ns))
 
@@ -309,15 +309,15 @@ class MembershipMachine:
         self._supervise(supervision.StopRequested(reason=event.reason), now_ns, actions)
 
     def _on_timer(self, now_ns: int, actions: list[Action]) -> None:
-        if self._phase is Phase.RUNNING:
+        if self._phase is RunPhase.RUNNING:
             due_ns = self._relink_at_ns
             if due_ns is not None and due_ns <= now_ns:
                 self._view_wanted = True
             elif due_ns is not None:
                 actions.append(SetTimer(at_ns=due_ns))
-        elif self._phase is Phase.STOPPING:
+        elif self._phase is RunPhase.STOPPING:
             self._kill_all(now_ns, actions)
-        elif self._phase is Phase.KILLING:
+        elif self._phase is RunPhase.KILLING:
             left = [rank_name(r.rank) for r in self._ranks if self._alive(r) or r.unreaped]
             self._end_reason += f"; still running after SIGKILL: {', '.join(left)}"
             self._finish(actions)
@@ -337,13 +337,13 @@ class MembershipMachine:
                     self._end(Outcome.FAILED, reason, now_ns, actions)
                 case supervision.LeaveDown() | supervision.Stopped():
                     pass
-                case supervision.SetTimer() | supervision.CancelTimer() | supervision.Refuse():
+                case supervision.SetChildTimer() | supervision.CancelChildTimer() | supervision.Refuse():
                     pass  # part of its own stop, or of requests, which are not used here
                 case _:
                     assert_never(decision)
 
     def _fork(self, rank: _Rank, incarnation: int, reason: str, actions: list[Action]) -> None:
-        if self._phase is not Phase.RUNNING:
+        if self._phase is not RunPhase.RUNNING:
             return
         rank.state, rank.incarnation = RankState.STARTING, incarnation
         rank.forked, rank.member = False, None
@@ -352,9 +352,9 @@ class MembershipMachine:
 
     def _end(self, outcome: Outcome, reason: str, now_ns: int, actions: list[Action]) -> None:
         """Begin to end the run; the first reason is kept."""
-        if self._phase not in (Phase.NEW, Phase.RUNNING):
+        if self._phase not in (RunPhase.NEW, RunPhase.RUNNING):
             return
-        self._phase = Phase.STOPPING
+        self._phase = RunPhase.STOPPING
         self._outcome = outcome
         self._end_reason = reason
         for r in self._ranks:
@@ -363,9 +363,9 @@ class MembershipMachine:
         actions.append(SetTimer(at_ns=now_ns + self.grace_ns))
 
     def _kill_all(self, now_ns: int, actions: list[Action]) -> None:
-        if self._phase is Phase.KILLING:
+        if self._phase is RunPhase.KILLING:
             return
-        self._phase = Phase.KILLING
+        self._phase = RunPhase.KILLING
         for r in self._ranks:
             if self._alive(r) and r.forked:
                 actions.append(Kill(rank=r.rank, incarnation=r.incarnation))
@@ -373,16 +373,16 @@ class MembershipMachine:
 
     def _settle(self, actions: list[Action]) -> None:
         """Install a view if one is due, or end the run if no rank is left."""
-        if self._phase is Phase.NEW:
+        if self._phase is RunPhase.NEW:
             return
         ended = {RankState.FINISHED, RankState.LOST}
-        if self._phase is not Phase.RUNNING:
+        if self._phase is not RunPhase.RUNNING:
             ended.add(RankState.WAITING)  # will never start
         if all(r.state in ended and not r.unreaped for r in self._ranks):
-            if self._phase is Phase.RUNNING:
+            if self._phase is RunPhase.RUNNING:
                 self._judge()
             self._finish(actions)
-        elif self._phase is Phase.RUNNING and self._view_wanted:
+        elif self._phase is RunPhase.RUNNING and self._view_wanted:
             self._install(actions)
 
     def _judge(self) -> None:
@@ -414,7 +414,7 @@ class MembershipMachine:
         actions.append(InstallView(view=self._view))
 
     def _finish(self, actions: list[Action]) -> None:
-        self._phase = Phase.ENDED
+        self._phase = RunPhase.ENDED
         actions.append(RunEnded(outcome=self._outcome, reason=self._end_reason))
 
     def _mark_forked(self, rank: _Rank, now_ns: int, actions: list[Action]) -> bool:

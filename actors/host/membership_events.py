@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,9 +10,10 @@ from zbmd.actors.view import Outcome, View
 from zbmd.transport.machine import SetTimer, TimerFired
 
 
-class Phase(Enum):
+class RunPhase(Enum):
     """Phase of the run."""
 
+    captured_as = enum.nonmember("Phase")
     NEW = "new"
     RUNNING = "running"
     STOPPING = "stopping"  # asked to stop, the grace period runs

@@ -20,7 +20,7 @@ from zbmd.actors.host.events import RankDown
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import OutputPump, OutputSink
-from zbmd.actors.process.template import Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.process.template import Forked, ForkExited, ForkFailed, ForkRequest
 from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
 from zbmd.transport.shm.death_notice import DeathNotice
@@ -249,7 +249,7 @@ class RankProcesses:
             task.cancel()
             await asyncio.wait([task])
 
-    def _on_reply(self, reply: Forked | ForkFailed | Exited, pidfd: int | None) -> None:
+    def _on_reply(self, reply: Forked | ForkFailed | ForkExited, pidfd: int | None) -> None:
         process = self._live[reply.job, reply.rank, reply.incarnation]
         match reply:
             case Forked():
@@ -258,7 +258,7 @@ class RankProcesses:
                 self._handler.forked(process)
             case ForkFailed():
                 self._fork_failed(process, reply.reason)
-            case Exited():
+            case ForkExited():
                 self._on_exited(process, reply.code)
             case _:
                 assert_never(reply)

@@ -34,7 +34,7 @@ from zbmd.actors.host.events import (
 )
 from zbmd.actors.host.links import HostLinks, host_address, host_identity
 from zbmd.actors.host.membership import MEMBERSHIP, MembershipMachine
-from zbmd.actors.host.membership_events import Phase
+from zbmd.actors.host.membership_events import RunPhase
 from zbmd.actors.host.processes import RankProcess, RankProcesses, resident_bytes
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED, USAGE_EXIT_CODE, describe_exit
@@ -350,7 +350,7 @@ class Host:
     def exited(self, process: RankProcess, code: int) -> Callable[[], None]:
         """See `ProcessHandler`."""
         rank, incarnation, reason = process.rank, process.incarnation, describe_exit(code)
-        expected = self._machine.phase in (Phase.STOPPING, Phase.KILLING)
+        expected = self._machine.phase in (RunPhase.STOPPING, RunPhase.KILLING)
         self._put(membership.Exited(rank=rank, incarnation=incarnation, code=code, reason=reason))
         if self._links is not None:
             down = MemberDown(rank=rank, incarnation=incarnation, reason=reason, confirmed=True)
@@ -367,7 +367,7 @@ class Host:
 
     def _next_step(self, process: RankProcess) -> str:
         state, incarnation = self._machine.state(process.rank)
-        if self._machine.phase is not Phase.RUNNING:
+        if self._machine.phase is not RunPhase.RUNNING:
             return "the run ends"
         if incarnation > process.incarnation:
             used = self._machine.restarts_total

@@ -80,7 +80,7 @@ class ForkFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     job: int = 0
 
 
-class Exited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
+class ForkExited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
     """The child is reaped. `code`: its exit code, or minus the signal that ended it."""
 
     rank: int
@@ -90,7 +90,7 @@ class Exited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
     job: int = 0
 
 
-Reply = Ready | Forked | ForkFailed | Exited
+Reply = Ready | Forked | ForkFailed | ForkExited
 
 _request_decoder = msgspec.msgpack.Decoder(ForkRequest)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -204,7 +204,7 @@ class Template:
         os.close(pidfd)
         assert end is not None, "a readable pidfd has an end to report"
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        exited = Exited(
+        exited = ForkExited(
             rank=child.rank, incarnation=child.incarnation, pid=child.pid, code=code, job=child.job
         )
         self._reply(exited)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zbmd.actors.process import template
 from zbmd.actors.process.early_template import ONE_THREAD_DEFAULTS, EarlyTemplate, ForkedProcess
-from zbmd.actors.process.template import Exited, Forked, ForkFailed, ForkRequest, Ready, Reply
+from zbmd.actors.process.template import Forked, ForkExited, ForkFailed, ForkRequest, Ready, Reply
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
 from zbmd.transport.shm.attach import close_all
 
@@ -43,7 +43,7 @@ class TemplateClient:
     def __init__(
         self,
         *,
-        on_reply: Callable[[Forked | ForkFailed | Exited, int | None], None],
+        on_reply: Callable[[Forked | ForkFailed | ForkExited, int | None], None],
         on_lost: Callable[[TemplateLost], None],
         early: EarlyTemplate | None = None,
     ) -> None:
@@ -183,7 +183,7 @@ class TemplateClient:
                 self._ready.set_result(reply)
             case Forked():
                 self._on_reply(reply, fds[0])
-            case ForkFailed() | Exited():
+            case ForkFailed() | ForkExited():
                 self._on_reply(reply, None)
 
     def _lost(self, why: str = "") -> None:

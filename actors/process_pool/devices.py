@@ -23,7 +23,7 @@ from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.errors import ActorError
 from zbmd.actors.process_pool.forks import Fork, Forks
 from zbmd.actors.process_pool.placement import Placement, PlacementMachine
-from zbmd.actors.process_pool.process_actor import Command, Placements, ProcessActor, lifetime_linked
+from zbmd.actors.process_pool.process_actor import CommandProcess, Placements, ProcessActor, lifetime_linked
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
@@ -228,7 +228,7 @@ class DeviceWorker(ProcessActor):
             *self._workers.modules,
         ]
 
-    async def launch(self) -> Command | Fork:
+    async def launch(self) -> CommandProcess | Fork:
         """See `ProcessActor`: a fork, where there are any."""
         fork = await self._workers.forks.fork(WORKER, self._arguments())
         return await super().launch() if fork is None else fork

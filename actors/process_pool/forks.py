@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.process.template import CHILDREN_MAX, Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.process.template import CHILDREN_MAX, Forked, ForkExited, ForkFailed, ForkRequest
 from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
@@ -249,7 +249,7 @@ class Forks:
         if client is not None:
             await client.close()
 
-    def _on_reply(self, reply: Forked | ForkFailed | Exited, pidfd: int | None) -> None:
+    def _on_reply(self, reply: Forked | ForkFailed | ForkExited, pidfd: int | None) -> None:
         match reply:
             case Forked():
                 assert pidfd is not None
@@ -260,7 +260,7 @@ class Forks:
                     fork.forked(reply.pid, pidfd)
             case ForkFailed():
                 self._gone(reply.rank, lambda fork: fork.refused(ForkRefused(reply.reason)))
-            case Exited():
+            case ForkExited():
                 self._gone(reply.rank, lambda fork: fork.ended(reply.code))
 
     def _gone(self, number: int, tell: Callable[[Fork], None]) -> None:

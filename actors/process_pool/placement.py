@@ -53,7 +53,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
+class QuarantineEnded:
     """The time of the place's quarantine is over."""
 
     place: str
@@ -67,7 +67,7 @@ class Probed:
     problem: str
 
 
-Event: TypeAlias = Wanted | Released | TimerFired | Probed
+Event: TypeAlias = Wanted | Released | QuarantineEnded | Probed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantined:
-    """Nobody goes there for now; deliver `TimerFired` at `until_ns`."""
+    """Nobody goes there for now; deliver `QuarantineEnded` at `until_ns`."""
 
     place: str
     until_ns: int
@@ -169,7 +169,7 @@ class PlacementMachine:
                 return self._want(event.child)
             case Released():
                 return self._release(event, now_ns)
-            case TimerFired():
+            case QuarantineEnded():
                 place = self._in(event.place, PlacementState.QUARANTINED)
                 place.state = PlacementState.PROBED
                 return [Probe(place=event.place)]

@@ -115,7 +115,7 @@ class Placements:
                 case p.Quarantined(place=place, until_ns=until_ns, reason=reason):
                     log.warning("in quarantine", place=place, reason=reason)
                     delay_s = max(0, until_ns - time.monotonic_ns()) / 1e9
-                    fired = partial(self._handle, p.TimerFired(place=place))
+                    fired = partial(self._handle, p.QuarantineEnded(place=place))
                     self._timers[place] = asyncio.get_running_loop().call_later(delay_s, fired)
                 case p.Probe(place=place):
                     task = asyncio.get_running_loop().create_task(self._run_probe(place))
@@ -143,7 +143,7 @@ def lifetime_linked(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "zbmd.transport.host.process", str(os.getpid()), *command]
 
 
-class Command:
+class CommandProcess:
     """A process of a command that leads a session of its own, used as a `Fork` is."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -185,7 +185,7 @@ class ProcessActor(Actor):
     def __init__(self, places: Placements) -> None:
         self.places = places
         self.place = ""
-        self.process: Command | Fork | None = None
+        self.process: CommandProcess | Fork | None = None
         self._tail: deque[str] = deque(maxlen=LINES_KEPT)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -213,7 +213,7 @@ class ProcessActor(Actor):
         never: asyncio.Future[str] = self.system.loop.create_future()
         return await never
 
-    async def launch(self) -> Command | Fork:
+    async def launch(self) -> CommandProcess | Fork:
         """Start the process: here, of the command."""
         process = await asyncio.create_subprocess_exec(
             *lifetime_linked(self.command()),
@@ -223,7 +223,7 @@ class ProcessActor(Actor):
             env={**os.environ, **self.environment()},
             start_new_session=True,
         )
-        return Command(process)
+        return CommandProcess(process)
 
     async def until_line(self, holds: Callable[[str], bool]) -> str:
         """For `ready`: wait for a line of its output, and return it."""
@@ -284,7 +284,7 @@ class ProcessActor(Actor):
         output = f"; it said: {self._tail[-1]}" if self._tail else ""
         return f"{'it runs' if code is None else describe_exit(code)}{output}"
 
-    async def _wait(self, process: Command | Fork, reading: asyncio.Task[None]) -> None:
+    async def _wait(self, process: CommandProcess | Fork, reading: asyncio.Task[None]) -> None:
         code = await process.wait()
         await asyncio.wait([reading], timeout=1.0)  # what it has started may hold the pipe open
         reading.cancel()
@@ -293,7 +293,7 @@ class ProcessActor(Actor):
             kind = ReasonKind.NORMAL if code == 0 else ReasonKind.FAILED
             self.system.exit(self.ref, Reason(kind, f"at {self.place}: {self._end()}"))
 
-    async def _read(self, process: Command | Fork) -> None:
+    async def _read(self, process: CommandProcess | Fork) -> None:
         rest = b""
         while data := await process.stdout.read(OUTPUT_CHUNK_BYTES):
             *lines, rest = (rest + data).split(b"\n")

@@ -314,9 +314,10 @@ class Unmonitored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linked:
+class ActorLinked:
     """`Actor.link`."""
 
+    captured_as: ClassVar[str] = "Linked"
     to: str
 
 
@@ -380,7 +381,7 @@ ActorAction: TypeAlias = (
     | AwaitsDown
     | Monitored
     | Unmonitored
-    | Linked
+    | ActorLinked
     | Unlinked
     | ExitSent
     | StopAsked

@@ -202,7 +202,7 @@ class Tracing:
         if traced is None or strand is None:
             perform()
             return
-        traced.act(ev.Linked, to=ev.ref_text(other))
+        traced.act(ev.ActorLinked, to=ev.ref_text(other))
         traced.do(strand, perform, _nothing)
 
     def unlink(self, other: Ref, perform: Callable[[], None]) -> None:

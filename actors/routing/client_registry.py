@@ -19,7 +19,7 @@ SEEN_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linked:
+class ClientLinked:
     """This incarnation of a process has a link to us."""
 
     process: str
@@ -58,7 +58,7 @@ class NoticeDropped:
     ticket: int
 
 
-Event: TypeAlias = Linked | Enrolled | Left | NoticeWanted | NoticeDropped
+Event: TypeAlias = ClientLinked | Enrolled | Left | NoticeWanted | NoticeDropped
 
 # --- actions --------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class SendNotice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
+class RefuseNotice:
     """It cannot be waited for, and why."""
 
     ticket: int
@@ -87,7 +87,7 @@ class Forget:
     incarnation: int
 
 
-Action: TypeAlias = SendNotice | Refuse | Forget
+Action: TypeAlias = SendNotice | RefuseNotice | Forget
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class ClientRegistry:
     def handle(self, event: Event) -> list[Action]:
         """Take an event."""
         match event:
-            case Linked(process=process, incarnation=incarnation):
+            case ClientLinked(process=process, incarnation=incarnation):
                 return self._linked(process, incarnation)
             case Enrolled(process=process, incarnation=incarnation):
                 return self._enrolled(process, incarnation)
@@ -191,6 +191,6 @@ class ClientRegistry:
             return [SendNotice(ticket=event.ticket, reason=reason)]
         if len(self._heeded) >= HEEDED_MAX:
             refusal = f"the ends of {HEEDED_MAX} processes are waited for"
-            return [Refuse(ticket=event.ticket, reason=refusal)]
+            return [RefuseNotice(ticket=event.ticket, reason=refusal)]
         self._heeded[event.ticket] = (event.process, event.incarnation)
         return []

@@ -54,7 +54,7 @@ class ExternalClients(EndNotices):
 
     def linked(self, process: str, incarnation: int) -> None:
         """Note a link that carries messages."""
-        self._feed(b.Linked(process=process, incarnation=incarnation))
+        self._feed(b.ClientLinked(process=process, incarnation=incarnation))
 
     def left(self, process: str, incarnation: int) -> None:
         """Note the end of that link."""
@@ -93,7 +93,7 @@ class ExternalClients(EndNotices):
             match action:
                 case b.SendNotice(ticket=ticket, reason=reason):
                     self._tell.pop(ticket)(reason[:REASON_CHARACTERS_MAX])
-                case b.Refuse(ticket=ticket, reason=reason):
+                case b.RefuseNotice(ticket=ticket, reason=reason):
                     del self._tell[ticket]
                     raise TooManyPending(reason)
                 case b.Forget(process=process):

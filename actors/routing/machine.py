@@ -45,7 +45,7 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ProcessFound:
     """The process listens; the driver keeps where."""
 
     process: str
@@ -61,7 +61,7 @@ class NotFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linked:
+class ProcessLinked:
     """A link to it carries our messages from now on, dialed by either."""
 
     process: str
@@ -69,7 +69,7 @@ class Linked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class LinkEnded:
     """That link has ended."""
 
     process: str
@@ -85,21 +85,21 @@ class Gone:
     reason: str
 
 
-Event: TypeAlias = Wanted | GivenUp | Found | NotFound | Linked | Ended | Gone
+Event: TypeAlias = Wanted | GivenUp | ProcessFound | NotFound | ProcessLinked | LinkEnded | Gone
 
 # --- actions --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seek:
-    """Find out where it listens: `Found` or `NotFound` must follow, within a bounded time."""
+    """Find out where it listens: `ProcessFound` or `NotFound` must follow, within a bounded time."""
 
     process: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dial:
-    """Dial it: `Linked` or `NotFound` must follow, within a bounded time."""
+    """Dial it: `ProcessLinked` or `NotFound` must follow, within a bounded time."""
 
     process: str
 
@@ -112,7 +112,7 @@ class Arrive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
+class RefuseLink:
     """There is none, and why."""
 
     ticket: int
@@ -138,10 +138,10 @@ class Detach:
     reason: str
 
 
-Action: TypeAlias = Seek | Dial | Arrive | Refuse | AwaitEnd | Detach
+Action: TypeAlias = Seek | Dial | Arrive | RefuseLink | AwaitEnd | Detach
 
 
-class Phase(Enum):
+class SearchPhase(Enum):
     """The activity under way for a process."""
 
     IDLE = "idle"
@@ -153,7 +153,7 @@ class Phase(Enum):
 class RouteState:
     """A process. linked: the incarnation that is linked, or 0; waiting: the incarnation wanted, by ticket."""
 
-    phase: Phase = Phase.IDLE
+    phase: SearchPhase = SearchPhase.IDLE
     linked: int = 0
     waiting: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -175,13 +175,13 @@ class RouteMachine:
                 if process is not None:
                     del self.places[process].waiting[ticket]
                 return []
-            case Found():
+            case ProcessFound():
                 return self._found(event)
             case NotFound(process=process, reason=reason):
                 return self._not_found(process, reason)
-            case Linked(process=process, incarnation=incarnation):
+            case ProcessLinked(process=process, incarnation=incarnation):
                 return self._linked(process, incarnation)
-            case Ended(process=process, incarnation=incarnation):
+            case LinkEnded(process=process, incarnation=incarnation):
                 place = self.places.get(process)
                 if place is not None and place.linked == incarnation:
                     place.linked = 0
@@ -205,8 +205,8 @@ class RouteMachine:
         assert waiting == self._tickets, f"tickets {self._tickets} are held as {waiting}"
         assert len(waiting) <= TICKETS_MAX
         for process, place in self.places.items():
-            assert place.linked or place.phase is not Phase.IDLE, f"nothing is under way for {process}"
-            assert not place.waiting or place.phase is not Phase.IDLE, f"nobody seeks {process}"
+            assert place.linked or place.phase is not SearchPhase.IDLE, f"nothing is under way for {process}"
+            assert not place.waiting or place.phase is not SearchPhase.IDLE, f"nobody seeks {process}"
             served = [
                 incarnation
                 for incarnation in place.waiting.values()
@@ -223,23 +223,23 @@ class RouteMachine:
             return [_dead(ticket, process, place.linked)]
         if place is None and len(self.places) >= PROCESSES_MAX:
             reason = f"{PROCESSES_MAX} processes beyond the own view are linked with already"
-            return [Refuse(ticket=ticket, process=process, kind=RefusalKind.TOO_MANY, reason=reason)]
+            return [RefuseLink(ticket=ticket, process=process, kind=RefusalKind.TOO_MANY, reason=reason)]
         if len(self._tickets) >= TICKETS_MAX:
             reason = f"{TICKETS_MAX} messages wait for links already"
-            return [Refuse(ticket=ticket, process=process, kind=RefusalKind.TOO_MANY, reason=reason)]
+            return [RefuseLink(ticket=ticket, process=process, kind=RefusalKind.TOO_MANY, reason=reason)]
         if place is None:
             place = self.places[process] = RouteState()
         place.waiting[ticket] = incarnation
         self._tickets[ticket] = process
-        if place.phase is not Phase.IDLE:
+        if place.phase is not SearchPhase.IDLE:
             return []
-        place.phase = Phase.SEEKING
+        place.phase = SearchPhase.SEEKING
         return [Seek(process=process)]
 
-    def _found(self, event: Found) -> list[Action]:
+    def _found(self, event: ProcessFound) -> list[Action]:
         process, incarnation = event.process, event.incarnation
         place = self.places.get(process)
-        if place is None or place.phase is not Phase.SEEKING:
+        if place is None or place.phase is not SearchPhase.SEEKING:
             return []
         actions: list[Action] = []
         for ticket, wanted in list(place.waiting.items()):
@@ -247,14 +247,16 @@ class RouteMachine:
                 actions.append(_dead(ticket, process, incarnation))
             elif wanted > incarnation:
                 reason = f"its incarnation {wanted} is not known yet, only {incarnation}"
-                actions.append(Refuse(ticket=ticket, process=process, kind=RefusalKind.LOST, reason=reason))
+                actions.append(
+                    RefuseLink(ticket=ticket, process=process, kind=RefusalKind.LOST, reason=reason)
+                )
             else:
                 continue
             self._forget(place, ticket)
         if place.waiting:
-            place.phase = Phase.DIALING
+            place.phase = SearchPhase.DIALING
             return [*actions, Dial(process=process)]
-        place.phase = Phase.IDLE
+        place.phase = SearchPhase.IDLE
         self._tidy(process, place)
         return actions
 
@@ -263,12 +265,12 @@ class RouteMachine:
         if place is None:
             return []
         actions: list[Action] = [
-            Refuse(ticket=ticket, process=process, kind=RefusalKind.LOST, reason=reason)
+            RefuseLink(ticket=ticket, process=process, kind=RefusalKind.LOST, reason=reason)
             for ticket in place.waiting
         ]
         for ticket in list(place.waiting):
             self._forget(place, ticket)
-        place.phase = Phase.IDLE
+        place.phase = SearchPhase.IDLE
         self._tidy(process, place)
         return actions
 
@@ -284,11 +286,11 @@ class RouteMachine:
             else:
                 continue
             self._forget(place, ticket)
-        if place.phase is Phase.DIALING:
-            place.phase = Phase.IDLE
+        if place.phase is SearchPhase.DIALING:
+            place.phase = SearchPhase.IDLE
         # For a later incarnation than the one that was dialed.
-        if place.waiting and place.phase is Phase.IDLE:
-            place.phase = Phase.SEEKING
+        if place.waiting and place.phase is SearchPhase.IDLE:
+            place.phase = SearchPhase.SEEKING
             actions.append(Seek(process=process))
         return actions
 
@@ -296,10 +298,10 @@ class RouteMachine:
         del place.waiting[ticket], self._tickets[ticket]
 
     def _tidy(self, process: str, place: RouteState) -> None:
-        if not place.linked and place.phase is Phase.IDLE:
+        if not place.linked and place.phase is SearchPhase.IDLE:
             del self.places[process]
 
 
-def _dead(ticket: int, process: str, incarnation: int) -> Refuse:
+def _dead(ticket: int, process: str, incarnation: int) -> RefuseLink:
     reason = f"{process} is now incarnation {incarnation}"
-    return Refuse(ticket=ticket, process=process, kind=RefusalKind.DEAD, reason=reason)
+    return RefuseLink(ticket=ticket, process=process, kind=RefusalKind.DEAD, reason=reason)

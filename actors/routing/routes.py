@@ -319,7 +319,7 @@ class Routes(Service):
             case w.Arrive(ticket=ticket):
                 if not self._waiting[ticket].done():
                     self._waiting[ticket].set_result(None)
-            case w.Refuse():
+            case w.RefuseLink():
                 if not self._waiting[action.ticket].done():
                     self._waiting[action.ticket].set_exception(_error(action))
             case w.AwaitEnd(process=process, incarnation=incarnation):
@@ -366,7 +366,7 @@ class Routes(Service):
             self._feed(w.NotFound(process=process, reason=found.reason))
         else:
             self._found[process] = found
-            self._feed(w.Found(process=process, incarnation=found.life))
+            self._feed(w.ProcessFound(process=process, incarnation=found.life))
             self._found.pop(process, None)
 
     async def _reach_at(self, route: Route) -> None:
@@ -402,7 +402,7 @@ class Routes(Service):
         if carries:
             if self.owns(process):
                 self.clients.linked(process, incarnation)
-            self._feed(w.Linked(process=process, incarnation=incarnation))
+            self._feed(w.ProcessLinked(process=process, incarnation=incarnation))
         return True
 
     def _ended(self, process: str, incarnation: int, _: ZbmdError | None) -> None:
@@ -411,7 +411,7 @@ class Routes(Service):
             if notice is not None:
                 notice.cancel()
             self.clients.left(process, incarnation)
-            self._feed(w.Ended(process=process, incarnation=incarnation))
+            self._feed(w.LinkEnded(process=process, incarnation=incarnation))
 
     async def _await_end(self, process: str, incarnation: int) -> None:
         try:
@@ -436,7 +436,7 @@ def deadline_left_s(deadline_ns: int) -> float:
     return min(REACH_S, max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))
 
 
-def _error(refused: w.Refuse) -> ZbmdError:
+def _error(refused: w.RefuseLink) -> ZbmdError:
     match refused.kind:
         case w.RefusalKind.LOST:
             return PeerLost(refused.process, refused.reason)

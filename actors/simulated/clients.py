@@ -18,7 +18,7 @@ from zbmd.actors.errors import NameInUse, UpgradeRefused, UpgradeUndone
 from zbmd.actors.routing.contracts import Enrol, Route
 from zbmd.actors.routing.dialer import Lease
 from zbmd.actors.routing.routes import RemoteLocator, Routes
-from zbmd.actors.simulated.ledgers import Change, ProcessKey
+from zbmd.actors.simulated.ledgers import CodeTrial, ProcessKey
 from zbmd.actors.simulated.supervision_scenario import NotingSupervisor, Watch
 from zbmd.actors.simulated.testbed import (
     ERRAND,
@@ -315,7 +315,7 @@ class Operator(Tormentor):
             await self._upgrade(old, self.rng.choice(LATER[old]), runs[old])
 
     async def _upgrade(self, old: type[ActorBase], new: type[ActorBase], lives: Sequence[ProcessKey]) -> None:
-        change = Change(self.incarnation, old, new, tuple(lives))
+        change = CodeTrial(self.incarnation, old, new, tuple(lives))
         self.testbed.upgrades.changes.append(change)
         try:
             done = await self.system.upgrade(

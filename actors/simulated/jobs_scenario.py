@@ -39,8 +39,8 @@ from zbmd.actors.simulated.membership_scenario import (
     SECOND_NS,
     Cluster,
     MembershipScenario,
-    NodeProcess,
     Packet,
+    SimulatedNode,
     in_one_view,
     name_of,
     populate,
@@ -153,7 +153,7 @@ class SimRank:
     ran_since_ns: int = 0
 
 
-class JobsNode(NodeProcess):
+class JobsNode(SimulatedNode):
     """The driver of one node and of its ranks. Decides nothing."""
 
     def __init__(self, world: JobWorld, node_id: int, incarnation: int, *, founds: bool) -> None:
@@ -252,9 +252,9 @@ class JobsNode(NodeProcess):
                 self._later(key, "ended", delay, now_ns)
             case e.Kill(key=key):
                 self._later(key, "killed", END_NS, now_ns)
-            case e.Ask(order=order):
+            case e.ProposeOrder(order=order):
                 self._feed(Ordered(order=order), now_ns)
-            case e.Tell(to=to_node, word=word):
+            case e.SendToHost(to=to_node, word=word):
                 self._send(Node(to_node, name_of(to_node.id)), word)
             case SetTimer(at_ns=at_ns):
                 self._effects.append(sim.SetTimer(name="jobs", at_ns=at_ns))

@@ -110,7 +110,7 @@ class Incarnations(Ledger):
 
 
 @dataclass(slots=True)
-class Session:
+class Conversation:
     """Numbered messages of one sender to one incarnation of an actor, over one link. last: handled."""
 
     target: Key
@@ -129,12 +129,12 @@ class Talks(Ledger):
     def __init__(self, lives: Incarnations) -> None:
         super().__init__()
         self._lives = lives
-        self._sessions: list[Session] = []
+        self._sessions: list[Conversation] = []
         self._news: dict[tuple[int, Key], int] = {}
 
     def begin(self, target: Ref) -> int:
         """A session's number."""
-        self._sessions.append(Session(target.key()))
+        self._sessions.append(Conversation(target.key()))
         return len(self._sessions) - 1
 
     def handled(self, ref: Ref, session: int, number: int, sure: int, remembered: int) -> None:
@@ -330,7 +330,7 @@ class Ties(Ledger):
 
 
 @dataclass(slots=True)
-class Change:
+class CodeTrial:
     """One change of code. kept: the answer to its leader; None if there was none. silent: not of all."""
 
     leader: ProcessKey
@@ -349,7 +349,7 @@ class Upgrades(Ledger):
     def __init__(self, nodes: Nodes) -> None:
         super().__init__()
         self._nodes = nodes
-        self.changes: list[Change] = []
+        self.changes: list[CodeTrial] = []
         self.under_way: ProcessKey | None = None
 
     def missing(self) -> str:
@@ -372,7 +372,7 @@ class Upgrades(Ledger):
                 return what
         return ""
 
-    def _kept_elsewhere(self, change: Change) -> bool:
+    def _kept_elsewhere(self, change: CodeTrial) -> bool:
         """Whether another change from and to the same versions was kept, or may have been."""
         return any(
             other is not change

@@ -84,7 +84,7 @@ class Cluster:
     first: int = 0
     """The lowest id of a node."""
     deadlines: Deadlines = field(default_factory=derive)
-    nodes: dict[str, NodeProcess] = field(default_factory=dict[str, "NodeProcess"])
+    nodes: dict[str, SimulatedNode] = field(default_factory=dict[str, "SimulatedNode"])
     """By name, the process that lives, or lived last."""
     turns: int = 0
     """The number of times that a node has begun or ceased to act on a view."""
@@ -135,7 +135,7 @@ def node_at(node_id: int, incarnation: int) -> Node:
     return Node(NodeKey(node_id, incarnation), name_of(node_id))
 
 
-class NodeProcess:
+class SimulatedNode:
     """The driver of one node: machine, detector, heartbeats. Decides nothing."""
 
     def __init__(self, cluster: Cluster, node_id: int, incarnation: int, *, founds: bool) -> None:
@@ -264,7 +264,7 @@ class NodeProcess:
                 self._send(to, message)
             case SetTimer(at_ns=at_ns):
                 self._effects.append(sim.SetTimer(name="machine", at_ns=at_ns))
-            case messages.Watch(subjects=subjects, observers=observers):
+            case messages.WatchMembers(subjects=subjects, observers=observers):
                 self._beat_ns = d.beat_ns(self.cluster.deadlines, busy=self.machine.view.jobs.busy)
                 self._subjects = tuple(node.key for node in subjects)
                 self._detect(d.Observe(subjects=self._subjects, beat_ns=self._beat_ns), now_ns)
@@ -337,14 +337,14 @@ def build(
     simulation = sim.Simulation[Packet](seed)
     protected = protected_of(simulation.rng("protected"), size)
     cluster = Cluster(size=size, protected=protected, witness=store)
-    populate(simulation, size, partial(NodeProcess, cluster), spare=spare)
+    populate(simulation, size, partial(SimulatedNode, cluster), spare=spare)
     return simulation, cluster
 
 
 class MakesNode(Protocol):
     """Makes the process of a node."""
 
-    def __call__(self, node_id: int, incarnation: int, *, founds: bool) -> NodeProcess:
+    def __call__(self, node_id: int, incarnation: int, *, founds: bool) -> SimulatedNode:
         """The process of that incarnation; the first of node 0 founds the cluster."""
         ...
 
@@ -352,7 +352,7 @@ class MakesNode(Protocol):
 def populate(simulation: sim.Simulation[Packet], size: int, make: MakesNode, *, spare: int = 0) -> None:
     """Add the processes of all nodes, and of `spare` more that are not started."""
 
-    def factory(node_id: int) -> Callable[[int], NodeProcess]:
+    def factory(node_id: int) -> Callable[[int], SimulatedNode]:
         return lambda incarnation: make(node_id, incarnation, founds=node_id == 0 and incarnation == 1)
 
     for node_id in range(size + spare):

@@ -47,7 +47,7 @@ LIVENESS_NS: Final = 40_000_000_000
 """Longer than a node may knock, and than a child may take to start on another node, and then some."""
 
 
-class Member:
+class NodeProgram:
     """The program of a node: its membership, its actors, and what is done with them."""
 
     def __init__(self, testbed: Testbed, node_id: int) -> None:
@@ -228,7 +228,7 @@ class ActorsScenario:
             testbed.plans[name] = draw_tree(
                 world.rng(f"tree/{name}"), names, here=name, actor=Worker, prefix=f"{name}."
             )
-            world.add(name, Member(testbed, node_id))
+            world.add(name, NodeProgram(testbed, node_id))
         for session in SESSIONS:
             world.add(session, SessionProgram(testbed))
         return sim.ScenarioStage(

@@ -159,7 +159,7 @@ class SimNode:
                 delay_s = max(0, at_ns - time.monotonic_ns()) / 1e9
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(delay_s, self.feed, TimerFired())
-            case m.Watch(subjects=subjects, observers=observers):
+            case m.WatchMembers(subjects=subjects, observers=observers):
                 self._beat_ns = d.beat_ns(self._cluster.deadlines, busy=self.machine.view.jobs.busy)
                 keys = tuple(node.key for node in subjects)
                 self._detect(d.Observe(subjects=keys, beat_ns=self._beat_ns))

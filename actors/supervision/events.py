@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from zbmd.transport.errors import LocalProtocolError
 
@@ -35,9 +37,10 @@ class AutoShutdown(Enum):
     ALL_SIGNIFICANT = "all_significant"  # with the last
 
 
-class Refusal(Enum):
+class ChildRefusal(Enum):
     """The reason for which a request concerning a child is refused."""
 
+    captured_as = enum.nonmember("Refusal")
     UNKNOWN = "unknown"  # there is no such child
     PRESENT = "present"  # there is one, down; it may be restarted or deleted
     UP = "up"  # there is one, running or on its way
@@ -126,9 +129,10 @@ class ChildExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
+class ChildTimerFired:
     """The shutdown deadline of this incarnation of the child, or the back-off after it, has passed."""
 
+    captured_as: ClassVar[str] = "TimerFired"
     child: str
     incarnation: int
 
@@ -174,7 +178,7 @@ Event = (
     | ChildStarted
     | ChildStartFailed
     | ChildExited
-    | TimerFired
+    | ChildTimerFired
     | StopRequested
     | AddRequested
     | TerminateRequested
@@ -217,18 +221,20 @@ class LeaveDown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Deliver `TimerFired` with the same fields at `at_ns`. A child has at most one timer."""
+class SetChildTimer:
+    """Deliver `ChildTimerFired` with the same fields at `at_ns`. A child has at most one timer."""
 
+    captured_as: ClassVar[str] = "SetTimer"
     child: str
     incarnation: int
     at_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CancelTimer:
+class CancelChildTimer:
     """The child ended in time: its timer is no longer wanted."""
 
+    captured_as: ClassVar[str] = "CancelTimer"
     child: str
     incarnation: int
 
@@ -252,7 +258,17 @@ class Refuse:
     """The request concerning a child is refused."""
 
     child: str
-    why: Refusal
+    why: ChildRefusal
 
 
-Action = StartChild | StopChild | KillChild | LeaveDown | SetTimer | CancelTimer | Escalate | Stopped | Refuse
+Action = (
+    StartChild
+    | StopChild
+    | KillChild
+    | LeaveDown
+    | SetChildTimer
+    | CancelChildTimer
+    | Escalate
+    | Stopped
+    | Refuse
+)

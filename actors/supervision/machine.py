@@ -11,6 +11,7 @@ may reach a child that is still starting; its end is still owed.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,21 +26,22 @@ from zbmd.actors.supervision.events import (
     AddRequested,
     AutoShutdown,
     BackOff,
-    CancelTimer,
+    CancelChildTimer,
     ChildExited,
     ChildPolicy,
+    ChildRefusal,
     ChildStarted,
     ChildStartFailed,
+    ChildTimerFired,
     DeleteRequested,
     Escalate,
     Event,
     KillChild,
     LeaveDown,
-    Refusal,
     Refuse,
     Restart,
     RestartRequested,
-    SetTimer,
+    SetChildTimer,
     StartChild,
     StartRequested,
     StopChild,
@@ -47,7 +49,6 @@ from zbmd.actors.supervision.events import (
     StopRequested,
     Strategy,
     TerminateRequested,
-    TimerFired,
 )
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
@@ -70,9 +71,10 @@ class ChildState(Enum):
     KILLING = "killing"  # killed, its end not yet seen
 
 
-class Phase(Enum):
+class SupervisorPhase(Enum):
     """The state of the supervisor itself."""
 
+    captured_as = enum.nonmember("Phase")
     NEW = "new"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -134,14 +136,14 @@ class SupervisionMachine:
         self._intensity = intensity
         self._period_ns = period_ns
         self._back_off = back_off
-        self._phase = Phase.NEW
+        self._phase = SupervisorPhase.NEW
         self._failure: str | None = None
         self._stop_reason = ""
         self._restarts_ns: deque[int] = deque(maxlen=intensity + 1)
         self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SupervisorPhase:
         """Return the state of the supervisor."""
         return self._phase
 
@@ -166,7 +168,7 @@ class SupervisionMachine:
                 self._on_start_failed(event, now_ns, actions)
             case ChildExited():
                 self._on_exited(event, now_ns, actions)
-            case TimerFired():
+            case ChildTimerFired():
                 self._on_timer(event, actions)
             case StopRequested():
                 self._on_stop_requested(event, actions)
@@ -188,15 +190,15 @@ class SupervisionMachine:
         """Raise `AssertionError` if a rule that holds between any two events does not."""
         states = [c.state for c in self._order]
         assert list(self._children.values()) == self._order
-        in_turn = self._phase is not Phase.RUNNING or self._strategy is not Strategy.ONE_FOR_ONE
-        if in_turn and self._phase is not Phase.STOPPING:
+        in_turn = self._phase is not SupervisorPhase.RUNNING or self._strategy is not Strategy.ONE_FOR_ONE
+        if in_turn and self._phase is not SupervisorPhase.STOPPING:
             assert states.count(ChildState.STOPPING) <= 1, states
-        if self._phase is Phase.NEW or self._phase is Phase.STOPPED:
+        if self._phase is SupervisorPhase.NEW or self._phase is SupervisorPhase.STOPPED:
             assert all(s is ChildState.DOWN for s in states), states
-        if self._phase is Phase.STOPPING:
+        if self._phase is SupervisorPhase.STOPPING:
             assert all(s in _ENDING or s is ChildState.DOWN for s in states), states
             assert not any(c.restart_after_end for c in self._order)
-        if self._phase is Phase.RUNNING:
+        if self._phase is SupervisorPhase.RUNNING:
             assert len(self._restarts_ns) <= self._intensity, self._restarts_ns
             if self._strategy is Strategy.ONE_FOR_ONE:
                 assert ChildState.CONDEMNED not in states, states
@@ -206,7 +208,7 @@ class SupervisionMachine:
                 assert ChildState.STARTING not in states[group:], states
             elif ChildState.QUEUED in states and ChildState.WAITING not in states:
                 assert ChildState.STARTING in states[: states.index(ChildState.QUEUED)], states
-        if self._back_off is None or self._phase is Phase.STOPPING:
+        if self._back_off is None or self._phase is SupervisorPhase.STOPPING:
             assert ChildState.WAITING not in states, states
         for c in self._order:
             assert c.policy.restart is not Restart.TEMPORARY or c.incarnation <= 1
@@ -215,9 +217,9 @@ class SupervisionMachine:
     # Events.
 
     def _on_start_requested(self, event: StartRequested) -> None:
-        if self._phase is not Phase.NEW:
+        if self._phase is not SupervisorPhase.NEW:
             raise self._misuse(event, f"the supervisor is {self._phase.value}")
-        self._phase = Phase.RUNNING
+        self._phase = SupervisorPhase.RUNNING
         for c in self._order:
             self._queue(c, "initial start")
 
@@ -263,7 +265,7 @@ class SupervisionMachine:
             if c.policy.significant:
                 self._shut_down_with(what, actions)
 
-    def _on_timer(self, event: TimerFired, actions: list[Action]) -> None:
+    def _on_timer(self, event: ChildTimerFired, actions: list[Action]) -> None:
         c = self._children.get(event.child)
         # A timer that crossed the child's end, or belongs to an older incarnation, means nothing.
         if c is None or c.incarnation != event.incarnation:
@@ -275,13 +277,13 @@ class SupervisionMachine:
             self._kill(c, f"{c.why}; still there {seconds:g} s after being asked to stop", actions)
 
     def _on_stop_requested(self, event: StopRequested, actions: list[Action]) -> None:
-        if self._phase is Phase.NEW or self._phase is Phase.RUNNING:
+        if self._phase is SupervisorPhase.NEW or self._phase is SupervisorPhase.RUNNING:
             self._stop_reason = event.reason
             self._condemn_all(event.reason, actions)
         if event.kill:
             for c in reversed(self._order):
                 if c.state is ChildState.STOPPING and c.policy.shutdown_ns is not None:
-                    actions.append(CancelTimer(child=c.policy.child, incarnation=c.incarnation))
+                    actions.append(CancelChildTimer(child=c.policy.child, incarnation=c.incarnation))
                 if c.state in (ChildState.CONDEMNED, ChildState.STOPPING):
                     self._kill(c, event.reason, actions)
 
@@ -290,12 +292,12 @@ class SupervisionMachine:
     def _refuses(self, child: str, actions: list[Action], *may_be: ChildState) -> bool:
         """Return whether a request for a child that must be in one of these states is refused."""
         c = self._children.get(child)
-        if self._phase is not Phase.RUNNING:
-            why = Refusal.STOPPING
+        if self._phase is not SupervisorPhase.RUNNING:
+            why = ChildRefusal.STOPPING
         elif c is None:
-            why = Refusal.UNKNOWN
+            why = ChildRefusal.UNKNOWN
         elif may_be and c.state not in may_be:
-            why = Refusal.UP
+            why = ChildRefusal.UP
         else:
             return False
         actions.append(Refuse(child=child, why=why))
@@ -306,10 +308,16 @@ class SupervisionMachine:
         known = self._children.get(child)
         if wrong := self._faults(event.policy):
             raise self._misuse(event, wrong)
-        if known is not None or len(self._order) >= CHILDREN_MAX or self._phase is not Phase.RUNNING:
+        if (
+            known is not None
+            or len(self._order) >= CHILDREN_MAX
+            or self._phase is not SupervisorPhase.RUNNING
+        ):
             down = known is not None and known.state is ChildState.DOWN
-            why = Refusal.TOO_MANY if known is None else Refusal.PRESENT if down else Refusal.UP
-            why = why if self._phase is Phase.RUNNING else Refusal.STOPPING
+            why = (
+                ChildRefusal.TOO_MANY if known is None else ChildRefusal.PRESENT if down else ChildRefusal.UP
+            )
+            why = why if self._phase is SupervisorPhase.RUNNING else ChildRefusal.STOPPING
             actions.append(Refuse(child=child, why=why))
             return
         c = self._children[child] = _Child(policy=event.policy, dynamic=True)
@@ -326,7 +334,7 @@ class SupervisionMachine:
             c.why = "its end was asked for"
         elif c.state not in _ENDING:
             if c.state is ChildState.WAITING:
-                actions.append(CancelTimer(child=event.child, incarnation=c.incarnation))
+                actions.append(CancelChildTimer(child=event.child, incarnation=c.incarnation))
             self._leave_down(c, "its end was asked for", actions)
 
     def _on_restart_requested(self, event: RestartRequested, actions: list[Action]) -> None:
@@ -379,7 +387,9 @@ class SupervisionMachine:
             return
         c.state = ChildState.WAITING
         c.why = what
-        actions.append(SetTimer(child=c.policy.child, incarnation=c.incarnation, at_ns=now_ns + delay_ns))
+        actions.append(
+            SetChildTimer(child=c.policy.child, incarnation=c.incarnation, at_ns=now_ns + delay_ns)
+        )
 
     def _faults(self, policy: ChildPolicy) -> str:
         """Return what is wrong with a child's policy, empty if nothing is."""
@@ -404,11 +414,11 @@ class SupervisionMachine:
         self._condemn_all(reason, actions)
 
     def _condemn_all(self, reason: str, actions: list[Action]) -> None:
-        self._phase = Phase.STOPPING
+        self._phase = SupervisorPhase.STOPPING
         for c in self._order:
             c.restart_after_end = False
             if c.state is ChildState.WAITING:
-                actions.append(CancelTimer(child=c.policy.child, incarnation=c.incarnation))
+                actions.append(CancelChildTimer(child=c.policy.child, incarnation=c.incarnation))
             if c.state is ChildState.QUEUED or c.state is ChildState.WAITING:
                 c.state = ChildState.DOWN
             elif c.state in (ChildState.STARTING, ChildState.RUNNING):
@@ -421,11 +431,11 @@ class SupervisionMachine:
 
     def _ended(self, c: _Child, actions: list[Action]) -> None:
         if c.state is ChildState.STOPPING and c.policy.shutdown_ns is not None:
-            actions.append(CancelTimer(child=c.policy.child, incarnation=c.incarnation))
+            actions.append(CancelChildTimer(child=c.policy.child, incarnation=c.incarnation))
         if c.restart_after_end:
             c.restart_after_end = False
             self._queue(c, c.why)
-        elif self._phase is Phase.RUNNING:
+        elif self._phase is SupervisorPhase.RUNNING:
             self._leave_down(c, f"{c.why}; {c.policy.restart.value}: not restarted", actions)
         else:
             c.state = ChildState.DOWN
@@ -447,14 +457,14 @@ class SupervisionMachine:
     # The plan: stop from the last to the first, then start from the first to the last.
 
     def _advance(self, now_ns: int, actions: list[Action]) -> None:
-        if self._phase is Phase.NEW or self._phase is Phase.STOPPED:
+        if self._phase is SupervisorPhase.NEW or self._phase is SupervisorPhase.STOPPED:
             return
         if self._advance_stops(now_ns, actions):
             return
-        if self._phase is Phase.RUNNING:
+        if self._phase is SupervisorPhase.RUNNING:
             self._advance_starts(actions)
             return
-        self._phase = Phase.STOPPED
+        self._phase = SupervisorPhase.STOPPED
         if self._failure is not None:
             actions.append(Escalate(reason=self._failure))
         else:
@@ -462,7 +472,7 @@ class SupervisionMachine:
 
     def _advance_stops(self, now_ns: int, actions: list[Action]) -> bool:
         """Stop the last condemned child; return True while the next step has to wait for an end."""
-        running = self._phase is Phase.RUNNING
+        running = self._phase is SupervisorPhase.RUNNING
         if self._strategy is Strategy.ONE_FOR_ONE:
             for each in self._order:
                 # Each by itself, as it was asked for; and what was added later stops all at once.
@@ -487,7 +497,7 @@ class SupervisionMachine:
             actions.append(StopChild(child=child, reason=c.why))
             if c.policy.shutdown_ns is not None:
                 at_ns = now_ns + c.policy.shutdown_ns
-                actions.append(SetTimer(child=child, incarnation=c.incarnation, at_ns=at_ns))
+                actions.append(SetChildTimer(child=child, incarnation=c.incarnation, at_ns=at_ns))
 
     def _advance_starts(self, actions: list[Action]) -> None:
         """Start the queued children in order; single restarts do not wait for one another."""

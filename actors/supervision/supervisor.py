@@ -348,11 +348,11 @@ class Supervisor(Actor):
                 self._end(action.child, Reason(ReasonKind.SHUTDOWN, action.reason))
             case events.KillChild():
                 self._end(action.child, Reason(ReasonKind.KILLED, action.reason))
-            case events.SetTimer():
+            case events.SetChildTimer():
                 delay_s = (action.at_ns - time.monotonic_ns()) / 1e9
-                fired = events.TimerFired(child=action.child, incarnation=action.incarnation)
+                fired = events.ChildTimerFired(child=action.child, incarnation=action.incarnation)
                 self._timers[action.child] = self.system.loop.call_later(delay_s, self._handle, fired)
-            case events.CancelTimer():
+            case events.CancelChildTimer():
                 self._timers.pop(action.child).cancel()
             case events.LeaveDown():
                 _log.info("left down", child=action.child, reason=action.reason)
@@ -441,15 +441,15 @@ class Supervisor(Actor):
 def _refusal(refused: events.Refuse, address: str) -> ActorError:
     child = refused.child
     match refused.why:
-        case events.Refusal.UNKNOWN:
+        case events.ChildRefusal.UNKNOWN:
             return NoSuchChild(f"{address} has no child {child}")
-        case events.Refusal.PRESENT:
+        case events.ChildRefusal.PRESENT:
             return ChildExists(f"{address} has a child {child}, which is down: restart or delete it")
-        case events.Refusal.UP:
+        case events.ChildRefusal.UP:
             return ChildExists(f"the child {child} of {address} is up, or on its way")
-        case events.Refusal.STOPPING:
+        case events.ChildRefusal.STOPPING:
             return DeadActor(f"{address} stops")
-        case events.Refusal.TOO_MANY:
+        case events.ChildRefusal.TOO_MANY:
             return TooManyPending(f"{address} has as many children as it may have")
         case _:
             assert_never(refused.why)

@@ -7,6 +7,7 @@ or taken back by all. What happens when the coordinator itself dies is in `agent
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, assert_never
@@ -22,21 +23,21 @@ from zbmd.actors.upgrade.events import (
     Finished,
     Order,
     ProcessLost,
-    SetTimer,
+    SendOrder,
     Settled,
-    Tell,
-    TimerFired,
     Voted,
 )
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 PROCESSES_MAX = 1024
 
 
-class Phase(Enum):
+class UpgradePhase(Enum):
     """The phase of a change."""
 
+    captured_as = enum.nonmember("Phase")
     NEW = "new"
     PREPARING = "preparing"
     CHANGING = "changing"
@@ -70,32 +71,32 @@ class UpgradeMachine:
         self._unheard: set[str] = set()  # who was lost before it said that it has settled
         self._stage = 0
         self._reason = ""
-        self.phase = Phase.NEW
+        self.phase = UpgradePhase.NEW
         self.fate = Fate.OPEN
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Handle one event and return the actions. Raises `LocalProtocolError`."""
         actions: list[Action] = []
-        if self.phase is Phase.OVER:
+        if self.phase is UpgradePhase.OVER:
             return actions
         match event:
             case Begin():
-                if self.phase is not Phase.NEW:
+                if self.phase is not UpgradePhase.NEW:
                     raise LocalProtocolError("the change has begun already")
                 self._order(tuple(self._living), Order.PREPARE, now_ns, actions)
-                self.phase = Phase.PREPARING
+                self.phase = UpgradePhase.PREPARING
             case Voted():
-                if self.phase is Phase.PREPARING:
+                if self.phase is UpgradePhase.PREPARING:
                     self._answered(event.process, event.why, now_ns, actions)
             case Changed():
-                if event.process in self._told and self.phase is Phase.CHANGING:
+                if event.process in self._told and self.phase is UpgradePhase.CHANGING:
                     self._actors[event.process] = event.actors
                     self._answered(event.process, event.why, now_ns, actions)
             case Broke():
                 if self.fate is Fate.OPEN:
                     self._decide(Fate.TAKEN_BACK, f"{event.process}: {event.why}", now_ns, actions)
             case Settled():
-                if self.phase is Phase.SETTLING:
+                if self.phase is UpgradePhase.SETTLING:
                     self._answered(event.process, "", now_ns, actions)
             case ProcessLost():
                 self._lost(event, now_ns, actions)
@@ -108,19 +109,19 @@ class UpgradeMachine:
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a rule that holds between any two events does not."""
         assert self._awaited <= self._living.keys()
-        assert (self.fate is Fate.OPEN) == (self.phase not in (Phase.SETTLING, Phase.OVER))
+        assert (self.fate is Fate.OPEN) == (self.phase not in (UpgradePhase.SETTLING, UpgradePhase.OVER))
         if self.fate is Fate.KEPT:
             assert self._stage == len(self._stages) - 1
             assert self._told >= self._living.keys(), "kept by one that never changed"
-        if self.phase in (Phase.NEW, Phase.PREPARING):
+        if self.phase in (UpgradePhase.NEW, UpgradePhase.PREPARING):
             assert not self._told
-        if self.phase in (Phase.ON_PROBATION, Phase.OVER):
+        if self.phase in (UpgradePhase.ON_PROBATION, UpgradePhase.OVER):
             assert not self._awaited
 
     def _order(self, processes: Sequence[str], order: Order, now_ns: int, actions: list[Action]) -> None:
         """Send the order to all, and wait for their replies."""
         self._awaited = set(processes)
-        actions.extend(Tell(process=process, order=order) for process in processes)
+        actions.extend(SendOrder(process=process, order=order) for process in processes)
         actions.append(SetTimer(at_ns=now_ns + self._answer_ns))
 
     def _answered(self, process: str, why: str, now_ns: int, actions: list[Action]) -> None:
@@ -134,34 +135,34 @@ class UpgradeMachine:
     def _go_on(self, now_ns: int, actions: list[Action]) -> None:
         """All processes have replied, or the probation is over."""
         match self.phase:
-            case Phase.PREPARING:
+            case UpgradePhase.PREPARING:
                 self._change(now_ns, actions)
-            case Phase.CHANGING:
-                self.phase = Phase.ON_PROBATION
+            case UpgradePhase.CHANGING:
+                self.phase = UpgradePhase.ON_PROBATION
                 actions.append(SetTimer(at_ns=now_ns + self._probation_ns))
-            case Phase.ON_PROBATION:
+            case UpgradePhase.ON_PROBATION:
                 if self._stage + 1 < len(self._stages):
                     self._stage += 1
                     self._change(now_ns, actions)
                 else:
                     self._decide(Fate.KEPT, "", now_ns, actions)
-            case Phase.SETTLING:
+            case UpgradePhase.SETTLING:
                 self._finish(actions)
-            case Phase.NEW | Phase.OVER:
+            case UpgradePhase.NEW | UpgradePhase.OVER:
                 raise AssertionError(self.phase)
             case _:
                 assert_never(self.phase)
 
     def _change(self, now_ns: int, actions: list[Action]) -> None:
         stage = tuple(process for process in self._stages[self._stage] if process in self._living)
-        self.phase = Phase.CHANGING
+        self.phase = UpgradePhase.CHANGING
         self._told.update(stage)
         self._order(stage, Order.CHANGE, now_ns, actions)
         if not stage:  # all of it are gone
             self._go_on(now_ns, actions)
 
     def _decide(self, fate: Fate, reason: str, now_ns: int, actions: list[Action]) -> None:
-        self.fate, self._reason, self.phase = fate, reason, Phase.SETTLING
+        self.fate, self._reason, self.phase = fate, reason, UpgradePhase.SETTLING
         order = Order.KEEP if fate is Fate.KEPT else Order.TAKE_BACK
         self._order(tuple(self._living), order, now_ns, actions)
         if not self._living:
@@ -178,30 +179,30 @@ class UpgradeMachine:
             reason = f"{event.process} was lost on probation: {event.why}"
             self._decide(Fate.TAKEN_BACK, reason, now_ns, actions)
         elif event.process in self._awaited:
-            if self.phase is Phase.SETTLING:
+            if self.phase is UpgradePhase.SETTLING:
                 self._unheard.add(event.process)
             self._answered(event.process, "", now_ns, actions)
 
     def _time_is_up(self, now_ns: int, actions: list[Action]) -> None:
         match self.phase:
-            case Phase.PREPARING | Phase.CHANGING:
+            case UpgradePhase.PREPARING | UpgradePhase.CHANGING:
                 what = f"{', '.join(sorted(self._awaited))} did not answer in time ({self.phase.value})"
                 self._decide(Fate.TAKEN_BACK, what, now_ns, actions)
-            case Phase.ON_PROBATION:
+            case UpgradePhase.ON_PROBATION:
                 self._go_on(now_ns, actions)
-            case Phase.SETTLING:
+            case UpgradePhase.SETTLING:
                 self._finish(actions)
-            case Phase.NEW | Phase.OVER:
+            case UpgradePhase.NEW | UpgradePhase.OVER:
                 pass
             case _:
                 assert_never(self.phase)
 
     def _finish(self, actions: list[Action]) -> None:
         waited, self._awaited = self._awaited, set()
-        self.phase = Phase.OVER
+        self.phase = UpgradePhase.OVER
         actions.append(CancelTimer())
         if not waited:  # else they go on to settle, and then each is on its own
-            actions.extend(Tell(process=process, order=Order.DISMISS) for process in self._living)
+            actions.extend(SendOrder(process=process, order=Order.DISMISS) for process in self._living)
         actors = sum(self._actors.values()) if self.fate is Fate.KEPT else 0
         # A lost process may live on without us, and settle with those that are left there.
         silent = tuple(sorted(waited | self._unheard))

@@ -28,10 +28,11 @@ from zbmd.actors.upgrade import events as ev
 from zbmd.actors.upgrade.agent import COORDINATOR, UPGRADE_AGENT, UpgradeAgent
 from zbmd.actors.upgrade.coordinator import PROCESSES_MAX, UPGRADE, UpgradeMachine
 from zbmd.actors.upgrade.keeper import CodeKeeper
-from zbmd.actors.upgrade.ledger import Change
+from zbmd.actors.upgrade.ledger import CodeChange
 from zbmd.actors.upgrade.local import LocalUpgrade, check
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 ORPHAN_S = 60.0
 """An agent that nobody has told anything by then ends."""
@@ -266,16 +267,16 @@ class Coordinator(Actor):
     async def time_up(self, message: TimerElapsed) -> None:
         """The timer has fired, unless it was set again."""
         if message.number == self._timer:
-            await self._handle(ev.TimerFired())
+            await self._handle(TimerFired())
 
     async def _handle(self, event: ev.Event) -> None:
         actions = self._machine.handle(event, now_ns=time.monotonic_ns())
         self._machine.check_invariants()
         for action in actions:
             match action:
-                case ev.Tell():
+                case ev.SendOrder():
                     await self._tell(action)
-                case ev.SetTimer():
+                case SetTimer():
                     self._timer += 1
                     delay_s = max(0.0, (action.at_ns - time.monotonic_ns()) / 1e9)
                     self.after(delay_s, TimerElapsed(self._timer))
@@ -287,7 +288,7 @@ class Coordinator(Actor):
                 case _:
                     assert_never(action)
 
-    async def _tell(self, tell: ev.Tell) -> None:
+    async def _tell(self, tell: ev.SendOrder) -> None:
         agent = self._agents.get(tell.process)
         if agent is None:
             return  # there is none, which the machine hears
@@ -419,7 +420,7 @@ class Agent(Actor, remote=True):
                 self._change.keep(partial(self._done, "keep"))
                 keeper = self.system.service(CodeKeeper)
                 if self._prepare.lasting and keeper is not None:
-                    keeper.kept(Change(self._prepare.old, self._prepare.new))
+                    keeper.kept(CodeChange(self._prepare.old, self._prepare.new))
             case ev.TakeBack():
                 if self._change is None:
                     await self._handle(ev.LocalSettled())

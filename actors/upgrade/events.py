@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, TypeAlias
 
+from zbmd.transport.machine import SetTimer, TimerFired
+
 
 class Fate(Enum):
     """The fate of the new version in one process."""
@@ -73,27 +75,16 @@ class ProcessLost:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """The timer that was set last has fired."""
-
-
 Event: TypeAlias = Begin | Voted | Changed | Broke | Settled | ProcessLost | TimerFired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class SendOrder:
     """An order to a process."""
 
+    captured_as: ClassVar[str] = "Tell"
     process: str
     order: Order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Fire once at `at_ns`, in place of any timer that was set before."""
-
-    at_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +102,7 @@ class Finished:
     silent: tuple[str, ...]
 
 
-Action: TypeAlias = Tell | SetTimer | CancelTimer | Finished
+Action: TypeAlias = SendOrder | SetTimer | CancelTimer | Finished
 
 
 # The side of each process.

@@ -38,7 +38,7 @@ CHANGES_AT_ONCE: Final = 64
 class CodeReport(Contract, id="zbmd.upgrade.code"):
     """Changes of code that are in force; `more`: another message with the rest follows."""
 
-    changes: Annotated[tuple[u.Change, ...], msgspec.Meta(max_length=CHANGES_AT_ONCE)]
+    changes: Annotated[tuple[u.CodeChange, ...], msgspec.Meta(max_length=CHANGES_AT_ONCE)]
     more: bool
 
 
@@ -75,7 +75,7 @@ class CodeKeeper(Service):
         name = f"code of {system.name}#{system.incarnation}"
         self._tap = Tap(system.recorder, UPGRADE_LEDGER, name, self._ledger, {})
         self._closed = False
-        self._parts: dict[str, tuple[u.Change, ...]] = {}
+        self._parts: dict[str, tuple[u.CodeChange, ...]] = {}
         system.add_service(self)
 
     async def open(self) -> None:
@@ -96,7 +96,7 @@ class CodeKeeper(Service):
         self._parts.pop(process, None)
         self._feed(u.LinkDown(process=process, life=incarnation))
 
-    def kept(self, change: u.Change) -> None:
+    def kept(self, change: u.CodeChange) -> None:
         """Note a change that this process took part in and that all keep."""
         self._feed(u.KeptHere(change=change))
 
@@ -135,7 +135,7 @@ class CodeKeeper(Service):
                         process=process,
                     )
 
-    def _tell(self, process: str, changes: tuple[u.Change, ...]) -> None:
+    def _tell(self, process: str, changes: tuple[u.CodeChange, ...]) -> None:
         peer = self._system.peer(process)
         if peer is None:
             return
@@ -144,7 +144,7 @@ class CodeKeeper(Service):
             report = CodeReport(changes[first : first + CHANGES_AT_ONCE], more)
             peer.post_payload(wire.encode_tell(CODE_ACTOR, 0, "", report))
 
-    def _adopt(self, change: u.Change) -> None:
+    def _adopt(self, change: u.CodeChange) -> None:
         try:
             adopt(self._system, change.old, change.new)
         except UpgradeRefused as error:

@@ -23,9 +23,10 @@ CHANGES_MAX: Final = 1024
 ClassId = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
-class Change(msgspec.Struct, frozen=True, array_like=True):
+class CodeChange(msgspec.Struct, frozen=True, array_like=True):
     """Actors of the class `old` have become actors of `new`; both are `"module:Class"`."""
 
+    captured_as: ClassVar[str] = "Change"
     old: ClassId
     new: ClassId
 
@@ -50,7 +51,7 @@ class LinkDown:
 class KeptHere:
     """This process took part in a change that all keep, and its actors run it."""
 
-    change: Change
+    change: CodeChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class ChangesReported:
     captured_as: ClassVar[str] = "Heard"
     process: str
     life: int
-    changes: tuple[Change, ...]
+    changes: tuple[CodeChange, ...]
 
 
 Event: TypeAlias = LinkUp | LinkDown | KeptHere | ChangesReported
@@ -71,14 +72,14 @@ class TellChanges:
     """Send changes to a process over the current link, after those before."""
 
     process: str
-    changes: tuple[Change, ...]
+    changes: tuple[CodeChange, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
     """Turn actors of the old class into actors of the new one before their next message, new ones at once."""
 
-    change: Change
+    change: CodeChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class Clash:
     """Another change of the same class is in force here: this one is ignored."""
 
     process: str
-    change: Change
+    change: CodeChange
     known: str
 
 
@@ -112,7 +113,9 @@ class CodeLedger:
         match event:
             case LinkUp(process=process, life=life):
                 self._linked[process] = life
-                return [TellChanges(process=process, changes=tuple(Change(*c) for c in self.kept.items()))]
+                return [
+                    TellChanges(process=process, changes=tuple(CodeChange(*c) for c in self.kept.items()))
+                ]
             case LinkDown(process=process, life=life):
                 self._heard.discard((process, life))
                 if self._linked.get(process) == life:
@@ -132,9 +135,9 @@ class CodeLedger:
         assert len(self.kept) <= CHANGES_MAX
         assert all(self._linked.get(process) == life for process, life in self._heard)
 
-    def _learn(self, changes: tuple[Change, ...], source: str) -> list[Action]:
+    def _learn(self, changes: tuple[CodeChange, ...], source: str) -> list[Action]:
         actions: list[Action] = []
-        fresh: list[Change] = []
+        fresh: list[CodeChange] = []
         for change in changes:
             known = self.kept.get(change.old)
             if known is None:

@@ -370,7 +370,7 @@ class _NodeRun:
                 self._node.command(Submit(spec=_with_port(self._spec)))
             case o.StopJob(reason=reason):
                 self._node.command(Stop(job=self._spec.job, reason=reason[:REASON_CHARACTERS_MAX]))
-            case o.Leave():
+            case o.LeaveCluster():
                 self._node.leave()
             case o.NotifyUser(text=text):
                 self._teller.say(text)

@@ -342,7 +342,7 @@ def _operations_of(end: ProcessAtEnd | None, group: str) -> Played | None:
 
 def _membership_waits(end: ProcessAtEnd, played: Played, machine: MembershipMachine) -> list[Wait]:
     waits: list[Wait] = []
-    if machine.phase is host_events.Phase.ENDED:
+    if machine.phase is host_events.RunPhase.ENDED:
         return waits
     for rank in machine.ranks:
         state, incarnation = machine.state(rank)

@@ -275,9 +275,14 @@ def _unique_names(classes: Iterable[type[Any]]) -> dict[type[Any], tuple[str, st
     names = {cls: captured_name(cls) for cls in classes}
     count = Counter(names.values())
     return {
-        cls: (name, f"{cls.__module__}.{cls.__qualname__}" if count[name] > 1 else "")
+        cls: (name, f"{cls.__module__}.{_enclosing(cls)}{name}" if count[name] > 1 else "")
         for cls, name in names.items()
     }
+
+
+def _enclosing(cls: type[Any]) -> str:
+    """Return what stands before the class's name in its qualified name."""
+    return cls.__qualname__.removesuffix(cls.__name__)
 
 
 def _is_data(cls: type[Any]) -> bool:

@@ -228,9 +228,9 @@ class JobHost:
                 self._signal(key, signal.SIGTERM)
             case e.Kill(key=key):
                 self._signal(key, signal.SIGKILL)
-            case e.Ask(order=order):
+            case e.ProposeOrder(order=order):
                 self._ask(order)
-            case e.Tell(to=to_node, word=word):
+            case e.SendToHost(to=to_node, word=word):
                 self._port.send(to_node, word)
             case SetTimer(at_ns=at_ns):
                 self._set_timer(at_ns)

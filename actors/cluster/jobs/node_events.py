@@ -201,20 +201,32 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ProposeOrder:
     """Have the cluster agree on an order."""
 
+    captured_as: ClassVar[str] = "Ask"
     order: Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class SendToHost:
     """Tell another node's incarnation."""
 
+    captured_as: ClassVar[str] = "Tell"
     to: NodeKey
     word: HostLinked
 
 
 Action: TypeAlias = (
-    Open | Close | Fork | InstallView | EnterView | AnnounceDown | Terminate | Kill | Ask | Tell | SetTimer
+    Open
+    | Close
+    | Fork
+    | InstallView
+    | EnterView
+    | AnnounceDown
+    | Terminate
+    | Kill
+    | ProposeOrder
+    | SendToHost
+    | SetTimer
 )

@@ -40,9 +40,9 @@ from zbmd.actors.cluster.state.job_table import (
     JobSpec,
     RankDown,
     RankEntry,
-    RankState,
     RankUp,
     Relink,
+    SlotState,
 )
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
@@ -210,7 +210,7 @@ class LocalJobs:
             elif job is not None and job.phase is JobPhase.STOPPING:
                 self._condemn(local, process, now_ns, kill=job.kill)
         for entry in job.ranks if job is not None else ():
-            starts = entry.node == me and entry.state is RankState.STARTING
+            starts = entry.node == me and entry.state is SlotState.STARTING
             if not starts or entry.incarnation <= local.started.get(entry.rank, 0):
                 continue
             assert job is not None
@@ -221,7 +221,7 @@ class LocalJobs:
                 self._do(e.Fork(key=key, reason=job.reason))
             elif job.phase is JobPhase.STOPPING:  # the view that gave it to us was never acted on here
                 local.started[entry.rank] = entry.incarnation
-                self._do(e.Ask(order=_never_started(key)))
+                self._do(e.ProposeOrder(order=_never_started(key)))
 
     def _end_incarnation(self, now_ns: int) -> None:
         """Nothing that runs here may go on."""
@@ -241,7 +241,7 @@ class LocalJobs:
         if before is None or not to:
             return
         for was in before.ranks:
-            if was.state is not RankState.UP or was.node is None or was.node == self.me:
+            if was.state is not SlotState.UP or was.node is None or was.node == self.me:
                 continue
             now = after.ranks[was.rank] if after is not None else None
             if now is None or not now.lives or now.incarnation != was.incarnation:
@@ -281,7 +281,7 @@ class LocalJobs:
             host=event.host,
             tcp_address=event.tcp_address,
         )
-        self._do(e.Ask(order=up))
+        self._do(e.ProposeOrder(order=up))
 
     def _loss_proven(self, key: RankKey) -> None:
         process = self._process(key)
@@ -314,7 +314,7 @@ class LocalJobs:
         process.told = True
         key, reason = process.key, reason[:REASON_CHARACTERS_MAX]
         down = RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=code, reason=reason)
-        self._do(e.Ask(order=down))
+        self._do(e.ProposeOrder(order=down))
 
     def _give_up(self, local: LocalJob, process: LocalProcess, now_ns: int) -> None:
         """Others wait for a process that does not come."""
@@ -371,7 +371,7 @@ class LocalJobs:
         local.promised.append(epoch)
         local.ask_at_ns = now_ns + local.deadlines.agreement_ns
         for host in sorted(local.hosts):
-            self._do(e.Tell(to=host, word=HostLinked(job=local.spec.job, epoch=epoch, linked=True)))
+            self._do(e.SendToHost(to=host, word=HostLinked(job=local.spec.job, epoch=epoch, linked=True)))
 
     def _enter(self, local: LocalJob) -> None:
         epoch = local.view.epoch
@@ -391,7 +391,7 @@ class LocalJobs:
         passed = local.view.epoch
         if passed not in local.promised and self._own_members(local):
             for host in sorted(local.hosts):
-                self._do(e.Tell(to=host, word=HostLinked(job=job.id, epoch=passed, linked=False)))
+                self._do(e.SendToHost(to=host, word=HostLinked(job=job.id, epoch=passed, linked=False)))
         hosts = {job.ranks[member.rank].node for member in view.members}
         local.view, local.ask_at_ns, local.relink_at_ns = view, None, None
         local.hosts = frozenset(host for host in hosts if host is not None and host != me)
@@ -418,7 +418,7 @@ class LocalJobs:
         passed = word.epoch < known.epoch or (local is None and word.epoch <= self.view.epoch)
         if promised or passed:
             answer = HostLinked(job=word.job, epoch=word.epoch, linked=promised)
-            self._do(e.Tell(to=sender, word=answer))
+            self._do(e.SendToHost(to=sender, word=answer))
 
     # -- time --------------------------------------------------------------------------------------------
 
@@ -431,14 +431,14 @@ class LocalJobs:
                     self._condemn(local, process, now_ns, kill=True)
             if local.relink_at_ns is not None and local.relink_at_ns <= now_ns:
                 local.relink_at_ns, local.relinked = None, local.entered
-                self._do(e.Ask(order=Relink(job=local.spec.job, epoch=local.entered)))
+                self._do(e.ProposeOrder(order=Relink(job=local.spec.job, epoch=local.entered)))
             if local.ask_at_ns is not None and local.ask_at_ns <= now_ns:
                 local.ask_at_ns = now_ns + local.deadlines.agreement_ns
                 epoch = local.view.epoch
                 word = HostLinked(job=local.spec.job, epoch=epoch, linked=True, ask=True)
                 for host in sorted(local.hosts):
                     if (epoch, host) not in local.words:
-                        self._do(e.Tell(to=host, word=word))
+                        self._do(e.SendToHost(to=host, word=word))
 
     def _set_timer(self) -> None:
         times = [local.ask_at_ns for local in self.jobs.values()]
@@ -455,7 +455,7 @@ class LocalJobs:
 
 
 def _is_gone(entry: RankEntry, incarnation: int) -> bool:
-    return entry.state is not RankState.UP or entry.incarnation != incarnation
+    return entry.state is not SlotState.UP or entry.incarnation != incarnation
 
 
 def _never_started(key: RankKey) -> RankDown:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, TypeAlias, assert_never
 
-from zbmd.actors.cluster.state.job_table import Job, JobPhase, RankState
+from zbmd.actors.cluster.state.job_table import Job, JobPhase, SlotState
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.process.exit import EXIT_FAILED
@@ -84,8 +84,10 @@ class StopJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class LeaveCluster:
     """Leave the cluster in order."""
+
+    captured_as: ClassVar[str] = "Leave"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class End:
     exit_code: int
 
 
-Action: TypeAlias = GiveJob | StopJob | Leave | NotifyUser | SetTimer | End
+Action: TypeAlias = GiveJob | StopJob | LeaveCluster | NotifyUser | SetTimer | End
 
 
 class SingleJobState(Enum):
@@ -217,7 +219,7 @@ class SingleJob:
             return
         self._waits = None
         nodes = len(job.nodes())
-        finished = any(entry.state is RankState.FINISHED for entry in job.ranks)
+        finished = any(entry.state is SlotState.FINISHED for entry in job.ranks)
         if job.phase is JobPhase.RUNNING and nodes and not finished:
             self._say(f"the job runs on {nodes} of {self._nodes_max} nodes")
 
@@ -268,7 +270,7 @@ class SingleJob:
     def _leave(self, exit_code: int, now_ns: int) -> None:
         self.state, self.exit_code = SingleJobState.LEAVING, exit_code
         self._waits = (now_ns + self._leave_ns, "leaving")
-        self._actions.append(Leave())
+        self._actions.append(LeaveCluster())
 
     def _end(self, exit_code: int) -> None:
         self.state, self.exit_code, self._waits = SingleJobState.OVER, exit_code, None

@@ -27,7 +27,7 @@ from zbmd.actors.cluster.membership.reports import OwnReport, Reports
 from zbmd.actors.cluster.membership.rounds import Acceptor, Agenda, Round, waits_of
 from zbmd.actors.cluster.membership.witness import TieBreak
 from zbmd.actors.cluster.state.node_id import Node
-from zbmd.actors.cluster.state.view import Change, ClusterView
+from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired
@@ -73,7 +73,7 @@ class ClusterMachine:
         self._number = 0
         self._own: Round | None = None
         self._relay: Round | None = None
-        self._change: Change | None = None
+        self._change: ViewChange | None = None
         """The change that led to the known view, if it was learnt as a change."""
         self._known_ns = 0
         self._reported_ns: int | None = None
@@ -185,7 +185,7 @@ class ClusterMachine:
     def _received(self, sender: Node, message: m.Message, now_ns: int) -> None:
         self._unreachable.discard(sender.id)
         match message:
-            case m.Beat() | m.Report() | m.RoundRequest() | m.RoundReply():  # most events
+            case m.Beat() | m.MemberReport() | m.RoundRequest() | m.RoundReply():  # most events
                 if self.state is MemberState.MEMBER or isinstance(message, m.RoundRequest):
                     self._of_members(sender, message, now_ns)
             case m.Join(node=node):
@@ -208,7 +208,7 @@ class ClusterMachine:
         match message:
             case m.Beat():
                 self._beat(sender, message, now_ns)
-            case m.Report():
+            case m.MemberReport():
                 self._take_report(sender, message, now_ns)
             case m.RoundRequest():
                 self._cast(sender, message, now_ns)
@@ -305,7 +305,7 @@ class ClusterMachine:
         if place == 0 or attempt > min(place, CANDIDATES_MAX) + place % CANDIDATES_MAX:
             self._gather(report, now_ns)
 
-    def _take_report(self, sender: Node, report: m.Report, now_ns: int) -> None:
+    def _take_report(self, sender: Node, report: m.MemberReport, now_ns: int) -> None:
         if report.epoch < self.view.epoch:
             self._catch_up(sender, report.epoch)
         elif report.epoch > self.view.epoch:
@@ -315,7 +315,7 @@ class ClusterMachine:
             if self._reports.take(sender.key, report, now_ns=now_ns):
                 self._gather(report, now_ns)
 
-    def _gather(self, report: m.Report, now_ns: int) -> None:
+    def _gather(self, report: m.MemberReport, now_ns: int) -> None:
         """Schedule a proposal, after a delay in which more reports can arrive."""
         if self._gathering_ns is None:
             self._gathering_ns = now_ns
@@ -353,10 +353,10 @@ class ClusterMachine:
         self._number = max(self._number, self._acceptor.promised.number if self._acceptor.promised else 0)
         fresh = self._acceptor.promised is None and self.view.ids[0] == self.me.id
         if fresh and change is not None:
-            self._ask(m.Phase.ACCEPT, m.Ballot(0, self.me.id), now_ns, change)
+            self._ask(m.RoundPhase.ACCEPT, m.Ballot(0, self.me.id), now_ns, change)
         else:
             self._number += 1
-            self._ask(m.Phase.PREPARE, m.Ballot(self._number, self.me.id), now_ns)
+            self._ask(m.RoundPhase.PREPARE, m.Ballot(self._number, self.me.id), now_ns)
 
     def _propose_again(self, wait_ns: int, now_ns: int) -> None:
         """Propose again after a delay, or earlier when another suspicion has stood long enough."""
@@ -367,12 +367,14 @@ class ClusterMachine:
         """Whether the unsuspected members form a quorum."""
         return self._tie.quorum(self.view, self.candidates(), self._reports.proven()).holds
 
-    def _wanted(self, now_ns: int) -> Change | None:
+    def _wanted(self, now_ns: int) -> ViewChange | None:
         return self._reports.change(now_ns=now_ns, elapsed_ns=max(0, now_ns - self._known_ns))
 
-    def _ask(self, phase: m.Phase, ballot: m.Ballot, now_ns: int, change: Change | None = None) -> None:
+    def _ask(
+        self, phase: m.RoundPhase, ballot: m.Ballot, now_ns: int, change: ViewChange | None = None
+    ) -> None:
         """Begin a round as its root."""
-        agreeing = phase in (m.Phase.PREPARE, m.Phase.ACCEPT)
+        agreeing = phase in (m.RoundPhase.PREPARE, m.RoundPhase.ACCEPT)
         out = self._reports.down() | self._unreachable | {key.id for key in self._word.suspected}
         excluded = tuple(sorted((out & set(self.view.ids)) - {self.me.id})) if agreeing else ()
         cast = m.RoundRequest(
@@ -395,13 +397,13 @@ class ClusterMachine:
         """Answer a round for this node; return whether to pass it on."""
         cast, acceptor = asked.cast, self._acceptor
         refused: m.Ballot | None = None
-        if cast.phase is m.Phase.PREPARE:
+        if cast.phase is m.RoundPhase.PREPARE:
             refused = acceptor.prepare(cast.ballot)
-        elif cast.phase is m.Phase.ACCEPT:
+        elif cast.phase is m.RoundPhase.ACCEPT:
             assert cast.change is not None
             refused = acceptor.accept(cast.ballot, cast.change)
         self._number = max(self._number, cast.ballot.number)
-        accepted = acceptor.accepted if cast.phase is m.Phase.PREPARE and refused is None else None
+        accepted = acceptor.accepted if cast.phase is m.RoundPhase.PREPARE and refused is None else None
         asked.answer(accepted=accepted, refused=refused)
         return refused is None
 
@@ -421,7 +423,7 @@ class ClusterMachine:
         self._own = None
         self._agenda.drop("own round")
         result = asked.result
-        if result.phase is m.Phase.LEARN:
+        if result.phase is m.RoundPhase.LEARN:
             self._learned_by(asked, result, now_ns)
         else:
             self._agreed_by(asked, result, now_ns)
@@ -445,18 +447,18 @@ class ClusterMachine:
                 self._agenda.put("propose", now_ns + self.waits.retry_ns)
             return
         self._lonely_since_ns = None
-        if result.phase is m.Phase.PREPARE:
+        if result.phase is m.RoundPhase.PREPARE:
             change = result.accepted.change if result.accepted is not None else self._wanted(now_ns)
             if change is None:
                 self._gathering_ns = now_ns  # we are not cut off, and too few agree with us
                 self._agenda.put("propose", now_ns + self.waits.retry_ns)
             else:
-                self._ask(m.Phase.ACCEPT, asked.cast.ballot, now_ns, change)
+                self._ask(m.RoundPhase.ACCEPT, asked.cast.ballot, now_ns, change)
             return
         assert asked.cast.change is not None
         self._decided(asked.cast.change, verdict.reason, now_ns)
 
-    def _decided(self, change: Change, reason: str, now_ns: int) -> None:
+    def _decided(self, change: ViewChange, reason: str, now_ns: int) -> None:
         self.story.append(f"{change} is decided: {reason}")
         before, after = self.view, self.view.after(change)
         told = m.Excluded(epoch=after.epoch, reason=f"{change} was agreed: {reason}")
@@ -473,7 +475,7 @@ class ClusterMachine:
 
     # -- knowing and entering a view ---------------------------------------------------------------------
 
-    def _adopt(self, view: ClusterView, now_ns: int, change: Change | None = None) -> None:
+    def _adopt(self, view: ClusterView, now_ns: int, change: ViewChange | None = None) -> None:
         """Take over a decided view; all state about the previous view is discarded."""
         self.view = view
         if self._word.leaving and len(view.nodes) == 1:
@@ -490,7 +492,7 @@ class ClusterMachine:
         self._reports = Reports(view, self.waits.deaths_ns[view.jobs.busy])
         overlay = overlay_of(view)
         self._actions.append(
-            m.Watch(
+            m.WatchMembers(
                 subjects=tuple(view.by_id[i] for i in overlay.subjects[self.me.id]),
                 observers=tuple(view.by_id[i] for i in overlay.observers[self.me.id]),
             )
@@ -498,7 +500,7 @@ class ClusterMachine:
         self._agenda.put("confirm", now_ns + self.waits.retry_ns)
         self._report(now_ns)
 
-    def _learn(self, view: ClusterView, now_ns: int, change: Change | None = None) -> None:
+    def _learn(self, view: ClusterView, now_ns: int, change: ViewChange | None = None) -> None:
         if view.epoch <= self.view.epoch:
             return
         if not view.holds(self.me.key):
@@ -519,14 +521,14 @@ class ClusterMachine:
         if self._own is None and (
             place == 0 or waited > place
         ):  # staggered by place, so that not all ask at once
-            self._ask(m.Phase.LEARN, m.Ballot(waited, self.me.id), now_ns, self._change)
+            self._ask(m.RoundPhase.LEARN, m.Ballot(waited, self.me.id), now_ns, self._change)
 
     def _learned_by(self, asked: Round, result: m.RoundReply, now_ns: int) -> None:
         if result.missing:  # `confirm` asks again, unless their observers have reported them
             self._propose(now_ns)
             return
         cast = m.RoundRequest(
-            phase=m.Phase.ENTER,
+            phase=m.RoundPhase.ENTER,
             epoch=self.view.epoch,
             ballot=asked.cast.ballot,
             root=self.me.key,
@@ -548,7 +550,7 @@ class ClusterMachine:
 
     def _cast(self, sender: Node, cast: m.RoundRequest, now_ns: int) -> None:
         follows = self.state is MemberState.MEMBER and self.view.epoch + 1 == cast.epoch
-        if follows and cast.phase is m.Phase.LEARN and cast.change is not None:
+        if follows and cast.phase is m.RoundPhase.LEARN and cast.change is not None:
             self._learn(self.view.after(cast.change), now_ns, cast.change)
             if self.view.epoch != cast.epoch:
                 return  # we are not in it
@@ -561,7 +563,7 @@ class ClusterMachine:
         tree = tree_of(self.view, cast.root.id, cast.excluded)
         if self.me.id not in tree.place:
             return
-        if cast.phase is m.Phase.ENTER:
+        if cast.phase is m.RoundPhase.ENTER:
             if self.entered < self.view.epoch:
                 for child in tree.children(self.me.id):
                     self._send(self.view.by_id[child], cast)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zbmd.actors.cluster.membership.overlay import overlay_of
-from zbmd.actors.cluster.messages import Report
+from zbmd.actors.cluster.messages import MemberReport
 from zbmd.actors.cluster.state.job_table import Command, CommandRefused, Order, order_bytes, problem_of
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import Change, ClusterView
+from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 
 # --- what one member reports to the speaker ---------------------------------------------------------------
 
@@ -59,9 +59,9 @@ class OwnReport:
         self.joins[node.id] = node
         return True
 
-    def report(self, view: ClusterView) -> Report:
+    def report(self, view: ClusterView) -> MemberReport:
         """Return the report for the members of `view`."""
-        return Report(
+        return MemberReport(
             epoch=view.epoch,
             down=tuple(sorted(key for key in self.suspected if view.holds(key))),
             proven=tuple(sorted(key for key in self.proven if view.holds(key))),
@@ -119,7 +119,7 @@ class Reports:
     def __init__(self, view: ClusterView, stand_ns: int) -> None:
         self.view = view
         self._stand_ns = stand_ns
-        self._by_reporter: dict[int, Report] = {}
+        self._by_reporter: dict[int, MemberReport] = {}
         self._since: dict[int, dict[NodeKey, int]] = {}
         """By reporter and suspect: since when it has been reported, ns."""
         self._told: set[int] = set()
@@ -133,7 +133,7 @@ class Reports:
         self._told.update(line)
         return [*line, *sorted(others)]
 
-    def take(self, reporter: NodeKey, report: Report, *, now_ns: int) -> bool:
+    def take(self, reporter: NodeKey, report: MemberReport, *, now_ns: int) -> bool:
         """Take a member's report on this view; return whether it reports anything."""
         if report.epoch != self.view.epoch or not self.view.holds(reporter):
             return False
@@ -197,7 +197,7 @@ class Reports:
             for key in report.down
         )
 
-    def change(self, *, now_ns: int, elapsed_ns: int = 0) -> Change | None:
+    def change(self, *, now_ns: int, elapsed_ns: int = 0) -> ViewChange | None:
         """Return the change that follows from the reports, or None. elapsed_ns: since the view was known."""
         view, down = self.view, self.down(said_by_ns=now_ns - self._stand_ns)
         leaves = {node_id for node_id, report in self._by_reporter.items() if report.leaves}
@@ -213,7 +213,7 @@ class Reports:
         if len(gone) == len(view.ids) and not joins:
             return None  # nobody would be left
         removed = tuple(view.by_id[node_id].key for node_id in gone)
-        return Change(
+        return ViewChange(
             epoch=view.epoch + 1, removed=removed, added=joins, commands=commands, elapsed_ns=elapsed_ns
         )
 

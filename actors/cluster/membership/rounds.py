@@ -14,7 +14,7 @@ from zbmd.actors.cluster.heartbeats.detector import beat_ns
 from zbmd.actors.cluster.membership.overlay import Tree
 from zbmd.actors.cluster.messages import Accepted, Ballot, RoundReply, RoundRequest
 from zbmd.actors.cluster.state.node_id import Node
-from zbmd.actors.cluster.state.view import Change
+from zbmd.actors.cluster.state.view import ViewChange
 from zbmd.transport.clock.deadlines import Deadlines
 
 
@@ -36,7 +36,7 @@ class Acceptor:
         self.promised = ballot
         return None
 
-    def accept(self, ballot: Ballot, change: Change) -> Ballot | None:
+    def accept(self, ballot: Ballot, change: ViewChange) -> Ballot | None:
         """Accept the change; return the newer ballot that stands in the way, if any."""
         refused = self.prepare(ballot)
         if refused is None:

@@ -21,7 +21,7 @@ import structlog
 from zbmd.actors.cluster.contracts import ADDRESS_CHARS_MAX
 from zbmd.actors.cluster.peer_links import node_key, process_name
 from zbmd.actors.cluster.port import ClusterPort
-from zbmd.actors.cluster.state.job_table import RankEntry, RankState
+from zbmd.actors.cluster.state.job_table import RankEntry, SlotState
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
@@ -114,7 +114,7 @@ class ClusterRoutes(EndNotices):
         entry = self._entries.get(process)
         if entry is None:
             return NoRoute(f"no node or rank of the cluster is called {process}")
-        if entry.state is not RankState.UP:
+        if entry.state is not SlotState.UP:
             return NoRoute(f"{process} is {entry.state.value}: it accepts links once it has joined its job")
         near = external_address(entry.address) if entry.host else ""
         return Route(process, entry.incarnation, entry.host, near, entry.tcp_address)
@@ -136,8 +136,8 @@ class ClusterRoutes(EndNotices):
             return f"{process} has left the cluster" if was else ""
         if entry.incarnation > incarnation:
             return f"{process} is incarnation {entry.incarnation}"
-        over = entry.incarnation == incarnation and entry.state in (RankState.FINISHED, RankState.LOST)
-        vacant = entry.incarnation == incarnation and entry.state is RankState.VACANT
+        over = entry.incarnation == incarnation and entry.state in (SlotState.FINISHED, SlotState.LOST)
+        vacant = entry.incarnation == incarnation and entry.state is SlotState.VACANT
         return f"{process} is {entry.state.value}" if over or vacant else ""
 
     def notify_end(self, process: str, incarnation: int, tell: Callable[[str], None]) -> Callable[[], None]:
@@ -159,7 +159,7 @@ class ClusterRoutes(EndNotices):
         found += [
             (process, entry.incarnation, names.get(entry.node, "?"))
             for process, entry in self._entries.items()
-            if entry.state is RankState.UP and entry.node is not None
+            if entry.state is SlotState.UP and entry.node is not None
         ]
         shown = tuple(found[:PROCESSES_MAX])
         return ProcessesReply(shown, len(found) - len(shown))

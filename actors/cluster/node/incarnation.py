@@ -285,7 +285,7 @@ class Incarnation:
                 if self._timer is not None:
                     self._timer.cancel()
                 self._timer = self._loop.call_later(max(0, at_ns - now_ns()) / 1e9, self._timer_fired)
-            case m.Watch(subjects=subjects, observers=observers):
+            case m.WatchMembers(subjects=subjects, observers=observers):
                 self._watch(subjects, observers)
             case m.Installed(view=view, reason=reason):
                 self.acting = view

@@ -29,16 +29,16 @@ from zbmd.actors.cluster.state.job_table import (
     TABLE_BYTES_MAX,
     TABLE_RANKS_MAX,
     Command,
+    CommandRefusal,
     Job,
     JobPhase,
     JobTable,
     Origin,
     RankDown,
     RankEntry,
-    RankState,
     RankUp,
-    Refusal,
     Relink,
+    SlotState,
     Stop,
     Submit,
     order_bytes,
@@ -93,9 +93,9 @@ def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
     """Return the job without these nodes and the ranks that they ran."""
     if not any(entry.lives and entry.node in removed for entry in job.ranks):
         return job
-    gone = RankState.VACANT
+    gone = SlotState.VACANT
     if job.phase is JobPhase.STOPPING or job.spec.on_loss is OnLoss.SHRINK:
-        gone = RankState.LOST
+        gone = SlotState.LOST
     lost = [entry for entry in job.ranks if entry.lives and entry.node in removed]
     job = _with_ranks(job, [_ended(entry, gone) if entry in lost else entry for entry in job.ranks])
     if job.phase is not JobPhase.RUNNING or job.spec.on_loss is OnLoss.REPLACE:
@@ -107,8 +107,8 @@ def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
     return dataclasses.replace(job, reason=reason)
 
 
-def _ended(entry: RankEntry, state: RankState) -> RankEntry:
-    node = None if state is RankState.VACANT else entry.node
+def _ended(entry: RankEntry, state: SlotState) -> RankEntry:
+    node = None if state is SlotState.VACANT else entry.node
     return dataclasses.replace(entry, state=state, node=node, address="", host="", tcp_address="")
 
 
@@ -139,7 +139,7 @@ def _in_order(table: JobTable, members: Sequence[NodeKey]) -> JobTable:
 
 def _placed(job: Job, table: JobTable, members: Sequence[NodeKey]) -> Job:
     slots = range(job.spec.nodes_max)
-    finished = any(entry.state is RankState.FINISHED for entry in job.ranks)
+    finished = any(entry.state is SlotState.FINISHED for entry in job.ranks)
     wanted = [number for number in slots if _wants_node(job.slot(number), finished=finished)]
     taken = [number for number in slots if _counts(job.slot(number), wants_node=number in wanted)]
     free = _free_nodes(job, table, members, len(wanted)) if wanted else []
@@ -158,7 +158,7 @@ def _placed(job: Job, table: JobTable, members: Sequence[NodeKey]) -> Job:
 
 def _wants_node(slot: tuple[RankEntry, ...], *, finished: bool) -> bool:
     """Whether a slot needs a node. Once ranks have finished, ranks that never ran are not started."""
-    return any(e.state is RankState.VACANT and (e.incarnation or not finished) for e in slot)
+    return any(e.state is SlotState.VACANT and (e.incarnation or not finished) for e in slot)
 
 
 def _counts(slot: tuple[RankEntry, ...], *, wants_node: bool) -> bool:
@@ -169,7 +169,7 @@ def _counts(slot: tuple[RankEntry, ...], *, wants_node: bool) -> bool:
     """
     if any(e.lives for e in slot):
         return True
-    return not wants_node and any(e.state is RankState.FINISHED for e in slot)
+    return not wants_node and any(e.state is SlotState.FINISHED for e in slot)
 
 
 def _free_nodes(job: Job, table: JobTable, members: Sequence[NodeKey], count: int) -> list[NodeKey]:
@@ -188,19 +188,19 @@ def _free_nodes(job: Job, table: JobTable, members: Sequence[NodeKey], count: in
 def _start_in_slot(job: Job, number: int, node: NodeKey) -> Job:
     """Start the vacant ranks of a slot on a node."""
     slot = job.slot(number)
-    started = {e.rank: _started(e, node) for e in slot if e.state is RankState.VACANT}
+    started = {e.rank: _started(e, node) for e in slot if e.state is SlotState.VACANT}
     return _with_ranks(job, [started.get(entry.rank, entry) for entry in job.ranks], unsettled=job.unsettled)
 
 
 def _started(entry: RankEntry, node: NodeKey) -> RankEntry:
-    return RankEntry(rank=entry.rank, node=node, incarnation=entry.incarnation + 1, state=RankState.STARTING)
+    return RankEntry(rank=entry.rank, node=node, incarnation=entry.incarnation + 1, state=SlotState.STARTING)
 
 
 def _waiting(job: Job, reason: str) -> Job:
     """Stop all ranks until there are enough nodes."""
     if job.phase is JobPhase.WAITING and job.reason == reason:
         return job
-    ranks = [_ended(entry, RankState.VACANT) if entry.lives else entry for entry in job.ranks]
+    ranks = [_ended(entry, SlotState.VACANT) if entry.lives else entry for entry in job.ranks]
     changed = job.unsettled or any(entry.lives for entry in job.ranks)
     return dataclasses.replace(
         _with_ranks(job, ranks, unsettled=changed), phase=JobPhase.WAITING, reason=reason
@@ -214,9 +214,9 @@ def _judged(job: Job) -> Job:
     """Return the job as ended if nothing of it runs or will run."""
     if job.phase is not JobPhase.RUNNING or any(entry.lives for entry in job.ranks):
         return job
-    missing = [entry for entry in job.ranks if entry.state is not RankState.FINISHED and entry.incarnation]
+    missing = [entry for entry in job.ranks if entry.state is not SlotState.FINISHED and entry.incarnation]
     names = ", ".join(rank_name(entry.rank) for entry in missing)
-    if not any(entry.state is RankState.FINISHED for entry in job.ranks):
+    if not any(entry.state is SlotState.FINISHED for entry in job.ranks):
         return _over(job, Outcome.FAILED, f"every rank was lost; the last reason: {job.reason}")
     return _over(job, Outcome.SUCCEEDED, f"finished without {names}" if names else "every rank finished")
 
@@ -273,7 +273,7 @@ def _noted(table: JobTable, command: Command, refused: str) -> JobTable:
     before = next((o for o in table.origins if o.node == command.origin), None)
     kept = before.refused if before is not None else ()
     if refused:
-        kept = (*kept, Refusal(number=command.number, reason=refused))[-REFUSALS_KEPT:]
+        kept = (*kept, CommandRefusal(number=command.number, reason=refused))[-REFUSALS_KEPT:]
     others = [origin for origin in table.origins if origin.node != command.origin]
     now = Origin(node=command.origin, number=command.number, refused=kept)
     return dataclasses.replace(table, origins=tuple(sorted([*others, now], key=lambda o: o.node)))
@@ -321,11 +321,11 @@ def _entry_of(job: Job | None, order: RankUp | RankDown, origin: NodeKey) -> Ran
 
 
 def _up(job: Job, entry: RankEntry, order: RankUp) -> Job:
-    if entry.state is not RankState.STARTING:
+    if entry.state is not SlotState.STARTING:
         return job
     up = dataclasses.replace(
         entry,
-        state=RankState.UP,
+        state=SlotState.UP,
         address=order.address,
         host=order.host,
         tcp_address=order.tcp_address,
@@ -336,14 +336,14 @@ def _up(job: Job, entry: RankEntry, order: RankUp) -> Job:
 def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
     child, spec = rank_name(entry.rank), job.spec
     if order.code == 0:
-        return _with_rank(job, _ended(entry, RankState.FINISHED))
-    lost = _with_rank(job, _ended(entry, RankState.LOST))
+        return _with_rank(job, _ended(entry, SlotState.FINISHED))
+    lost = _with_rank(job, _ended(entry, SlotState.LOST))
     if job.phase is not JobPhase.RUNNING:
         return lost
     if order.code == USAGE_EXIT_CODE:
         why = f"{child} failed with a usage error: {order.reason}"
         return dataclasses.replace(_failed(lost, why), users_own=True)
-    if (order.code or 0) > 0 and entry.incarnation == 1 and entry.state is RankState.STARTING:
+    if (order.code or 0) > 0 and entry.incarnation == 1 and entry.state is SlotState.STARTING:
         return _failed(lost, f"{child} failed before it joined: {order.reason}")
     if spec.on_loss is OnLoss.STOP:
         return _failed(lost, f"{child} failed: {order.reason}; on-loss is stop")
@@ -364,8 +364,8 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
 
 def _settled(job: Job, epoch: int) -> Job:
     """Return the job with a new view, if its members changed and none is starting."""
-    starting = any(entry.state is RankState.STARTING for entry in job.ranks)
-    up = any(entry.state is RankState.UP for entry in job.ranks)
+    starting = any(entry.state is SlotState.STARTING for entry in job.ranks)
+    up = any(entry.state is SlotState.UP for entry in job.ranks)
     if job.phase is not JobPhase.RUNNING or not job.unsettled or starting or not up:
         return job
     return dataclasses.replace(job, epoch=epoch, unsettled=False)

@@ -12,9 +12,10 @@ before it lasted by its own monotonic clock. Clocks of two hosts are never compa
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -103,9 +104,10 @@ class CommandRefused(UserError):
     """The order is invalid or cannot be queued; the message says why."""
 
 
-class RankState(Enum):
+class SlotState(Enum):
     """State of a rank's current incarnation."""
 
+    captured_as = enum.nonmember("RankState")
     VACANT = "vacant"  # no node runs it
     STARTING = "starting"  # its node is to run it; it has not joined
     UP = "up"
@@ -113,7 +115,7 @@ class RankState(Enum):
     LOST = "lost"  # ended otherwise, and will not come back
 
 
-LIVE = frozenset({RankState.STARTING, RankState.UP})
+LIVE = frozenset({SlotState.STARTING, SlotState.UP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,7 @@ class RankEntry:
     rank: int
     node: NodeKey | None = None
     incarnation: int = 0
-    state: RankState = RankState.VACANT
+    state: SlotState = SlotState.VACANT
     address: str = ""
     host: str = ""
     tcp_address: str = ""
@@ -205,17 +207,18 @@ class Job:
                     tcp_address=entry.tcp_address,
                 )
                 for entry in self.ranks
-                if entry.state is RankState.UP
+                if entry.state is SlotState.UP
             ),
-            finished=tuple(entry.rank for entry in self.ranks if entry.state is RankState.FINISHED),
-            lost=tuple(entry.rank for entry in self.ranks if entry.state is RankState.LOST),
+            finished=tuple(entry.rank for entry in self.ranks if entry.state is SlotState.FINISHED),
+            lost=tuple(entry.rank for entry in self.ranks if entry.state is SlotState.LOST),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class CommandRefusal:
     """A command that was refused, and why."""
 
+    captured_as: ClassVar[str] = "Refusal"
     number: int
     reason: str
 
@@ -226,7 +229,7 @@ class Origin:
 
     node: NodeKey
     number: int
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[CommandRefusal, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import msgspec
 
@@ -23,12 +24,13 @@ EPOCH_MAX = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ViewChange:
     """The step from one view to the view of `epoch`. `removed` and `added` are sorted.
 
     commands: in the order in which they are applied; elapsed_ns: how long the view before has lasted.
     """
 
+    captured_as: ClassVar[str] = "Change"
     epoch: int
     removed: tuple[NodeKey, ...] = ()
     added: tuple[Node, ...] = ()
@@ -80,7 +82,7 @@ class ClusterView:
         node = self.by_id.get(key.id)
         return node is not None and node.key.incarnation == key.incarnation
 
-    def after(self, change: Change) -> ClusterView:
+    def after(self, change: ViewChange) -> ClusterView:
         """Return the next view. Raises `LocalProtocolError` if the change does not follow from this one."""
         return _after(_Shared(self), change)
 
@@ -111,7 +113,7 @@ class _Shared:
 
 
 @lru_cache(maxsize=64)
-def _after(shared: _Shared, change: Change) -> ClusterView:
+def _after(shared: _Shared, change: ViewChange) -> ClusterView:
     view = shared.view
     nodes = dict(view.by_id)
     if change.epoch != view.epoch + 1:

@@ -23,8 +23,8 @@ from zbmd.actors.cluster.state.job_table import (
     JobTable,
     Order,
     RankDown,
-    RankState,
     RankUp,
+    SlotState,
     Stop,
     Submit,
     problem_of,
@@ -79,7 +79,7 @@ class Table:
 
     def up(self, *ranks: int, job_id: int = 1) -> None:
         job = self.job(job_id)
-        starting = [entry for entry in job.ranks if entry.state is RankState.STARTING]
+        starting = [entry for entry in job.ranks if entry.state is SlotState.STARTING]
         self.change(*(ordered_up(job, e.rank) for e in starting if not ranks or e.rank in ranks))
 
     def down(self, rank: int, code: int | None, *, elapsed_ns: int = 0, job_id: int = 1) -> None:
@@ -119,8 +119,8 @@ def check(table: JobTable, nodes: Sequence[NodeKey]) -> None:
                 assert entry.node in nodes and entry.node is not None and entry.incarnation > 0, entry
                 slot = entry.rank // job.spec.ranks_per_node
                 assert slots.setdefault(entry.node, slot) == slot, f"two slots of one job on {entry.node}"
-            assert (entry.state is RankState.UP) == bool(entry.address), entry
-            assert (entry.state is RankState.VACANT) == (entry.node is None), entry
+            assert (entry.state is SlotState.UP) == bool(entry.address), entry
+            assert (entry.state is SlotState.VACANT) == (entry.node is None), entry
         if job.phase in (JobPhase.WAITING, JobPhase.ENDED):
             assert not any(entry.lives for entry in job.ranks), job
         assert (job.outcome is not None) == (job.phase in (JobPhase.STOPPING, JobPhase.ENDED)), job
@@ -440,9 +440,9 @@ class Play:
                 assert entry.incarnation >= was.incarnation
                 if was.lives and entry.lives and was.node in stayed and was.incarnation == entry.incarnation:
                     assert entry.node == was.node, "what runs on a living node is never moved"
-                if entry.state is RankState.STARTING and was.state is not RankState.STARTING:
+                if entry.state is SlotState.STARTING and was.state is not SlotState.STARTING:
                     assert entry.incarnation > was.incarnation
-                if was.state in (RankState.FINISHED, RankState.LOST):
+                if was.state in (SlotState.FINISHED, SlotState.LOST):
                     assert entry.state is was.state
 
 
@@ -486,7 +486,7 @@ def revive(t: Table) -> None:
                 for entry in job.ranks:
                     if entry.lives:
                         t.down(entry.rank, -9, job_id=job.id)
-            elif any(entry.state is RankState.STARTING for entry in job.ranks):
+            elif any(entry.state is SlotState.STARTING for entry in job.ranks):
                 t.up(job_id=job.id)
     for job in t.table.jobs:
         assert job.phase is JobPhase.ENDED or job.view() is not None, job

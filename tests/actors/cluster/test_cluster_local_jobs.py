@@ -17,7 +17,7 @@ from zbmd.actors.cluster.state.job_table import (
     Submit,
 )
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import Change, ClusterView
+from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.actors.view import View
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.machine import SetTimer, TimerFired
@@ -48,7 +48,7 @@ class Host:
         for action in actions:
             if isinstance(action, e.Fork):
                 done = self.put(e.Forked(key=action.key), e.Joined(key=action.key, address=f"{action.key}"))
-                orders += [a.order for a in done if isinstance(a, e.Ask)]
+                orders += [a.order for a in done if isinstance(a, e.ProposeOrder)]
         return orders
 
 
@@ -71,7 +71,7 @@ class Hosts:
             self.numbers[key] += 1
             commands.append(Command(origin=key, number=self.numbers[key], order=order))
         gone = tuple(self.keys[node_id] for node_id in removed)
-        change = Change(epoch=self.view.epoch + 1, removed=gone, commands=tuple(commands))
+        change = ViewChange(epoch=self.view.epoch + 1, removed=gone, commands=tuple(commands))
         self.view = self.view.after(change)
         return self.view
 
@@ -99,7 +99,9 @@ def key_of(rank: int, incarnation: int = 1) -> RankKey:
 
 
 def told(actions: list[e.Action]) -> list[tuple[int, int, bool, bool]]:
-    return [(a.to.id, a.word.epoch, a.word.linked, a.word.ask) for a in actions if isinstance(a, e.Tell)]
+    return [
+        (a.to.id, a.word.epoch, a.word.linked, a.word.ask) for a in actions if isinstance(a, e.SendToHost)
+    ]
 
 
 def kinds(actions: list[e.Action]) -> list[str]:
@@ -120,7 +122,7 @@ def test_a_job_from_its_first_view_to_its_end() -> None:
     assert told(linked) == [(1, epoch, True, False)]
     assert hosts.say(1, 0, epoch) == [e.EnterView(job=JOB, epoch=epoch, to=(0,))]
     (down, announced) = (*first.put(e.Exited(key=key_of(0), code=0, reason="exit code 0")), None)
-    assert isinstance(down, e.Ask) and isinstance(down.order, RankDown) and down.order.code == 0
+    assert isinstance(down, e.ProposeOrder) and isinstance(down.order, RankDown) and down.order.code == 0
     assert announced is None
     one = RankDown(job=JOB, rank=1, incarnation=1, code=0, reason="exit code 0")
     hosts.change((0, down.order), (1, one))
@@ -133,7 +135,7 @@ def test_a_rank_that_was_given_in_a_view_never_acted_on_here_is_told_to_have_nev
     first = hosts.hosts[0]
     hosts.change((1, Stop(job=JOB, reason="at once")))
     opened, asked = hosts.act(0)[0]
-    assert isinstance(opened, e.Open) and isinstance(asked, e.Ask)
+    assert isinstance(opened, e.Open) and isinstance(asked, e.ProposeOrder)
     assert isinstance(asked.order, RankDown) and (asked.order.rank, asked.order.code) == (0, None)
     hosts.change()
     assert first.put(e.ViewActedOn(view=hosts.view)) == [], "once"
@@ -182,7 +184,7 @@ def pair_with_a_third_to_come() -> tuple[Hosts, int]:
     third = NodeKey(2, 1)
     hosts.keys.append(third)
     hosts.numbers[third] = 0
-    hosts.view = hosts.view.after(Change(epoch=hosts.view.epoch + 1, added=(Node(third),)))
+    hosts.view = hosts.view.after(ViewChange(epoch=hosts.view.epoch + 1, added=(Node(third),)))
     hosts.act(0, 1)
     return hosts, install.view.epoch
 
@@ -230,7 +232,7 @@ def test_what_does_not_end_when_asked_is_killed() -> None:
     host.now_ns += GRACE_NS
     assert host.put(TimerFired()) == [e.Kill(key=key_of(0))]
     (down,) = host.put(e.Exited(key=key_of(0), code=-9, reason="killed"))
-    assert isinstance(down, e.Ask)
+    assert isinstance(down, e.ProposeOrder)
 
 
 def test_when_its_life_ends_everything_is_killed_and_nothing_told() -> None:
@@ -251,7 +253,7 @@ def test_a_death_is_told_before_its_exit_status_is_known_and_once() -> None:
     hosts.up()
     host = hosts.hosts[0]
     told_down, announced = host.put(e.LossProven(key=key_of(1)))
-    assert isinstance(told_down, e.Ask) and isinstance(told_down.order, RankDown)
+    assert isinstance(told_down, e.ProposeOrder) and isinstance(told_down.order, RankDown)
     assert told_down.order.code is None
     assert isinstance(announced, e.AnnounceDown) and not announced.confirmed and announced.to == (0,)
     hosts.change((0, told_down.order))
@@ -286,7 +288,7 @@ def test_ranks_that_lost_a_link_and_live_get_another_view() -> None:
     hosts = Hosts(2)
     epoch = entered(hosts)
     (ask,) = lose_link(hosts.hosts[1], epoch)
-    assert isinstance(ask, e.Ask)
+    assert isinstance(ask, e.ProposeOrder)
     members = hosts.view.jobs.jobs[0].view()
     hosts.change((1, ask.order))
     job = hosts.view.jobs.jobs[0]
@@ -306,7 +308,7 @@ def test_a_link_that_a_death_took_asks_for_no_view_of_its_own() -> None:
     survivor = hosts.hosts[0]
     assert kinds(survivor.put(e.LinkLost(key=key_of(0), epoch=epoch))) == ["SetTimer"]
     (down,) = hosts.hosts[1].put(e.Exited(key=key_of(1), code=-9, reason="killed"))
-    assert isinstance(down, e.Ask)
+    assert isinstance(down, e.ProposeOrder)
     hosts.change((1, down.order))
     forks = hosts.act(0, 1)[1]
     orders = hosts.hosts[1].start(forks)
@@ -330,7 +332,7 @@ def test_a_rank_that_never_joins_is_given_up_once_others_wait_for_it() -> None:
     assert isinstance(timer, SetTimer) and timer.at_ns == 1000 + derive().join_ns
     second.now_ns = timer.at_ns
     told, kill = second.put(TimerFired())
-    assert isinstance(told, e.Ask) and isinstance(told.order, RankDown)
+    assert isinstance(told, e.ProposeOrder) and isinstance(told.order, RankDown)
     assert (told.order.rank, told.order.incarnation, told.order.code) == (1, 2, None)
     assert "has not joined its job" in told.order.reason
     assert kill == e.Kill(key=fork.key)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from zbmd.actors.cluster.membership.overlay import FAN_OUT, overlay_of, tree_of
 from zbmd.actors.cluster.membership.reports import Reports
 from zbmd.actors.cluster.membership.rounds import Acceptor, Round
-from zbmd.actors.cluster.messages import Accepted, Ballot, Phase, Report, RoundReply, RoundRequest
+from zbmd.actors.cluster.messages import Accepted, Ballot, MemberReport, RoundPhase, RoundReply, RoundRequest
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import OBSERVERS_MAX, Change, ClusterView, quorum
+from zbmd.actors.cluster.state.view import OBSERVERS_MAX, ClusterView, ViewChange, quorum
 from zbmd.transport.errors import LocalProtocolError
 
 
@@ -46,12 +46,12 @@ def test_all_who_are_not_proven_dead_may_decide() -> None:
 def test_a_change_must_follow_from_the_view() -> None:
     view = view_of(3)
     back = Node(NodeKey(1, 2))
-    after = view.after(Change(epoch=2, removed=(NodeKey(1, 1),), added=(back,)))
+    after = view.after(ViewChange(epoch=2, removed=(NodeKey(1, 1),), added=(back,)))
     assert after.holds(back.key) and not after.holds(NodeKey(1, 1)) and after.ids == (0, 1, 2)
     for wrong in (
-        Change(epoch=3),
-        Change(epoch=2, removed=(NodeKey(1, 2),)),
-        Change(epoch=2, added=(back,)),
+        ViewChange(epoch=3),
+        ViewChange(epoch=2, removed=(NodeKey(1, 2),)),
+        ViewChange(epoch=2, added=(back,)),
     ):
         with pytest.raises(LocalProtocolError):
             view.after(wrong)
@@ -87,7 +87,9 @@ def test_a_tree_reaches_each_once(size: int, data: st.DataObject) -> None:
 
 def ask(size: int) -> tuple[Round, RoundRequest]:
     view = view_of(size)
-    cast = RoundRequest(phase=Phase.PREPARE, epoch=1, ballot=Ballot(1, 0), root=NodeKey(0, 1), excluded=())
+    cast = RoundRequest(
+        phase=RoundPhase.PREPARE, epoch=1, ballot=Ballot(1, 0), root=NodeKey(0, 1), excluded=()
+    )
     return Round(cast, tree_of(view, 0, ()), 0, None, 0), cast
 
 
@@ -97,8 +99,8 @@ def echo(cast: RoundRequest, **fields: object) -> RoundReply:
 
 def test_a_round_merges_what_comes_up() -> None:
     asked, cast = ask(40)
-    old = Accepted(ballot=Ballot(0, 0), change=Change(epoch=2))
-    new = Accepted(ballot=Ballot(3, 2), change=Change(epoch=2, removed=(NodeKey(5, 1),)))
+    old = Accepted(ballot=Ballot(0, 0), change=ViewChange(epoch=2))
+    new = Accepted(ballot=Ballot(3, 2), change=ViewChange(epoch=2, removed=(NodeKey(5, 1),)))
     asked.answer(accepted=old)
     assert asked.echo_of(1, echo(cast, accepted=new, missing=(20,)))
     assert not asked.echo_of(1, echo(cast)), "an answer counts once"
@@ -109,10 +111,10 @@ def test_a_round_merges_what_comes_up() -> None:
 
 
 def test_an_acceptor_keeps_its_word() -> None:
-    acceptor, change = Acceptor(), Change(epoch=2)
+    acceptor, change = Acceptor(), ViewChange(epoch=2)
     assert acceptor.accept(Ballot(0, 4), change) is None
     assert acceptor.prepare(Ballot(2, 1)) is None
-    assert acceptor.accept(Ballot(1, 7), Change(epoch=2, removed=(NodeKey(1, 1),))) == Ballot(2, 1)
+    assert acceptor.accept(Ballot(1, 7), ViewChange(epoch=2, removed=(NodeKey(1, 1),))) == Ballot(2, 1)
     assert acceptor.accepted == Accepted(ballot=Ballot(0, 4), change=change)
     assert acceptor.accept(Ballot(2, 1), change) is None
 
@@ -120,7 +122,7 @@ def test_an_acceptor_keeps_its_word() -> None:
 def test_a_member_is_removed_once_most_have_suspected_it_for_long_enough() -> None:
     view = view_of(4)
     key = view.nodes[3].key
-    accuse, acquit = Report(epoch=1, down=(key,)), Report(epoch=1)
+    accuse, acquit = MemberReport(epoch=1, down=(key,)), MemberReport(epoch=1)
     reports = Reports(view, stand_ns=100)
     for reporter, at_ns in ((0, 1_000), (1, 1_050)):
         assert reports.take(view.nodes[reporter].key, accuse, now_ns=at_ns)

@@ -17,9 +17,9 @@ from zbmd.actors.cluster.messages import (
     JoinCluster,
     Learn,
     LeaveRequested,
+    MemberReport,
     Ordered,
     Received,
-    Report,
     Send,
     Stopped,
     Suspected,
@@ -142,7 +142,7 @@ def test_a_node_that_hears_nobody_condemns_nobody() -> None:
 def reports_to(actions: list[Action]) -> dict[int, tuple[NodeKey, ...]]:
     """Whom they tell of whom."""
     sent = [a for a in actions if isinstance(a, Send)]
-    return {a.to.id: a.message.down for a in sent if isinstance(a.message, Report)}
+    return {a.to.id: a.message.down for a in sent if isinstance(a.message, MemberReport)}
 
 
 def test_what_is_taken_back_is_taken_back_from_all_who_were_told() -> None:

@@ -12,12 +12,12 @@ from zbmd.actors.cluster.state.job_table import (
     JobSpec,
     Order,
     RankDown,
-    RankState,
+    SlotState,
     Stop,
     Submit,
 )
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import Change, ClusterView
+from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.transport.machine import SetTimer, TimerFired
 
@@ -64,7 +64,7 @@ class World:
                     self.orders.append((key, Submit(spec=self.spec)))
                 case o.StopJob(reason=reason):
                     self.orders.append((key, Stop(job=JOB, reason=reason)))
-                case o.Leave():
+                case o.LeaveCluster():
                     self.going.add(key)
                 case o.NotifyUser(text=text):
                     self.said.append(text)
@@ -92,7 +92,7 @@ class World:
         removed = tuple(sorted(key for key in self.going if self.view.holds(key)))
         added = tuple(Node(key) for key in sorted(self.joining) if key not in self.going)
         self.joining, self.going = [], set()
-        change = Change(epoch=self.view.epoch + 1, removed=removed, added=added, commands=tuple(commands))
+        change = ViewChange(epoch=self.view.epoch + 1, removed=removed, added=added, commands=tuple(commands))
         self.view = self.view.after(change)
         for key in removed:
             if key in self.machines:
@@ -280,7 +280,7 @@ def test_whatever_comes_and_goes_one_job_is_given_and_it_begins(
     w.settle()
     assert len(w.view.jobs.jobs) == 1
     job = w.view.jobs.jobs[0]
-    assert job.phase is JobPhase.RUNNING and any(e.state is RankState.STARTING for e in job.ranks)
+    assert job.phase is JobPhase.RUNNING and any(e.state is SlotState.STARTING for e in job.ranks)
     for _ in range(w.spec.nodes_max):  # a rank without a node starts on one whose rank has finished
         w.end_ranks(0)
         w.settle()

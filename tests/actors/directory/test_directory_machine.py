@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors.directory import events as ev
-from zbmd.actors.directory.events import Key, Outcome, Process, What
+from zbmd.actors.directory.events import Key, NameOutcome, Process, What
 from zbmd.actors.directory.machine import DirectoryMachine
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
@@ -124,10 +124,10 @@ class World:
         call = member.calls.pop(action.call)
         if call.key in member.ended:
             return
-        if call.what is What.REGISTER and action.outcome is Outcome.DONE:
+        if call.what is What.REGISTER and action.outcome is NameOutcome.DONE:
             assert call.key is not None
             member.holds[call.name] = call.key
-        if action.outcome is Outcome.FOUND:
+        if action.outcome is NameOutcome.FOUND:
             assert action.key is not None
             me, holder = member.me, action.key[:2]
             assert holder == me or frozenset((me, holder)) in self.links
@@ -143,7 +143,7 @@ class World:
         if isinstance(chosen[0], str):
             process = next(p for p in due if p == chosen)
             epoch = self.next_view(process)
-            self.event(process, ev.EnterView(epoch=epoch, members=self.views[epoch - 1]))
+            self.event(process, ev.ViewBegun(epoch=epoch, members=self.views[epoch - 1]))
         else:
             source, to = next(pair for pair in full if pair == chosen)
             self.event(to, ev.MessageReceived(source=source, message=self.queues[source, to].popleft()))
@@ -176,11 +176,11 @@ class World:
         elif what == 3:
             if key not in member.joined.setdefault(name, []):
                 member.joined[name].append(key)
-            self.event(process, ev.Join(group=name, key=key))
+            self.event(process, ev.GroupJoined(group=name, key=key))
         elif what == 4:
             if key in member.joined.get(name, []):
                 member.joined[name].remove(key)
-            self.event(process, ev.Leave(group=name, key=key))
+            self.event(process, ev.GroupLeft(group=name, key=key))
         else:
             self.ask(process, [What.REGISTER, What.LOOK_UP, What.UNREGISTER][what - 5], name, key)
 
@@ -258,7 +258,7 @@ def machine(me: Process, *others: Process) -> DirectoryMachine:
     made = DirectoryMachine(me)
     for other in others:
         made.handle(ev.LinkUp(process=other), now_ns=0)
-    made.handle(ev.EnterView(epoch=1, members=(me, *others)), now_ns=0)
+    made.handle(ev.ViewBegun(epoch=1, members=(me, *others)), now_ns=0)
     return made
 
 
@@ -271,12 +271,12 @@ def test_two_parts_that_meet_leave_a_name_to_one() -> None:
     keys: dict[Process, Key] = {A: ("a", 1, "x", 1), B: ("b", 1, "y", 1)}
     for me, made in machines.items():
         made.handle(ev.LinkUp(process=B if me == A else A), now_ns=0)
-        made.handle(ev.EnterView(epoch=1, members=(me,)), now_ns=0)
+        made.handle(ev.ViewBegun(epoch=1, members=(me,)), now_ns=0)
         asked = ev.Asked(call=1, what=What.REGISTER, name="red", key=keys[me])
         (answer,) = made.handle(asked, now_ns=0)
-        assert isinstance(answer, ev.Answered) and answer.outcome is Outcome.DONE
+        assert isinstance(answer, ev.Answered) and answer.outcome is NameOutcome.DONE
     lost: list[ev.NameLost] = []
-    todo: list[tuple[Process, ev.Event]] = [(me, ev.EnterView(epoch=2, members=(A, B))) for me in machines]
+    todo: list[tuple[Process, ev.Event]] = [(me, ev.ViewBegun(epoch=2, members=(A, B))) for me in machines]
     while todo:
         me, event = todo.pop(0)
         for action in machines[me].handle(event, now_ns=0):
@@ -305,9 +305,9 @@ def test_what_its_driver_may_not_do() -> None:
     made = machine(A, B)
     stranger: Key = ("b", 1, "x", 1)
     for event in (
-        ev.EnterView(epoch=1, members=(A,)),
-        ev.EnterView(epoch=2, members=(B,)),
-        ev.Join(group="g", key=stranger),
+        ev.ViewBegun(epoch=1, members=(A,)),
+        ev.ViewBegun(epoch=2, members=(B,)),
+        ev.GroupJoined(group="g", key=stranger),
         ev.Asked(call=1, what=What.REGISTER, name="n", key=stranger),
         ev.Asked(call=0, what=What.LOOK_UP, name="n"),
         ev.LinkUp(process=B),
@@ -324,9 +324,9 @@ def test_what_its_driver_may_not_do() -> None:
 def test_what_does_not_fit_into_one_message_goes_in_parts() -> None:
     one, other = DirectoryMachine(A), machine(B, A)
     for number in range(2 * ev.HERE_KEYS_MAX):
-        one.handle(ev.Join(group=f"g{number % 3}", key=("a", 1, f"x{number}", number + 1)), now_ns=0)
+        one.handle(ev.GroupJoined(group=f"g{number % 3}", key=("a", 1, f"x{number}", number + 1)), now_ns=0)
     one.handle(ev.LinkUp(process=B), now_ns=0)
-    actions = one.handle(ev.EnterView(epoch=1, members=(A, B)), now_ns=0)
+    actions = one.handle(ev.ViewBegun(epoch=1, members=(A, B)), now_ns=0)
     parts = [action.message for action in actions if isinstance(action, ev.Send)]
     assert [part.last for part in parts if isinstance(part, ev.Here)] == [False, True]
     for part in parts:
@@ -360,4 +360,4 @@ def test_a_name_that_was_granted_over_a_link_that_ended_is_free_or_asked_for_aga
             home.check_invariants()
         (found,) = home.handle(ev.Asked(call=1, what=What.LOOK_UP, name=name), now_ns=0)
         assert isinstance(found, ev.Answered)
-        assert found.outcome is (Outcome.FREE if given_up else Outcome.FOUND)
+        assert found.outcome is (NameOutcome.FREE if given_up else NameOutcome.FOUND)

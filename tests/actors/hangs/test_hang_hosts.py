@@ -17,7 +17,7 @@ from zbmd.actors.cluster.contracts import (
     HangStanding,
 )
 from zbmd.actors.cluster.jobs.hosted_job import HangRelay, judge_of
-from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, RankState
+from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, SlotState
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.hangs.verdict import (
     AskStanding,
@@ -119,7 +119,7 @@ async def test_the_root_is_ended_on_its_host_and_the_job_goes_on(tmp_path: Path)
 def job_of(*nodes: int) -> Job:
     """A job whose rank r runs on node `nodes[r]`."""
     ranks = tuple(
-        RankEntry(rank=rank, node=NODES[node], incarnation=1, state=RankState.UP)
+        RankEntry(rank=rank, node=NODES[node], incarnation=1, state=SlotState.UP)
         for rank, node in enumerate(nodes)
     )
     return Job(spec=JobSpec(job=5, target="t", nodes_max=3), submitter=NODES[0], ranks=ranks)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.process.exit import without_mark
-from zbmd.actors.process.template import REQUEST_BYTES_MAX, Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.process.template import REQUEST_BYTES_MAX, Forked, ForkExited, ForkFailed, ForkRequest
 from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
 
@@ -23,13 +23,13 @@ class Template:
     """A running template and what it said."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.replies: asyncio.Queue[Forked | ForkFailed | Exited] = asyncio.Queue()
+        self.replies: asyncio.Queue[Forked | ForkFailed | ForkExited] = asyncio.Queue()
         self.lost: asyncio.Future[TemplateLost] = asyncio.get_running_loop().create_future()
         self.client = TemplateClient(on_reply=self._on_reply, on_lost=self.lost.set_result)
         self._directory = tmp_path
         self._incarnation = 0
 
-    def _on_reply(self, reply: Forked | ForkFailed | Exited, pidfd: int | None) -> None:
+    def _on_reply(self, reply: Forked | ForkFailed | ForkExited, pidfd: int | None) -> None:
         if pidfd is not None:
             os.close(pidfd)
         self.replies.put_nowait(reply)
@@ -57,7 +57,7 @@ class Template:
             os.close(write)
         return read
 
-    async def reply(self) -> Forked | ForkFailed | Exited:
+    async def reply(self) -> Forked | ForkFailed | ForkExited:
         async with asyncio.timeout(TIMEOUT_S):
             return await self.replies.get()
 
@@ -65,7 +65,7 @@ class Template:
         """Run a child to its end: its exit code and output."""
         read = self.fork(text, **environment)
         forked, exited = await self.reply(), await self.reply()
-        assert isinstance(forked, Forked) and isinstance(exited, Exited)
+        assert isinstance(forked, Forked) and isinstance(exited, ForkExited)
         assert exited.pid == forked.pid
         with os.fdopen(read, "rb") as output:
             return exited.code, output.read().decode()
@@ -125,7 +125,7 @@ async def test_children_of_a_child_end_with_it(tmp_path: Path) -> None:
         read = running.fork(text)
         assert isinstance(await running.reply(), Forked)
         exited = await running.reply()
-        assert isinstance(exited, Exited)
+        assert isinstance(exited, ForkExited)
         assert exited.code == 0
         # The helper held the pipe too: its end is the end of the file.
         with os.fdopen(read, "rb") as output:

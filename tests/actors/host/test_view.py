@@ -195,7 +195,7 @@ def test_what_fails_before_its_first_join_is_not_started_again() -> None:
     host = make(2)
     host.put(v.Forked(rank=0, incarnation=1))
     host.put(v.Exited(rank=0, incarnation=1, code=1, reason="exit code 1"))
-    assert host.machine.phase is v.Phase.STOPPING
+    assert host.machine.phase is v.RunPhase.STOPPING
     assert host.machine.restarts_total == 0
 
 
@@ -308,7 +308,7 @@ def test_any_history(seed: int, n: int, on_loss: OnLoss, deaths: int) -> None:
             host.die(rank, incarnation, normal=rng.random() < 0.2, early_notice=rng.random() < 0.5)
     host.drain()
     # Healed: whoever lives is in the last view, unless the run is over.
-    if host.machine.phase is v.Phase.RUNNING:
+    if host.machine.phase is v.RunPhase.RUNNING:
         assert {(m.rank, m.incarnation) for m in host.machine.view.members} >= host.alive
         if host.views:
             assert host.entered[-1:] == [host.views[-1].epoch] or not host.alive

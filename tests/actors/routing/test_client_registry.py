@@ -42,7 +42,7 @@ class Owner:
                     ), "not seen yet"
                 case b.Forget(process=process, incarnation=incarnation):
                     assert self.kept.pop(process) == incarnation
-                case b.Refuse():
+                case b.RefuseNotice():
                     raise AssertionError("there are few")
         for process in NAMES:
             assert self.book.life_of(process) == self.kept.get(process, 0), "what is found is what is kept"
@@ -54,7 +54,7 @@ class Owner:
             if before is not None:
                 self.late.append((process, before))
             self.links[process] = incarnation
-            self.feed(b.Linked(process=process, incarnation=incarnation))
+            self.feed(b.ClientLinked(process=process, incarnation=incarnation))
 
     def enrol(self, process: str, incarnation: int) -> None:
         if self.links.get(process) == incarnation:
@@ -164,10 +164,10 @@ def test_bounds_are_kept() -> None:
     for ticket in range(b.HEEDED_MAX):
         book._heeded[ticket] = (process, 1)
     (refused,) = book.handle(b.NoticeWanted(ticket=b.HEEDED_MAX, process=process, incarnation=1))
-    assert isinstance(refused, b.Refuse)
+    assert isinstance(refused, b.RefuseNotice)
     for number in range(b.SEEN_MAX + 1):
         name = f"session-{number}@node1"
-        book.handle(b.Linked(process=name, incarnation=1))
+        book.handle(b.ClientLinked(process=name, incarnation=1))
         book.handle(b.Enrolled(process=name, incarnation=1))
         book.handle(b.Left(process=name, incarnation=1))
     book.check_invariants()

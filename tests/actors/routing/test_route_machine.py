@@ -53,7 +53,7 @@ class Cluster:
                 process, incarnation = self.open.pop(ticket)
                 assert self.links.get(process), f"{process} is not linked"
                 assert incarnation in (0, self.links[process]), "a link to another life than was wanted"
-            case w.Refuse(ticket=ticket, kind=kind):
+            case w.RefuseLink(ticket=ticket, kind=kind):
                 process, incarnation = self.open.pop(ticket)
                 if kind is w.RefusalKind.DEAD:
                     assert incarnation < self.lives[process], "that life is not over"
@@ -65,14 +65,14 @@ class Cluster:
     def end(self, process: str) -> None:
         incarnation = self.links.pop(process, None)
         if incarnation is not None:
-            self.feed(w.Ended(process=process, incarnation=incarnation))
+            self.feed(w.LinkEnded(process=process, incarnation=incarnation))
 
     def link(self, process: str, incarnation: int) -> None:
         known = self.links.get(process, 0)
         if known < incarnation:
             self.end(process)
             self.links[process] = incarnation
-            self.feed(w.Linked(process=process, incarnation=incarnation))
+            self.feed(w.ProcessLinked(process=process, incarnation=incarnation))
 
     def want(self, process: str) -> None:
         self.next += 1
@@ -87,7 +87,7 @@ class Cluster:
             self.feed(w.NotFound(process=process, reason="as the test wants"))
         elif what == "seek":
             self.found = self.lives[process]
-            self.feed(w.Found(process=process, incarnation=self.found))
+            self.feed(w.ProcessFound(process=process, incarnation=self.found))
         elif incarnation == self.lives[process]:
             self.link(process, incarnation)
         else:
@@ -168,14 +168,14 @@ def test_planted_bugs_are_found(planted: type[w.RouteMachine]) -> None:
 def test_bounds_are_kept() -> None:
     machine = w.RouteMachine()
     for number in range(w.PROCESSES_MAX):
-        machine.handle(w.Linked(process=f"node{number + 1}", incarnation=1))
+        machine.handle(w.ProcessLinked(process=f"node{number + 1}", incarnation=1))
     assert not machine.has_room("node9999") and machine.has_room("node1")
     (refused,) = machine.handle(w.Wanted(process="node9999", incarnation=0, ticket=1))
-    assert isinstance(refused, w.Refuse) and refused.kind is w.RefusalKind.TOO_MANY
+    assert isinstance(refused, w.RefuseLink) and refused.kind is w.RefusalKind.TOO_MANY
     for ticket in range(w.TICKETS_MAX):
         machine.handle(w.Wanted(process="node1", incarnation=2, ticket=ticket))
     (refused,) = machine.handle(w.Wanted(process="node2", incarnation=2, ticket=w.TICKETS_MAX))
-    assert isinstance(refused, w.Refuse) and refused.kind is w.RefusalKind.TOO_MANY
+    assert isinstance(refused, w.RefuseLink) and refused.kind is w.RefusalKind.TOO_MANY
     machine.check_invariants()
 
 

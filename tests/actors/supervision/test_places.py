@@ -16,10 +16,10 @@ from zbmd.actors.process_pool.placement import (
     Probe,
     Probed,
     Quarantined,
+    QuarantineEnded,
     Refused,
     Released,
     Reopened,
-    TimerFired,
     Wanted,
 )
 from zbmd.transport.errors import LocalProtocolError
@@ -50,7 +50,7 @@ class World:
         return [f"{a.place} until {a.until_ns // SECOND_NS}" for a in actions if isinstance(a, Quarantined)]
 
     def probe(self, place: str, problem: str = "") -> list[str]:
-        assert self.machine.handle(TimerFired(place=place), now_ns=self.now_ns) == [Probe(place=place)]
+        assert self.machine.handle(QuarantineEnded(place=place), now_ns=self.now_ns) == [Probe(place=place)]
         (action,) = self.machine.handle(Probed(place=place, problem=problem), now_ns=self.now_ns)
         self.machine.check_invariants()
         return (
@@ -134,7 +134,7 @@ def test_any_history_keeps_the_rules(seed: int) -> None:
 def test_misuse_is_told() -> None:
     w = World("a")
     w.want("1")
-    for event in (Wanted(child="1"), Released(child="2", failed=True, reason=""), TimerFired(place="a")):
+    for event in (Wanted(child="1"), Released(child="2", failed=True, reason=""), QuarantineEnded(place="a")):
         with pytest.raises(LocalProtocolError):
             w.machine.handle(event, now_ns=0)
     (refused,) = w.machine.handle(Wanted(child="2"), now_ns=0)

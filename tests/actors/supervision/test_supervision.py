@@ -16,11 +16,12 @@ from zbmd.actors.supervision.events import (
     AddRequested,
     AutoShutdown,
     BackOff,
-    CancelTimer,
+    CancelChildTimer,
     ChildExited,
     ChildPolicy,
     ChildStarted,
     ChildStartFailed,
+    ChildTimerFired,
     DeleteRequested,
     Escalate,
     Event,
@@ -29,7 +30,7 @@ from zbmd.actors.supervision.events import (
     Refuse,
     Restart,
     RestartRequested,
-    SetTimer,
+    SetChildTimer,
     StartChild,
     StartRequested,
     StopChild,
@@ -37,9 +38,8 @@ from zbmd.actors.supervision.events import (
     StopRequested,
     Strategy,
     TerminateRequested,
-    TimerFired,
 )
-from zbmd.actors.supervision.machine import ChildState, Phase, SupervisionMachine
+from zbmd.actors.supervision.machine import ChildState, SupervisionMachine, SupervisorPhase
 from zbmd.transport.errors import LocalProtocolError
 
 # (restart types of a, b, c …; strategy; who dies; how; what follows)
@@ -83,7 +83,7 @@ def test_children_start_in_order_and_stop_in_reverse() -> None:
     w.journal.clear()
     w.event(StopRequested(reason="test"))
     assert w.journal == ["-c", "-b", "-a", "stopped"]
-    assert w.machine.phase is Phase.STOPPED
+    assert w.machine.phase is SupervisorPhase.STOPPED
     w.event(StopRequested(reason="again"))
     assert w.journal[-1] == "stopped"
 
@@ -257,7 +257,7 @@ def test_the_next_child_waits_until_the_one_before_is_up() -> None:
 def test_intensity_zero_escalates_at_the_first_failure_with_the_cause() -> None:
     w = world("pp", intensity=0)
     actions = w.machine.handle(ChildExited(child="a", normal=False, reason="bit rot"), now_ns=0)
-    assert [type(a) for a in actions] == [StopChild, SetTimer]
+    assert [type(a) for a in actions] == [StopChild, SetChildTimer]
     assert "bit rot" in actions[0].reason  # type: ignore[union-attr]
     end = w.machine.handle(ChildExited(child="b", normal=True, reason="asked"), now_ns=0)
     assert isinstance(end[-1], Escalate) and "a failed: bit rot" in end[-1].reason
@@ -299,13 +299,13 @@ def test_the_shutdown_deadline_kills() -> None:
     actions = w.machine.handle(StopRequested(reason="test"), now_ns=7)
     assert actions == [
         StopChild(child="b", reason="test"),
-        SetTimer(child="b", incarnation=1, at_ns=7 + 5 * SECOND_NS),
+        SetChildTimer(child="b", incarnation=1, at_ns=7 + 5 * SECOND_NS),
     ]
-    assert w.machine.handle(TimerFired(child="b", incarnation=0), now_ns=8) == []
-    killed = w.machine.handle(TimerFired(child="b", incarnation=1), now_ns=8)
+    assert w.machine.handle(ChildTimerFired(child="b", incarnation=0), now_ns=8) == []
+    killed = w.machine.handle(ChildTimerFired(child="b", incarnation=1), now_ns=8)
     assert isinstance(killed[0], KillChild) and "5 s" in killed[0].reason
     w.event(ChildExited(child="b", normal=False, reason="killed"))
-    assert w.machine.phase is Phase.STOPPED
+    assert w.machine.phase is SupervisorPhase.STOPPED
 
 
 def test_a_child_without_shutdown_time_is_killed_and_a_second_stop_kills_all() -> None:
@@ -397,7 +397,7 @@ class RandomDriver:
         self.lives: dict[str, Life] = {}
         self.ended: list[str] = []
         self.now_ns = 0
-        self.timers: dict[str, SetTimer] = {}
+        self.timers: dict[str, SetChildTimer] = {}
         self.added: set[str] = set()
         self.terminated: set[str] = set()
 
@@ -422,14 +422,14 @@ class RandomDriver:
                 self.lives[action.child] = Life()
             case StopChild() | KillChild():
                 later = self.order[self.order.index(action.child) + 1 :]
-                if isinstance(action, StopChild) and self.machine.phase is Phase.STOPPING:
+                if isinstance(action, StopChild) and self.machine.phase is SupervisorPhase.STOPPING:
                     later = [c for c in later if c not in self.added or action.child not in self.added]
                     assert not any(c in self.lives for c in later), "stops go from the last to the first"
                 self.lives[action.child].asked = True
-            case SetTimer():
+            case SetChildTimer():
                 assert action.child not in self.timers
                 self.timers[action.child] = action
-            case CancelTimer():
+            case CancelChildTimer():
                 assert self.timers.pop(action.child).incarnation == action.incarnation
             case LeaveDown():
                 assert action.child not in self.lives
@@ -444,7 +444,7 @@ class RandomDriver:
         child = self.rng.choice("abcdefghijkl")
         request = self.rng.choice([AddRequested, TerminateRequested, RestartRequested, DeleteRequested])
         if request is AddRequested:
-            if child not in self.order and self.machine.phase is Phase.RUNNING:
+            if child not in self.order and self.machine.phase is SupervisorPhase.RUNNING:
                 self.order.append(child)
                 self.added.add(child)
                 self.terminated.discard(child)
@@ -467,13 +467,13 @@ class RandomDriver:
                     choices.append(ChildStartFailed(child=child, reason="random"))
             if life.asked or not calm:
                 choices.append(ChildExited(child=child, normal=self.rng.random() < 0.5, reason="random"))
-        choices += [TimerFired(child=t.child, incarnation=t.incarnation) for t in self.timers.values()]
+        choices += [ChildTimerFired(child=t.child, incarnation=t.incarnation) for t in self.timers.values()]
         if not choices:
             return None
         event = self.rng.choice(choices)
         if isinstance(event, ChildStarted):
             self.lives[event.child].up = True
-        if isinstance(event, TimerFired):
+        if isinstance(event, ChildTimerFired):
             self.now_ns = max(self.now_ns, self.timers.pop(event.child).at_ns)
         return event
 
@@ -513,4 +513,4 @@ def test_random_histories_keep_the_invariants_and_come_to_an_end(seed: int) -> N
         while not driver.ended and (event := driver.random_event(calm=True)) is not None:
             driver.step(event)
     assert driver.ended in (["Stopped"], ["Escalate"])
-    assert machine.phase is Phase.STOPPED
+    assert machine.phase is SupervisorPhase.STOPPED

@@ -10,14 +10,14 @@ from zbmd.actors.supervision.events import (
     BackOff,
     ChildExited,
     ChildPolicy,
+    ChildRefusal,
+    ChildTimerFired,
     DeleteRequested,
-    Refusal,
     RestartRequested,
     StartRequested,
     StopRequested,
     Strategy,
     TerminateRequested,
-    TimerFired,
 )
 from zbmd.actors.supervision.machine import ChildState, SupervisionMachine
 from zbmd.transport.errors import LocalProtocolError
@@ -102,7 +102,7 @@ def test_what_was_added_later_stops_all_at_once_and_before_the_others() -> None:
         made.event(ChildExited(child=child, normal=True, reason="asked"))
     assert made.journal == ["-c", "-d", "-e", "-b", "-a", "stopped"]
     made.event(AddRequested(policy=ChildPolicy(child="f")))
-    assert made.journal[-1] == f"?{Refusal.STOPPING.value}"
+    assert made.journal[-1] == f"?{ChildRefusal.STOPPING.value}"
 
 
 def test_the_back_off_grows_is_bounded_and_spread_by_its_seed() -> None:
@@ -138,10 +138,10 @@ def test_a_child_that_fails_again_waits_and_one_that_stood_begins_anew(
     if strategy is ONE:
         assert made.dies("a") == "+a2", "others do not wait with it"
     made.journal.clear()
-    made.event(TimerFired(child="b", incarnation=1))  # of another life
+    made.event(ChildTimerFired(child="b", incarnation=1))  # of another life
     assert made.journal == []
     made.now_ns += SECOND_NS
-    made.event(TimerFired(child="b", incarnation=2))
+    made.event(ChildTimerFired(child="b", incarnation=2))
     assert " ".join(made.journal) == second
     made.now_ns += 5 * SECOND_NS
     assert "+b4" in made.dies("b").split()

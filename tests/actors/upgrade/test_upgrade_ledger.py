@@ -39,8 +39,8 @@ class Processes:
         self.machine = machine
         self.lives = dict.fromkeys(range(SIZE), 0)
         self.ledgers: dict[int, u.CodeLedger] = {}
-        self.ways: dict[tuple[int, int], deque[tuple[u.Change, ...]]] = {}
-        self.runs: dict[int, list[u.Change]] = {}
+        self.ways: dict[tuple[int, int], deque[tuple[u.CodeChange, ...]]] = {}
+        self.runs: dict[int, list[u.CodeChange]] = {}
         self.version = 0
         for place in range(SIZE):
             self.begin(place)
@@ -86,7 +86,7 @@ class Processes:
             return
         self.version += 1
         for place in self.rng.sample(fit, self.rng.randint(1, len(fit))):
-            self.feed(place, u.KeptHere(change=u.Change(last, f"v{self.version}")))
+            self.feed(place, u.KeptHere(change=u.CodeChange(last, f"v{self.version}")))
 
     def step(self) -> None:
         dice = self.rng.random()
@@ -157,14 +157,16 @@ def test_planted_bugs_are_found(planted: type[u.CodeLedger]) -> None:
 def test_changes_are_bounded_and_the_first_of_two_holds() -> None:
     ledger = u.CodeLedger()
     ledger.handle(u.LinkUp(process="rank1", life=1), now_ns=0)
-    changes = tuple(u.Change(f"m:{n}", f"m:{n + 1}") for n in range(u.CHANGES_MAX))
+    changes = tuple(u.CodeChange(f"m:{n}", f"m:{n + 1}") for n in range(u.CHANGES_MAX))
     ledger.handle(u.ChangesReported(process="rank1", life=1, changes=changes), now_ns=0)
     (clash,) = ledger.handle(
-        u.ChangesReported(process="rank1", life=1, changes=(u.Change("m:0", "m:other"),)), now_ns=0
+        u.ChangesReported(process="rank1", life=1, changes=(u.CodeChange("m:0", "m:other"),)), now_ns=0
     )
     assert isinstance(clash, u.Clash) and clash.known == "m:1"
     with pytest.raises(RemoteProtocolError, match="more than 1024 changes"):
-        ledger.handle(u.ChangesReported(process="rank1", life=1, changes=(u.Change("m:a", "m:b"),)), now_ns=0)
+        ledger.handle(
+            u.ChangesReported(process="rank1", life=1, changes=(u.CodeChange("m:a", "m:b"),)), now_ns=0
+        )
 
 
 class Version(Contract, id="ledger.version"):

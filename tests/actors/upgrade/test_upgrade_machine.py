@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from zbmd.actors.upgrade import events as ev
 from zbmd.actors.upgrade.agent import COORDINATOR, Step, UpgradeAgent
-from zbmd.actors.upgrade.coordinator import Phase, UpgradeMachine
+from zbmd.actors.upgrade.coordinator import UpgradeMachine, UpgradePhase
 from zbmd.actors.upgrade.events import Fate, Order
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.machine import SetTimer, TimerFired
 
 ANSWER_NS = 1000
 PROBATION_NS = 100
@@ -63,10 +64,10 @@ class World:
         self.machine.check_invariants()
         for action in actions:
             match action:
-                case ev.Tell(process=process, order=order):
+                case ev.SendOrder(process=process, order=order):
                     self.kept_by_machine |= order is Order.KEEP
                     self.send(COORDINATOR, process, ev.Ordered(leader=COORDINATOR, order=order))
-                case ev.SetTimer(at_ns=at_ns):
+                case SetTimer(at_ns=at_ns):
                     self.timer_ns = at_ns
                 case ev.CancelTimer():
                     self.timer_ns = None
@@ -134,7 +135,7 @@ class World:
         if timed and (not choices or self.rng.random() < 0.02):
             assert self.timer_ns is not None
             self.now_ns, self.timer_ns = max(self.now_ns, self.timer_ns), None
-            self.coordinate(ev.TimerFired())
+            self.coordinate(TimerFired())
             return True
         if not choices:
             return False
@@ -210,7 +211,7 @@ def machine(*stages: list[str]) -> UpgradeMachine:
 
 
 def orders(actions: list[ev.Action]) -> list[tuple[str, Order]]:
-    return [(a.process, a.order) for a in actions if isinstance(a, ev.Tell)]
+    return [(a.process, a.order) for a in actions if isinstance(a, ev.SendOrder)]
 
 
 def test_the_rest_changes_only_after_the_canary_has_stood_its_probation() -> None:
@@ -219,8 +220,8 @@ def test_the_rest_changes_only_after_the_canary_has_stood_its_probation() -> Non
     upgrade.handle(ev.Voted(process="b", why=""), now_ns=1)
     assert orders(upgrade.handle(ev.Voted(process="c", why=""), now_ns=1)) == [("a", Order.CHANGE)]
     changed = upgrade.handle(ev.Changed(process="a", actors=3, why=""), now_ns=2)
-    assert changed == [ev.SetTimer(at_ns=2 + PROBATION_NS)] and upgrade.phase is Phase.ON_PROBATION
-    after = upgrade.handle(ev.TimerFired(), now_ns=102)
+    assert changed == [SetTimer(at_ns=2 + PROBATION_NS)] and upgrade.phase is UpgradePhase.ON_PROBATION
+    after = upgrade.handle(TimerFired(), now_ns=102)
     assert orders(after) == [("b", Order.CHANGE), ("c", Order.CHANGE)]
 
 
@@ -238,10 +239,10 @@ def test_a_canary_that_dies_takes_the_change_back_and_one_that_never_changed_doe
 def test_a_process_that_does_not_answer_is_named() -> None:
     upgrade = machine(["a"], ["b"])
     upgrade.handle(ev.Voted(process="a", why=""), now_ns=1)
-    upgrade.handle(ev.TimerFired(), now_ns=ANSWER_NS)
+    upgrade.handle(TimerFired(), now_ns=ANSWER_NS)
     upgrade.handle(ev.Settled(process="a"), now_ns=ANSWER_NS + 1)
     (finished,) = [
-        a for a in upgrade.handle(ev.TimerFired(), now_ns=2 * ANSWER_NS) if isinstance(a, ev.Finished)
+        a for a in upgrade.handle(TimerFired(), now_ns=2 * ANSWER_NS) if isinstance(a, ev.Finished)
     ]
     assert finished.fate is Fate.TAKEN_BACK and "b did not answer" in finished.reason
     assert finished.silent == ("b",)
@@ -253,7 +254,7 @@ def test_a_process_that_is_lost_before_it_has_settled_is_named() -> None:
         upgrade.handle(ev.Voted(process=process, why=""), now_ns=1)
     for process in ("a", "b"):
         upgrade.handle(ev.Changed(process=process, actors=1, why=""), now_ns=2)
-    upgrade.handle(ev.TimerFired(), now_ns=3)
+    upgrade.handle(TimerFired(), now_ns=3)
     assert upgrade.fate is Fate.KEPT
     upgrade.handle(ev.Settled(process="a"), now_ns=4)
     actions = upgrade.handle(ev.ProcessLost(process="b", why="cut off"), now_ns=5)

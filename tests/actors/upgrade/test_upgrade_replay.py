@@ -126,11 +126,11 @@ def test_an_agent_whose_leaders_die_replays_identical(
 def test_a_ledger_that_hears_of_changes_replays_identical(
     seed: int, log: capture.LogRecorder, tmp_path: Path
 ) -> None:
-    rng, changes = random.Random(seed), [u.Change(f"m:{n}", f"m:{n + 1}") for n in range(8)]
+    rng, changes = random.Random(seed), [u.CodeChange(f"m:{n}", f"m:{n + 1}") for n in range(8)]
     tap = Tap(log, UPGRADE_LEDGER, "code", u.CodeLedger(), {})
     linked: dict[str, int] = {}
     for now_ns in range(60):
-        process, clash = rng.choice(("rank1", "rank2")), u.Change("m:0", "m:other")
+        process, clash = rng.choice(("rank1", "rank2")), u.CodeChange("m:0", "m:other")
         told = tuple(rng.sample(changes, rng.randint(0, 3)))
         kept, life = u.KeptHere(change=rng.choice((*changes, clash))), linked.get(process, 0)
         choices: list[u.Event] = [kept, u.ChangesReported(process=process, life=life, changes=told)]

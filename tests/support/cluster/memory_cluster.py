@@ -117,7 +117,7 @@ class MemoryNode:
                     self._timer.cancel()
                 delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
                 self._timer = self._loop.call_later(delay_s, self.feed, TimerFired())
-            case m.Watch() | m.AskWitness():
+            case m.WatchMembers() | m.AskWitness():
                 pass
             case m.Installed(view=view, reason=reason):
                 self.view = view

@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from zbmd.actors.supervision.events import (
     Action,
     AutoShutdown,
-    CancelTimer,
+    CancelChildTimer,
     ChildExited,
     ChildPolicy,
     ChildStarted,
     ChildStartFailed,
+    ChildTimerFired,
     Escalate,
     Event,
     KillChild,
     LeaveDown,
     Refuse,
     Restart,
-    SetTimer,
+    SetChildTimer,
     StartChild,
     StartRequested,
     StopChild,
     Stopped,
     Strategy,
-    TimerFired,
 )
 from zbmd.actors.supervision.machine import SupervisionMachine
 
@@ -42,7 +42,7 @@ class World:
     slow: set[str] = field(default_factory=set[str])
     fails: dict[str, int] = field(default_factory=dict[str, int])
     journal: list[str] = field(default_factory=list[str])
-    timers: dict[str, TimerFired] = field(default_factory=dict[str, TimerFired])
+    timers: dict[str, ChildTimerFired] = field(default_factory=dict[str, ChildTimerFired])
 
     def event(self, event: Event) -> None:
         todo = [event]
@@ -81,9 +81,11 @@ class World:
                 self.journal.append("escalate")
             case Stopped():
                 self.journal.append("stopped")
-            case SetTimer():
-                self.timers[action.child] = TimerFired(child=action.child, incarnation=action.incarnation)
-            case CancelTimer():
+            case SetChildTimer():
+                self.timers[action.child] = ChildTimerFired(
+                    child=action.child, incarnation=action.incarnation
+                )
+            case CancelChildTimer():
                 del self.timers[action.child]
         return None
 

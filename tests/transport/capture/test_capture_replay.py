@@ -182,7 +182,7 @@ def run_supervision(log: capture.Recorder, seed: int) -> None:
     now_ns = 0
     while True:
         if not waiting:
-            if machine.phase is supervision.Phase.STOPPED:
+            if machine.phase is supervision.SupervisorPhase.STOPPED:
                 break
             child = rng.choice([c for c, s in machine.states.items() if s is supervision.ChildState.RUNNING])
             waiting.append(supervision.ChildExited(child=child, normal=False, reason="fell over"))

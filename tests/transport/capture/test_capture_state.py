@@ -147,12 +147,12 @@ def test_a_directory_goes_on_from_any_of_its_states() -> None:
     mine: de.Key = ("rank0", 1, "worker", 1)
     machine, followers = DIRECTORY.build({"me": list(me)}), list[Any]()
     probe = DirectoryMachine(me)
-    probe.handle(de.EnterView(epoch=1, members=(me, other)), now_ns=0)
+    probe.handle(de.ViewBegun(epoch=1, members=(me, other)), now_ns=0)
     kept_here = next(name for name in "abcdef" if probe.home(name) == me)
     asked = de.NameAsk(epoch=1, call=1, what=de.What.REGISTER, name=kept_here, key=key)
     events: list[de.Event] = [
-        de.Join(group="g", key=mine),
-        de.EnterView(epoch=1, members=(me, other)),
+        de.GroupJoined(group="g", key=mine),
+        de.ViewBegun(epoch=1, members=(me, other)),
         de.Asked(call=1, what=de.What.REGISTER, name="first", key=mine),
         de.LinkUp(process=other),
         de.MessageReceived(source=other, message=de.Here(epoch=1, groups={"g": [key]}, names={})),
@@ -160,7 +160,7 @@ def test_a_directory_goes_on_from_any_of_its_states() -> None:
         de.MessageReceived(source=other, message=asked),
         de.GivenUp(call=3),
         de.LinkDown(process=other),
-        de.EnterView(epoch=2, members=(me,)),
+        de.ViewBegun(epoch=2, members=(me,)),
         de.Ended(key=mine),
     ]
     for at_ns, event in enumerate(events):

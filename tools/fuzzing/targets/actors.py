@@ -267,7 +267,7 @@ def _packets() -> tuple[bytes, ...]:
         template.Ready(10, 1),
         template.Forked(0, 1, 11),
         template.ForkFailed(0, 1, "no room"),
-        template.Exited(0, 1, 11, -9),
+        template.ForkExited(0, 1, 11, -9),
     )
     return (b"\0" + template.encode(fork), *(b"\1" + template.encode(reply) for reply in replies))
 

@@ -27,7 +27,7 @@ from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_BYTES, BEAT_KEY_BYTES
 from zbmd.actors.cluster.membership.machine import ClusterMachine
 from zbmd.actors.cluster.node.persistent_state import NodeRecord, NodeState, StateError
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import Change, ClusterView
+from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.actors.errors import UnknownContract
 from zbmd.tools.fuzzing.target import Broken, blocks, folder, read_blocks, target, text_target
 from zbmd.tools.node.up import Token, read_token, write_token
@@ -158,16 +158,20 @@ def _messages() -> list[bytes]:
     """One of each, by the encoders that nodes use."""
     me, newcomer = NODES[0], Node(NodeKey(9, 1), "10.0.0.9:29400", "n9")
     ballot = m.Ballot(2, 1)
-    change = Change(epoch=4, removed=(NODES[3].key,), added=(newcomer,))
+    change = ViewChange(epoch=4, removed=(NODES[3].key,), added=(newcomer,))
     accepted = m.Accepted(ballot=ballot, change=change)
     said: list[m.Message] = [
         m.Join(node=newcomer),
-        m.Report(epoch=3, down=(NODES[3].key,), proven=(NODES[2].key,), joins=(newcomer,), leaves=True),
-        m.RoundRequest(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, root=me.key, excluded=(4,)),
-        m.RoundRequest(phase=m.Phase.ACCEPT, epoch=3, ballot=ballot, root=me.key, excluded=(), change=change),
-        m.RoundRequest(phase=m.Phase.LEARN, epoch=4, ballot=ballot, root=me.key, excluded=(), change=change),
-        m.RoundRequest(phase=m.Phase.ENTER, epoch=3, ballot=ballot, root=me.key, excluded=()),
-        m.RoundReply(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, missing=(2, 4), accepted=accepted),
+        m.MemberReport(epoch=3, down=(NODES[3].key,), proven=(NODES[2].key,), joins=(newcomer,), leaves=True),
+        m.RoundRequest(phase=m.RoundPhase.PREPARE, epoch=3, ballot=ballot, root=me.key, excluded=(4,)),
+        m.RoundRequest(
+            phase=m.RoundPhase.ACCEPT, epoch=3, ballot=ballot, root=me.key, excluded=(), change=change
+        ),
+        m.RoundRequest(
+            phase=m.RoundPhase.LEARN, epoch=4, ballot=ballot, root=me.key, excluded=(), change=change
+        ),
+        m.RoundRequest(phase=m.RoundPhase.ENTER, epoch=3, ballot=ballot, root=me.key, excluded=()),
+        m.RoundReply(phase=m.RoundPhase.PREPARE, epoch=3, ballot=ballot, missing=(2, 4), accepted=accepted),
         m.Behind(epoch=2),
         m.Learn(view=ClusterView(epoch=5, nodes=NODES)),
         m.Excluded(epoch=9, reason="it was silent"),

@@ -26,8 +26,8 @@ from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.simulated.membership_scenario import (
     SECOND_NS,
     Cluster,
-    NodeProcess,
     Packet,
+    SimulatedNode,
     name_of,
     node_at,
     populate,
@@ -77,7 +77,7 @@ class Counted(Cluster):
         self.beats = self.nbytes = 0
 
 
-class CountedNode(NodeProcess):
+class CountedNode(SimulatedNode):
     """A node whose messages are counted."""
 
     def _send(self, to: Node, message: Message | HostLinked) -> None:

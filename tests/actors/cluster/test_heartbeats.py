@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import PROGRAMS
 
 from zbmd.actors.cluster.heartbeats._heartbeat import (
     BEAT_BYTES,
@@ -195,19 +196,13 @@ async def test_any_traffic_is_a_sign_of_life(pair: tuple[Node, Node]) -> None:
 
 
 STOPPED_NS = 200 * MS
-WATCHES = f"""
-import select
-from zbmd.actors.cluster.heartbeats._heartbeat import NativeHeartbeats
-native = NativeHeartbeats(period_ns={PERIOD_NS}, lease_ns={HOUR_NS})
-native.observe(native.place(), {STOPPED_NS})
-print("watches", flush=True)
-print(select.select([native.fd], [], [], 20)[0] == [native.fd], flush=True)
-"""
 
 
 def test_who_was_stopped_for_long_judges_once_it_has_read() -> None:
     """And does not look for ever at what was due while it did not run."""
-    with subprocess.Popen([sys.executable, "-c", WATCHES], stdout=subprocess.PIPE, text=True) as child:
+    program = str(PROGRAMS / "actors/watches_silence.py")
+    command = [sys.executable, program, *map(str, (PERIOD_NS, HOUR_NS, STOPPED_NS))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "watches\n"
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)

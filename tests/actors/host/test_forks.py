@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.actors.process.early_template import descendants
 from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
@@ -167,26 +168,9 @@ async def test_a_worker_is_forked_again_by_the_same_template() -> None:
     await system.stop()
 
 
-BOSS = """
-import asyncio, sys
-from zbmd.actors.process.log import log_to_stderr
-from zbmd.actors.process_pool.devices import ProcessPool, cpu_cores
-from zbmd.actors.system import ActorSystem
-
-async def main():
-    log_to_stderr()
-    system = ActorSystem("boss")
-    workers = ProcessPool(system, cpu_cores(capacity=2))
-    await system.supervise([workers.child("a"), workers.child("b")])
-    print(workers.forks.template_pid, flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
 async def test_nothing_is_left_of_a_supervisor_that_is_killed() -> None:
-    boss = await asyncio.create_subprocess_exec(sys.executable, "-c", BOSS, stdout=asyncio.subprocess.PIPE)
+    program = str(PROGRAMS / "actors/pool_supervisor.py")
+    boss = await asyncio.create_subprocess_exec(sys.executable, program, stdout=asyncio.subprocess.PIPE)
     assert boss.stdout is not None
     template = int(await asyncio.wait_for(boss.stdout.readline(), SOON_S))
     family = descendants(boss.pid)

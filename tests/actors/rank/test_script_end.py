@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.exit import CALLBACKS_MAX, at_script_end, script_ended
@@ -25,26 +26,14 @@ def test_the_latest_is_called_first_and_each_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last_line", "failed"),
-    [("pass", False), ("raise SystemExit(0)", False), ("raise SystemExit(3)", True), ("1 / 0", True)],
+    ("end", "failed"),
+    [("returns", False), ("0", False), ("3", True), ("raises", True)],
 )
 async def test_a_rank_calls_them_while_threads_may_still_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_line: str, failed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, failed: bool
 ) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    script = tmp_path / "job.py"
-    script.write_text(f"""
-from concurrent.futures import ThreadPoolExecutor
-
-from zbmd.actors.process.exit import at_script_end
-
-def ended(failed):
-    with ThreadPoolExecutor(1) as executor:
-        print("failed", executor.submit(lambda: failed).result())
-
-at_script_end(ended)
-{last_line}
-""")
+    script = PROGRAMS / "actors/script_end.py"
     lines: list[str] = []
 
     class Lines:
@@ -52,7 +41,7 @@ at_script_end(ended)
             lines.append(line.text.decode())
 
     result = await Host(
-        HostConfig(target=str(script), world_size=1, on_loss=OnLoss.STOP), output=Lines()
+        HostConfig(target=str(script), arguments=(end,), world_size=1, on_loss=OnLoss.STOP), output=Lines()
     ).run()
     assert (result.outcome is Outcome.SUCCEEDED) is not failed
     assert f"failed {failed}" in lines, lines

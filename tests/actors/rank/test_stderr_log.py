@@ -7,27 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.actors.process.log import StderrLogger
 
-SCRIPT = """
-import asyncio, sys
-import structlog
-import zbmd
 
-async def main():
-    async with zbmd.join():
-        structlog.get_logger().debug("of no interest")
-        structlog.get_logger().warning("worth a look")
-
-{run}(main())
-"""
-
-
-@pytest.mark.parametrize("run", ["zbmd.run", "asyncio.run"])
+@pytest.mark.parametrize("run", ["zbmd", "asyncio"])
 def test_a_script_of_its_own_is_warned_and_told_no_more(run: str) -> None:
-    script = SCRIPT.format(run=run)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    command = [sys.executable, str(PROGRAMS / "actors/logs_twice.py"), run]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and "worth a look" in done.stderr, done.stderr
 

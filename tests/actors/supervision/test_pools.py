@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 from support.actors.actor_recordings import assert_identical, record, until
 
 from zbmd.actors.contracts import Contract
@@ -199,25 +200,13 @@ def test_what_a_pool_computed_is_computed_again_in_a_replay(tmp_path: Path) -> N
     assert_identical(tmp_path)
 
 
-VICTIM = """
-import asyncio
-from test_pools import Calculator, Cube, Hang, Result
-from zbmd.actors.system import ActorSystem
-
-async def main():
-    system = ActorSystem("victim")
-    ref = await system.spawn(Calculator)
-    print((await ref.ask(Cube(2), timeout=60, reply=Result)).pid, flush=True)
-    await ref.ask(Hang(), timeout=60)
-
-asyncio.run(main())
-"""
-
-
 async def test_a_killed_process_takes_its_pool_along() -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     victim = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", VICTIM, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+        sys.executable,
+        str(PROGRAMS / "actors/pool_victim.py"),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert victim.stdout is not None
     async with asyncio.timeout(TIMEOUT_S):

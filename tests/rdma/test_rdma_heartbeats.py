@@ -158,7 +158,7 @@ async def both(one: ClusterNode, told: Told, other: OtherNode) -> NodeKey:
     await told.acts_on(1)
     await other.ask(str(one.me.address))
     await told.acts_on(2)
-    await until(one, lambda life: bool(life.ways.by_rdma()))
+    await until(one, lambda life: bool(life.rdma_routes.by_rdma()))
     await until(
         one,
         lambda life: min(life.beats._native.sent_by_way, life.beats._native.come_by_way) >= BEATS_BEFORE,
@@ -224,6 +224,6 @@ async def test_without_a_device_beats_go_by_tcp_and_both_know_why(
         async with node(tmp_path, "two", one.me.address) as (two, _):
             await told.acts_on(2)
             for each in (one, two):
-                await until(each, lambda life: any("=tcp on " in why for _, why in life.ways._told))
+                await until(each, lambda life: any("=tcp on " in why for _, why in life.rdma_routes._told))
                 await until(each, lambda life: life.beats._native.beats_sent > 3)
                 assert await look(each, lambda life: life.beats._native.sent_by_way) == 0

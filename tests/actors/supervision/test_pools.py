@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from programs import PROGRAMS
 from support.actors.actor_recordings import assert_identical, record, until
+from support.actors.calculator import Calculator, Count, Cube, Double, Hang, Result, Square
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
@@ -22,70 +23,8 @@ from zbmd.actors.system import ActorSystem
 TIMEOUT_S = 60.0
 
 
-class Square(Contract, id="pools.square"):
-    number: int
-
-
-class Cube(Contract, id="pools.cube"):
-    number: int
-
-
-class Result(Contract, id="pools.result"):
-    number: int
-    pid: int
-    thread: int
-
-
-class Hang(Contract, id="pools.hang"):
-    pass
-
-
 class Hold(Contract, id="pools.hold"):
     pass
-
-
-class Count(Contract, id="pools.count"):
-    pass
-
-
-class Double(Contract, id="pools.double"):
-    number: int
-
-
-class Calculator(Actor):
-    def __init__(self) -> None:
-        self.count = 0
-
-    @on(Square, pool="thread")
-    def square(self, message: Square) -> Result:
-        self.count += 1
-        if message.number < 0:
-            raise ValueError("negative")
-        return Result(message.number**2, 0, threading.get_ident())
-
-    @on(Double, pool="thread")
-    def double(self, message: Double) -> Result:
-        self.count += 1
-        return Result(message.number * 2 + self.count, 0, 0)
-
-    @staticmethod
-    @on(Cube, pool="process")
-    def cube(message: Cube) -> Result:
-        print("nobody takes this for an answer")
-        if message.number < 0:
-            raise ValueError("negative")
-        if message.number == 0:
-            os._exit(3)
-        return Result(message.number**3, os.getpid(), 0)
-
-    @staticmethod
-    @on(Hang, pool="process")
-    def hang(_: Hang) -> None:
-        threading.Event().wait()
-
-    @on(Count)
-    async def counted(self, _: Count) -> Result:
-        return Result(self.count, 0, 0)
 
 
 class Held(Actor):
@@ -201,7 +140,7 @@ def test_what_a_pool_computed_is_computed_again_in_a_replay(tmp_path: Path) -> N
 
 
 async def test_a_killed_process_takes_its_pool_along() -> None:
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    path = os.pathsep.join(filter(None, sys.path))
     victim = await asyncio.create_subprocess_exec(
         sys.executable,
         str(PROGRAMS / "actors/pool_victim.py"),

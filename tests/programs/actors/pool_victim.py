@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from test_pools import Calculator, Cube, Hang, Result
+from support.actors.calculator import Calculator, Cube, Hang, Result
 
 from zbmd.actors.system import ActorSystem
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from programs import PROGRAMS
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
@@ -23,20 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30.0
 MARKER = "ZBMD_TEST_NODE_CLI"
 
-JOIN = """
-import asyncio, os, signal, sys
-from zbmd.actors.rank.member import join
-
-def say(*words):
-    print(*words, flush=True)
-
-async def main():
-    async with join() as worker:
-        say("joined", worker.incarnation, "epoch", worker.epoch, "with", *sorted(worker.peers))
-{body}
-
-asyncio.run(main())
-"""
+JOINS = str(PROGRAMS / "node" / "joins.py")
 
 
 class Run:
@@ -130,16 +118,6 @@ Start = Callable[..., Any]
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(body: str, *, template: str = JOIN) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(template.format(body=textwrap.indent(textwrap.dedent(body), " " * 8)))
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
 def plain(tmp_path: Path) -> Callable[[str], str]:
     def write(text: str) -> str:
         path = tmp_path / "plain.py"
@@ -191,8 +169,8 @@ async def run_to_end(start: Start, *arguments: str, **variables: str) -> tuple[i
 # Running.
 
 
-async def test_every_rank_joins_and_sees_every_other(start: Start, script: Callable[[str], str]) -> None:
-    code, run = await run_to_end(start, "run", "-n", "3", script("pass"))
+async def test_every_rank_joins_and_sees_every_other(start: Start) -> None:
+    code, run = await run_to_end(start, "run", "-n", "3", JOINS, "ends")
     assert code == 0, run.all_output
     assert sorted(run.lines) == [
         "[rank0]: joined 1 epoch 1 with 1 2",
@@ -245,11 +223,8 @@ async def test_no_line_is_lost_torn_or_mixed(start: Start, plain: Callable[[str]
     assert sorted(run.errors) == [f"[rank{r}]: no newline at the end" for r in (0, 1)]
 
 
-async def test_the_json_log_has_rank_and_time(
-    start: Start, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    path = script('worker.log.info("all_reduce", step=3, group="world", op="ring", peer=1)')
-    code, run = await run_to_end(start, "run", "-n", "2", "--log-dir", str(tmp_path / "logs"), path)
+async def test_the_json_log_has_rank_and_time(start: Start, tmp_path: Path) -> None:
+    code, run = await run_to_end(start, "run", "-n", "2", "--log-dir", str(tmp_path / "logs"), JOINS, "logs")
     assert code == 0, run.all_output
     for rank in (0, 1):
         (line,) = (tmp_path / "logs" / f"rank{rank}.jsonl").read_text().splitlines()
@@ -270,19 +245,8 @@ async def test_the_json_log_has_rank_and_time(
 # Loss.
 
 
-async def test_a_killed_rank_is_replaced_and_the_view_grows(
-    start: Start, script: Callable[[str], str]
-) -> None:
-    path = script(
-        """
-        if worker.incarnation == 1 and worker.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if worker.epoch == 1:
-            view = await worker.view(after=1)
-            say("entered", view.epoch, [m.incarnation for m in view.members], worker.peers[1].incarnation)
-        """
-    )
-    code, run = await run_to_end(start, "run", "-n", "3", path)
+async def test_a_killed_rank_is_replaced_and_the_view_grows(start: Start) -> None:
+    code, run = await run_to_end(start, "run", "-n", "3", JOINS, "loses_rank_1_once")
     assert code == 0, run.all_output
     assert "[rank1]: joined 2 epoch 2 with 0 2" in run.lines
     for rank in (0, 2):
@@ -292,18 +256,8 @@ async def test_a_killed_rank_is_replaced_and_the_view_grows(
     assert "rank 1 was killed (SIGKILL); 3 ranks together again (epoch 2)" in together
 
 
-async def test_ranks_killed_from_outside_at_once_cost_one_view(
-    start: Start, script: Callable[[str], str]
-) -> None:
-    path = script(
-        """
-        say("pid", os.getpid())
-        if worker.epoch == 1:
-            await worker.view(after=1)
-            say("entered", worker.epoch)
-        """
-    )
-    async with start("run", "-n", "4", path) as run:
+async def test_ranks_killed_from_outside_at_once_cost_one_view(start: Start) -> None:
+    async with start("run", "-n", "4", JOINS, "waits_for_epoch_2") as run:
         found = await run.until(r"rank([13])\]: pid (\d+)", 2)
         await run.until(r"\]: pid (\d+)", 4)
         for match in found:
@@ -313,34 +267,15 @@ async def test_ranks_killed_from_outside_at_once_cost_one_view(
     assert sorted(entered) == ["[rank0]: entered 2", "[rank2]: entered 2"], run.all_output
 
 
-async def test_shrink_goes_on_over_those_left(start: Start, script: Callable[[str], str]) -> None:
-    path = script(
-        """
-        if worker.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        view = await worker.view(after=1)
-        say("entered", view.epoch, view.ranks, view.lost, sorted(worker.peers))
-        """
-    )
-    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "shrink", path)
+async def test_shrink_goes_on_over_those_left(start: Start) -> None:
+    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "shrink", JOINS, "loses_rank_2")
     assert code == 0, run.all_output
     assert "[rank0]: entered 2 (0, 1) (2,) [1]" in run.lines
     assert "[rank1]: entered 2 (0, 1) (2,) [0]" in run.lines
 
 
-async def test_progress_and_what_a_loss_cost_are_told(start: Start, script: Callable[[str], str]) -> None:
-    path = script(
-        """
-        if worker.epoch == 1:
-            say("pid", os.getpid())
-            if worker.rank == 0:
-                worker.report({"kind": "step", "version": 4, "loss": 2.5, "grad_norm": 0.5})
-            await worker.view(after=1)
-            if worker.rank == 0:
-                worker.report({"kind": "step", "version": 5, "loss": 2.25, "steps_total": 9})
-        """
-    )
-    async with start("run", "-n", "2", path) as run:
+async def test_progress_and_what_a_loss_cost_are_told(start: Start) -> None:
+    async with start("run", "-n", "2", JOINS, "reports_steps") as run:
         (victim,) = await run.until(r"rank1\]: pid (\d+)")
         await run.until(r"^step 4 loss 2\.50 grad_norm 0\.50 mem \d+\.\dGiB$")
         os.kill(int(victim[1]), signal.SIGKILL)
@@ -350,34 +285,15 @@ async def test_progress_and_what_a_loss_cost_are_told(start: Start, script: Call
     assert any(line.startswith("step 5 loss 2.25 mem") for line in run.errors)
 
 
-async def test_more_restarts_than_allowed_end_the_run_in_clear_words(
-    start: Start, script: Callable[[str], str]
-) -> None:
-    path = script(
-        """
-        if worker.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while True:
-            await worker.view(after=worker.epoch)
-        """
-    )
-    code, run = await run_to_end(start, "run", "-n", "2", "--max-restarts", "2", path)
+async def test_more_restarts_than_allowed_end_the_run_in_clear_words(start: Start) -> None:
+    code, run = await run_to_end(start, "run", "-n", "2", "--max-restarts", "2", JOINS, "loses_rank_1_always")
     assert code == 1
     assert "the run failed: more than 2 restarts within 60 s; the last: rank1 failed" in run.errors[-1]
     assert "The first failure was rank 1's: killed (SIGKILL)" in run.errors[-1]
 
 
-async def test_a_script_that_raises_on_one_rank_ends_the_run(
-    start: Start, script: Callable[[str], str]
-) -> None:
-    path = script(
-        """
-        if worker.rank == 1:
-            raise RuntimeError("the reason")
-        await worker.view(after=100)
-        """
-    )
-    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "stop", path)
+async def test_a_script_that_raises_on_one_rank_ends_the_run(start: Start) -> None:
+    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "stop", JOINS, "raises_on_rank_1")
     assert code == 1
     (told,) = (line for line in run.errors if line.startswith("[zbmd]"))
     assert told == run.errors[-1]
@@ -405,14 +321,10 @@ async def test_a_users_mistake_found_by_the_script_is_one_paragraph(
 
 # Ending.
 
-WAIT_FOR_EVER = "say('address', os.environ['ZBMD_NODE'])\nawait worker.view(after=100)"
-
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_a_signal_stops_everything(
-    start: Start, script: Callable[[str], str], number: signal.Signals, code: int
-) -> None:
-    async with start("run", "-n", "3", script(WAIT_FOR_EVER)) as run:
+async def test_a_signal_stops_everything(start: Start, number: signal.Signals, code: int) -> None:
+    async with start("run", "-n", "3", JOINS, "waits") as run:
         address = (await run.until(r"address (\S+)", 3))[0][1]
         run.process.send_signal(number)
         assert await run.ended() == code, run.all_output
@@ -420,18 +332,8 @@ async def test_a_signal_stops_everything(
     assert not sockets_of(address)
 
 
-async def test_a_second_signal_kills_what_ignores_the_first(
-    start: Start, script: Callable[[str], str]
-) -> None:
-    path = script(
-        """
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, say, "SIGTERM ignored")
-        say("ready")
-        await worker.view(after=100)
-        """
-    )
-    async with start("run", "-n", "2", path) as run:
+async def test_a_second_signal_kills_what_ignores_the_first(start: Start) -> None:
+    async with start("run", "-n", "2", JOINS, "ignores_sigterm") as run:
         await run.until("ready", 2)
         run.process.send_signal(signal.SIGINT)
         await run.until("SIGTERM ignored", 2)
@@ -439,8 +341,8 @@ async def test_a_second_signal_kills_what_ignores_the_first(
         assert await run.ended() == 130, run.all_output
 
 
-async def test_killing_the_host_takes_everything_with_it(start: Start, script: Callable[[str], str]) -> None:
-    async with start("run", "-n", "3", script(WAIT_FOR_EVER)) as run:
+async def test_killing_the_host_takes_everything_with_it(start: Start) -> None:
+    async with start("run", "-n", "3", JOINS, "waits") as run:
         address = (await run.until(r"address (\S+)", 3))[0][1]
         assert len(processes_with(run.marker)) == 6, "host, reaper, template, three ranks"
         run.process.kill()
@@ -449,12 +351,8 @@ async def test_killing_the_host_takes_everything_with_it(start: Start, script: C
     assert not sockets_of(address)
 
 
-async def test_killing_the_template_ends_the_run_in_clear_words(
-    start: Start, script: Callable[[str], str]
-) -> None:
-    async with start(
-        "run", "-n", "2", script("say('template', os.getppid())\nawait worker.view(after=100)")
-    ) as run:
+async def test_killing_the_template_ends_the_run_in_clear_words(start: Start) -> None:
+    async with start("run", "-n", "2", JOINS, "waits") as run:
         template_pid = int((await run.until(r"template (\d+)", 2))[0][1])
         os.kill(template_pid, signal.SIGKILL)
         assert await run.ended() == 1
@@ -479,20 +377,8 @@ async def test_what_a_rank_started_ends_with_it(start: Start, plain: Callable[[s
 # Status.
 
 
-async def test_status_shows_nodes_ranks_and_actors(
-    start: Start, script: Callable[[str], str], environment: dict[str, str]
-) -> None:
-    path = script(
-        """
-        from zbmd.actors.core.actor import Actor
-        class Counter(Actor):
-            pass
-        await worker.system.spawn(Counter, name="counter")
-        say("ready", os.environ["ZBMD_NODE"], os.getpid())
-        await worker.view(after=100)
-        """
-    )
-    async with start("run", "-n", "2", path) as run:
+async def test_status_shows_nodes_ranks_and_actors(start: Start, environment: dict[str, str]) -> None:
+    async with start("run", "-n", "2", JOINS, "has_an_actor") as run:
         ready = await run.until(r"rank(\d)\]: ready (\S+) (\d+)", 2)
         pids = {int(m[1]): int(m[3]) for m in ready}
         code, status = await run_to_end(start, "status", "--json")
@@ -530,9 +416,10 @@ async def test_show_config_merges_by_precedence(start: Start, tmp_path: Path) ->
     assert 'recovery_budget = "1s"  # default' in run.lines
 
 
-async def test_the_recovery_budget_reaches_the_ranks(start: Start, script: Callable[[str], str]) -> None:
-    path = script('print("deadlines", worker.deadlines.recovery_budget_ns, worker.deadlines.suspicion_ns)')
-    code, run = await run_to_end(start, "run", "-n", "2", "--recovery-budget", "2500ms", path)
+async def test_the_recovery_budget_reaches_the_ranks(start: Start) -> None:
+    code, run = await run_to_end(
+        start, "run", "-n", "2", "--recovery-budget", "2500ms", JOINS, "prints_deadlines"
+    )
     assert code == 0, run.all_output
     assert sum("deadlines 2500000000 1000000000" in line for line in run.lines) == 2
 

@@ -183,9 +183,7 @@ class Landing:
         out = self._out
         if out is None or isinstance(out, CallersArray):
             return False
-        return value is out or (
-            isinstance(value, np.ndarray) and np.may_share_memory(value, as_placed(out, "out"))
-        )
+        return value is out or np.may_share_memory(value, as_placed(out, "out"))
 
     def _whose(self, value: Any) -> _Landed | None:
         """Return the array on the host that `value` is, or that it has the first rows of."""

@@ -37,7 +37,7 @@ from zbmd.collectives.programs.verifier import verify
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.proof")
 
-SWEPT_RANKS_MAX: Final = 32
+SWEPT_RANKS_MAX: Final = 48
 """Groups of up to this many ranks are swept offline."""
 RANKS_MAX: Final = 256
 """Programs of larger groups are not verified when a plan is made."""

@@ -70,7 +70,7 @@ def test_what_counts_as_proved_offline_was_proved_of_these_programs(first: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "last"), SPANS[1:3])
+@pytest.mark.parametrize(("first", "last"), SPANS[1:4])
 def test_what_counts_as_proved_offline_was_proved_of_larger_groups(first: int, last: int) -> None:
     check_kept(first, last)
 

@@ -3,7 +3,7 @@
 - `ZBMD_TEST_SEED=n` repeats a run; without it the seed is fresh. It is printed first, feeds hypothesis, and
   the `seed` fixture derives each test's own from it.
 - The log is as structlog has it by default: at the start of each test nobody has set it up.
-- After each test no child, thread, file descriptor or file in /dev/shm may be left that was not there
+- After each test no child, thread, file descriptor or file in /dev/shm may be left that did not exist
   before; what a fixture of wider scope holds is accounted for at the end of the session.
 - Bytecode is written, whatever the environment says: without it each process that a test starts would
   compile the whole of zbmd for itself, which takes longer than most of what it is started for.

@@ -224,6 +224,8 @@ class ModelProcess:
         self.line = host.serial()
         self.clock: Clock = {self.line: 1}
         self.dead = False
+        self.default_stream: Final = 1
+        """The stream of programs that name no other."""
         self._streams: dict[int, _Stream] = {}
         self.registered: dict[int, int] = {}
         """Bytes of the host's memory that is page-locked, by its address."""
@@ -383,9 +385,6 @@ class ModelProcess:
         raise CudaFault("the model has no dma-bufs")
 
     # -- streams and events ------------------------------------------------------------------------------
-
-    default_stream: Final = 1
-    """On which programs compute that name no other."""
 
     def stream_create(self) -> int:
         """See `CudaApi`."""

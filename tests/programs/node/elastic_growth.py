@@ -31,7 +31,7 @@ async def work(worker: zbmd.Worker, name: str, group: zbmd.ElasticGroup, first: 
 async def main() -> None:
     async with zbmd.join() as worker:
         group = await zbmd.elastic_group(worker, timeout=60)
-        part = await group.subgroup((2, 0), timeout=60)  # rank 2 is not there yet
+        part = await group.subgroup((2, 0), timeout=60)  # rank 2 is absent yet
         both = [work(worker, "all", group, 0)]
         if part is not None:
             assert part.ranks == (2, 0)

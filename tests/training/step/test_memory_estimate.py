@@ -1,4 +1,4 @@
-"""Memory that is not there: an estimate that holds against real passes, and a step that runs out of it."""
+"""Out of memory: an estimate that holds against real passes, and a step that exceeds it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class BulkPeer:
 
     segment: ours, whose cells and lost mask report on the peer, and whose regions the peer may use. on_ended:
     called once from the plane's thread, when the connection has ended. adapts: use as many stripes as the
-    path needs (see `stripe_scaling`), not all.
+    path needs (see `stripe_io`), not all.
 
     It has as many stripes as are given to it, at any time, and waits for the first. Once `ended` is done it
     touches no region, cell or buffer again. Its methods may be called from any thread. Raises

@@ -154,7 +154,7 @@ class Stripe:
     session: Session
     """Its keys are for this connection alone; `session.stripe` is its number."""
     sock: socket.socket
-    """Connected and non-blocking, with the options of `tcp_socket.set_options`; an `ssl.SSLSocket` if the
+    """Connected and non-blocking, with the options of `tcp.sockets.set_options`; an `ssl.SSLSocket` if the
     protection is TLS. No event loop watches it."""
     surplus: bytes
     """Bytes that the peer sent after its setup message; the socket continues after them."""

@@ -45,7 +45,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """It does not: go by `cuda_staging.DevicePipe`. reason: why, in one line."""
+    """It does not: go by `cuda.staging.DevicePipe`. reason: why, in one line."""
 
     reason: str
 

@@ -171,7 +171,7 @@ class QueuePair:
     # -- completions -------------------------------------------------------------------------------------
 
     def on_sent(self, number: int, status: int) -> None:
-        """See `rdma_device.Completes`."""
+        """See `message_device.Completes`."""
         if status:
             self._failed(status)
             return
@@ -183,7 +183,7 @@ class QueuePair:
             self.receiver.on_room()
 
     def on_message(self, word: int, data: bytes) -> None:
-        """See `rdma_device.Completes`."""
+        """See `message_device.Completes`."""
         if self._state is QueuePairState.DRAINING:
             return
         if self.receiver is None:
@@ -303,7 +303,7 @@ class RdmaLink(LinkSide):
         await self._until(lambda: not self._queue and self._queue_pair.all_arrived)
 
     def on_room(self) -> None:
-        """See `rdma_queue_pair.Receiver`."""
+        """See `Receiver`."""
         if self._closed:
             return
         if self._room_wanted:
@@ -315,7 +315,7 @@ class RdmaLink(LinkSide):
     # -- receiving ---------------------------------------------------------------------------------------
 
     def on_message(self, word: int, data: bytes) -> None:
-        """See `rdma_queue_pair.Receiver`."""
+        """See `Receiver`."""
         if self._closed or self._peer_end is not None:
             return
         try:
@@ -340,7 +340,7 @@ class RdmaLink(LinkSide):
     # -- the end -----------------------------------------------------------------------------------------
 
     def on_failed(self, reason: str) -> None:
-        """See `rdma_queue_pair.Receiver`."""
+        """See `Receiver`."""
         self._device.poll()
         self._lost(PeerLost(self._peer.name, reason))
 

@@ -224,7 +224,7 @@ class MessageDevice:
         return len(self._owners)
 
     async def reach(self, peer: QueuePairAt, deadline_ns: int) -> None:
-        """Before a queue pair is connected to that one: see `rdma_reach.reach`."""
+        """Before a queue pair is connected to that one: see `reach`."""
         if self._look_up is not None:
             await reach(self.name, self._look_up, peer, deadline_ns)
 

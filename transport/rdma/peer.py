@@ -57,7 +57,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
 
 
 class RdmaPeer:
-    """One-sided transfers to and from one incarnation of a peer, as `bulk_peer.BulkPeer` over TCP.
+    """One-sided transfers to and from one incarnation of a peer, as `bulk.peer.BulkPeer` over TCP.
 
     Send `at` to the peer, and give the peer's to `connect`, before anything is put. on_ended: called once
     from the plane's thread, when the connection has ended. Raises `UserError` if the device gives no queue

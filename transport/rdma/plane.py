@@ -216,7 +216,7 @@ class RdmaPlanePeer(Protocol):
 class RdmaPlane:
     """The thread, and what it polls. Start it after forking; `close` it before the end.
 
-    name, address: as `rdma_device.open_device`. segment: ours, which is registered whole: peers may read and
+    name, address: as `open_rdma_device`. segment: ours, which is registered whole: peers may read and
     write its inbox and read its arena, as those of one host may. A region of the inbox that is registered
     from now on has a key of its own, too, which ends with it. Raises `UserError` if the device cannot be
     used, or too little memory may be locked.
@@ -301,7 +301,7 @@ class RdmaPlane:
             self._kept, slot, channel, value, group_mask=group_mask, deadline_ns=deadline_ns
         )
 
-    # -- a thread that waits polls itself, as with `bulk_plane.DataPlane` ----------------------------------
+    # -- a thread that waits polls itself, as with `bulk.plane.DataPlane` ----------------------------------
 
     @contextmanager
     def driving(self) -> Generator[None]:

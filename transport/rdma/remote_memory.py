@@ -50,7 +50,7 @@ class RemotePlane(Protocol):
 
 
 class RemotePeer(Protocol):
-    """Transfers to and from one incarnation of a peer: `bulk_peer.BulkPeer` or `rdma_peer.RdmaPeer`."""
+    """Transfers to and from one incarnation of a peer: `bulk.peer.BulkPeer` or `rdma_peer.RdmaPeer`."""
 
     info: BulkPeerInfo
     ended: Transfer

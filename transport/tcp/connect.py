@@ -54,7 +54,7 @@ async def join_bulk(
     endpoint: ours, with a segment, whose regions the peer may use. slot: the peer's; its cells in our segment
     are those of this slot. stripes: of the dialer, 1..`STRIPES_MAX`, all of which are used; by default
     what the round trip may ask for, of which each side uses what the path turns out to need
-    (`bulk.stripe_scaling`). Transfers wait for the first stripe. Raises `LocalProtocolError` without a
+    (`bulk.stripe_io`). Transfers wait for the first stripe. Raises `LocalProtocolError` without a
     segment, else as `tcp.open_stripe`, and the link is closed then.
     """
     if stripes is not None and not 1 <= stripes <= STRIPES_MAX:

@@ -47,7 +47,7 @@ from zbmd.transport.tcp.link import TcpLink
 
 STRIPES: Final = (1, 2, 4, 8)
 CHOSEN: Final = 0
-"""As many as `transport.bulk.stripe_scaling` and `transport.bulk.stripe_scaling` choose."""
+"""As many as `transport.bulk.stripe_io` chooses."""
 PUT_BYTES: Final = 4 << 20
 IN_FLIGHT: Final = 8
 WARM_UP_S: Final = 1.0

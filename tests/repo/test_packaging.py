@@ -159,6 +159,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert ours == {f"zbmd/{path}" for path in shipped} | {
         "zbmd/__init__.py",
         "zbmd/__main__.py",
+        "zbmd/lazy_imports.py",
         "zbmd/py.typed",
         "zbmd/torch.py",
     }

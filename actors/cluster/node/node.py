@@ -58,7 +58,7 @@ class ClusterNode:
         self._thread: threading.Thread | None = None
         self._inner: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._lives: Incarnations | None = None
+        self._incarnations: Incarnations | None = None
         self._leaving = False
         self._listeners: list[ClusterListener] = []
         self._me: Node | None = None
@@ -143,10 +143,10 @@ class ClusterNode:
     async def _main(self) -> None:
         self._inner = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._lives = Incarnations(self._config, self._state, self)
+        self._incarnations = Incarnations(self._config, self._state, self)
         if self._leaving:
             return
-        await self._lives.run()
+        await self._incarnations.run()
 
     def tell(self, event: NodeEvent) -> None:
         """See `NodeProcess`."""
@@ -167,8 +167,8 @@ class ClusterNode:
 
     @property
     def _inside(self) -> Incarnations:
-        assert self._lives is not None, "the cluster's thread has not begun"
-        return self._lives
+        assert self._incarnations is not None, "the cluster's thread has not begun"
+        return self._incarnations
 
     def _leave(self) -> None:
         self._inside.leave()

@@ -31,7 +31,7 @@ TIMEOUT_S_MAX = 30 * 24 * 3600.0
 
 CalledT = TypeVar("CalledT", covariant=True)
 """The return type of a call: a coroutine of the result, or the result."""
-Call: TypeAlias = Callable[[Communicator, Any, Any, int], Any]
+Method: TypeAlias = Callable[[Communicator, Any, Any, int], Any]
 """Takes the communicator, `x`, `out` and the deadline, ns."""
 Submit = Callable[[Callable[[Communicator], Any], int, int], "Future[Any]"]
 
@@ -61,7 +61,7 @@ class Operations(ABC, Generic[CalledT]):
 
     @abstractmethod
     def _start(
-        self, call: Call, x: Any, out: Any, timeout: float | None, priority: int, stream: Any = None
+        self, call: Method, x: Any, out: Any, timeout: float | None, priority: int, stream: Any = None
     ) -> CalledT:
         """Make a call with `x` and `out`, as `taken` gives them, in the order of the group's calls."""
 
@@ -347,7 +347,7 @@ class Blocking(BlockingCalls, Operations[Any]):
             self.fast_path_failed()
 
     def _start(
-        self, call: Call, x: Any, out: Any, timeout: float | None, priority: int, stream: Any = None
+        self, call: Method, x: Any, out: Any, timeout: float | None, priority: int, stream: Any = None
     ) -> Any:
         """Run an operation here, or on the group's thread if others wait there."""
         x, out = taken(x, stream), taken(out, stream)

@@ -23,7 +23,7 @@ from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import is_far
-from zbmd.collectives.communicator.operations import Blocking, Call, Operations, timeout_ns
+from zbmd.collectives.communicator.operations import Blocking, Method, Operations, timeout_ns
 from zbmd.collectives.device.arrays import given_back, taken
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.flight.recorder import FlightState
@@ -182,7 +182,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         return await asyncio.shield(asyncio.wrap_future(self.submit(operation, priority, end_ns)))
 
     async def _start(
-        self, call: Call, x: Any, out: Any, timeout: float | None, priority: int, stream: Any = None
+        self, call: Method, x: Any, out: Any, timeout: float | None, priority: int, stream: Any = None
     ) -> Any:
         x, out, end_ns = taken(x, stream), taken(out, stream), self.deadline_ns(timeout)
         return given_back(await self.run(lambda c: call(c, x, out, end_ns), priority, end_ns))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.actors.hangs.verdict import HangNotice, OnHang
 from zbmd.actors.host.events import HostEvent, RankReport, RunResult
@@ -22,71 +22,20 @@ from zbmd.actors.view import Outcome
 TIMEOUT_S = 30.0
 DEADLINE_NS = 300_000_000
 
-JOB = """
-import asyncio, ctypes, os, signal, threading, time
-import numpy as np
-import zbmd
-from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.contracts import Contract
-from zbmd.actors.rank.member import join
-
-gate = threading.Event()
-meeting = None
-
-class Work(Contract, id="test.hang.work"):
-    to: str = ""
-
-class Done(Contract, id="test.hang.done"):
-    pass
-
-class Worker(Actor):
-    @on(Work)
-    async def work(self, message: Work) -> Done:
-        if message.to == "block":
-            load_batch()
-        elif message.to:
-            if meeting is not None:
-                await meeting.barrier()
-            await self.system.ref(message.to).ask(Work(), reply=Done, timeout=60)
-        return Done()
-
-    @on(Done)
-    async def done(self, message: Done) -> None:
-        pass
-
-class Slow(Actor):
-    @on(Work)
-    async def work(self, message: Work) -> Done:
-        await asyncio.get_running_loop().create_future()  # WAITS HERE
-        return Done()
-
-def load_batch():
-    gate.wait()  # BLOCKS HERE
-
-async def main():
-    global meeting
-    async with join() as worker:
-        for_ever = asyncio.get_running_loop().create_future()
-{body}
-
-asyncio.run(main())
-"""
+RANKS = PROGRAMS / "actors/hanging_ranks.py"
 
 
 class Job:
-    """A host that runs `body` on every rank until `enough` of its events says so; then it is stopped."""
+    """A host that runs `behaviour` on every rank until `enough` of its events says so; then it is stopped."""
 
     def __init__(
         self,
-        folder: Path,
-        body: str,
+        behaviour: str,
         *,
         act: Callable[[Host, HostEvent], None] = lambda host, event: None,
         enough: Callable[[HangNotice], bool] = lambda notice: True,
         **options: Any,
     ) -> None:
-        self.script = folder / "job.py"
-        self.script.write_text(JOB.format(body=textwrap.indent(textwrap.dedent(body), " " * 8)))
         self.notices: list[HangNotice] = []
         self.lines: list[str] = []
         self.status: NodeStatus | None = None
@@ -95,7 +44,11 @@ class Job:
         options.setdefault("world_size", 2)
         options.setdefault("progress_deadline_ns", DEADLINE_NS)
         config = HostConfig(
-            target=str(self.script), arena_bytes=1 << 20, preload=("zbmd.collectives.group.group",), **options
+            target=str(RANKS),
+            arguments=(behaviour,),
+            arena_bytes=1 << 20,
+            preload=("zbmd.collectives.group.group",),
+            **options,
         )
         self.host = Host(config, output=self, observer=self._observe)
 
@@ -107,9 +60,9 @@ class Job:
             return await self.host.run()
 
     def line(self, text: str) -> str:
-        """`job.py:41` of the line that holds the text."""
-        lines = self.script.read_text().splitlines()
-        return f"{self.script}:{next(n for n, line in enumerate(lines, 1) if text in line)}"
+        """`hanging_ranks.py:41` of the line that holds the text."""
+        lines = RANKS.read_text().splitlines()
+        return f"{RANKS}:{next(n for n, line in enumerate(lines, 1) if text in line)}"
 
     async def _observe(self, event: HostEvent) -> None:
         self._act(self.host, event)
@@ -123,38 +76,25 @@ class Job:
 @pytest.fixture(autouse=True)
 def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    monkeypatch.chdir(tmp_path)  # paths outside of it are shown whole
 
 
-async def test_three_ranks_that_hang_each_in_its_own_way(tmp_path: Path) -> None:
+async def test_three_ranks_that_hang_each_in_its_own_way() -> None:
     """One blocks its loop, one runs native code that keeps the GIL, one has an actor that never answers."""
-    body = """
-        ref = await worker.system.spawn(Worker, name="worker")
-        await worker.system.spawn(Slow, name="slow")
-        group = await zbmd.group(worker)
-        await group.barrier()
-        match worker.rank:
-            case 0:
-                await ref.ask(Work("rank3/slow"), reply=Done, timeout=60)
-            case 1:
-                await ref.tell(Work("block"))
-            case 2:
-                ctypes.PyDLL(None).pause()
-        await for_ever
-    """
     told: set[str] = set()
 
     def enough(notice: HangNotice) -> bool:
         told.add(notice.text)
         return len(told) == 3
 
-    job = Job(tmp_path, body, enough=enough, world_size=4)
+    job = Job("each_in_its_own_way", enough=enough, world_size=4)
     await job.run()
     blocked, native, slow = sorted(job.notices, key=lambda notice: notice.culprits)
     assert blocked.culprits == ((1, 1),)
     assert blocked.text.startswith("rank1 has made no progress for 0."), blocked.text
     assert f"at {job.line('BLOCKS HERE')} in load_batch" in blocked.text
     assert "its event loop is blocked in task worker" in blocked.text
-    assert any("in Worker.work" in line for line in blocked.stack)
+    assert any("in Busy.work" in line for line in blocked.stack)
     assert native.culprits == ((2, 1),)
     assert "lives, but runs no Python: native code keeps the GIL (its main thread sleeps" in native.text
     assert slow.culprits == ((3, 1),)
@@ -164,30 +104,19 @@ async def test_three_ranks_that_hang_each_in_its_own_way(tmp_path: Path) -> None
     assert job.status is not None and set(job.status.hangs) == told
 
 
-async def test_a_rank_that_never_enters_a_collective(tmp_path: Path) -> None:
-    body = """
-        group = await zbmd.group(worker)
-        with worker.progress.allow(3600):
-            if worker.rank == 1:
-                gate.wait(0.7)  # longer than the deadline, and not told of
-            await group.barrier()
-        if worker.rank == 2:
-            with worker.progress.doing("step 41: load"):
-                await asyncio.to_thread(gate.wait)  # ELSEWHERE
-        await group.all_reduce(np.ones(4, np.float32))
-    """
-    job = Job(tmp_path, body, world_size=3)
+async def test_a_rank_that_never_enters_a_collective() -> None:
+    job = Job("never_enters_a_collective", world_size=3)
     await job.run()
     (notice,) = job.notices
     # The number counts the operations by which the group has measured its links, too.
     said = r"rank 2 never entered all_reduce #\d+ of epoch 1; ranks 0-1 wait in it for 0\."
     assert re.search(said, notice.text), notice.text
-    assert f"at {job.line('ELSEWHERE')} in main" in notice.text
+    assert f"at {job.line('ELSEWHERE')} in never_enters_a_collective" in notice.text
     assert "step 41: load" in notice.text
     assert notice.culprits == ((2, 1),)
 
 
-async def test_a_stopped_rank_and_that_it_goes_on(tmp_path: Path) -> None:
+async def test_a_stopped_rank_and_that_it_goes_on() -> None:
     stopped, pid = False, 0
 
     def act(host: Host, event: HostEvent) -> None:
@@ -198,14 +127,7 @@ async def test_a_stopped_rank_and_that_it_goes_on(tmp_path: Path) -> None:
         if isinstance(event, HangNotice) and not event.over:
             host.send_signal(1, signal.SIGCONT)
 
-    body = """
-        group = await zbmd.group(worker)
-        for step in range(1_000_000_000):
-            await group.barrier()
-            if step == 10:
-                worker.report({"ready": True})
-    """
-    job = Job(tmp_path, body, act=act, enough=lambda notice: notice.over)
+    job = Job("meets_for_ever", act=act, enough=lambda notice: notice.over)
     await job.run()
     found, over = job.notices
     assert f"rank 1 (pid {pid}) is stopped (SIGSTOP): kill -CONT {pid} lets it go on, for 0." in found.text
@@ -214,33 +136,20 @@ async def test_a_stopped_rank_and_that_it_goes_on(tmp_path: Path) -> None:
     assert over.over and over.text == f"over: {found.text}"
 
 
-DEADLOCK = """
-    await worker.system.spawn(Worker, name="worker")
-    meeting = await zbmd.group(worker)
-    await worker.system.ref("worker").ask(Work(f"rank{1 - worker.rank}/worker"), reply=Done, timeout=60)
-"""
-
-
-async def test_two_actors_that_ask_each_other(tmp_path: Path) -> None:
-    job = Job(tmp_path, DEADLOCK)
+async def test_two_actors_that_ask_each_other() -> None:
+    job = Job("deadlocks")
     await job.run()
     assert job.notices, job.lines
     (notice,) = job.notices
     assert notice.text.startswith("a deadlock for 0.")
-    at = f"(handler Worker.work, at {job.line('reply=Done, timeout=60')} in Worker.work)"
+    at = f"(handler Busy.work, at {job.line('ASKS HERE')} in Busy.work)"
     assert f"rank0/worker {at} waits for rank1/worker" in notice.text
     assert f"rank1/worker {at} waits for rank0/worker" in notice.text
     assert notice.culprits == ((0, 1), (1, 1))
 
 
-async def test_what_hangs_is_replaced_if_so_asked(tmp_path: Path) -> None:
-    body = """
-        if worker.rank == 1 and worker.incarnation == 1:
-            load_batch()
-        if worker.epoch == 1:
-            await worker.view(after=1)
-    """
-    job = Job(tmp_path, body, on_hang=OnHang.REPLACE, enough=lambda notice: False)
+async def test_what_hangs_is_replaced_if_so_asked() -> None:
+    job = Job("blocks_once", on_hang=OnHang.REPLACE, enough=lambda notice: False)
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, job.lines
     assert result.restarts == 1

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 from support.machines.job_world import World, world
 
 from zbmd.actors.cluster.contracts import (
@@ -38,29 +39,7 @@ from zbmd.actors.host.events import RankDown
 NODES = tuple(NodeKey(i, 1) for i in range(3))
 STANDING = Standing((), ())
 
-NEVER_ENTERS = """
-import asyncio, os, threading
-import numpy as np
-import zbmd
-
-def load_batch():
-    threading.Event().wait()  # STANDS HERE
-
-async def main():
-    async with zbmd.join(inbox_bytes=1 << 20) as worker:
-        group = await zbmd.group(worker)
-        if (worker.rank, worker.incarnation) == (int(os.environ["HANGS"]), 1):
-            load_batch()
-        done = False
-        while not done:
-            try:
-                await group.all_reduce(np.ones(4, np.float32))
-                done = True
-            except (zbmd.PeerLost, zbmd.OperationAborted):  # of the root; or who is done has left before us
-                group = await zbmd.group(worker, after=group.epoch)
-
-asyncio.run(main())
-"""
+NEVER_ENTERS = PROGRAMS / "actors/never_enters.py"
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +49,7 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hang(w: World, rank: int, on_hang: str, *, deadline: str = "400ms") -> None:
     """Submit a job whose `rank` never enters what the others wait in."""
-    w.write_script(NEVER_ENTERS)
+    w.script = NEVER_ENTERS
     environment = (("HANGS", str(rank)), ("ZBMD_PROGRESS_DEADLINE", deadline), ("ZBMD_ON_HANG", on_hang))
     w.submit(nodes_min=3, nodes_max=3, environment=environment)
 
@@ -91,11 +70,12 @@ async def test_the_root_is_named_by_one_host_wherever_it_is(tmp_path: Path, rank
         await w.until(lambda: any(named(w)), "nobody tells of it")
         told = named(w)
         assert [bool(of) for of in told] == [True, False, False]
-        line = next(n for n, text in enumerate(NEVER_ENTERS.splitlines(), 1) if "STANDS HERE" in text)
+        lines = NEVER_ENTERS.read_text().splitlines()
+        line = next(number for number, text in enumerate(lines, 1) if "STANDS HERE" in text)
         waiting = "ranks 1-2" if rank == 0 else "ranks 0-1"
         found = re.match(
             rf"rank {rank} on node{rank}#1 never entered all_reduce #\d+ of epoch \d+; {waiting} wait in it "
-            rf"for .*; rank{rank} .* at .*job.py:{line} in load_batch",
+            rf"for .*; rank{rank} .* at .*never_enters.py:{line} in load_batch",
             told[0][0].text,
         )
         assert found, told[0][0].text

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import textwrap
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.events import (
@@ -29,16 +29,7 @@ from zbmd.transport.errors import LocalProtocolError
 
 TIMEOUT_S = 30.0
 
-JOB = """
-import asyncio, os, signal, sys
-from zbmd.actors.rank.member import join
-
-async def main():
-    async with join() as worker:
-{body}
-
-asyncio.run(main())
-"""
+RANKS = PROGRAMS / "actors/host_jobs.py"
 
 
 class Job:
@@ -46,15 +37,16 @@ class Job:
 
     def __init__(
         self,
-        tmp_path: Path,
-        body: str,
+        behaviour: str,
         act: Callable[[Host, HostEvent], Awaitable[None]] | None = None,
         **options: Any,
     ) -> None:
-        script = tmp_path / "job.py"
-        script.write_text(JOB.format(body=textwrap.indent(textwrap.dedent(body), " " * 8)))
         config = HostConfig(
-            target=str(script), arena_bytes=1 << 20, preload=("zbmd.actors.rank.member",), **options
+            target=str(RANKS),
+            arguments=(behaviour,),
+            arena_bytes=1 << 20,
+            preload=("zbmd.actors.rank.member",),
+            **options,
         )
         self.events: list[HostEvent] = []
         self.output = Lines()
@@ -79,12 +71,8 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
 
 
-async def test_a_run_from_start_to_end(tmp_path: Path) -> None:
-    body = """
-        print("hello from", worker.rank)
-        worker.report({"step": worker.rank, "loss": 0.5, "path": ["a", {"b": None}]})
-    """
-    job = Job(tmp_path, body, world_size=2)
+async def test_a_run_from_start_to_end() -> None:
+    job = Job("reports_once", world_size=2)
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, job.output.lines
     assert (result.exit_code, result.restarts, result.failures) == (0, 0, ())
@@ -100,23 +88,15 @@ async def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert len(downs) == 2
 
 
-async def test_live_ranks_that_lose_their_link_are_linked_anew(tmp_path: Path) -> None:
-    body = """
-from support.processes.cut_connections import cut_connections
-while worker.epoch < 3:
-    if worker.rank == 0:
-        cut_connections()
-    view = await worker.view(after=worker.epoch)
-    print("entered", view.epoch, [member.incarnation for member in view.members])
-"""
-    job = Job(tmp_path, body, world_size=2, environment={"ZBMD_LINKS": "tcp"})
+async def test_live_ranks_that_lose_their_link_are_linked_anew() -> None:
+    job = Job("loses_its_links", world_size=2, environment={"ZBMD_LINKS": "tcp"})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED and result.restarts == 0, job.output.lines
     entered = sorted(line for line in job.output.lines if "entered" in line)
     assert entered == [f"{rank}: entered {epoch} [1, 1]" for rank in (0, 1) for epoch in (2, 3)]
 
 
-async def test_a_kill_is_noticed_told_and_repaired(tmp_path: Path) -> None:
+async def test_a_kill_is_noticed_told_and_repaired() -> None:
     killed_ns = 0
 
     async def act(host: Host, event: HostEvent) -> None:
@@ -127,17 +107,7 @@ async def test_a_kill_is_noticed_told_and_repaired(tmp_path: Path) -> None:
             killed_ns = time.monotonic_ns()
             assert host.send_signal(2, signal.SIGKILL)
 
-    body = """
-        worker.report({"ready": worker.incarnation == 1})
-        lost = asyncio.get_running_loop().create_future()
-        worker.on_peer_lost(lambda *what: lost.set_result(what))
-        if worker.epoch == 1:
-            rank, incarnation, notice = await lost
-            view = await worker.view(after=1)
-            worker.report({"lost": [rank, incarnation, notice.clean], "at_ns": notice.at_ns,
-                         "epoch": worker.epoch, "peers": sorted(worker.peers)})
-    """
-    job = Job(tmp_path, body, act, world_size=3)
+    job = Job("reports_who_was_lost", act, world_size=3)
     result = await job.run()
     assert result.exit_code == 0, job.output.lines
     assert result.restarts == 1
@@ -162,7 +132,7 @@ async def test_a_kill_is_noticed_told_and_repaired(tmp_path: Path) -> None:
         assert payload["peers"] == [r for r in (0, 1, 2) if r != rank]
 
 
-async def test_a_second_kill_during_the_recovery_is_repaired_too(tmp_path: Path) -> None:
+async def test_a_second_kill_during_the_recovery_is_repaired_too() -> None:
     async def act(host: Host, event: HostEvent) -> None:
         if isinstance(event, RankReport) and event.rank == 1 and event.incarnation == 1:
             host.send_signal(1, signal.SIGKILL)
@@ -171,12 +141,7 @@ async def test_a_second_kill_during_the_recovery_is_repaired_too(tmp_path: Path)
             host.send_signal(1, signal.SIGKILL)
             host.send_signal(0, signal.SIGKILL)
 
-    body = """
-        worker.report({"epoch": worker.epoch})
-        if worker.epoch == 1:
-            await worker.view(after=1)
-    """
-    job = Job(tmp_path, body, act, world_size=3, max_restarts=10)
+    job = Job("enters_a_second_view", act, world_size=3, max_restarts=10)
     result = await job.run()
     assert result.exit_code == 0, job.output.lines
     views = [event.view for event in job.of(ViewChanged)]
@@ -186,17 +151,12 @@ async def test_a_second_kill_during_the_recovery_is_repaired_too(tmp_path: Path)
     assert result.restarts == 3
 
 
-async def test_shrink_tells_who_is_lost(tmp_path: Path) -> None:
+async def test_shrink_tells_who_is_lost() -> None:
     async def act(host: Host, event: HostEvent) -> None:
         if isinstance(event, RankReport) and event.rank == 0:
             host.send_signal(0, signal.SIGKILL)
 
-    body = """
-        worker.report({})
-        view = await worker.view(after=1)
-        print(view.ranks, view.lost, sorted(worker.peers))
-    """
-    job = Job(tmp_path, body, act, world_size=3, on_loss=OnLoss.SHRINK)
+    job = Job("prints_its_second_view", act, world_size=3, on_loss=OnLoss.SHRINK)
     result = await job.run()
     assert result.exit_code == 0
     assert result.reason == "finished without rank0"
@@ -204,13 +164,8 @@ async def test_shrink_tells_who_is_lost(tmp_path: Path) -> None:
     assert result.failures[0].next_step == "the run goes on without it"
 
 
-async def test_a_failure_brings_the_tail_of_its_output(tmp_path: Path) -> None:
-    body = """
-        if worker.rank == 1:
-            raise ValueError("what went wrong")
-        await worker.view(after=worker.epoch)
-    """
-    job = Job(tmp_path, body, world_size=2, on_loss=OnLoss.STOP)
+async def test_a_failure_brings_the_tail_of_its_output() -> None:
+    job = Job("raises_on_rank_1", world_size=2, on_loss=OnLoss.STOP)
     result = await job.run()
     assert (result.outcome, result.exit_code) == (Outcome.FAILED, 1)
     assert result.reason == "rank1 failed: exit code 1; on-loss is stop"
@@ -219,36 +174,36 @@ async def test_a_failure_brings_the_tail_of_its_output(tmp_path: Path) -> None:
     assert failure.next_step == "the run ends"
 
 
-async def test_stop_ends_the_run(tmp_path: Path) -> None:
+async def test_stop_ends_the_run() -> None:
     async def act(host: Host, event: HostEvent) -> None:
         if isinstance(event, ViewChanged):
             host.stop("enough")
 
-    job = Job(tmp_path, "await worker.view(after=1)", act, world_size=2)
+    job = Job("waits_for_a_second_view", act, world_size=2)
     result = await job.run()
     assert (result.outcome, result.reason) == (Outcome.STOPPED, "enough")
     assert result.exit_code != 0
     assert not result.failures
 
 
-async def test_an_observer_that_raises_ends_the_run_with_its_error(tmp_path: Path) -> None:
+async def test_an_observer_that_raises_ends_the_run_with_its_error() -> None:
     async def act(host: Host, event: HostEvent) -> None:
         if isinstance(event, ViewChanged):
             raise KeyError("a bug in the observer")
 
-    job = Job(tmp_path, "await worker.view(after=1)", act, world_size=2)
+    job = Job("waits_for_a_second_view", act, world_size=2)
     with pytest.raises(KeyError, match="a bug in the observer"):
         await job.run()
 
 
-async def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_cancelled_run_leaves_nothing() -> None:
     formed = asyncio.Event()
 
     async def act(host: Host, event: HostEvent) -> None:
         if isinstance(event, ViewChanged):
             formed.set()
 
-    job = Job(tmp_path, "await worker.view(after=1)", act, world_size=2)
+    job = Job("waits_for_a_second_view", act, world_size=2)
     running = asyncio.create_task(job.run())
     async with asyncio.timeout(TIMEOUT_S):
         await formed.wait()
@@ -260,8 +215,8 @@ async def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
             os.kill(info.pid or 2**22, 0)
 
 
-async def test_a_rank_that_leaves_at_once_harms_nobody(tmp_path: Path) -> None:
-    job = Job(tmp_path, "print(sorted(worker.peers))", world_size=5)
+async def test_a_rank_that_leaves_at_once_harms_nobody() -> None:
+    job = Job("prints_its_peers", world_size=5)
     result = await job.run()
     assert result.exit_code == 0, job.output.lines
     assert result.restarts == 0

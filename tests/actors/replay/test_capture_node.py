@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from programs import PROGRAMS
 
 from zbmd.actors.core.actor import Actor
 from zbmd.actors.host.events import RunResult
@@ -39,33 +40,6 @@ from zbmd.transport.identity import Identity
 
 COOKIE = bytes(32).hex()
 
-ENDS_WELL = """
-import asyncio
-from zbmd.actors.rank.member import join
-
-async def main():
-    async with join():
-        pass
-
-asyncio.run(main())
-"""
-
-RAISES = ENDS_WELL.replace(
-    "async with join():\n        pass",
-    "async with join() as worker:\n        if worker.rank == 1:\n            raise ValueError('a bug')\n"
-    "        await asyncio.Event().wait()",
-)
-
-DIES = ENDS_WELL.replace(
-    "async with join():\n        pass",
-    "async with join() as worker:\n"
-    "        if worker.rank == 1 and worker.incarnation == 1:\n"
-    "            worker.recorder.flush()\n"
-    "            os.kill(os.getpid(), signal.SIGKILL)\n"
-    "        if worker.epoch == 1:\n"
-    "            await worker.view(after=1)",
-).replace("import asyncio", "import asyncio, os, signal", 1)
-
 
 class Quiet:
     """Takes the ranks' lines."""
@@ -90,13 +64,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(place: Path, script: str, ranks: int = 2, **environment: str) -> RunResult:
-    path = place / "script.py"
-    path.write_text(script)
+def run(behaviour: str, ranks: int = 2, **environment: str) -> RunResult:
     config = HostConfig(
-        target=str(path),
+        target=str(PROGRAMS / "actors/ends.py"),
+        arguments=(behaviour,),
         world_size=ranks,
-        max_restarts=1 if "SIGKILL" in script else 0,
+        max_restarts=1 if behaviour == "dies_once" else 0,
         arena_bytes=1 << 20,
         environment=environment,
     )
@@ -115,7 +88,7 @@ def records(log: ProcessLog) -> list[Record]:
 
 
 def test_every_process_writes_a_log_that_replays(place: Path) -> None:
-    assert run(place, ENDS_WELL, ZBMD_CAPTURE=str(place / "run.zlog")).outcome is Outcome.SUCCEEDED
+    assert run("well", ZBMD_CAPTURE=str(place / "run.zlog")).outcome is Outcome.SUCCEEDED
     logs = logs_of(place / "run.zlog")
     assert list(logs) == ["node#1", "rank0#1", "rank1#1"]
     assert {log.ending for log in logs.values()} == {Ending.CLOSED}
@@ -127,7 +100,7 @@ def test_every_process_writes_a_log_that_replays(place: Path) -> None:
 
 
 def test_each_frame_is_in_the_logs_of_both_ends(place: Path) -> None:
-    run(place, ENDS_WELL, ZBMD_CAPTURE=str(place / "run.zlog"))
+    run("well", ZBMD_CAPTURE=str(place / "run.zlog"))
     sent: set[bytes] = set()
     came: set[bytes] = set()
     for log in logs_of(place / "run.zlog").values():
@@ -140,7 +113,7 @@ def test_each_frame_is_in_the_logs_of_both_ends(place: Path) -> None:
 
 
 def test_a_killed_rank_leaves_what_it_had_flushed(place: Path) -> None:
-    assert run(place, DIES, ZBMD_CAPTURE=str(place / "run.zlog")).outcome is Outcome.SUCCEEDED
+    assert run("dies_once", ZBMD_CAPTURE=str(place / "run.zlog")).outcome is Outcome.SUCCEEDED
     logs = logs_of(place / "run.zlog")
     assert list(logs) == ["node#1", "rank0#1", "rank1#1", "rank1#2"]
     assert logs["rank1#1"].ending in (Ending.CUT, Ending.TORN)
@@ -152,9 +125,9 @@ def test_a_killed_rank_leaves_what_it_had_flushed(place: Path) -> None:
 
 
 def test_the_same_directory_is_not_used_twice(place: Path) -> None:
-    run(place, ENDS_WELL, ZBMD_CAPTURE=str(place / "run.zlog"))
+    run("well", ZBMD_CAPTURE=str(place / "run.zlog"))
     with pytest.raises(CaptureExists):
-        run(place, ENDS_WELL, ZBMD_CAPTURE=str(place / "run.zlog"))
+        run("well", ZBMD_CAPTURE=str(place / "run.zlog"))
 
 
 def test_a_supervisor_is_recorded(place: Path) -> None:
@@ -182,7 +155,7 @@ def test_a_supervisor_is_recorded(place: Path) -> None:
 
 
 def test_a_failed_run_says_where_its_last_records_are(place: Path) -> None:
-    result = run(place, RAISES)
+    result = run("raises")
     assert result.outcome is Outcome.FAILED
     assert result.last_records is not None and result.last_records.is_relative_to(place / "state")
     logs = logs_of(result.last_records)
@@ -194,13 +167,13 @@ def test_a_failed_run_says_where_its_last_records_are(place: Path) -> None:
 
 
 def test_they_go_into_the_log_directory_if_there_is_one(place: Path) -> None:
-    result = run(place, RAISES, ZBMD_LOG_DIR=str(place / "logs"))
+    result = run("raises", ZBMD_LOG_DIR=str(place / "logs"))
     assert result.last_records is not None and result.last_records.parent == place / "logs"
     assert "rank1#1" in logs_of(result.last_records)
 
 
 def test_a_run_that_ends_well_leaves_nothing(place: Path) -> None:
-    assert run(place, ENDS_WELL).last_records is None
+    assert run("well").last_records is None
     assert not (place / "state").exists()
 
 

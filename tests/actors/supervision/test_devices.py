@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.process_pool.devices import (
@@ -156,14 +157,7 @@ async def _ended(fd: int) -> None:
 
 # Nodes.
 
-NODE = """
-import pathlib, sys, time
-host, directory = sys.argv[1], pathlib.Path(sys.argv[2])
-if (directory / f"down-{host}").exists():
-    sys.exit(f"{host} is down")
-print(f"[zbmd]: {host} (node1#1) at x: view 1: {host}", flush=True)
-time.sleep(3600)
-"""
+NODE = PROGRAMS / "actors/node.py"
 
 
 async def healthy(place: str) -> str:
@@ -173,8 +167,7 @@ async def healthy(place: str) -> str:
 async def test_a_node_is_started_elsewhere_when_its_host_is_down(system: ActorSystem, tmp_path: Path) -> None:
     machine = PlacementMachine([Placement(name="h1"), Placement(name="h2")], failures=2)
     hosts = Placements(machine, healthy)
-    (tmp_path / "node.py").write_text(NODE)
-    command = (sys.executable, str(tmp_path / "node.py"), "{host}", str(tmp_path))
+    command = (sys.executable, str(NODE), "{host}", str(tmp_path))
     supervisor = await system.supervise([node_child("n", hosts, command)], intensity=20, back_off=SOON)
     for starts, (down, there) in enumerate([("h1", "h2"), ("h2", "h1")], start=2):
         cell = system.find("n", 0)

@@ -173,21 +173,23 @@ async def test_the_witness_gives_an_epoch_once(server: EtcdServer) -> None:
         await witness.close()
 
 
-async def test_a_record_of_an_earlier_founding_counts_for_nothing(server: EtcdServer) -> None:
-    for generation in (1, 2):
-        answer: asyncio.Future[TieBreakerNamed] = asyncio.get_running_loop().create_future()
-        me = NodeKey(generation, 1)
-        witness = EtcdWitness(
-            client(server, "foundings"),
-            me,
-            generation=generation,
-            retry_ns=RETRY_NS,
-            on_given=answer.set_result,
-        )
-        witness.want(7)
-        async with asyncio.timeout(PATIENCE_S):
-            assert (await answer).holder == me
-        await witness.close()
+@pytest.mark.parametrize("generation", [1, 2])
+async def test_a_record_of_an_earlier_founding_counts_for_nothing(
+    server: EtcdServer, generation: int
+) -> None:
+    answer: asyncio.Future[TieBreakerNamed] = asyncio.get_running_loop().create_future()
+    me = NodeKey(generation, 1)
+    witness = EtcdWitness(
+        client(server, "foundings"),
+        me,
+        generation=generation,
+        retry_ns=RETRY_NS,
+        on_given=answer.set_result,
+    )
+    witness.want(7)
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await answer).holder == me
+    await witness.close()
 
 
 async def test_a_server_that_comes_back_is_asked_again(tmp_path: Path) -> None:

@@ -337,27 +337,27 @@ def test_what_does_not_fit_into_one_message_goes_in_parts() -> None:
     assert {len(other.group(f"g{n}")) for n in range(3)} == {1333, 1334}
 
 
-def test_a_name_that_was_granted_over_a_link_that_ended_is_free_or_asked_for_again() -> None:
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_name_that_was_granted_over_a_link_that_ended_is_free_or_asked_for_again(given_up: bool) -> None:
     """The answer is lost: nobody was told that the name is taken, so it is not, but for who still asks."""
     name = next(name for name in map(str, range(99)) if machine(A, B).home(name) == B)
     key: Key = ("a", 1, "x", 1)
-    for given_up in (True, False):
-        one, home = machine(A, B), machine(B, A)
-        one.handle(ev.MessageReceived(source=B, message=ev.Here(1, {}, {})), now_ns=0)
-        home.handle(ev.MessageReceived(source=A, message=ev.Here(1, {}, {})), now_ns=0)
-        asked = ev.Asked(call=1, what=What.REGISTER, name=name, key=key)
-        (send,) = one.handle(asked, now_ns=0)
-        assert isinstance(send, ev.Send)
-        home.handle(ev.MessageReceived(source=A, message=send.message), now_ns=0)  # its answer is lost
-        if given_up:
-            one.handle(ev.GivenUp(call=1), now_ns=0)
-        for made, peer in ((one, B), (home, A)):
-            made.handle(ev.LinkDown(process=peer), now_ns=0)
-        home.handle(ev.LinkUp(process=A), now_ns=0)
-        for action in one.handle(ev.LinkUp(process=B), now_ns=0):
-            assert isinstance(action, ev.Send)
-            home.handle(ev.MessageReceived(source=A, message=action.message), now_ns=0)
-            home.check_invariants()
-        (found,) = home.handle(ev.Asked(call=1, what=What.LOOK_UP, name=name), now_ns=0)
-        assert isinstance(found, ev.Answered)
-        assert found.outcome is (NameOutcome.FREE if given_up else NameOutcome.FOUND)
+    one, home = machine(A, B), machine(B, A)
+    one.handle(ev.MessageReceived(source=B, message=ev.Here(1, {}, {})), now_ns=0)
+    home.handle(ev.MessageReceived(source=A, message=ev.Here(1, {}, {})), now_ns=0)
+    asked = ev.Asked(call=1, what=What.REGISTER, name=name, key=key)
+    (send,) = one.handle(asked, now_ns=0)
+    assert isinstance(send, ev.Send)
+    home.handle(ev.MessageReceived(source=A, message=send.message), now_ns=0)  # its answer is lost
+    if given_up:
+        one.handle(ev.GivenUp(call=1), now_ns=0)
+    for made, peer in ((one, B), (home, A)):
+        made.handle(ev.LinkDown(process=peer), now_ns=0)
+    home.handle(ev.LinkUp(process=A), now_ns=0)
+    for action in one.handle(ev.LinkUp(process=B), now_ns=0):
+        assert isinstance(action, ev.Send)
+        home.handle(ev.MessageReceived(source=A, message=action.message), now_ns=0)
+        home.check_invariants()
+    (found,) = home.handle(ev.Asked(call=1, what=What.LOOK_UP, name=name), now_ns=0)
+    assert isinstance(found, ev.Answered)
+    assert found.outcome is (NameOutcome.FREE if given_up else NameOutcome.FOUND)

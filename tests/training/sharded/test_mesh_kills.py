@@ -59,25 +59,29 @@ def test_kills_leave_no_trace_in_the_weights(
         assert captures.played(captured) == (0, OF_RUNS), (mesh, fault)
 
 
-def test_a_kill_while_a_matrix_is_gathered_leaves_no_trace(small_jobs: SmallJobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "fault"), [("dp=2,tp=2", "rank1:optimizer.gather:9"), ("zero", "rank2:optimizer.gather:7")]
+)
+def test_a_kill_while_a_matrix_is_gathered_leaves_no_trace(
+    small_jobs: SmallJobs, tmp_path: Path, setting: str, fault: str
+) -> None:
     """With Muon an update waits for others: some may have made it, when one that is waited for dies."""
     data = write_text(tmp_path / "text")
-    for setting, fault in (("dp=2,tp=2", "rank1:optimizer.gather:9"), ("zero", "rank2:optimizer.gather:7")):
-        mesh, zero = ("", 1) if setting == "zero" else (setting, 0)
-        digests = [
-            small_jobs.run(
-                tmp_path / f"{setting}{bool(one)}",
-                data,
-                fault=one,
-                mesh=mesh,
-                zero=zero,
-                world_size=4,
-                optimizer="muon",
-            )
-            for one in ("", fault)
-        ]
-        assert [one.deaths for one in digests] == [0, 1], (setting, digests)
-        assert digests[0].digest == digests[1].digest, setting
+    mesh, zero = ("", 1) if setting == "zero" else (setting, 0)
+    digests = [
+        small_jobs.run(
+            tmp_path / f"{setting}{bool(one)}",
+            data,
+            fault=one,
+            mesh=mesh,
+            zero=zero,
+            world_size=4,
+            optimizer="muon",
+        )
+        for one in ("", fault)
+    ]
+    assert [one.deaths for one in digests] == [0, 1], (setting, digests)
+    assert digests[0].digest == digests[1].digest, setting
 
 
 def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:

@@ -178,27 +178,27 @@ def pair() -> tuple[ModelHost, ModelProcess, ModelProcess]:
     return host, host.process(0), host.process(0)
 
 
-def test_the_model_finds_a_read_before_the_event_has_been_waited_for() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_model_finds_a_read_before_the_event_has_been_waited_for(waits: bool) -> None:
     """Whatever order it runs them in; and not once the reader's stream has waited."""
-    for waits in (False, True):
-        host, owner, reader = pair()
-        memory = owner.malloc(64)
-        event = owner.event_create(interprocess=True)
-        stream = owner.stream_create()
-        owner.compute(memory, 64, lambda data: data.fill(7), stream)
-        owner.event_record(event, stream)
-        opened = reader.ipc_open_mem_handle(owner.ipc_get_mem_handle(memory), 0)
-        their_event = reader.ipc_open_event_handle(owner.ipc_get_event_handle(event))
-        into = np.zeros(64, np.uint8)
-        if waits:
-            reader.stream_wait_event(reader.default_stream, their_event)
-        reader.memcpy_async(_native.address_of(into), opened, 64, reader.default_stream)
-        if waits:
-            reader.stream_synchronize(reader.default_stream)
-            assert set(into.tolist()) == {7}
-        else:
-            with pytest.raises(DeviceRace, match="wait for its event"):
-                host.drain()
+    host, owner, reader = pair()
+    memory = owner.malloc(64)
+    event = owner.event_create(interprocess=True)
+    stream = owner.stream_create()
+    owner.compute(memory, 64, lambda data: data.fill(7), stream)
+    owner.event_record(event, stream)
+    opened = reader.ipc_open_mem_handle(owner.ipc_get_mem_handle(memory), 0)
+    their_event = reader.ipc_open_event_handle(owner.ipc_get_event_handle(event))
+    into = np.zeros(64, np.uint8)
+    if waits:
+        reader.stream_wait_event(reader.default_stream, their_event)
+    reader.memcpy_async(_native.address_of(into), opened, 64, reader.default_stream)
+    if waits:
+        reader.stream_synchronize(reader.default_stream)
+        assert set(into.tolist()) == {7}
+    else:
+        with pytest.raises(DeviceRace, match="wait for its event"):
+            host.drain()
 
 
 def test_the_model_finds_what_cuda_leaves_undefined() -> None:

@@ -70,22 +70,22 @@ async def test_a_wake_up_that_the_peer_took_back_and_made_block_holds_nobody_up(
     await end_both(a, b, theirs)
 
 
-async def test_an_impossible_ring_position_ends_the_link_for_reader_and_writer() -> None:
-    for position in ("head", "tail"):
-        a, b = pair()
-        ours, theirs = Ear(a), Ear(b)
-        if position == "head":
-            a._mapping.store64(0, 1 << 40)
-            os.eventfd_write(b._wake_fd, 1)
-            await theirs.end()
-            assert isinstance(theirs.ends[0], RemoteProtocolError)
-        else:
-            a._mapping.store64(64, 1 << 40)
-            with pytest.raises(LinkClosed, match="reader's position"):
-                a.send(b"x")
-            await ours.end()
-            assert isinstance(ours.ends[0], RemoteProtocolError)
-        await end_both(a, b, ours, theirs)
+@pytest.mark.parametrize("position", ["head", "tail"])
+async def test_an_impossible_ring_position_ends_the_link_for_reader_and_writer(position: str) -> None:
+    a, b = pair()
+    ours, theirs = Ear(a), Ear(b)
+    if position == "head":
+        a._mapping.store64(0, 1 << 40)
+        os.eventfd_write(b._wake_fd, 1)
+        await theirs.end()
+        assert isinstance(theirs.ends[0], RemoteProtocolError)
+    else:
+        a._mapping.store64(64, 1 << 40)
+        with pytest.raises(LinkClosed, match="reader's position"):
+            a.send(b"x")
+        await ours.end()
+        assert isinstance(ours.ends[0], RemoteProtocolError)
+    await end_both(a, b, ours, theirs)
 
 
 async def test_receiving_a_frame_moves_our_clock_past_the_senders() -> None:

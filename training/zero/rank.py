@@ -92,7 +92,8 @@ class ZeroRank:
         self._loss_scale = 1.0
         self._passes: dict[int, list[_Pass]] = {}
         self._slopes: list[Array] = []
-        self._initial_scale = LossScale.of(self.dtype, first=loss_scale)
+        self.initial_scale = LossScale.of(self.dtype, first=loss_scale)
+        """That of the first step, before the state has one."""
         self._arrays = arrays_of(optimizer)
         size, take = slot_elements(shards, optimizer, self.dtype), self.memory.allocate
         self._offload, self._paging = offload, Paging(offload, self._arrays)
@@ -154,7 +155,7 @@ class ZeroRank:
             return
         flat = self.model.init(self._seed)
         self.state_flat[:] = 0
-        self._initial_scale.write(self._scale_room)
+        self.initial_scale.write(self._scale_room)
         self.state.weights[:] = self.shards.shard_of(flat, self.rank)
         for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
             self._whole[number][: unit.size] = flat[unit.span]
@@ -167,7 +168,7 @@ class ZeroRank:
             flat = shard[which * self.shards.shard_size :]
             for slot, cut, at in self._held():
                 flat[at : at + cut.stop - cut.start] = cut.of(saved.parameter(array, slot)).reshape(-1)
-        scale = self._initial_scale.read(np.array(saved.loss_scale))
+        scale = self.initial_scale.read(np.array(saved.loss_scale))
         scale.write(shard[len(self._arrays) * self.shards.shard_size :])
         self._initial = shard
         if not self._begins_later:
@@ -229,7 +230,7 @@ class ZeroRank:
     @property
     def loss_scale(self) -> LossScale:
         """That of the next step, the same on all ranks. Raises `UserError` for a state that is damaged."""
-        return self._initial_scale.read(self._scale_room)
+        return self.initial_scale.read(self._scale_room)
 
     @property
     def state(self) -> AdamWState:

@@ -177,7 +177,7 @@ class ZeroTrainer:
         self._told = self._voted = False
         self._usable: bool | None = None
         """Whether the attempt under way came to an end that changed the state; None: it is under way."""
-        self._scale = self.own.loss_scale
+        self._scale = self.own.initial_scale
         """What the attempt under way is done with, with the skips before it."""
         self._norm = 0.0
         self._losses: dict[int, float] = {}

@@ -83,6 +83,15 @@ async def test_each_goes_on_from_each(storage: str, kinds: str, tmp_path: Path) 
     assert before is not None and digest(before) == digest(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+async def test_sharded_float16_begins_as_one_process_does(offloaded: bool, tmp_path: Path) -> None:
+    """Its loss scale is part of a state that is made when the run begins with it, and not before."""
+    data, given = str(write_text(tmp_path / "text")), {"offload": str(tmp_path)} if offloaded else {}
+    await go_on("P", 2, tmp_path / "plain", None, storage="float16", data=data)
+    await go_on("Z", 2, tmp_path / "zero", None, storage="float16", data=data, **given)
+    assert digest(tmp_path / "zero") == digest(tmp_path / "plain")
+
+
 async def test_what_tensor_parallel_ranks_wrote_is_read_by_one_and_by_a_mesh(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -130,7 +130,7 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
 
 
 def _zero_of(arguments: argparse.Namespace) -> ZeroOptions | None:
-    """How the state is shared out, if it is. Raises `UserError` for options that have no effect."""
+    """Return how the state is sharded, if it is. Raises `UserError` for options that have no effect."""
     if arguments.plain and arguments.zero is not None:
         raise UserError("--plain runs in one process: omit --zero, or --plain.")
     if arguments.zero is not None:

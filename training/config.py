@@ -59,7 +59,9 @@ class GPTConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """What determines the bits of a run besides model and data. Raises `UserError` for impossible values.
+    """The settings that determine the bits of a run, besides model and data.
+
+    Raises `UserError` for impossible values.
 
     A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number belongs to the
     job, not to its ranks. The learning rate rises for `warmup_steps`, then follows `curve` down to

@@ -82,7 +82,7 @@ ARENA_SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """What a finished run says of itself. layers: those of each part, in order; bubble: median over steps.
+    """The result of a finished run. layers: those of each part, in order; bubble: median over steps.
 
     bubble_of_times: the schedule's, if each computation takes the median of what it took in this run: what
     `bubble` is above it is wake-ups, transfers, and how the times vary.

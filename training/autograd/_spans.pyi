@@ -5,7 +5,7 @@ from typing import Final
 from zbmd.collectives.flight._flight import FlightRing
 
 CATEGORIES: Final[tuple[str, ...]]
-"""What the time of a step is spent on, by their numbers; what is left over is idle."""
+"""The categories of a step's time, by their numbers; the remainder is idle."""
 PER_UNIT: Final[tuple[int, int, int]]
 """The categories whose time is known for each unit of the model: forward, backward, recompute."""
 RECORD_BYTES: Final[int]

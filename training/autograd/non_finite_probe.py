@@ -27,7 +27,7 @@ class ProbePoint(IntEnum):
     FORWARD = 1
     """The output of a unit."""
     BACKWARD = 2
-    """What a unit computes in the backward pass."""
+    """A value that a unit computes in the backward pass."""
     GRADIENT = 3
     """The gradient of a parameter, summed over this rank's shards."""
 

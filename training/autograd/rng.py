@@ -30,7 +30,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a stream of numbers is used for. Streams of different purposes are independent."""
+    """The purpose of a stream of numbers. Streams of different purposes are independent."""
 
     INIT = 1
     SHUFFLE = 2
@@ -46,7 +46,7 @@ def stream(seed: int, purpose: Purpose, index: int = 0) -> Generator:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What the random numbers of a step depend on: the seed, the step, and each sample, (samples,) integers.
+    """The inputs of a step's random numbers: the seed, the step, and each sample, (samples,) integers.
 
     They depend on nothing else: any rank that computes a sample, for the first time or again, draws the same
     numbers for it.

@@ -204,7 +204,7 @@ def find_sources(data: str) -> list[Source]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which of `window_count` windows are held out; computed, without a table."""
+    """The windows of `window_count` that are held out; computed, without a table."""
 
     window_count: int
 

@@ -41,7 +41,7 @@ from zbmd.transport.errors import (
 )
 
 TURN_S = 60.0
-"""How long a thread waits for its turn; one message of the actor takes less."""
+"""Longest wait of a thread for its turn; one message of the actor takes less."""
 
 
 class Turn:
@@ -105,11 +105,11 @@ class Turn:
 
 
 ATTEMPTS_MAX: Final = 8
-"""How many incarnations one message is given to."""
+"""Number of incarnations that one message is given to."""
 RESTART_S: Final = 30.0
-"""How long the next incarnation may take to start, back-off included."""
+"""Longest time until the next incarnation has started, back-off included."""
 POLL_S: Final = 0.05
-"""How often a waiting thread calls `check`."""
+"""Interval at which a waiting thread calls `check`."""
 
 SlotActorT = TypeVar("SlotActorT", bound="SlotActor")
 ReplyT = TypeVar("ReplyT", bound=Contract)

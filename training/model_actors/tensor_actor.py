@@ -73,7 +73,7 @@ def unpack(packed: ArrayData) -> Array:
 ELEMENTS_MAX: Final = PART_BYTES_MAX // 4
 """float32 elements per `ReadTensor`."""
 READS_MAX: Final = 16
-"""How often reading a whole parameter is started."""
+"""Attempts to read a whole parameter."""
 
 
 class CommitSlot(Contract, id="zbmd.training.commit"):

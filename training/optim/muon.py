@@ -53,7 +53,7 @@ together.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMatrix:
-    """What this rank holds of a hidden matrix.
+    """This rank's part of a hidden matrix.
 
     `shape`: of the whole matrix. `span`: where its piece lies in the arrays that are updated. `cuts`: the
     slices of the ranks that hold the matrix together, by position; None: nothing. `place`: the position of

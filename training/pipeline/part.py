@@ -145,7 +145,7 @@ class Pass:
     input: Tensor | None
     output: Tensor
     weight_gradients: list[Callable[[], None]]
-    """What is left to be done of a backward pass whose halves are apart, in its order."""
+    """The rest of a backward pass whose halves are apart, in its order."""
 
 
 def layers_in(config: GPTConfig) -> int:

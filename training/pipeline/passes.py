@@ -140,18 +140,18 @@ class StagePasses:
         self._buckets = {number: Buckets(part.layout) for number, part in own.parts.items()}
         self._passes: dict[tuple[int, int], Pass] = {}
         self._made: dict[Message, Array] = {}
-        """What is to be sent, or handed to the next part on this stage."""
+        """Arrays to be sent, or handed to the next part on this stage."""
         self._weights: Array | None = None
         self._batches: Sequence[Batch] = ()
         self._final: OnFinal | None = None
         self._deadline_ns = 0
         self._loss_scale = 1.0
         self.took_ns: dict[tuple[Op, int], deque[int]] = {}
-        """How long the last computations took, by operation and part."""
+        """Durations of the last computations, by operation and part."""
         self.losses: dict[int, float] = {}
         """Of the micro-batches, on the last stage."""
         self.busy_ns = 0
-        """How long this stage computed in the last step."""
+        """Time that this stage computed in the last step."""
 
     @property
     def spans(self) -> list[slice]:

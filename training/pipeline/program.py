@@ -88,7 +88,7 @@ class ScheduleError(ZbmdError):
 
 
 class Flaw(Enum):
-    """What is wrong with the programs of a pipeline."""
+    """A flaw in the programs of a pipeline."""
 
     MALFORMED = "malformed"
     WRONG_STAGE = "a part that is not on this stage"
@@ -155,7 +155,7 @@ class Instruction(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What passes between two stages: the input (`gradient` False) of `part`, or its output's gradient."""
+    """A message between two stages: the input (`gradient` False) of `part`, or its output's gradient."""
 
     gradient: bool
     part: int

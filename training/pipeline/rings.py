@@ -61,13 +61,13 @@ CHANNEL_DEFAULT = 4
 COUNT_MAX = (1 << 32) - 1
 """A count of this says that the stage has given up."""
 CLOSE_NS = 5_000_000_000
-"""What is under way towards a neighbour that lives is waited for so long, when rings are left."""
+"""Longest wait, when rings are left, for messages under way to a live neighbour."""
 _EPOCH_SHIFT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What passes between stages: the shape and dtype of every message."""
+    """The shape and dtype of every message between stages."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[np.floating]

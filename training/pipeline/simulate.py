@@ -20,7 +20,7 @@ from zbmd.training.pipeline.program import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What each operation takes for one micro-batch, in any unit of time, by part.
+    """The duration of each operation for one micro-batch, in any unit of time, by part.
 
     A whole backward pass takes the input's and the weights' gradient together; `transfer` is one message
     between two stages. Each is at least 0.

@@ -253,7 +253,7 @@ class StageMachine:
         return self._shape.stage_of(message.part + (1 if message.gradient else -1))
 
     def _received_for(self, instruction: Instruction) -> list[Message]:
-        """What a part had to receive for a micro-batch."""
+        """The message that a part needs for a micro-batch."""
         _, part, microbatch = instruction
         came: list[Message] = []
         if self._shape.receives_input(part):
@@ -294,7 +294,7 @@ class StageMachine:
         return self._flush()
 
     def _room(self, key: tuple[int, Told]) -> int:
-        """How many messages a neighbour can have put here by now."""
+        """Number of messages that a neighbour can have put here by now."""
         return self._said.get((key[0], _RELEASED[key[1]]), 0) + self._rings[key]
 
     def _computed(self) -> list[StageAction]:
@@ -367,17 +367,17 @@ class StageMachine:
         return actions
 
     def _say(self, stage: int, what: Told) -> int:
-        """Count one more that a neighbour is told; how many it has been told then."""
+        """Count one more notification to a neighbour; return their number."""
         count = self._said[stage, what] = self._said.get((stage, what), 0) + 1
         return count
 
     def _missing(self, message: Message) -> Await | None:
-        """What tells that `message` has come, unless it has."""
+        """The notification that `message` has come; None if it has."""
         key = self._sender(message), Told.GRADIENTS if message.gradient else Told.ACTIVATIONS
         return self._short_of(key, self._arrivals[key].count_with(message, self.step))
 
     def _slot_missing(self, message: Message) -> Await | None:
-        """What tells that the slot of `message` is free, unless it is."""
+        """The notification that the slot of `message` is free; None if it is."""
         number = self._number(message) - self._slots[boundary_of(message)]
         if number < 0:
             return None
@@ -391,7 +391,7 @@ class StageMachine:
         return None if self._heard.get(key, 0) >= count else Await(stage=key[0], what=key[1], count=count)
 
     def _number(self, message: Message) -> int:
-        """Which of its boundary it is, from the first step on; steps run on all stages in turn."""
+        """Its number at its boundary, from the first step on; steps run on all stages in turn."""
         return self.step * self._shape.microbatches + message.microbatch
 
     def _slot(self, message: Message) -> int:
@@ -407,7 +407,7 @@ _SENT = {released: sent for sent, released in _RELEASED.items()}
 
 
 def _orders_of_sends(program: StageProgram) -> list[Message]:
-    """What a step sends, in order."""
+    """The messages that a step sends, in order."""
     return [message_of(one) for one in program.instructions if one.op in SENDS]
 
 

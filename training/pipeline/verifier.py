@@ -71,7 +71,7 @@ def _check_memory(program: StageProgram, most: int) -> None:
 
 
 class _Stage:
-    """What one stage has done, instruction by instruction."""
+    """The progress of one stage, instruction by instruction."""
 
     def __init__(self, program: StageProgram) -> None:
         self._program = program

@@ -39,7 +39,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class MachineDescription(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """What a peak depends on. `parallel`: how many processes compute at once, each with `threads` of BLAS."""
+    """The conditions of a peak. `parallel`: processes that compute at once, each with `threads` of BLAS."""
 
     processor: Name
     processors: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]

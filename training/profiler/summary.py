@@ -95,7 +95,7 @@ class Summary:
 def summary_of(
     lives: Sequence[RankProfile], peak_of: Callable[[MachineDescription], float | None]
 ) -> Summary:
-    """What all `lives` of a run come to. `peak_of`: of all processes of a machine together, FLOPs a second.
+    """Sum up all `lives` of a run. `peak_of`: of all processes of a machine together, FLOPs a second.
 
     Raises `UserError` if there is no step.
     """

@@ -45,7 +45,7 @@ Numbers = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldingsRow:
-    """What one rank reports. `handles`: where peers read its slots."""
+    """The report of one rank. `handles`: where peers read its slots."""
 
     held: Held
     handles: tuple[RegionHandle, ...]

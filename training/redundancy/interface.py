@@ -74,7 +74,7 @@ Digests = tuple[int, ...]
 
 
 class ProtectedState(Protocol):
-    """What one rank alone holds, in two slots: version v lies in slot v % SLOTS. Peers can read them."""
+    """The state of one rank, in two slots: version v lies in slot v % SLOTS. Peers can read them."""
 
     slots: list[Array]
     """1-D, of one length and dtype."""

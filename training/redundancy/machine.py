@@ -72,7 +72,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a rank holds at the start of an epoch. `own`: versions of its shard by slot; None: incomplete.
+    """The versions that a rank holds at the start of an epoch. `own`: of its shard by slot; None: incomplete.
 
     `known`: the highest version that it knows to be committed.
     """

@@ -49,7 +49,7 @@ FETCH_LOOK_NS = 100_000_000
 """And this often while no data arrives."""
 
 COMMIT_S = 30.0
-"""How long the actor that holds the state may take to swap its slots."""
+"""Longest time in which the actor that holds the state swaps its slots."""
 
 AHEAD_NS = 20_000_000
 """If a step takes longer, the samples of the next are drawn half-way, when the event loop is idle."""

@@ -2,7 +2,7 @@
 
 Ranks along `dp` hold the same state; where they do not, a buddy copies it at every step. A rank that is
 killed is replaced, takes its state from there, and the step is run again: the run ends with the bits of one
-that nothing disturbed. What the run is for (`MeshTask`) is told of each step once it is safe.
+that nothing disturbed. The purpose of the run (`MeshTask`) is notified of each step once it is safe.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ SAVED_POINT = faults.declare("mesh.saved", "when what a run makes is on disk, be
 PARTED_POINT = faults.declare("mesh.parted", "when the ranks part, before this one has left")
 
 RECORDS_KEPT = 3
-"""Steps whose values a rank keeps, its last ones: the next one to be told is among them."""
+"""Last steps whose values a rank keeps; the next one to be reported is among them."""
 _BASE, _HAS, _LOSS, _NORM, _COMPUTE, _WAITED, _SCALE, _SKIPPED, _NUMBERS = range(9)
 
 
 class MeshTask(Protocol[TaskResultT]):
-    """What a run is for. All but `committed` is called on all ranks together, on the thread that trains."""
+    """The purpose of a run. All but `committed` is called on all ranks together, on the training thread."""
 
     steps: int
     """To be done in all."""
@@ -75,7 +75,7 @@ class MeshTask(Protocol[TaskResultT]):
         ...
 
     def profiled(self, line: StepLine, mfu: float | None) -> None:
-        """What a step of this rank spent its time on, behind it."""
+        """Take the profile of a step of this rank, after it."""
         ...
 
     def reached(self, trainer: MeshTrainer, keeper: Redundancy) -> None:
@@ -130,7 +130,7 @@ class MeshJob(Generic[ResultT]):
     async def _groups_in(self, view: View) -> MeshGroups | None:
         """This rank's groups; None if the view does not last so long.
 
-        Who loses any member of the view gives up, and not only one of the sub-group that it is making: the
+        A rank that loses any member of the view gives up, not only one of the sub-group being made: the
         others there may have lost one elsewhere, and will not come.
         """
         making = asyncio.ensure_future(self._make_groups(view))

@@ -89,7 +89,7 @@ def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: 
 
 
 def _by_part(every: Array, lengths: dict[int, int]) -> dict[int, Array]:
-    """What all stages said, part by part; `lengths` in the order in which they hold them."""
+    """The values of all stages, part by part; `lengths` in the order in which they hold them."""
     if sum(lengths.values()) != len(every):
         raise RemoteProtocolError(
             f"the stages say {len(every)} numbers of their gradients, not {sum(lengths.values())}"

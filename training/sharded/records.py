@@ -1,4 +1,4 @@
-"""What a run tells of itself: JSON lines, a line for people, and files for TensorBoard."""
+"""Records of a run: JSON lines, a line for people, and files for TensorBoard."""
 
 from __future__ import annotations
 

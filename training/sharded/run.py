@@ -65,7 +65,7 @@ HUGGING_FACE_DIRECTORY = "gpt2"
 
 
 class TrainResult(msgspec.Struct, kw_only=True):
-    """What a finished run says of itself; losses in nats per token."""
+    """The result of a finished run; losses in nats per token."""
 
     steps: int
     mesh: str
@@ -78,7 +78,7 @@ class TrainResult(msgspec.Struct, kw_only=True):
 
 
 def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Corpus]:
-    """The mesh, the model with its vocabulary, and the data of a recipe; made, if they are not there.
+    """Return the mesh, the model with its vocabulary, and the data of a recipe, prepared if it is absent.
 
     Raises `UserError` for settings that do not fit each other, the world, or the data.
     """
@@ -138,7 +138,7 @@ def _require_beginning(options: TrainOptions, model: GPTConfig, corpus: Corpus) 
 
 
 def plan_of(options: TrainOptions, config: GPTConfig, corpus: Corpus) -> str:
-    """What fixes the bits of a run, but for the mesh: it may go on with another one."""
+    """Return the plan of a run; the mesh is not in it, since a run may be resumed on another one."""
     return plan_text(
         config,
         options.training,
@@ -172,7 +172,7 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
 
 
 def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankBytes:
-    """What any rank needs. Raises `UserError` for a model or a batch that the mesh does not divide."""
+    """Return the memory that a rank needs. Raises `UserError` for what the mesh does not divide."""
     ranks = mesh.size("tp")
     model = GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks)
     dtype = storage_dtype(options.precision)
@@ -222,7 +222,7 @@ async def run(options: TrainOptions) -> TrainResult | None:
 
 
 class _Run(MeshTask[TrainResult]):
-    """What a recipe makes of a run: evaluation, checkpoints, records and weights. For one thread.
+    """A run by a recipe: evaluation, checkpoints, records and weights. For one thread.
 
     again: whether this is a replacement, whose predecessor may have written records.
     """
@@ -274,7 +274,7 @@ class _Run(MeshTask[TrainResult]):
         return trainer
 
     def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
-        """What makes this rank's file, or opens that of a predecessor, where states are in files."""
+        """Return a maker of this rank's file, or a predecessor's; None without `--offload`."""
         folder, place, ranks = self.options.offload, world.members.index(self._worker.rank), world.size
         if folder is None:
             return None

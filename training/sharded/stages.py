@@ -1,4 +1,4 @@
-"""How a model is shared out over the stages of a mesh, and what a rank needs of memory for its part."""
+"""Divide a model over the stages of a mesh, and compute the memory that a rank needs for its part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """How a model passes through stages. cuts: the layers of each part; empty: equally many blocks each."""
+    """The division of a model into stages. cuts: the layers of each part; empty: equally many blocks each."""
 
     schedule: str = "1f1b"
     chunks: int = 1
@@ -61,7 +61,7 @@ ONE_EACH = Stages()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What a rank needs of memory that others reach."""
+    """Bytes of memory that others reach, for one rank."""
 
     arena: int
     inbox: int
@@ -99,7 +99,7 @@ def bytes_needed(
 
 
 def state_elements(size: int, dtype: np.dtype[np.floating], optimizer: OptimizerConfig) -> int:
-    """How many numbers the state of `size` parameters of `dtype` has, with the loss scale, if it changes."""
+    """Return the length of the state of `size` parameters of `dtype`, with the loss scale, if it changes."""
     return len(arrays_of(optimizer)) * size + LossScale.of(dtype).numbers
 
 

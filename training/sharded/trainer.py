@@ -56,7 +56,7 @@ COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshStep:
-    """What a step reported, the same on all ranks but for times: loss (nats per token), norm unclipped.
+    """The result of a step, the same on all ranks but for times: loss (nats per token), norm unclipped.
 
     compute_ns: forwards and backwards, with the waits along `pp` and `tp`; waited_ns: behind that, for
     reductions along `dp`; busy_ns: of each rank, `compute_ns` without the waits along `pp`. loss_scale: what
@@ -128,7 +128,7 @@ class MeshTrainer:
         """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
         it changes."""
         self._apart = zeros(size, dtype) if dtype != self.state_dtype or self.file is not None else None
-        """What is computed with, where that is not the state's own weights."""
+        """The weights of the passes, where they are not the state's own."""
         self.slot = 0
         """The one in use."""
         self._initial: Sequence[Array] = ()
@@ -142,7 +142,7 @@ class MeshTrainer:
         """Of the last attempt."""
 
     def _held_matrices(self) -> HeldMatrices | None:
-        """What ranks along tp hold of the hidden matrices of this stage; None: all of each."""
+        """Return the parts of this stage's hidden matrices along tp; None: they are whole."""
         if not isinstance(self.recipe.model, ParallelGPT):
             return None
         place, parts = self.groups.place(TENSOR_AXIS), self.groups.size(TENSOR_AXIS)
@@ -178,7 +178,7 @@ class MeshTrainer:
 
     @property
     def params(self) -> Array:
-        """What is computed with: the weights, of 16 bits as they were rounded last."""
+        """The weights of the passes; of 16 bits, as they were rounded last."""
         return self.state.weights if self._apart is None else self._apart
 
     def _round(self) -> None:
@@ -203,9 +203,9 @@ class MeshTrainer:
         self._begin()
 
     def pieces(self) -> list[Piece]:
-        """What this rank writes of a checkpoint: its part of what its replicas along `dp` hold alike.
+        """Return this rank's share of a checkpoint: its part of the state that its replicas along `dp` hold.
 
-        What is whole along `tp` the first there writes.
+        Parameters that are whole along `tp` are written by the first rank there.
         """
         state, layout = self.state, self.own.layout
         views = (layout.views(getattr(state, name)) for name in self._arrays)
@@ -287,7 +287,7 @@ class MeshTrainer:
 
     @property
     def held_most(self) -> ActivationPeak | None:
-        """What this rank held of activations in the last step; None if it computed none in this view."""
+        """The peak of this rank's activations in the last step; None if it computed none in this view."""
         return None if self._passes_or_none is None else self._passes_or_none.held_most
 
     def bubble_of_times(self) -> float:

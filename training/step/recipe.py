@@ -1,4 +1,4 @@
-"""What one training step computes, apart from who computes it: shared by the distributed and the plain job.
+"""The computation of one training step, whichever rank does it: shared by all jobs.
 
 A step is: every shard's gradient (`Recipe.shard_gradient`), their sum along the shard tree, and the update
 (`Recipe.update`). Each part depends on (model, data, configuration, step) and its inputs' bits alone.
@@ -115,7 +115,7 @@ class Recipe:
             raise self.diverged(error, grads, step=step) from None
 
     def diverged(self, error: TrainingDiverged, grads: Array, *, step: int) -> TrainingDiverged:
-        """What is raised for a gradient that is not finite: says which parameter's is the first."""
+        """Return the error for a gradient that is not finite; it names the first such parameter."""
         first = non_finite(self.model.layout, grads, xp=self.model.xp) or "all its elements are finite"
         return TrainingDiverged(f"step {step}: {error} First of the gradients, {first}.")
 

@@ -127,7 +127,7 @@ class ShardReduction:
         nodes = tuple(tuple(shard_tree_nodes(self._shards, *own)) for own in assignment)
         self._sums = ShardSum(self._shards, len(assignment), nodes)
         self.total: Array
-        """Where the sum is after `finish` has returned."""
+        """The sum, after `finish` has returned."""
         if self._group is None:
             (whole,) = plan.partials.values()
             self.total = buffers[whole]

@@ -115,17 +115,17 @@ class Unit:
 
     @property
     def in_shard(self) -> slice:
-        """Where a rank's part lies in its shard."""
+        """The span of a rank's part in its shard."""
         return slice(self.shard_start, self.shard_start + self.part)
 
     def cut_of(self, slot: ParameterSlot, rank: int) -> ParameterSlice | None:
-        """What of this parameter is in the part of `rank`; None: nothing."""
+        """Return the slice of this parameter that is in the part of `rank`; None: nothing."""
         own = self.of_rank(rank)
         start, stop = max(own.start, slot.span.start), min(own.stop, slot.span.stop)
         return flat_slice(slot.size, start - slot.offset, stop - slot.offset) if start < stop else None
 
     def of_rank(self, rank: int) -> slice:
-        """What of the flat array is in the part of `rank`: empty, or shorter than `part`, behind the end."""
+        """Return the span of the flat array in the part of `rank`: shorter than `part` at the end."""
         start = min(self.span.start + rank * self.part, self.span.stop)
         return slice(start, min(start + self.part, self.span.stop))
 

@@ -25,7 +25,7 @@ reduces waits, for their memory is not in what the stage promises."""
 
 
 class State(Enum):
-    """How far the step is."""
+    """The progress of the step."""
 
     IDLE = "idle"
     FORWARD = "forward"

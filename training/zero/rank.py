@@ -146,7 +146,7 @@ class ZeroRank:
     def begin_anew(self) -> None:
         """Take the initial state: that of the checkpoint, or weights of the seed, without moments.
 
-        Where the stage keeps weights whole, those of a checkpoint are to be gathered behind this.
+        If the stage keeps weights whole, gather those of a checkpoint after this.
         """
         self.slot = 0
         if self._initial is not None:
@@ -175,7 +175,7 @@ class ZeroRank:
             self.begin_anew()
 
     def pieces(self) -> list[Piece]:
-        """What this rank writes of a checkpoint: its shard."""
+        """Return this rank's share of a checkpoint: its shard."""
         state = self.state
         return [
             Piece(
@@ -200,7 +200,7 @@ class ZeroRank:
                 yield slot, cut, slot.offset + cut.start - unit.of_rank(self.rank).start
 
     def _matrices(self, unit: Unit, slots: Sequence[ParameterSlot]) -> tuple[HeldMatrix, ...]:
-        """What all ranks hold of those of these parameters that are in a unit."""
+        """Return the parts, on all ranks, of those of these parameters that are in a unit."""
         at = {slot.name: slice(at, at + cut.stop - cut.start) for slot, cut, at in self._held_in(unit)}
         return tuple(
             HeldMatrix(
@@ -276,7 +276,7 @@ class ZeroRank:
         return self._parts[unit]
 
     def room(self, unit: int) -> Array:
-        """Where the gathered weights of `unit` go: (ranks * part,), part r from rank r."""
+        """Return room for the gathered weights of `unit`: (ranks * part,), part r from rank r."""
         if unit not in self._whole:
             self._whole[unit] = self._unit_room(unit)
         return self._whole[unit]
@@ -336,7 +336,7 @@ class ZeroRank:
         self._hand_out(unit, buffers)
 
     def _buffers(self, unit: int) -> list[Array]:
-        """Where the gradients of shards are added up: the one that is kept, if it is, and others."""
+        """Return buffers for the gradients of shards: the one that is kept, if any, and others."""
         count = max(1, self._plan.buffers)
         kept = self._grads.get(unit)
         if kept is None:
@@ -409,7 +409,7 @@ class ZeroRank:
     # ---- the update
 
     def norm_pieces(self) -> Pieces:
-        """What others need of this rank's part of the gradient for the norm of the whole; see `norm`."""
+        """Return this rank's contribution to the norm of the whole gradient; see `norm`."""
         pieces = [
             pieces_of(self._grad_parts[number][: span.stop - span.start], span)
             for number, span in enumerate(self._spans(self.rank))

@@ -63,7 +63,7 @@ UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroOptions:
-    """How the state is shared out. prefetch: units whose weights are gathered ahead, with stage 3.
+    """How the state is sharded. prefetch: units whose weights are gathered ahead, with stage 3.
 
     loss_scale: what float16 begins with. offload: a folder, on a disk of this host, where masters and moments
     lie in files instead of in memory.
@@ -168,7 +168,7 @@ class ZeroTrainer:
         self.base = 0
         """The step that version 0 of the shard begins: versions are counted from there."""
         self.step = 0
-        """How many steps are behind the shard."""
+        """Number of steps that the shard has taken."""
         units = len(self.own.shards.units)
         config = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
         self._machine = captured_machine(worker, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
@@ -178,7 +178,7 @@ class ZeroTrainer:
         self._usable: bool | None = None
         """Whether the attempt under way came to an end that changed the state; None: it is under way."""
         self._scale = self.own.initial_scale
-        """What the attempt under way is done with, with the skips before it."""
+        """Loss scale of the attempt under way, with the skips before it."""
         self._norm = 0.0
         self._losses: dict[int, float] = {}
         self._pieces: list[Pieces] = []
@@ -226,7 +226,7 @@ class ZeroTrainer:
         return TrainingDiverged(f"step {step}: {error} {began}")
 
     def _known_of_attempt(self) -> str:
-        """What all ranks know of an attempt whose norm was not finite, in words, the same on all."""
+        """Describe an attempt whose norm was not finite, the same on all ranks."""
         bad = {shard for shard, loss in self._losses.items() if not math.isfinite(loss)}
         ranks = [
             member

@@ -19,7 +19,6 @@ from typing import Final
 
 from zbmd.actors.process.early_template import default_to_one_thread
 from zbmd.tools.lab.rdma_vm import guest
-from zbmd.transport.rdma.message_device import verbs
 
 JOBS: Final = ("tests/rdma/test_rdma_ranks.py", "tests/rdma/test_rdma_heartbeats.py")
 CABLES: Final = ("tests/rdma/test_rdma_beats.py", "tests/rdma/test_rdma_faults.py")
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     default_to_one_thread()  # before numpy is imported: what has threads is not forked
     for module in SHARED:
         import_module(module)
-    verbs()
+    import_module("zbmd.transport.rdma.message_device").verbs()
     gc.collect()
     gc.freeze()  # no session looks through all that has been imported, nor copies its pages for that
     running = {

@@ -80,7 +80,7 @@ class RankPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeen:
-    """The look of its process from outside, in words: `is stopped (SIGSTOP)`."""
+    """State of its process, as seen from outside: `is stopped (SIGSTOP)`."""
 
     rank: int
     incarnation: int

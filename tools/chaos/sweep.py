@@ -7,7 +7,7 @@
     python -m zbmd.tools.chaos.sweep --every --second --ledger FILE --minutes 60
                                                                  all of ZeRO and meshes, an hour of it; again,
                                                                  and it goes on from where it was
-    python -m zbmd.tools.chaos.sweep --list                       the points, in words
+    python -m zbmd.tools.chaos.sweep --list                       the points and their meaning
 
 Each case is one run of the job under a host, with `ZBMD_FAULT` naming who dies where. Which points a rank
 passes, and how often, is counted in a run that nothing disturbs. The points inside collectives are those of

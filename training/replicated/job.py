@@ -46,7 +46,16 @@ from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.workload import TrainingWorkload, arena_bytes_needed
 from zbmd.training.run.journal import Journal
-from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, LogHeader, loss_of, read_log, require_no_log
+from zbmd.training.run.ledger import (
+    LOG_FORMAT,
+    LOG_NAME,
+    CommitLog,
+    LogHeader,
+    loss_of,
+    read_header,
+    read_log,
+    require_no_log,
+)
 from zbmd.training.run.repeated_oom import raise_for
 from zbmd.training.step.memory_estimate import (
     RankMemory,
@@ -251,9 +260,10 @@ async def _train(
 ) -> JobResult | None:
     plan = plan_of(recipe)
     # On a thread: the event loop connects to peers in the meantime, and other ranks already work.
-    store, base_version, digest = await asyncio.to_thread(
+    store, digest, known_version = await asyncio.to_thread(
         _initial_store, worker, recipe, options, plan, replacement=replacement
     )
+    base_version = store.version
     journal = Journal(
         options.out,
         log_header(worker, recipe, plan, base_version),
@@ -280,7 +290,7 @@ async def _train(
         digest=digest,
         handle=workload.handle(),
         last_version=recipe.config.steps,
-        known_version=journal.log.last_version(),
+        known_version=known_version,
     )
     forget = report_losses(worker)
     await actors.start(worker.system)
@@ -325,28 +335,34 @@ def report_losses(worker: Worker) -> Callable[[], None]:
 
 
 NO_DIGEST = bytes(16)
+"""Of a slot that holds nothing; no member compares it."""
 
 
 def _initial_store(
     worker: Worker, recipe: Recipe, options: JobOptions, plan: str, *, replacement: bool
-) -> tuple[Store, int, bytes]:
-    """Return a store, the version that the run began with, and the digest of that version.
+) -> tuple[Store, bytes, int]:
+    """Return a store, the digest of its committed slot, and the last version in the commit log.
 
-    The committed slot has that version: initial weights, or those of a checkpoint. A replacement in a run
-    that cannot go back to it any more leaves the slot empty: members are at most one version behind the log.
+    The slot has the version that the run began with: initial weights, or those of a checkpoint. A replacement
+    in a run that cannot go back to it any more leaves the slot empty: members are at most one version behind
+    the log.
     """
     arena, arrays, layout = worker.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
     store = Store(layout, arena.zeros, arrays=len(arrays))
     path, state, xp = options.out / LOG_NAME, store.current.state, recipe.model.xp
+
+    def last_version() -> int:
+        return CommitLog(path, log_header(worker, recipe, plan, store.version)).last_version()
+
     if replacement and path.exists():
-        header, records = read_log(path)
-        store.version = header.base_version
-        if records and records[-1].version > header.base_version + 1:
-            return store, store.version, NO_DIGEST
+        store.version = read_header(path).base_version
+        known_version = last_version()
+        if known_version > store.version + 1:
+            return store, NO_DIGEST, known_version
     if options.resume is None:
         state.weights[:] = xp.asarray(recipe.model.init(recipe.config.seed))
     else:
         with closing(open_state(options.resume, plan=plan)) as saved:
             take_state(saved, state, layout, arrays, xp=xp)
             store.version = saved.version
-    return store, store.version, store.digest(store.committed)
+    return store, store.digest(store.committed), last_version()

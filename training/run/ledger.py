@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class _Damaged(Exception):
 _pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
 
 
-def _objects(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
+def _objects(path: Path, start: int = 0) -> Generator[tuple[int, Any]]:
     """Yield the complete objects of a log from offset `start` on, with the offset after each.
 
     Stops at a torn end. Raises `_Damaged`.
@@ -116,22 +116,39 @@ def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
     Raises `UserError` if the file is missing or is not a commit log of this format.
     """
     records: list[CommitRecord] = []
-    try:
+    with _errors_explained(path):
         objects = _objects(path)
-        _, first = next(objects)
-        header = msgspec.convert(first, LogHeader)
-        with contextlib.suppress(_Damaged):  # whoever goes on with the log is told
+        header = _header_of(path, objects)
+        with contextlib.suppress(_Damaged):  # a rank that continues the log reports it
             for _, value in objects:
                 records.append(msgspec.convert(value, CommitRecord))
+    return header, records
+
+
+def read_header(path: Path) -> LogHeader:
+    """Return the header of a commit log without reading its records. Raises as `read_log`."""
+    with _errors_explained(path), contextlib.closing(_objects(path)) as objects:
+        return _header_of(path, objects)
+
+
+def _header_of(path: Path, objects: Iterator[tuple[int, Any]]) -> LogHeader:
+    header = msgspec.convert(next(objects)[1], LogHeader)
+    if header.format != LOG_FORMAT:
+        raise UserError(f"{path} has format {header.format}; this version reads format {LOG_FORMAT}.")
+    return header
+
+
+@contextlib.contextmanager
+def _errors_explained(path: Path) -> Generator[None]:
+    """Raise what goes wrong in the block as `UserError`."""
+    try:
+        yield
     except FileNotFoundError:
         raise UserError(f"no commit log at {path}: give the directory of a run.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. Give the directory of a run.") from error
     except (StopIteration, msgspec.ValidationError, _Damaged) as error:
         raise UserError(f"{path} is not a commit log ({error}): give the directory of a run.") from None
-    if header.format != LOG_FORMAT:
-        raise UserError(f"{path} has format {header.format}; this version reads format {LOG_FORMAT}.")
-    return header, records
 
 
 class CommitLog:

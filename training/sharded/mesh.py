@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from operator import mul
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
@@ -221,22 +220,21 @@ class Mesh:
 
     def state_keys(self) -> tuple[int, ...]:
         """Return a number for each rank: equal where ranks differ only along `dp`, which hold one state."""
-        others = [axis for axis in self.axes if axis != DATA_AXIS]
-        sizes = [self.size(axis) for axis in others]
-        places = [[self.coordinates(rank)[axis] for axis in others] for rank in range(self.world_size)]
-        strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
-        return tuple(sum(map(mul, place, strides)) for place in places)
+        groups = enumerate(self._with_one_state())
+        keys = {rank: key for key, group in groups for rank in group}
+        return tuple(keys[rank] for rank in range(self.world_size))
 
     def has_replicas(self, ranks_per_host: int) -> bool:
         """Return whether each state is on several ranks and, if the mesh is, on several hosts.
 
         Hosts have `ranks_per_host` consecutive ranks.
         """
-        hosts: dict[int, set[int]] = {}
-        for rank, key in enumerate(self.state_keys()):
-            hosts.setdefault(key, set()).add(rank // ranks_per_host)
+        hosts = [{rank // ranks_per_host for rank in group} for group in self._with_one_state()]
         one_host = self.world_size <= ranks_per_host
-        return self.size(DATA_AXIS) > 1 and (one_host or all(len(where) > 1 for where in hosts.values()))
+        return self.size(DATA_AXIS) > 1 and (one_host or all(len(where) > 1 for where in hosts))
+
+    def _with_one_state(self) -> tuple[tuple[int, ...], ...]:
+        return self.groups(*(axis for axis in self.axes if axis == DATA_AXIS))
 
     def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         for places in product(*(range(self.size(axis)) for axis in axes)):

@@ -46,7 +46,7 @@ from zbmd.training.replicated.job import (
     result_of,
 )
 from zbmd.training.run.journal import adopted_report, report_result, step_report
-from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
+from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, read_header
 from zbmd.training.run.repeated_oom import raise_for
 from zbmd.training.step.memory_estimate import RankMemory, StepOutOfMemory, activation_bytes, require_memory
 from zbmd.training.step.recipe import Recipe
@@ -156,7 +156,7 @@ class ZeroJob:
             self._saved = open_state(options.resume, plan=self._plan)
         path, base = options.out / LOG_NAME, 0 if self._saved is None else self._saved.version
         if again and path.exists():  # what the run began with may have been written over since
-            base = read_log(path)[0].base_version
+            base = read_header(path).base_version
         self._base = base
         self._log = CommitLog(path, log_header(worker, recipe, self._plan, base))
         self._trainer: ZeroTrainer | None = None

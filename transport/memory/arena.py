@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zbmd.transport.errors import ArenaFull, LocalProtocolError, OutOfMemory, UserError
+from zbmd.transport.errors import ArenaFull, LocalProtocolError, UserError
 from zbmd.transport.memory._region import stream
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
@@ -254,7 +254,7 @@ class Arena:
         if self._wait_for is not None and offset + nbytes > self._handed_out:
             try:
                 self._wait_for(offset + nbytes)
-            except OutOfMemory:
+            except BaseException:
                 self._allocator.free(offset)
                 raise
         self._handed_out = max(self._handed_out, offset + nbytes)

@@ -316,19 +316,19 @@ class Filler:
     def __init__(self, name: str, fd: int, begin: int, end: int) -> None:
         self._name, self._end = name, end
         self._filled_to = begin
-        self._error: OutOfMemory | None = None
-        self._stopped = False
+        self._error: Exception | None = None
+        self._stopped = self._is_over = False
         self._changed = threading.Condition()
         # A daemon: nobody waits for pages that a process which ends has not asked for.
         self._thread = threading.Thread(target=self._run, args=(os.dup(fd),), name="zbmd-fill", daemon=True)
         self._thread.start()
 
     def wait_for(self, offset: int) -> None:
-        """Return when all pages below `offset` are allocated. Raises `OutOfMemory` if they cannot be."""
+        """Return when all pages below `offset` are allocated. Raises as the thread, `OutOfMemory`."""
         if self._filled_to >= offset:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._filled_to >= offset or self._thread_is_over())
+            self._changed.wait_for(lambda: self._filled_to >= offset or self._is_over)
         if self._filled_to < offset:
             raise self._error or OutOfMemory(
                 f"the shared memory {self._name!r} is closed", asked_bytes=offset, available_bytes=0
@@ -338,9 +338,6 @@ class Filler:
         """Allocate no more, and wait for the thread. Idempotent."""
         self._stopped = True
         self._thread.join()
-
-    def _thread_is_over(self) -> bool:
-        return self._stopped or self._error is not None
 
     def _run(self, fd: int) -> None:
         try:
@@ -353,11 +350,12 @@ class Filler:
                 with self._changed:
                     self._filled_to += nbytes
                     self._changed.notify_all()
-        except OutOfMemory as error:
+        except Exception as error:  # noqa: BLE001 -- raised where the pages are needed
             self._error = error
         finally:
             os.close(fd)
             with self._changed:
+                self._is_over = True
                 self._changed.notify_all()
 
 

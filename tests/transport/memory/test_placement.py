@@ -180,3 +180,18 @@ def test_a_segment_that_closes_allocates_no_more(monkeypatch: pytest.MonkeyPatch
     os.close(fd)
     with pytest.raises(OutOfMemory, match="'test' is closed"):
         filler.wait_for(FILLED_LATER_BYTES_MIN)
+
+
+def test_whatever_the_filling_thread_meets_is_raised_where_pages_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_fd: int, _begin: int, _nbytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(memfd.os, "posix_fallocate", broken)
+    fd = os.memfd_create("test")
+    filler = Filler("test", fd, 0, FILL_BYTES)
+    with pytest.raises(OSError, match="Input/output error"):
+        filler.wait_for(1)
+    filler.stop()
+    os.close(fd)

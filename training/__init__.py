@@ -73,7 +73,8 @@ with lazy_imports(globals()):
     from zbmd.training.run.ledger import audit as audit
     from zbmd.training.run.ledger import read_log as read_log
     from zbmd.training.sharded.options import TrainOptions as TrainOptions
+    from zbmd.training.sharded.run import train as train
+    from zbmd.training.sharded.task import TrainResult as TrainResult
     from zbmd.training.step.memory_estimate import StepOutOfMemory as StepOutOfMemory
     from zbmd.training.step.recipe import Recipe as Recipe
-    from zbmd.training.zero.job import run_zero as run_zero
     from zbmd.training.zero.trainer import ZeroOptions as ZeroOptions

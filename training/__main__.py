@@ -3,7 +3,6 @@
 examples:
   zbmd-node run -n 4 -m zbmd.training --steps 300
   zbmd-node run -n 4 -m zbmd.training --data 'texts/**/*.txt' --out runs/texts
-  zbmd-node run -n 4 -m zbmd.training --zero 3 --storage bfloat16
   python -m zbmd.training --plain --steps 300 --out runs/plain
 """
 
@@ -33,8 +32,6 @@ from zbmd.training.replicated.job import (
     run_job,
     run_plain,
 )
-from zbmd.training.zero.job import check_zero, run_zero
-from zbmd.training.zero.trainer import ZeroOptions
 from zbmd.transport.errors import UserError
 
 USER_ERROR_EXIT = 2
@@ -80,18 +77,11 @@ def parser() -> argparse.ArgumentParser:
         "--checkpoint-every", type=int, default=50, help="steps, 0: only the last (%(default)s)"
     )
     made.add_argument("--evaluate-every", type=int, default=50, help="steps, 0: only the last (%(default)s)")
-    made.add_argument("--zero", type=int, choices=(1, 2, 3), help="share the state out: ZeRO of this stage")
     made.add_argument(
         "--storage",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="of weights and gradients, with --zero or --plain (%(default)s)",
-    )
-    made.add_argument(
-        "--offload",
-        type=Path,
-        metavar="FOLDER",
-        help="with --zero: the optimizer's state in files here, on a disk of each host, instead of in memory",
+        help="of weights and gradients, with --plain (%(default)s)",
     )
     made.add_argument("--plain", action="store_true", help="one plain process, without any of the stack")
     return made
@@ -129,27 +119,19 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
     )
 
 
-def _zero_of(arguments: argparse.Namespace) -> ZeroOptions | None:
-    """Return how the state is sharded, if it is. Raises `UserError` for options that have no effect."""
-    if arguments.plain and arguments.zero is not None:
-        raise UserError("--plain runs in one process: omit --zero, or --plain.")
-    if arguments.zero is not None:
-        return ZeroOptions(stage=arguments.zero, storage=arguments.storage, offload=arguments.offload)
-    if arguments.offload is not None:
-        raise UserError("--offload needs sharded state: add --zero 1, 2 or 3.")
+def _require_effect(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for options that have no effect."""
     if arguments.storage != "float32" and not arguments.plain:
-        raise UserError(f"--storage {arguments.storage} is for --zero and --plain: add one of them.")
-    return None
+        raise UserError(
+            f"--storage {arguments.storage} is for --plain: add it, or train with zbmd train --precision."
+        )
 
 
 def _run(arguments: argparse.Namespace, options: JobOptions) -> JobResult | None:
-    zero = _zero_of(arguments)
+    _require_effect(arguments)
     if arguments.plain:
         return run_plain(options, storage=arguments.storage)
-    if zero is None:
-        return uvloop.run(run_job(options))
-    uvloop.run(run_zero(options, zero))
-    return None
+    return uvloop.run(run_job(options))
 
 
 def parsed(
@@ -169,15 +151,14 @@ def parsed(
 def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
     """Raise `UserError` for what this job cannot do on `ranks` ranks of this host, before one is started."""
     arguments, is_named = parsed(parser(), argv, data=data)
-    options, zero = options_of(arguments), _zero_of(arguments)
+    options = options_of(arguments)
+    _require_effect(arguments)
     if arguments.plain:
         plan = partial(plan_of, precision=arguments.storage)
         check_data(options, plan=plan, is_named=is_named, has_log=False)
-    elif zero is None:
+    else:
         check_memory(options, ranks=ranks)
         check_data(options, plan=plan_of, is_named=is_named)
-    else:
-        check_zero(options, zero, ranks=ranks, is_named=is_named)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,9 +21,9 @@ from zbmd.training import ops
 from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus
+from zbmd.training.job.mesh import Mesh, MeshGroups
 from zbmd.training.model.gpt import Operator
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, storage_dtype
-from zbmd.training.sharded.mesh import Mesh, MeshGroups
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.step.recipe import Recipe

@@ -9,7 +9,7 @@ import asyncio
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,13 +24,12 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.run_ranks import RanksOutput
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.optim.mixed_precision import SCALE_MOST, Precision
 from zbmd.training.replicated import job as training_job
 from zbmd.training.sharded import run as mesh_run
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.records import METRICS_NAME
-from zbmd.training.zero import job as zero_job
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
@@ -75,23 +74,32 @@ async def run_small_job(
     counts: Path | None = None,
     limit_s: float = RUN_S_MAX,
     template: EarlyTemplate | None = None,
-    more: Sequence[str] = (),
+    changes: Mapping[str, int] | None = None,
     see: Callable[[HostEvent], None] | None = None,
 ) -> JobOutcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
-    zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
-    `zbmd train` on one, in `precision`; optimizer: its name; counts: a directory that ranks write to how
-    often they pass each point (`count_passes`), and none dies; limit_s: a run that takes longer has
-    failed; template: one that was forked for this job; more: further options of a job that is on no mesh;
-    see: is given what the host tells.
+    zero: a run of `zbmd train` whose state is sharded by this stage, 0 for none; offload: the folder of its
+    files; mesh: a run of `zbmd train` on one, in `precision`; optimizer: its name; counts: a directory that
+    ranks write to how often they pass each point (`count_passes`), and none dies; limit_s: a run that takes
+    longer has failed; template: one that was forked for this job; changes: in how a run of
+    `zbmd train` is trained; see: is given what the host tells.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
     output = RanksOutput(see)
-    target, arguments, preload = _job_of(
-        out, data, zero=zero, offload=offload, mesh=mesh, precision=precision, optimizer=optimizer
-    )
-    arguments = (*arguments, *more)
+    target, arguments, preload = "zbmd.training", job_arguments(out, data, optimizer), JOB_MODULE
+    if mesh or zero:
+        recipe = small_recipe(
+            out,
+            data,
+            mesh,
+            precision=precision,
+            zero=zero,
+            offload=offload,
+            optimizer=optimizer,
+            **(changes or {}),
+        )
+        target, arguments, preload = "zbmd.training.sharded", (recipe.encode(),), mesh_run.__name__
     if counts is not None:
         target, arguments = __name__, (str(counts), target, *arguments)
     config = HostConfig(
@@ -113,16 +121,11 @@ async def run_small_job(
     digests = [one["weights_sha256"] for one in output.reports if one.get("kind") == "result"]
     if ended.exit_code != 0 or not digests:
         raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
-    if mesh:
+    if mesh or zero:
         _check_records(out, fault)
-        return JobOutcome(digest=digests[-1], failures=_failures(ended.failures), told=told)
     audited = audit_run(out)
-    if (audited.steps, audited.steps_lost, audited.samples_skipped, audited.samples_repeated) != (
-        STEPS,
-        0,
-        0,
-        0,
-    ):
+    lost = audited.steps_lost + audited.samples_skipped + audited.samples_repeated
+    if audited.steps != STEPS or lost:
         raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
     return JobOutcome(digest=digests[-1], failures=_failures(ended.failures), told=told)
 
@@ -131,49 +134,41 @@ def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
     return tuple(f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in failures)
 
 
-def _job_of(
+def job_arguments(out: Path, data: Path, optimizer: str = "adamw") -> tuple[str, ...]:
+    """Return the arguments of the small job in `python -m zbmd.training`."""
+    return (
+        *SHAPE,
+        *("--steps", str(STEPS), "--data", str(data), "--out", str(out), "--optimizer", optimizer),
+    )
+
+
+def small_recipe(
     out: Path,
     data: Path,
+    mesh: str = "",
     *,
-    zero: int,
-    offload: Path | None,
-    mesh: str,
-    precision: Precision,
-    optimizer: str,
-) -> tuple[str, tuple[str, ...], str]:
-    """Module, arguments, and what is imported ahead of them."""
-    if mesh:
-        return (
-            "zbmd.training.sharded",
-            (mesh_recipe(out, data, mesh, precision, offload, optimizer).encode(),),
-            mesh_run.__name__,
-        )
-    plain = ("--steps", str(STEPS), "--data", str(data), "--out", str(out), "--optimizer", optimizer)
-    arguments = (*SHAPE, *plain)
-    if zero:
-        shared = ("--zero", str(zero), *(() if offload is None else ("--offload", str(offload))))
-        return "zbmd.training", (*arguments, *shared), zero_job.__name__
-    return "zbmd.training", arguments, JOB_MODULE
-
-
-def mesh_recipe(
-    out: Path,
-    data: Path,
-    mesh: str,
     precision: Precision = "float32",
+    zero: int = 0,
     offload: Path | None = None,
     optimizer: str = "adamw",
+    **changes: int,
 ) -> TrainOptions:
-    """The small run on a mesh: a checkpoint and an evaluation are due on the way, and float16 overflows."""
+    """Return the small run of `zbmd train`: evaluations and a checkpoint are due, and float16 overflows.
+
+    changes: in its `TrainingConfig`.
+    """
     return TrainOptions(
         out=out,
         data=str(data),
-        mesh=mesh,
+        mesh=mesh or "dp=-1",
+        zero=zero,
         precision=precision,
         offload=offload,
         loss_scale=SCALE_MOST,
-        model=GPTConfig(width=32, heads=2, layers=2, context=16),
-        training=TrainingConfig(steps=STEPS, shards=6, optimizer=OPTIMIZERS[optimizer]),
+        model=GPTConfig(width=32, heads=2, layers=1 if zero else 2, context=16),
+        training=TrainingConfig(
+            **{"steps": STEPS, "shards": 6, "optimizer": OPTIMIZERS[optimizer], **changes}  # type: ignore[arg-type]
+        ),
         evaluate_every=2,
         evaluate_windows=4,
         checkpoint_every=3,

@@ -82,9 +82,7 @@ class Setting:
     @property
     def recovery(self) -> tuple[str, ...]:
         """The points that a replacement passes until it trains."""
-        area = "zero" if self.zero else "mesh"
-        restores = ("mirror.restore", "mirror.restore_middle", "mirror.restored")
-        return (f"{area}.meet", *restores, f"{area}.met")
+        return ("job.meet", "mirror.restore", "mirror.restore_middle", "mirror.restored", "job.met")
 
 
 def every_setting() -> list[Setting]:
@@ -126,7 +124,7 @@ def second_kills(setting: Setting) -> list[list[str]]:
     """
     if not setting.zero and not setting.mesh:
         return _second_kills_of_replicas(setting.ranks)
-    point = "zero.update:3" if setting.zero else "mesh.begin:3"
+    point = "zero.update:3" if setting.zero else "job.begin:3"
     named: list[str] = []
     inside: list[list[str]] = []
     for rank in sorted({0, 1, setting.ranks - 1}):

@@ -49,7 +49,7 @@ def settings() -> list[Setting]:
     found = [Setting(f"plain {storage}", 1, ("--plain", "--storage", storage)) for storage in STORAGES]
     found += [Setting(f"dp={ranks}", ranks, ()) for ranks in (1, 2, 3)]
     found += [
-        Setting(f"zero{stage} {storage} {optimizer}", 2, _zero(stage, storage, optimizer))
+        Setting(f"zero{stage} {storage} {optimizer}", 0, _zero(stage, storage, optimizer))
         for stage, (storage, optimizer) in itertools.product(
             (1, 2, 3),
             (("float32", "adamw"), ("bfloat16", "adamw"), ("float16", "adamw"), ("float32", "muon")),
@@ -75,16 +75,21 @@ OPTIONS: Final = (
 
 
 def _zero(stage: int, storage: str, optimizer: str) -> tuple[str, ...]:
-    return ("--zero", str(stage), "--storage", storage, "--optimizer", optimizer)
+    return ("--mesh", "dp=2", "--zero", str(stage), "--precision", storage, "--optimizer", optimizer)
 
 
-def command_of(setting: Setting, data: Path, out: Path) -> list[str]:
-    """Return the command of a setting, for the interpreter that runs this."""
-    shared = (*SHAPE, "--data", str(data), "--out", str(out))
+def command_of(setting: Setting, tree: Path, data: Path, out: Path) -> list[str]:
+    """Return the command of a setting by the code of `tree`, for the interpreter that runs this."""
+    shared: tuple[str, ...] = (*SHAPE, "--data", str(data), "--out", str(out))
+    start = "from zbmd.tools.entry.scripts import node; raise SystemExit(node())"
     if setting.ranks:
-        start = "from zbmd.tools.entry.scripts import node; raise SystemExit(node())"
         launch = ("run", "-n", str(setting.ranks), "-m", "zbmd.training")
         return [sys.executable, "-c", start, *launch, *shared, *setting.arguments]
+    if "--zero" in setting.arguments and (tree / "training/zero/job.py").exists():  # it was another job's
+        given = [text.replace("--precision", "--storage") for text in setting.arguments[2:]]
+        return [sys.executable, "-c", start, "run", "-n", "2", "-m", "zbmd.training", *shared, *given]
+    if "--zero" in setting.arguments:
+        shared = (*shared, "--evaluate-windows", "512")
     ranks = 1
     for axis in setting.arguments[1].split(","):
         ranks *= int(axis.partition("=")[2])
@@ -129,7 +134,7 @@ def bits_of(tree: Path, setting: Setting, data: Path, out: Path) -> dict[str, ob
         )
         return done.stdout
 
-    printed = run(*command_of(setting, data, out)).strip().splitlines()[-1]
+    printed = run(*command_of(setting, tree, data, out)).strip().splitlines()[-1]
     result = json.loads(printed[printed.index("{") :])
     found = {name: result[name] for name in ("steps", "loss_last", "held_out_loss", "weights_sha256")}
     found["state_sha256"] = run(sys.executable, "-c", OF_RUN, str(out)).strip()
@@ -180,9 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(f"{setting.name}: failed\n{error.stderr[-2000:]}", flush=True)
                     differing += 1
                     continue
-                changed = [
-                    name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-                ]
+                changed = [name for name in before.keys() & after.keys() if before[name] != after[name]]
                 print(
                     f"{setting.name}: {', '.join(sorted(changed)) + ' differ' if changed else 'equal'}",
                     flush=True,

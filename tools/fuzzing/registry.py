@@ -93,7 +93,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/model_actors/layer_actor.py": ("array",),
     "training/model_actors/tensor_actor.py": ("array",),
     "training/profiler/lines.py": ("profile.lines",),
-    "training/sharded/records.py": ("metrics.tail",),
+    "training/job/records.py": ("metrics.tail",),
     "training/profiler/peak.py": ("profile.peaks",),
     "training/profiler/ring.py": ("profile.spans",),
     "training/checkpoint/sharded.py": ("checkpoint.names", "checkpoint.shard"),

@@ -30,8 +30,8 @@ RANK_BYTES = 96 << 20
 OWN_PACKAGE = "zbmd."
 OWN_JOBS = {
     "zbmd.training": "zbmd.training.__main__",
-    "zbmd.training.pipeline_job": "zbmd.training.pipeline_job",
     "zbmd.training.sharded": "zbmd.training.sharded.__main__",
+    "zbmd": "zbmd.tools.train.command",
 }
 """Targets of `-m` whose options are checked before any rank is started, and the module with `check`."""
 MORE_PRELOADS = ("zbmd.collectives.group.group",)  # what `import zbmd` finds only when it is used

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from zbmd.tools.cli.options import add_command
 from zbmd.tools.runs.plot_draw import FORMATS, PICTURE_NAME, plot_run
-from zbmd.training.checkpoint.plan import read_plan
+from zbmd.training.checkpoint.plan import Plan, read_plan
 from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.config import VOCABULARY
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus
+from zbmd.training.data.token_corpus import TokenCorpus, read_manifest
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
@@ -33,12 +34,7 @@ def audit_run(directory: Path) -> Audit:
     """
     header, records = read_log(directory / LOG_NAME)
     plan = read_plan(header.plan)
-    corpus = Corpus(directory / CORPUS_FILE, context=plan.model.context)
-    if corpus.header.digest != plan.corpus:
-        raise UserError(
-            f"{directory / CORPUS_FILE} is not the corpus of this run: its digest is "
-            f"{corpus.header.digest[:16]}, the log names {plan.corpus[:16]}. Restore it, or train again."
-        )
+    corpus = _corpus_of(directory, plan)
     recipe = Recipe(GPT(plan.model), corpus, plan.training)
     return audit(
         records,
@@ -46,6 +42,20 @@ def audit_run(directory: Path) -> Audit:
         base_version=header.base_version,
         steps=plan.training.steps - header.base_version,
     )
+
+
+def _corpus_of(directory: Path, plan: Plan) -> Corpus:
+    """Return the corpus of a run, of bytes or of tokens. Raises `UserError` if it is missing."""
+    context, tokens = plan.model.context, read_manifest(directory)
+    if tokens is not None and tokens.digest == plan.corpus:
+        return TokenCorpus(directory, context=context)
+    corpus = Corpus(directory / CORPUS_FILE, context=context)
+    if corpus.header.digest != plan.corpus:
+        raise UserError(
+            f"{directory / CORPUS_FILE} is not the corpus of this run: its digest is "
+            f"{corpus.header.digest[:16]}, the log names {plan.corpus[:16]}. Restore it, or train again."
+        )
+    return corpus
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from zbmd.tools.runs.result import Death, RunResult, load_result
 from zbmd.training.autograd._spans import CATEGORIES
 from zbmd.training.files import read_json_lines
+from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.profiler.lines import IDLE, PROFILE_DIRECTORY, RankProfile, read_profiles
 from zbmd.training.run.ledger import LOG_NAME, CommitRecord, loss_of, read_log
-from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
 
 POINTS_MAX = 1_000

@@ -1,6 +1,8 @@
 """`zbmd train`: a GPT on a mesh of ranks, by a recipe of flags, ZBMD_TRAIN_* variables and a TOML file.
 
-Precedence: command line, environment, file, default. The merged recipe is printed before anything starts.
+Precedence: command line, environment, file, default. The merged recipe is printed before anything starts, and
+written into the directory of the run as recipe.toml. Alone or as a Slurm task, the command starts its ranks;
+under `zbmd-node run -m zbmd train` it is one of them.
 """
 
 from __future__ import annotations
@@ -8,32 +10,40 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
+import uvloop
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.files import write_atomically
+from zbmd.training.job.mesh import Mesh, require_axes
 from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
-from zbmd.training.sharded.mesh import Mesh, require_axes
+from zbmd.training.run.ledger import begin_log
 from zbmd.training.sharded.options import PRECISIONS, TOKENS, TrainOptions
+from zbmd.training.sharded.run import check_recipe, train
 from zbmd.transport.errors import UserError
 
 EXAMPLES: Final = """examples:
   zbmd train --data 'texts/**/*.txt' --steps 200
   zbmd train --data texts --mesh dp=2,tp=2 --ranks 4 --tokens bpe --vocabulary 2048 --tensorboard on
   zbmd train --data texts --mesh dp=2,pp=2,tp=2 --ranks 8 --shards 8
-  zbmd train --config recipe.toml --lr 1e-3 --out runs/second
+  zbmd train --data texts --ranks 4 --zero 3 --precision bf16
+  zbmd train recipe.toml --lr 1e-3 --out runs/second
   zbmd train --data texts --weights gpt2/ --tokens bpe --tokenizer gpt2/tokenizer.json --context 1024
-  zbmd train --config recipe.toml --resume runs/first
+  zbmd train runs/first/recipe.toml --resume runs/first --steps 400
+  zbmd-node run -n 4 -m zbmd train --data texts --out runs/third
 
-A recipe is a TOML file with the same names:
+A run has a directory of its own. Without --out it is the first free one of zbmd-runs/train, train-2 and so on
+or, if the run resumes, that of the checkpoint. A recipe is a TOML file with the same names:
   data = "texts"
   mesh = "dp=2,tp=2"
   ranks = 4
@@ -42,6 +52,8 @@ A recipe is a TOML file with the same names:
 """
 
 PREFIX: Final = "ZBMD_TRAIN_"
+RECIPE_NAME: Final = "recipe.toml"
+RUNS_MAX: Final = 10_000
 SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
 ValueT = TypeVar("ValueT")
 
@@ -111,6 +123,9 @@ SETTINGS: Final = (
         "schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"
     ),
     RecipeSetting("chunks", "mesh", _WHOLE, _OPTIONS.chunks, "parts of the model a stage"),
+    RecipeSetting("balance", "mesh", _switch, False, "divide layers over stages by measured cost: on or off"),
+    RecipeSetting("zero", "mesh", _WHOLE, _OPTIONS.zero, "shard the state along dp: ZeRO of stage 1, 2 or 3"),
+    RecipeSetting("prefetch", "mesh", _WHOLE, _OPTIONS.prefetch, "units that --zero 3 gathers ahead"),
     RecipeSetting(
         "overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"
     ),
@@ -163,7 +178,13 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--config", type=Path, metavar="FILE", help="a recipe in TOML")
+    add_recipe(made)
+    made.set_defaults(run_command=_train)
+
+
+def add_recipe(made: argparse.ArgumentParser) -> None:
+    """Add the options of a recipe."""
+    made.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE", help="a recipe in TOML")
     made.add_argument("--print-recipe", action="store_true", help="print the merged recipe and exit")
     groups = {setting.group: made.add_argument_group(setting.group) for setting in SETTINGS}
     for setting in SETTINGS:
@@ -172,7 +193,6 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         groups[setting.group].add_argument(
             *short, setting.option, dest=setting.name, metavar="X", help=f"{setting.help}{default}"
         )
-    made.set_defaults(run_command=_train)
 
 
 def merged(
@@ -229,21 +249,95 @@ def options_of(values: Mapping[str, Any]) -> TrainOptions:
     )
 
 
-def _train(arguments: argparse.Namespace) -> int:
+Found = dict[str, tuple[Any, str]]
+"""The value of each setting, and where it comes from."""
+
+
+def found_in(arguments: argparse.Namespace, *, ranks: int | None = None) -> Found:
+    """Return the settings of a command line, its file and the environment.
+
+    ranks: of the launcher that has started this one. Raises `UserError`.
+    """
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
-    found = merged(on_line, os.environ, arguments.config)
-    stream = sys.stdout if arguments.print_recipe else sys.stderr
-    for name, (value, source) in found.items():
-        line = f"# {name} is not set" if value is None else f"{name} = {_toml(value)}  # {source}"
-        print(line, file=stream)
-    options = options_of({name: value for name, (value, _) in found.items()})
+    found = merged(on_line, os.environ, arguments.recipe)
+    if ranks is not None:
+        found["ranks"] = ranks, "the launcher"
+    out, source = found["out"]
+    if source == "default":
+        resume: Path | None = found["resume"][0]
+        if resume is not None:
+            out = resume if resume.is_dir() else resume.parent
+        elif ranks is not None:
+            out = out.parent / os.environ.get("ZBMD_JOB", out.name)
+        else:
+            names = (out, *(out.with_name(f"{out.name}-{number}") for number in range(2, RUNS_MAX)))
+            out = next((path for path in names if not path.exists()), out)
+        found["out"] = out, source
+    return found
+
+
+def recipe_of(argv: Sequence[str], *, ranks: int | None = None) -> TrainOptions:
+    """Return the recipe of the options `argv` of `zbmd train`. Raises `UserError`."""
+    made = argparse.ArgumentParser(exit_on_error=False)
+    add_recipe(made)
+    try:
+        arguments, unknown = made.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}. See zbmd train --help.") from None
+    if unknown:
+        raise UserError(f"unrecognized arguments: {' '.join(unknown)}. See zbmd train --help.")
+    return options_of(values_of(found_in(arguments, ranks=ranks)))
+
+
+def values_of(found: Found) -> dict[str, Any]:
+    """Return the value of each setting."""
+    return {name: value for name, (value, _) in found.items()}
+
+
+def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
+    """Raise `UserError` for what `zbmd train` cannot do on `ranks` ranks, before one is started.
+
+    argv: the arguments of `zbmd`; data: not used, as a recipe names its own.
+    """
+    if argv[:1] == ["train"]:
+        check_recipe(recipe_of(argv[1:], ranks=ranks), ranks)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    launched = RankEnvironment.read(os.environ)
+    found = found_in(arguments, ranks=None if launched is None else launched.world_size)
+    options = options_of(values_of(found))
     options.check()
+    is_first = launched is None or (launched.rank, launched.incarnation) == (0, 1)
+    if is_first:
+        stream = sys.stdout if arguments.print_recipe else sys.stderr
+        for name, (value, source) in found.items():
+            line = f"# {name} is not set" if value is None else f"{name} = {_toml(value)}  # {source}"
+            print(line, file=stream)
     if arguments.print_recipe:
+        return 0
+    if is_first:
+        begin_log(options.out, options.resume)  # what is there may be another run's
+        write_recipe(found)
+    if launched is not None:
+        uvloop.run(train(options))
         return 0
     ranks = str(found["ranks"][0])
     return node_cli.main(
         ["run", "-n", ranks, "--on-loss", "replace", "-m", "zbmd.training.sharded", options.encode()]
     )
+
+
+def write_recipe(found: Found) -> None:
+    """Write recipe.toml, which repeats a run elsewhere, into the directory of the run. Raises `UserError`."""
+    settings = {name: value for name, (value, _) in found.items() if name not in ("out", "resume")}
+    lines = []
+    for name, value in settings.items():
+        is_path = name == "data" or isinstance(value, Path)
+        text = None if value is None else _toml(str(Path(value).absolute()) if is_path else value)
+        lines.append(f"# {name} is not set" if text is None else f"{name} = {text}")
+    data = "\n".join([*lines, ""]).encode()
+    write_atomically(found["out"][0] / RECIPE_NAME, lambda file: file.write(data))
 
 
 def _text(value: Any) -> str:

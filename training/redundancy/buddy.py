@@ -34,7 +34,7 @@ from zbmd.transport.native._native import now_ns
 
 HANDLES: Final = 2 * SLOTS
 """The slots of the own shard, then those of copies."""
-_HEAD: Final = 1 + SLOTS
+_HEAD: Final = 2 + SLOTS
 _PER_COPY: Final = 3
 ROW_NUMBERS: Final = _HEAD + _PER_COPY * SLOTS + 2 * HANDLES
 VERSION_MAX: Final = 1 << 40
@@ -57,7 +57,7 @@ class HoldingsRow:
         """
         held = self.held
         numbers = [0 if version is None else version + 1 for version in held.own]
-        numbers.append(held.known)
+        numbers += [held.known, held.first]
         for copy in held.copies:
             numbers += [0, 0, 0] if copy is None else [copy.ward + 1, copy.version, copy.digest]
         for handle in self.handles:
@@ -81,8 +81,9 @@ class HoldingsRow:
             copies.append(None if ward == 0 else Copy(ward=ward - 1, version=version, digest=digest))
         said = [(place, version) for place, version in enumerate(own) if version is not None]
         said += [(place, copy.version) for place, copy in enumerate(copies) if copy is not None]
-        known, places = numbers[SLOTS], numbers[_HEAD + _PER_COPY * SLOTS :]
-        if known > VERSION_MAX or any(v > VERSION_MAX or v % SLOTS != at for at, v in said):
+        known, first = numbers[SLOTS:_HEAD]
+        places = numbers[_HEAD + _PER_COPY * SLOTS :]
+        if max(known, first) > VERSION_MAX or any(v > VERSION_MAX or v % SLOTS != at for at, v in said):
             raise RemoteProtocolError(f"slot {slot} reports impossible versions: {numbers}")
         if max(places) > _ADDRESS_MAX:
             raise RemoteProtocolError(f"slot {slot} reports memory at impossible addresses: {places}")
@@ -90,7 +91,7 @@ class HoldingsRow:
             RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=False)
             for offset, nbytes in zip(places[::2], places[1::2], strict=True)
         )
-        held = Held(own=(own[0], own[1]), known=known, copies=(copies[0], copies[1]))
+        held = Held(own=(own[0], own[1]), known=known, copies=(copies[0], copies[1]), first=first)
         return cls(held=held, handles=handles)
 
 
@@ -130,7 +131,9 @@ class BuddyReplica(RedundancyDriver):
     ) -> None:
         if len(copies) not in (0, zm.SLOTS):
             raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies, or none, got {len(copies)}")
-        machine = zm.Mirror(place=place, ranks=ranks, known=known, keys=keys, replicas=not copies)
+        machine = zm.Mirror(
+            place=place, ranks=ranks, known=known, first=own.first, keys=keys, replicas=not copies
+        )
         super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
         self._worker = worker
         self._copies = list(copies)

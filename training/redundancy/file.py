@@ -57,7 +57,7 @@ class FileRedundancy(RedundancyDriver):
         for slot in range(zm.SLOTS):
             file.drop_damaged(slot, own.parts_in(slot))
         held = (file.version_in(0), file.version_in(1))
-        machine = zm.Mirror(place=place, ranks=ranks, known=known, own=held, outlives=True)
+        machine = zm.Mirror(place=place, ranks=ranks, known=known, first=own.first, own=held, outlives=True)
         super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
 
     def meet(self, group: Group) -> int:
@@ -65,7 +65,7 @@ class FileRedundancy(RedundancyDriver):
         self._group = group
         held = self._machine.held
         mine = [NO_VERSION if version is None else version for version in held.own]
-        every = group.blocking.all_gather(np.array([*mine, held.known], np.int64))
+        every = group.blocking.all_gather(np.array([*mine, held.known, held.first], np.int64))
         entered = zm.Entered(
             held=tuple(_held(row) for row in every.tolist()), hosts=hosts_of(group.view, group.members)
         )
@@ -97,11 +97,13 @@ class FileRedundancy(RedundancyDriver):
         super().updated(done)
 
     def _start_anew(self) -> None:
-        self._file.begin(0)
+        first = self._parted.first
+        slot = first % zm.SLOTS
+        self._file.begin(slot)
         super()._start_anew()
-        for part in self._parted.parts_in(0):
+        for part in self._parted.parts_in(slot):
             self._file.wrote(part)
-        self._file.end(0, 0)
+        self._file.end(slot, first)
 
     def _keep(self, version: int) -> None:
         self._perform(self._handle(zm.AllHold(version=version)))
@@ -116,6 +118,10 @@ class FileRedundancy(RedundancyDriver):
 def _held(row: Sequence[int]) -> zm.Held:
     """Return what a member reports. Raises `RemoteProtocolError`."""
     own = [None if version == NO_VERSION else int(version) for version in row[: zm.SLOTS]]
-    if any(v is not None and (v < 0 or v % zm.SLOTS != slot) for slot, v in enumerate(own)) or row[2] < 0:
+    known, first = row[zm.SLOTS :]
+    if (
+        any(v is not None and (v < 0 or v % zm.SLOTS != slot) for slot, v in enumerate(own))
+        or not 0 <= first <= known
+    ):
         raise RemoteProtocolError(f"a rank reports that it holds {row}, which are not versions by slot")
-    return zm.Held(own=(own[0], own[1]), known=int(row[2]), copies=(None, None))
+    return zm.Held(own=(own[0], own[1]), known=known, copies=(None, None), first=first)

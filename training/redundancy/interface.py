@@ -80,9 +80,11 @@ class ProtectedState(Protocol):
     """1-D, of one length and dtype."""
     slot: int
     """The one in use."""
+    first: int
+    """The version that it can begin with: 0, or that of a checkpoint."""
 
     def begin_anew(self) -> None:
-        """Take the state of version 0, in slot 0."""
+        """Take the state of version `first`, in its slot."""
         ...
 
 

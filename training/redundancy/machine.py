@@ -25,6 +25,9 @@ rank, which overwrites that slot only after a vote of the replacement's.
 If the state outlives its rank (`outlives`: in a file), there are no copies and no buddies either: a
 replacement begins with its predecessor's state, and everything else is the same.
 
+Versions are counted from the beginning of the plan: the number of steps that led to them. A run that resumes
+begins with the version of its checkpoint, which each rank can load again (`first`).
+
 A vote carries the digests of the own shard and of the copy of the ward's: a copy that differs from its
 original ends the run, and so do shards of equal keys that differ.
 """
@@ -74,12 +77,14 @@ class Copy:
 class Held:
     """The versions that a rank holds at the start of an epoch. `own`: of its shard by slot; None: incomplete.
 
-    `known`: the highest version that it knows to be committed.
+    `known`: the highest version that it knows to be committed. `first`: the version that it can begin with,
+    from a seed or a checkpoint.
     """
 
     own: tuple[int | None, int | None]
     known: int
     copies: tuple[Copy | None, Copy | None]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +130,13 @@ def choose(
 ) -> Choice | Lost:
     """Return what a group continues from, given what its ranks hold, in order: the same on all of them.
 
-    `cause`: how a shard can have been lost. `keys`: of the ranks' shards; None: all differ. Version 0 is
-    computed from a seed: every rank can begin with it, if no later one was committed.
+    `cause`: how a shard can have been lost. `keys`: of the ranks' shards; None: all differ. A rank can begin
+    with its `first` version, if no later one was committed.
     """
     keys = range(len(held)) if keys is None else keys
     known = max(one.known for one in held)
-    versions = {0} | {version for one in held for version in one.own if version is not None}
+    versions = {one.first for one in held}
+    versions |= {version for one in held for version in one.own if version is not None}
     versions |= {copy.version for one in held for copy in one.copies if copy is not None}
     for version in sorted(versions, reverse=True):
         sources = _sources(held, keys, version)
@@ -163,7 +169,7 @@ class _Here(Enum):
 def _sources(held: Sequence[Held], keys: Sequence[int], version: int) -> list[Source | _Here | None]:
     """Return, for each place, the location of its shard of `version`."""
     found: list[Source | _Here | None] = [
-        _Here.HERE if version == 0 or version in one.own else None for one in held
+        _Here.HERE if version == one.first or version in one.own else None for one in held
     ]
     holders: dict[int, list[int]] = {}
     for place, source in enumerate(found):
@@ -246,7 +252,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAnew:
-    """Reset the own shard to that of the seed, in slot 0."""
+    """Reset the own shard to that of the first version, in slot `first % SLOTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,9 +305,9 @@ class State(Enum):
 class Mirror:
     """The machine of one rank. `place` of `ranks`; `known`: the version known to be committed, from a log.
 
-    `own`: the versions that it begins with, by slot. `outlives`: whether a replacement finds the rank's
-    state. `keys`: of the shards of all ranks; empty: all differ. `replicas`: whether ranks with equal keys
-    stand for each other, so that nothing is copied.
+    `first`: the version that it can begin with. `own`: the versions that it begins with, by slot. `outlives`:
+    whether a replacement finds the rank's state. `keys`: of the shards of all ranks; empty: all differ.
+    `replicas`: whether ranks with equal keys stand for each other, so that nothing is copied.
     """
 
     def __init__(
@@ -310,13 +316,16 @@ class Mirror:
         place: int,
         ranks: int,
         known: int = 0,
+        first: int = 0,
         own: tuple[int | None, int | None] = (None, None),
         outlives: bool = False,
         keys: Sequence[int] = (),
         replicas: bool = False,
     ) -> None:
-        if not 0 <= place < ranks or known < 0:
-            raise LocalProtocolError(f"no mirror at place {place} of {ranks}, with version {known} known")
+        if not 0 <= place < ranks or not 0 <= first <= known:
+            raise LocalProtocolError(
+                f"no mirror at place {place} of {ranks}, with first version {first} and {known} known"
+            )
         self.keys = tuple(keys) or tuple(range(ranks))
         if len(self.keys) != ranks or (replicas and min(map(self.keys.count, self.keys)) < 2):
             raise LocalProtocolError(f"keys {self.keys} of {ranks} ranks: each must be held twice, or copied")
@@ -324,8 +333,8 @@ class Mirror:
         self.place = place
         self.ranks = ranks
         self.state = State.WAITING
-        self.version = 0
-        """The version that the next step begins with."""
+        self.first = self.version = first
+        """`version`: the one that the next step begins with."""
         self.own: list[int | None] = list(own)
         self.copied = ranks > 1 and not outlives and not replicas
         self.known = known
@@ -340,7 +349,7 @@ class Mirror:
     def held(self) -> Held:
         """Return this rank's report at the start of an epoch."""
         copies = (self.copies[0], self.copies[1])
-        return Held(own=(self.own[0], self.own[1]), known=self.known, copies=copies)
+        return Held(own=(self.own[0], self.own[1]), known=self.known, copies=copies, first=self.first)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take `event` and return the actions. Raises `LocalProtocolError` for one out of place."""
@@ -483,6 +492,7 @@ def mirror_config(machine: Mirror, *, outlives: bool = False) -> dict[str, Any]:
         "place": machine.place,
         "ranks": machine.ranks,
         "known": machine.known,
+        "first": machine.first,
         "own": list(machine.own),
         "outlives": outlives,
         "keys": list(machine.keys),
@@ -496,6 +506,7 @@ def _build_mirror(config: Mapping[str, Any]) -> Mirror:
         place=config["place"],
         ranks=config["ranks"],
         known=config["known"],
+        first=config["first"],
         own=(first, second),
         outlives=config["outlives"],
         keys=config["keys"],
@@ -504,5 +515,5 @@ def _build_mirror(config: Mapping[str, Any]) -> Mirror:
 
 
 MIRROR: MachineKind[Event, Action] = register(
-    "mirror", 2, _build_mirror, events=Event, actions=Action, states=(Mirror,)
+    "mirror", 3, _build_mirror, events=Event, actions=Action, states=(Mirror,)
 )

@@ -45,7 +45,7 @@ from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.workload import TrainingWorkload, arena_bytes_needed
-from zbmd.training.run.journal import Journal
+from zbmd.training.run.journal import Journal, report_losses
 from zbmd.training.run.ledger import (
     LOG_FORMAT,
     LOG_NAME,
@@ -67,7 +67,6 @@ from zbmd.training.step.memory_estimate import (
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.two_slot_store import Store
 from zbmd.transport.errors import ArenaFull, OutOfMemory, UserError
-from zbmd.transport.shm.death_notice import DeathNotice
 
 FINAL_HELD_OUT_WINDOWS = 512
 
@@ -322,16 +321,6 @@ def log_header(worker: Worker, recipe: Recipe, plan: str, base_version: int = 0)
         plan=plan,
         seed=recipe.config.seed,
     )
-
-
-def report_losses(worker: Worker) -> Callable[[], None]:
-    """Report each rank that is lost; call the result to stop."""
-
-    def report(rank: int, incarnation: int, notice: DeathNotice) -> None:
-        if not notice.clean:
-            worker.report({"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns})
-
-    return worker.on_peer_lost(report)
 
 
 NO_DIGEST = bytes(16)

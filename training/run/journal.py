@@ -34,6 +34,7 @@ from zbmd.transport.capture.registry import ActionT, EventT, MachineKind
 from zbmd.transport.capture.tap import ThreadTap
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.machine import Machine
+from zbmd.transport.shm.death_notice import DeathNotice
 
 
 def captured_machine(
@@ -60,6 +61,16 @@ def report_result(worker: Worker, result: Any) -> None:
     print(msgspec.json.encode(result).decode(), flush=True)
     worker.report({"kind": "result", **msgspec.to_builtins(result)})
     asyncio.run_coroutine_threadsafe(worker.reported(), worker.system.loop).result()
+
+
+def report_losses(worker: Worker) -> Callable[[], None]:
+    """Report each rank that is lost; call the result to stop."""
+
+    def report(rank: int, incarnation: int, notice: DeathNotice) -> None:
+        if not notice.clean:
+            worker.report({"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns})
+
+    return worker.on_peer_lost(report)
 
 
 Report = dict[str, Any]

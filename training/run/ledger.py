@@ -19,7 +19,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
-from zbmd.training.files import DISK_FULL_ERRNOS, DiskFull
+from zbmd.training.files import DISK_FULL_ERRNOS, DiskFull, write_atomically
 from zbmd.transport.errors import UserError, ZbmdError
 
 LOG_FORMAT = 1
@@ -266,6 +266,79 @@ class CommitLog:
     def _check(self, header: LogHeader) -> None:
         if header != self.header:
             raise _of_another_run(self.path, header)
+
+
+class RunLog:
+    """The commit log of a run, as each of its ranks sees it. Only the lowest one appends.
+
+    first: the version that this rank can begin with. may_begin: whether this rank takes the directory over
+    for the run; `resumed`: the checkpoint that it goes on from. If that lies in the same directory, the log
+    there goes on, too.
+
+    Raises `UserError` if the log in the directory is another run's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        first: int,
+        plan: str,
+        seed: int,
+        resumed: Path | None = None,
+        may_begin: bool,
+    ) -> None:
+        self.path, self.first = directory / LOG_NAME, first
+        self._header = LogHeader(format=LOG_FORMAT, run_id=run_id, base_version=first, plan=plan, seed=seed)
+        self._log: CommitLog | None = None
+        if may_begin and not self._is_ours():
+            begin_log(directory, resumed)
+            if self.path.exists():
+                _continue(self.path, self._header)
+
+    def _is_ours(self) -> bool:
+        return self.path.exists() and read_header(self.path).run_id == self._header.run_id
+
+    def last_version(self) -> int:
+        """Return the highest version that this run has logged, or `first`."""
+        return max(self.first, self._opened().last_version()) if self._is_ours() else self.first
+
+    def append(self, record: CommitRecord) -> None:
+        """Log a version; see `CommitLog.append`."""
+        self._opened().append(record)
+
+    def _opened(self) -> CommitLog:
+        if self._log is None:  # the run may have begun before this rank, or in a log that it goes on with
+            base = read_header(self.path).base_version if self._is_ours() else self.first
+            self._log = CommitLog(self.path, msgspec.structs.replace(self._header, base_version=base))
+        return self._log
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._log is not None:
+            self._log.close()
+
+
+def begin_log(directory: Path, resumed: Path | None) -> None:
+    """Raise `UserError` if a run that goes on from `resumed` must not log in `directory`: one is there."""
+    path = directory / LOG_NAME
+    inside = None if resumed is None else resumed if resumed.is_dir() else resumed.parent
+    if inside is None or inside.resolve() != directory.resolve():
+        require_no_log(path)
+
+
+def _continue(path: Path, header: LogHeader) -> None:
+    """Go on with a log in which `header.base_version` is the last version that counts."""
+    old, records = read_log(path)
+    kept = {record.version: record for record in records if record.version <= header.base_version}
+    if list(kept) == list(range(old.base_version + 1, header.base_version + 1)):
+        header = msgspec.structs.replace(header, base_version=old.base_version)
+    else:  # it misses some: what is left is proved from the checkpoint on
+        kept = {}
+    parts = [_pack(msgspec.to_builtins(header))]
+    parts += [_pack(msgspec.to_builtins(record, str_keys=False)) for record in kept.values()]
+    write_atomically(path, lambda file: file.write(b"".join(parts)))
 
 
 def require_no_log(path: Path) -> None:

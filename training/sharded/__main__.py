@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import uvloop
 
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.run import check_recipe, run
+from zbmd.training.sharded.run import check_recipe, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the recipe that the one argument spells, as JSON; the first rank's last line is the result."""
     given = list(sys.argv[1:] if argv is None else argv)
     options = TrainOptions.decode("".join(given))
-    uvloop.run(run(options))
+    uvloop.run(train(options))
     return 0
 
 

@@ -17,31 +17,17 @@ from zbmd.training.model.tensor_shards import cut_of
 from zbmd.training.optim.clip import global_norm, norm_from, norm_of, pieces_length, pieces_of
 from zbmd.training.optim.mixed_precision import computing_dtype
 from zbmd.training.pipeline.part import OwnParts
-from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import gather_rows
 from zbmd.transport.errors import RemoteProtocolError
 
-WINDOWS_PER_PASS = 16
 RELAY_TAG = 2
 
 
-def relayed_loss(
-    recipe: Recipe, own: OwnParts, weights: Array, pipeline: Group, *, windows_max: int
-) -> float:
-    """What `Recipe.held_out_loss` returns, on all stages; all together. weights: (own.layout.size,)."""
-    ids, total = recipe.corpus.evaluation_ids(windows_max), np.zeros(1)
-    for start in range(0, len(ids), WINDOWS_PER_PASS):
-        tokens = recipe.corpus.windows(ids[start : start + WINDOWS_PER_PASS])
-        batch = recipe.model.batch(tokens, global_batch=len(tokens))
-        loss = _relay(own, weights, batch, pipeline)
-        if loss is not None:
-            total += loss * len(tokens)
-    found: Array = pipeline.blocking.broadcast(total, (len(own.every) - 1) % own.stages)
-    return float(found[0]) / len(ids)
+def relayed_loss(own: OwnParts, weights: Array, batch: Batch, pipeline: Group) -> float | None:
+    """Run one pass through all parts, in their order; the last one's stage has the loss, the others None.
 
-
-def _relay(own: OwnParts, weights: Array, batch: Batch, pipeline: Group) -> float | None:
-    """One pass through all parts, in their order; the last one's stage has the loss."""
+    weights: (own.layout.size,).
+    """
     came: Array | None = None
     for number, part in own.parts.items():
         if number:

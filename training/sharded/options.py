@@ -10,6 +10,7 @@ import msgspec
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
+from zbmd.training.zero.trainer import STAGES, ZeroOptions
 from zbmd.transport.errors import UserError
 
 Tokens = Literal["bytes", "bpe"]
@@ -21,8 +22,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A recipe. The vocabulary of `model` is that of the tokens; `*_every` are in steps, 0: only at the end.
 
     `loss_scale`: the initial scale of float16. `weights`: a GPT-2 in Hugging Face's layout to start from.
-    `resume`: a checkpoint to continue from. `offload`: a folder, on a disk of each host, for files with the
-    ranks' states.
+    `zero`: the stage that shards the state along `dp`, 0 for none; `prefetch`: units that stage 3 gathers
+    ahead. `balance`: divide layers over stages by what they cost. `resume`: a checkpoint to continue from.
+    `offload`: a folder, on a disk of each host, for files with the ranks' states.
     """
 
     out: Path
@@ -39,6 +41,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     schedule: str = "1f1b"
     chunks: int = 1
+    balance: bool = False
+    zero: int = 0
+    prefetch: int = 1
     weights: Path | None = None
     resume: Path | None = None
     offload: Path | None = None
@@ -50,7 +55,19 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stages(self) -> Stages:
         """Return how the model passes through the stages along `pp`."""
-        return Stages(schedule=self.schedule, chunks=self.chunks)
+        return Stages(schedule=self.schedule, chunks=self.chunks, balance=self.balance)
+
+    @property
+    def zero_options(self) -> ZeroOptions:
+        """Return how the state is sharded. Raises `UserError` for what there is not."""
+        if self.precision == "float64":
+            raise UserError("--zero keeps states in float32: choose another --precision.")
+        return ZeroOptions(
+            stage=self.zero,
+            storage=self.precision,
+            prefetch=self.prefetch,
+            loss_scale=self.loss_scale,
+        )
 
     def encode(self) -> str:
         """Return the recipe as JSON."""
@@ -72,6 +89,12 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("checkpoints hold float32: with --precision float64 give --checkpoint-every 0.")
         if self.offload is not None and self.precision == "float64":
             raise UserError("--offload keeps states in float32: choose another --precision.")
+        if self.zero not in (0, *STAGES):
+            raise UserError(f"--zero: expected one of 0, 1, 2, 3, got {self.zero}")
+        if self.zero:
+            self.zero_options  # noqa: B018 -- it raises
+            if self.chunks != 1 or self.balance:
+                raise UserError("--zero has no stages to divide: omit --chunks and --balance.")
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
         for name in ("evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:

@@ -8,14 +8,14 @@ import numpy as np
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.optim import OptimizerConfig, arrays_of
 from zbmd.training.optim.mixed_precision import LossScale, computing_dtype
-from zbmd.training.pipeline.part import OwnParts, even_cuts
+from zbmd.training.pipeline.part import OwnParts, balanced_cuts, even_cuts, layers_in
 from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed, runnable_programs, traffic_of
-from zbmd.training.sharded.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.transport.errors import UserError
 
@@ -26,17 +26,24 @@ SLOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The division of a model into stages. cuts: the layers of each part; empty: equally many blocks each."""
+    """The division of a model into stages. cuts: the layers of each part; empty: equally many blocks each.
+
+    balance: layers are divided by what they cost. That is known once it is measured: until then `cuts` are
+    empty, and a stage needs memory for any number of layers.
+    """
 
     schedule: str = "1f1b"
     chunks: int = 1
     cuts: tuple[range, ...] = ()
+    balance: bool = False
 
     def cuts_of(self, config: GPTConfig, stages: int) -> tuple[range, ...]:
         """The layers of each part. Raises `UserError` for blocks that do not divide."""
         if self.chunks < 1:
             raise UserError(f"chunks is {self.chunks}: it must be at least 1.")
         shape = Shape(stages=stages, chunks=self.chunks, microbatches=1)
+        if self.balance and not self.cuts:
+            return balanced_cuts([1.0] * layers_in(config), stages * self.chunks)
         return self.cuts or even_cuts(config.layers, shape)
 
     def programs(self, training: TrainingConfig, mesh: Mesh) -> tuple[tuple[StageProgram, ...], ...]:
@@ -108,4 +115,6 @@ def elements_most(config: GPTConfig, mesh: Mesh, stages: Stages) -> int:
     count, parts = mesh.size(PIPELINE_AXIS), mesh.size(TENSOR_AXIS)
     cuts = stages.cuts_of(config, count)
     models = [PartOfGPT(config, part, parts) for part in range(parts)] if parts > 1 else [GPT(config)]
+    if stages.balance:
+        return max(model.layout.size for model in models)
     return max(OwnParts(model, cuts, stages=count, stage=0).size_most for model in models)

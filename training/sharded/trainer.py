@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,8 @@ from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
+from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
+from zbmd.training.job.task import StepResult, Trainer
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.training.model.tensor_shards import cut_of
@@ -39,7 +40,6 @@ from zbmd.training.pipeline.rings import RingMemory, StageRings, traffic_of
 from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
-from zbmd.training.sharded.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
 from zbmd.training.sharded.norm import mesh_norm, relayed_loss
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.step.accumulate import AccumulationPlan
@@ -54,26 +54,7 @@ COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT
 """The rows in which ranks tell what these take."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshStep:
-    """The result of a step, the same on all ranks but for times: loss (nats per token), norm unclipped.
-
-    compute_ns: forwards and backwards, with the waits along `pp` and `tp`; waited_ns: behind that, for
-    reductions along `dp`; busy_ns: of each rank, `compute_ns` without the waits along `pp`. loss_scale: what
-    its gradients were multiplied by; skipped: attempts that overflowed, so far.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    compute_ns: int
-    waited_ns: int
-    busy_ns: tuple[int, ...] = field(default=())
-    loss_scale: float = 1.0
-    skipped: int = 0
-
-
-class MeshTrainer:
+class MeshTrainer(Trainer):
     """Trains `recipe`, whose model is of `groups.model`, with weights and gradients of `dtype`.
 
     Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
@@ -100,9 +81,7 @@ class MeshTrainer:
         self.recipe = recipe
         self.groups = groups
         self.overlap = overlap
-        self.step = 0
-        self.base = 0
-        """The step that version 0 of the state begins: versions are counted from there."""
+        self.step = self.first = 0
         self.dtype, self.state_dtype = dtype, computing_dtype(dtype)
         self._initial_scale = LossScale.of(dtype, first=loss_scale)
         config, model = recipe.config, recipe.model
@@ -131,12 +110,15 @@ class MeshTrainer:
         """The weights of the passes, where they are not the state's own."""
         self.slot = 0
         """The one in use."""
-        self._initial: Sequence[Array] = ()
+        self._initial: Array | None = None
+        self._saved: SavedState | None = None
         self._begins_later = begins_later or self.file is not None
         self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file, self._held_matrices())
         self._begin()
         self._ring_memory: RingMemory | None = None
         self._passes_or_none: StagePasses | None = None
+        self._consumed: dict[int, npt.NDArray[np.int64]] = {}
+        """Ids of the samples of the last attempt, by logical shard."""
         self._compute_ns = self._waited_ns = 0
         self._scale = self._initial_scale
         """Of the last attempt."""
@@ -186,20 +168,25 @@ class MeshTrainer:
         if self._apart is not None:
             self._apart[:] = self.state.weights
 
+    @property
+    def shard(self) -> MeshTrainer:
+        """See `Trainer`."""
+        return self
+
+    @property
+    def scale(self) -> tuple[float, ...]:
+        """See `Trainer`."""
+        return self.loss_scale.values
+
     def begin_with(self, weights: Array) -> None:
         """Begin with the whole model's weights, not with the seed's."""
-        self._initial = [self._mine(weights).copy()]
+        self._initial = self._mine(weights).copy()
         self._begin()
 
     def begin_from(self, saved: SavedState) -> None:
         """Begin with the state in a checkpoint, of any mesh. Raises `UserError` for one that is damaged."""
-        layout = self.own.layout
-        flats = [np.zeros(layout.size, self.state_dtype) for _ in self._arrays]
-        for array, flat in zip(self._arrays, flats, strict=True):
-            for (slot, cut), own in zip(self._cuts, layout.slots, strict=True):
-                flat[own.span] = cut.of(saved.parameter(array, slot)).reshape(-1)
-        self.step = self.base = saved.version
-        self._initial, self._initial_scale = flats, self._initial_scale.read(np.array(saved.loss_scale))
+        self._saved, self.step, self.first = saved, saved.version, saved.version
+        self.slot = saved.version % SLOTS
         self._begin()
 
     def pieces(self) -> list[Piece]:
@@ -229,14 +216,21 @@ class MeshTrainer:
         yield [self._scale_room(slot)]
 
     def begin_anew(self) -> None:
-        """Take the state that the training begins with, in slot 0."""
-        recipe, self.slot = self.recipe, 0
-        initial = self._initial or [self.own.cut(recipe.model.init(recipe.config.seed))]
-        self.slots[0][:] = 0
-        state = self._state_in(0)
-        for name, flat in zip(self._arrays, initial, strict=False):
-            getattr(state, name)[:] = flat
-        self._initial_scale.write(self._scale_room(0))
+        """Take the state that the training begins with, in the slot of `first`."""
+        recipe, saved, self.slot = self.recipe, self._saved, self.first % SLOTS
+        self.slots[self.slot][:] = 0
+        scale = self._initial_scale
+        if saved is not None:
+            scale = scale.read(np.array(saved.loss_scale))
+            for name in self._arrays:
+                flat = getattr(self.state, name)
+                for (slot, cut), own in zip(self._cuts, self.own.layout.slots, strict=True):
+                    flat[own.span] = cut.of(saved.parameter(name, slot)).reshape(-1)
+        elif self._initial is not None:
+            self.state.weights[:] = self._initial
+        else:
+            self.state.weights[:] = self.own.cut(recipe.model.init(recipe.config.seed))
+        scale.write(self._scale_room(self.slot))
         self._round()
 
     def _mine(self, flat: Array) -> Array:
@@ -260,18 +254,30 @@ class MeshTrainer:
         return model.shards.joined(np.split(every, np.cumsum(sizes)[:-1]))
 
     def held_out_loss(self, *, windows_max: int) -> float:
-        """The mean loss on at most `windows_max` held-out windows, on all ranks; all together."""
-        weights = self.state.weights
-        if self.groups.pipeline is None:
-            return self.recipe.held_out_loss(weights, windows_max=windows_max)
-        return relayed_loss(self.recipe, self.own, weights, self.groups.pipeline, windows_max=windows_max)
+        """See `Trainer`. Ranks along `dp` share the windows."""
+        groups, weights = self.groups, self.state.weights
+        chunks = self.recipe.evaluation_chunks(windows_max)
+        totals, place, ranks = np.zeros(len(chunks)), groups.place(DATA_AXIS), groups.size(DATA_AXIS)
+        for number in range(place, len(chunks), ranks):
+            tokens = self.recipe.corpus.windows(chunks[number])
+            if groups.pipeline is None:
+                totals[number] = self.recipe.model.loss(weights, tokens) * len(tokens)
+            else:
+                batch = self.recipe.model.batch(tokens, global_batch=len(tokens))
+                loss = relayed_loss(self.own, weights, batch, groups.pipeline)
+                totals[number] = 0.0 if loss is None else loss * len(tokens)
+        if groups.pipeline is not None:
+            totals = groups.pipeline.blocking.broadcast(totals, (len(self.own.every) - 1) % self.own.stages)
+        every = [totals] if groups.data is None else groups.data.blocking.all_gather(totals)
+        found = [float(every[number % ranks][number]) for number in range(len(chunks))]
+        return sum(found) / sum(map(len, chunks))
 
     # ---- epochs
 
-    def enter(self, groups: MeshGroups, base: int, version: int) -> None:
-        """Go on in the groups of a new view, from the slot in use, which is `version` steps behind `base`."""
+    def enter(self, groups: MeshGroups, version: int) -> None:
+        """See `Trainer`."""
         self.close()
-        self.groups, self.base, self.step = groups, base, base + version
+        self.groups, self.step = groups, version
         if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
             self.recipe.model.group = groups.tensor
         self._round()
@@ -341,7 +347,7 @@ class MeshTrainer:
 
     # ---- steps
 
-    def run_step(self, watch: StepHook = NO_HOOK) -> MeshStep:
+    def run_step(self, watch: StepHook = NO_HOOK) -> StepResult:
         """Do one step; all ranks together.
 
         Raises `PeerLost` or `OperationAborted` when a rank is lost, `DeadlineExceeded` when one stands still,
@@ -360,20 +366,21 @@ class MeshTrainer:
     def _reduction(self) -> ShardReduction:
         return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._room)
 
-    def _run_step(self, watch: StepHook) -> MeshStep:
+    def _run_step(self, watch: StepHook) -> StepResult:
         world = self.groups.world
-        held = _Held(watch, self.step - self.base, None if watch is NO_HOOK else _begun(world))
+        held = _Held(watch, self.step, None if watch is NO_HOOK else _begun(world))
         self._compute_ns = self._waited_ns = 0
         try:
             norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
         except TrainingDiverged as error:
             raise self._named(error, held) from None
         held.wait()
-        loss, busy_ns = self._meet(watch)
+        losses, samples, busy_ns = self._meet(watch)
         self._update(norm, scale)
-        done = MeshStep(
-            step=self.step - 1,
-            loss=loss,
+        done = StepResult(
+            version=self.step,
+            losses=losses,
+            samples=samples,
             grad_norm=norm,
             compute_ns=self._compute_ns,
             waited_ns=self._waited_ns,
@@ -414,6 +421,7 @@ class MeshTrainer:
 
     def _batches(self) -> list[Batch]:
         recipe, ids = self.recipe, self.recipe.sample_ids(self.step)
+        self._consumed = {leaf.shard: ids[leaf.shard] for leaf in self._plan.leaves}
         with spans.DATA:
             return [
                 recipe.model.batch(
@@ -441,23 +449,35 @@ class MeshTrainer:
         began = describe_first_non_finite(self.groups.world, model, watching.first or gradient)
         return TrainingDiverged(f"step {self.step}: {error} {began}")
 
-    def _meet(self, watch: StepHook) -> tuple[float, tuple[int, ...]]:
-        """Tell all ranks the votes, the losses of shards and how long each computed: one operation.
+    def _meet(
+        self, watch: StepHook
+    ) -> tuple[tuple[float, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Tell all ranks the votes, of each shard its loss and samples, and the times: one operation.
 
-        Returns the sum of all shards' losses, in their order, and the times.
+        Returns the losses and the samples of all shards, in their order, and how long each rank computed.
         """
-        shards = self.recipe.config.shards
-        mine = np.zeros(VOTE_NUMBERS + shards + 1)
+        shards, each = self.recipe.config.shards, self.recipe.config.sequences_per_shard
+        mine = np.zeros(VOTE_NUMBERS + shards * (1 + each) + 1)
         with spans.COMM:  # it may wait for the copy of a state
             mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
+        losses, samples = VOTE_NUMBERS, VOTE_NUMBERS + shards
         for microbatch, loss in self._passes.losses.items():
-            mine[VOTE_NUMBERS + self._plan.leaves[microbatch].shard] = loss
+            mine[losses + self._plan.leaves[microbatch].shard] = loss
+        for shard, ids in self._consumed.items():
+            mine[samples + shard * each :][:each] = ids
         mine[-1] = float(self._passes.busy_ns)
         with spans.COMM:
             every = self.groups.world.blocking.all_gather(mine)
         watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
-        losses = [float(every[place][VOTE_NUMBERS + shard]) for shard, place in enumerate(self._reporters)]
-        return sum(losses), tuple(int(row[-1]) for row in every)
+        told = list(enumerate(self._reporters))
+        return (
+            tuple(float(every[place][losses + shard]) for shard, place in told),
+            tuple(
+                tuple(every[place][samples + shard * each :][:each].astype(np.int64).tolist())
+                for shard, place in told
+            ),
+            tuple(int(row[-1]) for row in every),
+        )
 
     def _update(self, norm: float, scale: LossScale) -> None:
         config, target = self.recipe.config, 1 - self.slot

@@ -47,6 +47,10 @@ def keep_freed_memory() -> None:
         mallopt(M_ARENA_MAX, 1)
 
 
+WINDOWS_PER_PASS = 16
+"""Held-out windows of one pass."""
+
+
 class Recipe:
     """The step of one model on one corpus under one configuration. It holds no state of the training.
 
@@ -140,14 +144,16 @@ class Recipe:
                 grad_scale=clip_scale(norm, limit=self.config.clip_norm) / loss_scale,
             )
 
-    def held_out_loss(self, params: Array, *, windows_max: int, windows_per_pass: int = 16) -> float:
+    def held_out_loss(self, params: Array, *, windows_max: int) -> float:
         """Return the mean loss, nats per byte, on at most `windows_max` held-out windows, always the same."""
+        chunks = self.evaluation_chunks(windows_max)
+        found = [self.model.loss(params, self.corpus.windows(ids)) * len(ids) for ids in chunks]
+        return sum(found) / sum(map(len, chunks))
+
+    def evaluation_chunks(self, windows_max: int) -> list[npt.NDArray[np.int64]]:
+        """Return the ids of at most so many held-out windows, in chunks of one pass each."""
         ids = self.corpus.evaluation_ids(windows_max)
-        total = 0.0
-        for start in range(0, len(ids), windows_per_pass):
-            part = ids[start : start + windows_per_pass]
-            total += self.model.loss(params, self.corpus.windows(part)) * len(part)
-        return total / len(ids)
+        return [ids[start : start + WINDOWS_PER_PASS] for start in range(0, len(ids), WINDOWS_PER_PASS)]
 
 
 def learning_rate_of(config: TrainingConfig, step: int) -> float:

@@ -123,7 +123,9 @@ class ZeroRank:
                 self._grad_parts[number] = self._own(self._grads[number], unit)
         self._optimizers = self._optimizers_of(optimizer, gather)
         self._seed = seed
+        self.first = 0
         self._initial: Array | None = None
+        self._saved: SavedState | None = None
         self._begins_later = keep_previous or offload is not None
         if not self._begins_later:
             self.begin_anew()
@@ -144,33 +146,37 @@ class ZeroRank:
         ]
 
     def begin_anew(self) -> None:
-        """Take the initial state: that of the checkpoint, or weights of the seed, without moments.
+        """Take the initial state, in the slot of `first`: a checkpoint's, or weights of the seed.
 
         If the stage keeps weights whole, gather those of a checkpoint after this.
         """
-        self.slot = 0
-        if self._initial is not None:
-            self.state_flat[:] = self._initial
-            self.round_weights()
-            return
-        flat = self.model.init(self._seed)
+        saved, self.slot = self._saved, self.first % len(self.slots)
         self.state_flat[:] = 0
-        self.initial_scale.write(self._scale_room)
-        self.state.weights[:] = self.shards.shard_of(flat, self.rank)
-        for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
-            self._whole[number][: unit.size] = flat[unit.span]
+        scale = self.initial_scale
+        if saved is not None:
+            scale = scale.read(np.array(saved.loss_scale))
+            for name in self._arrays:
+                flat = getattr(self.state, name)
+                for slot, cut, at in self._held():
+                    flat[at : at + cut.stop - cut.start] = cut.of(saved.parameter(name, slot)).reshape(-1)
+        else:
+            flat = self.model.init(self._seed) if self._initial is None else self._initial
+            self.state.weights[:] = self.shards.shard_of(flat, self.rank)
+            for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
+                self._whole[number][: unit.size] = flat[unit.span]
+        scale.write(self._scale_room)
         self.round_weights()
 
+    def begin_with(self, weights: Array) -> None:
+        """Begin with the whole model's weights, not with the seed's."""
+        self._initial = weights
+        if not self._begins_later:
+            self.begin_anew()
+
     def begin_from(self, saved: SavedState) -> None:
-        """Begin with the state in a checkpoint, of any number of ranks. Raises `UserError` for damage."""
-        shard = np.zeros(self.slots[0].size, np.float32)
-        for which, array in enumerate(self._arrays):
-            flat = shard[which * self.shards.shard_size :]
-            for slot, cut, at in self._held():
-                flat[at : at + cut.stop - cut.start] = cut.of(saved.parameter(array, slot)).reshape(-1)
-        scale = self.initial_scale.read(np.array(saved.loss_scale))
-        scale.write(shard[len(self._arrays) * self.shards.shard_size :])
-        self._initial = shard
+        """Begin with the state in a checkpoint, of any mesh. Raises `UserError` for damage."""
+        self._saved, self.first = saved, saved.version
+        self.slot = saved.version % len(self.slots)
         if not self._begins_later:
             self.begin_anew()
 
@@ -310,6 +316,11 @@ class ZeroRank:
             last = [one.y.data for one in self._passes[unit]]
             self.losses = {shard: float(loss) for shard, loss in zip(self.leaves, last, strict=True)}
             self._slopes = [np.full_like(loss, self._loss_scale) for loss in last]
+
+    def evaluate(self, unit: int, weights: Array, x: Tensor, batch: Batch) -> Tensor:
+        """Run `unit` forwards only, with all of its weights, from what the unit before it returned."""
+        parameters = [Parameter(view, None, i, None) for i, view in self._views(unit, weights)]
+        return self.model.unit(Tape(np, recording=False), unit, x, parameters, batch)
 
     def _forward(self, unit: int, leaf: int) -> _Pass:
         x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, assert_never
 
 import numpy as np
@@ -26,8 +25,11 @@ from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, active_probe
 from zbmd.training.autograd.rng import Noise
-from zbmd.training.checkpoint.sharded import SavedState
+from zbmd.training.autograd.tape import Tensor
+from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.config import TrainingConfig
+from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.task import StepResult, Trainer
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
@@ -42,7 +44,7 @@ from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout
 from zbmd.training.zero.machine import ZERO_STEP
-from zbmd.training.zero.rank import ZeroRank
+from zbmd.training.zero.rank import ZeroRank, slot_elements
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
@@ -65,8 +67,7 @@ UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
 class ZeroOptions:
     """How the state is sharded. prefetch: units whose weights are gathered ahead, with stage 3.
 
-    loss_scale: what float16 begins with. offload: a folder, on a disk of this host, where masters and moments
-    lie in files instead of in memory.
+    loss_scale: what float16 begins with.
 
     Raises `UserError` for a stage or storage that there is not.
     """
@@ -75,7 +76,6 @@ class ZeroOptions:
     storage: Storage = "float32"
     prefetch: int = 1
     loss_scale: float = SCALE_FIRST
-    offload: Path | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -85,34 +85,21 @@ class ZeroOptions:
         LossScale.of(storage_dtype(self.storage), first=self.loss_scale)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroStepResult:
-    """What a step reported, the same on all ranks. step: how many are done with it; losses: of the
-    logical shards, nats per byte; loss_scale: what its gradients were multiplied by; skipped: attempts
-    that overflowed, so far.
-    """
-
-    step: int
-    losses: dict[int, float]
-    grad_norm: float
-    loss_scale: float = 1.0
-    skipped: int = 0
-
-    @property
-    def loss(self) -> float:
-        """The training loss, the shards' parts added in their order."""
-        return sum(self.losses[shard] for shard in sorted(self.losses))
-
-
 def shards_of(model: GPT, ranks: int) -> ShardLayout:
     """How `model` is cut for `ranks` ranks."""
     return ShardLayout.of(model.layout, model.units, ranks=ranks)
 
 
 def arena_bytes_needed(
-    model: GPT, config: TrainingConfig, options: ZeroOptions, *, ranks: int, copies: int = 0
+    model: GPT,
+    config: TrainingConfig,
+    options: ZeroOptions,
+    *,
+    ranks: int,
+    copies: int = 0,
+    offloaded: bool = False,
 ) -> int:
-    """Bytes of arena that a rank needs, with room for `copies` of shards beside its own, if that is there."""
+    """Bytes of arena that a rank needs, with room for `copies` of shards beside its own, unless in files."""
     shards, sums = shards_of(model, ranks), ShardSum.of(config.shards, ranks)
     dtype, arrays = storage_dtype(options.storage), len(arrays_of(config.optimizer))
     itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
@@ -123,16 +110,17 @@ def arena_bytes_needed(
     buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
     reducing = (zm.REDUCING_MAX + 1) * itemsize * (buffers + 2 * sums.width)
     gathered = (options.prefetch + 1) * itemsize
-    held = 0 if options.offload is not None else 1 + copies
+    held = 0 if offloaded else 1 + copies
     state_bytes = held * (4 * arrays * shards.shard_size + scale_bytes) + itemsize * (weights + grads)
     return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES
 
 
-class ZeroTrainer:
+class ZeroTrainer(Trainer):
     """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
 
     All members make it and call its methods together. `worker` was joined with an arena of at least
-    `arena_bytes_needed`. keep_previous, offload: see `ZeroRank`.
+    `arena_bytes_needed`. keep_previous: see `ZeroRank`; offload: makes the file of so many float32
+    numbers.
     """
 
     def __init__(
@@ -143,16 +131,18 @@ class ZeroTrainer:
         options: ZeroOptions,
         *,
         keep_previous: bool = False,
-        offload: StateFile | None = None,
+        offload: Callable[[int], StateFile] | None = None,
     ) -> None:
         self.recipe, self.options, self.group = recipe, options, group
         place, ranks = group.members.index(worker.rank), group.size
         arena = worker.segment.arena
         self.memory = Accountant(make=arena.empty, make_zeros=arena.zeros)
-        self.sums = ShardSum.of(recipe.config.shards, ranks)
+        self.sums, shards = ShardSum.of(recipe.config.shards, ranks), shards_of(recipe.model, ranks)
+        elements = slot_elements(shards, recipe.config.optimizer, storage_dtype(options.storage))
+        self.file = None if offload is None else offload(elements)
         self.own = ZeroRank(
             recipe.model,
-            shards_of(recipe.model, ranks),
+            shards,
             self.sums,
             rank=place,
             stage=options.stage,
@@ -162,13 +152,10 @@ class ZeroTrainer:
             memory=self.memory,
             keep_previous=keep_previous,
             loss_scale=options.loss_scale,
-            offload=offload,
+            offload=self.file,
             gather=lambda piece: gather_pieces(self.group, piece),
         )
-        self.base = 0
-        """The step that version 0 of the shard begins: versions are counted from there."""
         self.step = 0
-        """Number of steps that the shard has taken."""
         units = len(self.own.shards.units)
         config = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
         self._machine = captured_machine(worker, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
@@ -179,22 +166,20 @@ class ZeroTrainer:
         """Whether the attempt under way came to an end that changed the state; None: it is under way."""
         self._scale = self.own.initial_scale
         """Loss scale of the attempt under way, with the skips before it."""
-        self._norm = 0.0
+        self._norm, self._began_ns = 0.0, 0
         self._losses: dict[int, float] = {}
+        self._samples: dict[int, tuple[int, ...]] = {}
+        self._consumed: dict[int, NDArray[np.int64]] = {}
+        """Ids of the samples that this rank consumed in the last attempt, by logical shard."""
         self._pieces: list[Pieces] = []
         """Of all ranks' gradients, of the last attempt."""
         self._lengths = self.own.pieces_lengths()
 
     # ---- steps
 
-    def run_step(self, watch: StepHook = NO_HOOK) -> ZeroStepResult:
-        """Do one step; all ranks together.
-
-        Raises `PeerLost` when a rank has ended, `OperationAborted` when one has given up, `DeadlineExceeded`
-        when one stands still, `StepOutOfMemory` on this rank, and `TrainingDiverged` on all alike. Behind any
-        but the last, ranks may be at two versions: see `zbmd.training.redundancy.machine`.
-        """
-        self._watch, self._told, self._voted = watch, False, False
+    def run_step(self, watch: StepHook = NO_HOOK) -> StepResult:
+        """See `Trainer`."""
+        self._watch, self._told, self._voted, self._began_ns = watch, False, False, now_ns()
         with naming_step(self.group.members[self.group.rank], self.step):
             try:
                 return self._run_step()
@@ -202,7 +187,7 @@ class ZeroTrainer:
                 self._give_up(f"{type(error).__name__}: {error}")
                 raise
 
-    def _run_step(self) -> ZeroStepResult:
+    def _run_step(self) -> StepResult:
         if self.options.stage < 3:  # the last step ended with weights that all ranks have updated
             self._tell()
         try:
@@ -274,6 +259,7 @@ class ZeroTrainer:
         recipe, step = self.recipe, self.step
         with spans.DATA:
             ids = recipe.sample_ids(step)
+            self._consumed = {shard: ids[shard] for shard in self.own.leaves}
             self.own.begin(
                 [
                     recipe.model.batch(
@@ -346,7 +332,7 @@ class ZeroTrainer:
     def _tell(self) -> None:
         if not self._told:
             self._told = True
-            self._watch.all_hold(self.step - self.base)
+            self._watch.all_hold(self.step)
 
     # ---- operations of the group
 
@@ -383,31 +369,38 @@ class ZeroTrainer:
         self._submit(operation, reduced)
 
     def _share_norm(self) -> None:
-        """Share the vote, the losses and the pieces of the norm of each rank, in one operation."""
+        """Share the vote, the losses and samples of shards and the pieces of the norm, in one operation."""
         faults.hit(NORM_POINT)
-        losses, end_ns = self._loss_room(), self.group.deadline_ns()
-        mine = np.zeros(VOTE_NUMBERS + losses + max(self._lengths))
+        each, room = self.recipe.config.sequences_per_shard, self._shard_room()
+        head, end_ns = VOTE_NUMBERS + room * (1 + each), self.group.deadline_ns()
+        mine = np.zeros(head + max(self._lengths))
         with spans.COMM:  # it waits for the copy of a shard
             if not self._voted:  # an attempt before this one has told it
                 mine[:VOTE_NUMBERS] = self._watch.vote().view(np.float64)
-        mine[VOTE_NUMBERS : VOTE_NUMBERS + len(self.own.losses)] = list(self.own.losses.values())
+        for at, shard in enumerate(self.own.leaves):
+            mine[VOTE_NUMBERS + at] = self.own.losses[shard]
+            mine[VOTE_NUMBERS + room + at * each :][:each] = self._consumed[shard]
         with spans.GRAD_CLIP:
             pieces = self.own.norm_pieces()
-        mine[VOTE_NUMBERS + losses :][: len(pieces)] = pieces
+        mine[head:][: len(pieces)] = pieces
         self._submit(lambda c: c.all_gather(mine, deadline_ns=end_ns), self._norm_shared)
 
-    def _loss_room(self) -> int:
+    def _shard_room(self) -> int:
+        """Logical shards of the rank that has most."""
         return -(-self.recipe.config.shards // self.group.size)
 
     def _norm_shared(self, every: NDArray[np.float64]) -> zm.Event:
         if not self._voted:
             self._voted = True
             self._watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
-        at = VOTE_NUMBERS + self._loss_room()
-        self._losses = {}
+        each, room = self.recipe.config.sequences_per_shard, self._shard_room()
+        samples, at = VOTE_NUMBERS + room, VOTE_NUMBERS + room * (1 + each)
+        self._losses, self._samples = {}, {}
         for rank, row in enumerate(every):
-            shards = [leaf.shard for leaf in self.sums.plan(rank).leaves]
-            self._losses |= dict(zip(shards, row[VOTE_NUMBERS:at].tolist(), strict=False))
+            for number, leaf in enumerate(self.sums.plan(rank).leaves):
+                self._losses[leaf.shard] = float(row[VOTE_NUMBERS + number])
+                ids = row[samples + number * each :][:each].astype(np.int64)
+                self._samples[leaf.shard] = tuple(ids.tolist())
         self._pieces = [row[at : at + length] for row, length in zip(every, self._lengths, strict=True)]
         try:
             with spans.GRAD_CLIP:
@@ -430,35 +423,81 @@ class ZeroTrainer:
         self._watch.updated(self._result())
         faults.hit(UPDATED_POINT)
 
-    def _result(self) -> ZeroStepResult:
-        return ZeroStepResult(
-            step=self.step,
-            losses=self._losses,
+    def _result(self) -> StepResult:
+        return StepResult(
+            version=self.step,
+            losses=tuple(self._losses[shard] for shard in sorted(self._losses)),
+            samples=tuple(self._samples[shard] for shard in sorted(self._samples)),
             grad_norm=self._norm / self._scale.scale,
             loss_scale=self._scale.scale,
             skipped=self._scale.skipped,
+            compute_ns=now_ns() - self._began_ns,
         )
 
     # ---- between steps
 
+    @property
+    def shard(self) -> ZeroRank:
+        """See `Trainer`."""
+        return self.own
+
+    @property
+    def held_most(self) -> None:
+        """See `Trainer`: activations of units are not counted."""
+
+    @property
+    def scale(self) -> tuple[float, ...]:
+        """See `Trainer`."""
+        return self.own.loss_scale.values
+
+    def begin_with(self, weights: Array) -> None:
+        """Begin with the whole model's weights, not with the seed's."""
+        self.own.begin_with(weights)
+
     def begin_from(self, saved: SavedState) -> None:
-        """Begin with the state in a checkpoint, of any number of ranks; go on behind `enter`."""
+        """Begin with the state in a checkpoint, of any mesh; go on with `enter`."""
         self.own.begin_from(saved)
-        self.step = self.base = saved.version
+        self.step = saved.version
 
-    def enter(self, group: Group, version: int, *, base: int | None = None) -> None:
-        """Go on in `group`, of a new view with as many members; the slot in use holds `version`.
-
-        `version` is counted from the step `base`, if it is given.
-
-        All ranks together: under stages 1 and 2 weights are gathered.
-        """
-        self.group, self.base = group, self.base if base is None else base
-        self.step = self.base + version
+    def enter(self, groups: MeshGroups, version: int) -> None:
+        """See `Trainer`. The view has as many members; under stages 1 and 2 weights are gathered."""
+        self.group, self.step = groups.world, version
         self.own.round_weights()
         for unit in range(len(self.own.shards.units) if self.options.stage < 3 else 0):
-            part = self.own.part(unit)
-            group.blocking.all_gather(part, out=self.own.room(unit).reshape(group.size, len(part)))
+            self._gather_all(self.own.part(unit), self.own.room(unit))
+
+    def _gather_all(self, part: Array, room: Array) -> None:
+        with spans.COMM:
+            self.group.blocking.all_gather(part, out=room.reshape(self.group.size, len(part)))
+
+    def held_out_loss(self, *, windows_max: int) -> float:
+        """See `Trainer`. Ranks share the windows, and gather the masters of a unit at a time."""
+        recipe, own, ranks = self.recipe, self.own, self.group.size
+        chunks, masters = recipe.evaluation_chunks(windows_max), own.state.weights
+        totals = np.zeros(len(chunks))
+        for start in range(0, len(chunks), ranks):
+            mine, x = range(start + own.rank, len(chunks))[:1], Tensor(np.zeros(0))
+            batches = [
+                recipe.model.batch(recipe.corpus.windows(chunks[at]), global_batch=len(chunks[at]))
+                for at in mine
+            ]
+            for number, unit in enumerate(own.shards.units):
+                whole = np.empty(ranks * unit.part, np.float32)
+                self._gather_all(np.ascontiguousarray(masters[unit.in_shard]), whole)
+                for batch in batches:
+                    x = own.evaluate(number, whole, x, batch)
+            for at in mine:
+                totals[at] = float(x.data) * len(chunks[at])
+        every = self.group.blocking.all_gather(totals)
+        found = [float(every[number % ranks][number]) for number in range(len(chunks))]
+        return sum(found) / sum(map(len, chunks))
+
+    def pieces(self) -> list[Piece]:
+        """See `Trainer`."""
+        return self.own.pieces()
+
+    def close(self, *, gave_up: bool = False) -> None:
+        """See `Trainer`: nothing is held of the neighbours between steps."""
 
     def weights(self) -> Array:
         """The masters of all ranks, (layout.size,) float32; all ranks together."""

@@ -1,16 +1,16 @@
-"""A job of which rank 3 waits for its end before it votes in step 4; argv: its module, and the job's."""
+"""A job of which rank 3 waits for its end before it votes in step 4; argv: that of `zbmd`."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from importlib import import_module
 from typing import Any
 
+from zbmd.tools.entry import zbmd
 from zbmd.training.redundancy.buddy import BuddyReplica
 
-votes, vote, module = 0, BuddyReplica.vote, sys.argv.pop(1)
+votes, vote = 0, BuddyReplica.vote
 
 
 def held_up(self: BuddyReplica) -> Any:
@@ -23,4 +23,4 @@ def held_up(self: BuddyReplica) -> Any:
 
 
 BuddyReplica.vote = held_up
-sys.exit(import_module(module).main())
+sys.exit(zbmd.main())

@@ -28,7 +28,6 @@ ALSO_LOADED = (
     *(
         "zbmd.collectives.group.group",
         "zbmd.training.replicated.job",
-        "zbmd.training.zero.job",
         "zbmd.training.sharded.run",
     ),
 )

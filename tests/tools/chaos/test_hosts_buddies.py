@@ -22,15 +22,9 @@ PORT = 29400
 
 
 @pytest.mark.parametrize(
-    ("module", "options"),
-    [
-        ("zbmd.training.__main__", ("--zero", "3")),
-        ("zbmd.training.pipeline_job", ("--layers", "2", "--schedule", "1f1b")),
-    ],
+    "options", [("--zero", "3"), ("--layers", "2", "--mesh", "pp=4", "--balance", "on")], ids=" ".join
 )
-def test_what_a_lost_host_held_comes_from_the_other(
-    tmp_path: Path, module: str, options: tuple[str, ...]
-) -> None:
+def test_what_a_lost_host_held_comes_from_the_other(tmp_path: Path, options: tuple[str, ...]) -> None:
     netns.require_lab()
     layers = options[:2] if options[0] == "--layers" else ()
     arguments = [*SHAPE, *layers, "--steps", str(STEPS), "--data", str(write_text(tmp_path / "text"))]
@@ -38,7 +32,7 @@ def test_what_a_lost_host_held_comes_from_the_other(
     plain = run_plain(options_of(parser().parse_args([*arguments, "--out", out])))
     job = [
         str(PROGRAMS / "training/held_up.py"),
-        module,
+        "train",
         *arguments,
         *options,
         "--out",

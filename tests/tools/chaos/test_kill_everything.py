@@ -191,5 +191,8 @@ def test_a_run_is_stopped_while_the_template_still_imports(
         ctrl_c(run_job)
         assert run_job.end() == 128 + signal.SIGINT
     # The template may be at its imports before the launcher has a loop that takes the signal.
-    said = {"[zbmd]: stopped: SIGINT received before any rank had started", "zbmd-node: stopped: SIGINT received"}
+    said = {
+        "[zbmd]: stopped: SIGINT received before any rank had started",
+        "zbmd-node: stopped: SIGINT received",
+    }
     assert run_job.text.splitlines()[-1] in said

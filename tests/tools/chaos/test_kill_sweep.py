@@ -31,9 +31,9 @@ def test_every_pass_inside_collectives_is_a_case_and_any_part_of_them_is_spread(
     assert sorted(spread(100)) == list(range(1, 101))
     tried = sorted(spread(100)[:16])
     assert max(b - a for a, b in zip([0, *tried], [*tried, 100], strict=True)) <= 16
-    first, later, inside = single_kills([{"mesh.begin": 5, "collective.point": 3}, {"mesh.begin": 1}])
-    assert first == ["rank0:mesh.begin:1", "rank1:mesh.begin:1"]
-    assert later == ["rank0:mesh.begin:2", "rank0:mesh.begin:5"]
+    first, later, inside = single_kills([{"job.begin": 5, "collective.point": 3}, {"job.begin": 1}])
+    assert first == ["rank0:job.begin:1", "rank1:job.begin:1"]
+    assert later == ["rank0:job.begin:2", "rank0:job.begin:5"]
     assert set(inside) == {f"rank0:collective.point:{number}" for number in (1, 2, 3)}
 
 
@@ -52,18 +52,18 @@ def test_a_ledger_goes_on_from_where_a_killed_sweep_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     ledger = Ledger(path)
     ledger.begin("pp=2 n=2", "a" * 64)
-    ledger.add(finding("rank0:mesh.begin:1", "other bits"))
-    ledger.add(finding("rank1:mesh.begin:1"))
+    ledger.add(finding("rank0:job.begin:1", "other bits"))
+    ledger.add(finding("rank1:job.begin:1"))
     with path.open("ab") as file:
         file.write(b'{"type":"fou')  # the kill cut it off
     again = Ledger(path)
-    assert not again.is_done("pp=2 n=2", "rank0:mesh.begin:1") and again.wrong
-    assert again.is_done("pp=2 n=2", "rank1:mesh.begin:1")
-    again.add(finding("rank0:mesh.begin:1"))
+    assert not again.is_done("pp=2 n=2", "rank0:job.begin:1") and again.wrong
+    assert again.is_done("pp=2 n=2", "rank1:job.begin:1")
+    again.add(finding("rank0:job.begin:1"))
     last = Ledger(path)
     assert not last.wrong and len(last.found) == 2
-    assert "| pp=2 n=2 | `mesh.begin` | 2 | 2 | 3 | 0 |" in table(
-        last.found.values(), [("pp=2 n=2", f"rank{rank}:mesh.begin:1") for rank in range(3)]
+    assert "| pp=2 n=2 | `job.begin` | 2 | 2 | 3 | 0 |" in table(
+        last.found.values(), [("pp=2 n=2", f"rank{rank}:job.begin:1") for rank in range(3)]
     )
     with pytest.raises(UserError, match="another version"):
         last.begin("pp=2 n=2", "b" * 64)
@@ -83,10 +83,10 @@ def test_a_sweep_runs_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    wanted = ["--mesh", "pp=2", "--only", "rank0:mesh.saved:1", "--ledger", str(tmp_path / "ledger")]
+    wanted = ["--mesh", "pp=2", "--only", "rank0:job.saved:1", "--ledger", str(tmp_path / "ledger")]
     assert main(wanted) == 0
-    assert "rank0:mesh.saved:1: same bits, " in capfd.readouterr().out
+    assert "rank0:job.saved:1: same bits, " in capfd.readouterr().out
     found = Ledger(tmp_path / "ledger").found
     assert [one.reached for one in found.values()] == [True]
     assert main([*wanted, "--table"]) == 0
-    assert "| pp=2 n=2 | `mesh.saved` | 1 | 1 | 0 | 0 |" in capfd.readouterr().out
+    assert "| pp=2 n=2 | `job.saved` | 1 | 1 | 0 | 0 |" in capfd.readouterr().out

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.processes.launcher import Launcher
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
 from zbmd.actors.host.supervisor import Host, HostConfig
@@ -17,14 +18,15 @@ from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
-from zbmd.tools.train.command import SETTINGS, merged, options_of
+from zbmd.tools.runs.commands import audit_run
+from zbmd.tools.train.command import RECIPE_NAME, SETTINGS, merged, options_of, recipe_of
 from zbmd.training.checkpoint.sharded import checkpoint_in, read_names
+from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.records import METRICS_NAME, TENSORBOARD_NAME
-from zbmd.training.sharded.run import HUGGING_FACE_DIRECTORY, TrainResult
+from zbmd.training.sharded.task import HUGGING_FACE_DIRECTORY, TrainResult
 from zbmd.transport import kill_points as faults
 
 SMALL = {
@@ -74,6 +76,13 @@ def result(lines: Sequence[str]) -> TrainResult:
     return msgspec.json.decode(text, type=TrainResult)
 
 
+def audited(out: Path) -> tuple[int, int, int, int]:
+    """What the commit log of a run proves: its steps, and how many were lost, and samples lost or
+    repeated."""
+    found = audit_run(out)
+    return found.steps, found.steps_lost, found.samples_skipped, found.samples_repeated
+
+
 async def test_a_run_that_lost_a_rank_goes_on_further_with_another_mesh(tmp_path: Path) -> None:
     data = str(write_text(tmp_path / "text"))
     scaled = {"precision": "f16", "loss_scale": "16777216"}  # at first gradients overflow
@@ -96,6 +105,7 @@ async def test_a_run_that_lost_a_rank_goes_on_further_with_another_mesh(tmp_path
     assert found.held_out_loss == wanted.held_out_loss
     records = [msgspec.json.decode(line) for line in (out / METRICS_NAME).read_bytes().splitlines()]
     assert [one["step"] for one in records if "loss" in one][-6:] == [3, 4, 5, 6, 7, 8]
+    assert audited(out) == (8, 0, 0, 0)
     last = [one for one in records if "loss" in one][-1]
     assert last["skipped"] > 0 and last["loss_scale"] == 2.0 ** (24 - last["skipped"])
 
@@ -108,7 +118,7 @@ async def test_all_ranks_are_killed_once_their_beginning_is_written_over(tmp_pat
     wanted = result(lines).weights_sha256
     await run(recipe(out=out, steps="2", **shared), 1)
     offloaded = {"resume": out, "offload": str(tmp_path / "files"), "ranks": "2", "mesh": "dp=2"}
-    fault = "rank0:mesh.begin:3,rank1:mesh.begin:3"  # of step 5, when the checkpoint is that of step 4
+    fault = "rank0:job.begin:3,rank1:job.begin:3"  # of step 5, when the checkpoint is that of step 4
     options = recipe(out=out, **shared, **offloaded)
     exit_code, lines = await run(options, 2, fault=fault, on_loss=OnLoss.REPLACE)
     assert exit_code == 0, lines
@@ -116,6 +126,7 @@ async def test_all_ranks_are_killed_once_their_beginning_is_written_over(tmp_pat
     assert (found.weights_sha256, found.steps) == (wanted, 6), lines
     records = [msgspec.json.decode(line) for line in (Path(out) / METRICS_NAME).read_bytes().splitlines()]
     assert [one["step"] for one in records if "loss" in one] == [1, 2, 3, 4, 5, 6]
+    assert audited(Path(out)) == (6, 0, 0, 0)
 
 
 async def test_a_mesh_of_both_axes_trains_a_gpt2_on_byte_pairs(tmp_path: Path) -> None:
@@ -129,6 +140,7 @@ async def test_a_mesh_of_both_axes_trains_a_gpt2_on_byte_pairs(tmp_path: Path) -
     theirs, described = load_gpt2(out / HUGGING_FACE_DIRECTORY)
     assert theirs.tobytes() == weights.tobytes() and described == config
     (events,) = (out / TENSORBOARD_NAME).iterdir()
+    assert audited(out) == (6, 0, 0, 0)
     tags = [value.tag for event in read_events(events) for value in event.summary.value]
     assert tags.count("loss") == 6 and tags.count("held_out_loss") == 2
     again = recipe(
@@ -180,6 +192,43 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert TrainOptions.decode(recipe(data="x").encode()) == recipe(data="x")
 
 
+def test_a_run_has_a_directory_of_its_own_and_is_repeated_by_its_recipe(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under `zbmd-node run` its ranks are given; alone it starts them. Both end with the same weights."""
+    write_text(launcher.directory / "text")
+    small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]
+    done = launcher.run("run", "-n", "2", "-m", "zbmd", "train", "--data", "text", "--out", "first", *small)
+    assert done.code == 0, done
+    first = launcher.directory / "first"
+    assert audited(first) == (6, 0, 0, 0)
+    assert cli.main(["train", str(first / RECIPE_NAME), "--print-recipe"]) == 0
+    told = capsys.readouterr().out
+    assert f'data = "{launcher.directory / "text"}"  # {first / RECIPE_NAME}' in told and "ranks = 2 " in told
+    again = launcher.run("run", "-n", "2", "-m", "zbmd", "train", "first/recipe.toml", "--out", "first")
+    assert again.code == 2 and "belongs to another run" in again.errors[-1], again
+    again = launcher.run("run", "-n", "2", "-m", "zbmd", "train", "first/recipe.toml", "--out", "second")
+    assert again.code == 0, again
+    found = [result([line.partition(": ")[2] for line in one.out]) for one in (done, again)]
+    assert found[0].weights_sha256 == found[1].weights_sha256
+    bad = launcher.run("run", "-n", "3", "-m", "zbmd", "train", "--data", "text", "--mesh", "dp=2")
+    assert bad.code == 2 and "a mesh of dp 2 has 2 ranks, and there are 3" in bad.errors[-1], bad
+
+
+def test_the_directory_of_a_run_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def out(*options: str) -> str:
+        return str(recipe_of(["--data", "x", *options]).out)
+
+    assert out() == "zbmd-runs/train"
+    (tmp_path / "zbmd-runs/train").mkdir(parents=True)
+    assert out() == "zbmd-runs/train-2"
+    assert out("--resume", "runs/a/checkpoint.json") == "runs/a"
+    assert out("--resume", "zbmd-runs/train") == "zbmd-runs/train"
+    assert out("--resume", "zbmd-runs/train", "--out", "b") == "b"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -192,7 +241,7 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--heads", "3"), "cannot be divided over 3 heads"),
         (("--ranks", "0"), "--ranks: expected 1 to 1022, got 0"),
         (("--precision", "float64"), "checkpoints hold float32"),
-        (("--config", "/nowhere"), "the settings file cannot be read"),
+        (("/nowhere",), "the settings file cannot be read"),
         (("--weights", "a", "--resume", "b"), "--weights and --resume exclude each other: give one of them"),
     ],
 )

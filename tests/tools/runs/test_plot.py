@@ -27,8 +27,8 @@ from zbmd.tools.entry.zbmd import main
 from zbmd.tools.runs.plot_data import POINTS_MAX, RunPicture, Stay, picture_of, read_picture
 from zbmd.tools.runs.plot_draw import DARK, PICTURE_NAME, headline, plot_run, render, subline, told
 from zbmd.tools.runs.result import RESULT_NAME, Death, RunResult, load_result, save_result
+from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader
-from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
 
 MS = 1_000_000

@@ -9,9 +9,9 @@ import pytest
 
 from zbmd.tools.runs.plot_data import picture_of_metrics, read_metrics, read_picture
 from zbmd.tools.runs.plot_draw import headline, told
+from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.profiler.lines import RankProfile, RunLine, StepLine, lines_path
 from zbmd.training.profiler.peak import MachineDescription
-from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
 
 MS = 1_000_000

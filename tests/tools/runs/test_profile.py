@@ -18,6 +18,7 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.runs.plot_data import read_picture
 from zbmd.tools.runs.profile import clocks_of
+from zbmd.tools.train.command import recipe_of
 from zbmd.training.profiler.lines import RankProfile, read_profiles
 from zbmd.training.profiler.ring import RECORD, GroupLine, Spans, read_ring, ring_path
 from zbmd.transport import kill_points as faults
@@ -134,7 +135,7 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
 
 async def test_zero(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--zero", "3")
-    await run("zbmd.training", arguments)
+    await run("zbmd.training.sharded", (recipe_of(arguments, ranks=2).encode(),))
     lives = read_profiles(tmp_path / "run")
     each = sum(unit.forward + unit.backward for unit in lives[0].run.units)
     assert flops_of(lives, 4) == 4 * each
@@ -148,8 +149,9 @@ async def test_zero(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 async def test_a_pipeline(
     schedule: str, promised: list[int], data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--schedule", schedule)
-    await run("zbmd.training.pipeline_job", arguments)
+    stages = ("--mesh", "pp=2", "--balance", "on", "--schedule", schedule)
+    arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), *stages)
+    await run("zbmd.training.sharded", (recipe_of(arguments, ranks=2).encode(),))
     lives = read_profiles(tmp_path / "run")
     for life, most in zip(lives, promised, strict=True):
         for line in life.steps:

@@ -12,8 +12,7 @@ from support.processes.kept_lines import Lines
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
-from zbmd.tools.train.command import merged
-from zbmd.tools.train.command import options_of as recipe_of
+from zbmd.tools.train.command import recipe_of
 from zbmd.training import __main__ as training
 from zbmd.training.checkpoint.sharded import checkpoint_in, load_trained
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
@@ -22,7 +21,6 @@ SHAPE = {
     **{"width": "16", "heads": "2", "layers": "2", "context": "8", "shards": "4"},
     **{"sequences-per-shard": "1", "warmup": "2", "curve": "constant"},
 }
-STORAGES = {"float32": "float32", "float16": "f16"}
 ZERO_STAGES, MESHES = ("1", "3", "2"), (("pp=2", 2), ("dp=2", 2), ("dp=2,pp=2", 4))
 
 
@@ -38,24 +36,20 @@ async def go_on(
         assert training.main([*flags, "--plain", "--storage", storage]) == 0
         return
     target, ranks, arguments = "zbmd.training", 2, tuple(flags)
-    if kind == "Z":
-        stage = ZERO_STAGES[number % len(ZERO_STAGES)]
-        ranks, arguments = 3, (*flags, "--zero", stage, "--storage", storage)
-    elif kind == "M":
-        mesh, ranks = MESHES[number % len(MESHES)]
+    if kind in "ZM":
+        mesh, ranks = MESHES[number % len(MESHES)] if kind == "M" else ("dp=3", 3)
         mesh = given.get("mesh", mesh)
-        ours = {name.replace("-", "_"): value for name, value in shared.items()}
-        ours |= {"mesh": mesh, "ranks": str(ranks), "precision": STORAGES[storage]}
-        found = merged(ours, {}, None)
-        target = "zbmd.training.sharded"
-        arguments = (recipe_of({name: value for name, (value, _) in found.items()}).encode(),)
+        flags += ["--mesh", mesh, "--precision", storage]
+        if kind == "Z":
+            flags += ["--zero", ZERO_STAGES[number % len(ZERO_STAGES)]]
+        target, arguments = "zbmd.training.sharded", (recipe_of(flags, ranks=ranks).encode(),)
     output = Lines()
     config = HostConfig(
         target=target,
         is_module=True,
         arguments=arguments,
         world_size=ranks,
-        preload=("zbmd.training.zero.job", "zbmd.training.sharded.run"),
+        preload=("zbmd.training.sharded.run",),
     )
     ended = await Host(config, output=output).run()
     assert ended.exit_code == 0, (kind, number, output.lines)

@@ -20,12 +20,11 @@ FURTHER = (("--curve", "constant"), ("--horizon", "3"), ("--horizon", "5"))
 
 
 @pytest.mark.parametrize("schedule", FURTHER, ids=" ".join)
-@pytest.mark.parametrize("first", [(), ("--zero", "2")], ids=["whole", "zero"])
 def test_a_finished_run_goes_on(
-    first: tuple[str, ...], schedule: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    schedule: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank with all of the state, from a checkpoint that is whole or in shards; others below and beside:
-    ZeRO in `test_zero_run`, meshes in `tests/tools/cli/test_train.py`, two ranks in `test_bad_input`."""
+    """One rank with all of the state. Others below and beside: ZeRO in `test_zero_run`, meshes in
+    `tests/tools/cli/test_train.py`, two ranks in `test_bad_input`."""
 
     def job(out: str, *arguments: str) -> list[str]:
         data = str(tmp_path / "text")
@@ -33,7 +32,7 @@ def test_a_finished_run_goes_on(
 
     write_text(tmp_path / "text")
     wanted = run_plain(training.options_of(training.parser().parse_args(job("plain", "--steps", "5"))))
-    assert training.main(job("first", "--steps", "3", *first)) == 0
+    assert training.main(job("first", "--steps", "3")) == 0
     assert training.main(job("further", "--steps", "5", "--resume", str(tmp_path / "first"))) == 0
     found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
     assert (found["steps"], found["weights_sha256"]) == (5, wanted.weights_sha256)

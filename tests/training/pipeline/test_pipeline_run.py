@@ -14,10 +14,13 @@ from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.train.command import recipe_of
 from zbmd.training import __main__ as training
-from zbmd.training.pipeline_job import PipelineResult, main
 from zbmd.training.replicated.job import JobResult, run_plain
+from zbmd.training.sharded.run import train
+from zbmd.training.sharded.task import TrainResult
 from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
 
 SHAPE = ("--width", "32", "--heads", "2", "--layers", "3", "--context", "16", "--shards", "5", "--steps", "3")
 
@@ -35,24 +38,26 @@ class Heard:
     async def __call__(self, event: HostEvent) -> None:
         pass
 
-    def result(self) -> PipelineResult:
+    def result(self) -> TrainResult:
         text = next((line for line in self.lines if line.startswith("{")), "")
         assert text, "\n".join(self.lines)
-        return msgspec.json.decode(text, type=PipelineResult)
+        return msgspec.json.decode(text, type=TrainResult)
 
 
 async def pipeline(
     directory: Path, data: Path, ranks: int, *options: str, fault: str = "", links: str = "auto"
 ) -> Heard:
     heard = Heard()
+    shared = (*SHAPE, "--data", str(data), "--out", str(directory), "--balance", "on")
+    recipe = recipe_of((*shared, "--mesh", f"pp={ranks}", *options), ranks=ranks)
     config = HostConfig(
-        target="zbmd.training.pipeline_job",
+        target="zbmd.training.sharded",
         is_module=True,
-        arguments=(*SHAPE, "--data", str(data), "--out", str(directory), *options),
+        arguments=(recipe.encode(),),
         world_size=ranks,
         on_loss=OnLoss.REPLACE,
         environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
-        preload=("zbmd.training.sharded.trainer",),
+        preload=("zbmd.training.sharded.run",),
     )
     heard.deaths = len((await Host(config, output=heard, observer=heard).run()).failures)
     return heard
@@ -73,16 +78,17 @@ async def test_stages_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
         heard = await pipeline(tmp_path / links, data, ranks, *options, links=links)
         found = heard.result()
         assert (found.weights_sha256, found.loss_last) == (wanted.weights_sha256, wanted.loss_last), links
-        assert (found.stages, sum(found.layers)) == (ranks, 5)
+        assert sum(found.layers) == 5 and len(found.layers) % ranks == 0
+        assert found.bubble_of_times is not None and found.bubble is not None
 
 
-def test_parts_of_one_stage_hand_over_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_parts_of_one_stage_hand_over_in_memory(tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
     wanted = plainly(tmp_path / "plain", data)
-    options = ("--schedule", "gpipe", "--chunks", "3")
-    assert main([*SHAPE, "--data", str(data), "--out", str(tmp_path / "run"), *options]) == 0
-    found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1], type=PipelineResult)
-    assert (found.weights_sha256, found.stages, len(found.layers)) == (wanted.weights_sha256, 1, 3)
+    options = ("--mesh", "pp=1", "--balance", "on", "--schedule", "gpipe", "--chunks", "3")
+    found = await train(recipe_of([*SHAPE, "--data", str(data), "--out", str(tmp_path / "run"), *options]))
+    assert found is not None
+    assert (found.weights_sha256, len(found.layers)) == (wanted.weights_sha256, 3)
 
 
 async def test_a_stage_that_is_killed_comes_back_with_its_layers(tmp_path: Path) -> None:
@@ -98,15 +104,23 @@ async def test_a_stage_that_is_killed_comes_back_with_its_layers(tmp_path: Path)
     ("options", "said"),
     [
         (("--schedule", "zb-h1", "--chunks", "2"), "has one chunk a stage, not 2"),
-        (("--schedule", "x"), "choose from gpipe, 1f1b"),
+        (("--schedule", "x"), "--schedule: expected one of gpipe, 1f1b"),
         (("--chunks", "9"), "cannot divide 5 layers into 9 parts"),
-        (("--chunks", "0"), "--chunks is 0"),
-        (("--plain",), "omit --resume and --plain"),
+        (("--chunks", "0"), "chunks is 0"),
     ],
 )
-def test_bad_input_is_told_in_words(
-    options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_bad_input_is_told_in_words(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
-    assert main([*SHAPE, "--data", str(data), "--out", str(tmp_path / "run"), *options]) == 2
-    assert said in capsys.readouterr().err
+    shared = (
+        *SHAPE,
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path / "run"),
+        "--mesh",
+        "pp=1",
+        "--balance",
+        "on",
+    )
+    with pytest.raises(UserError, match=said):
+        await train(recipe_of([*shared, *options]))

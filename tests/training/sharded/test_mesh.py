@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.checkpoint.sharded import shared_out
-from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.job.mesh import Mesh
 from zbmd.transport.errors import UserError
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)

@@ -14,15 +14,15 @@ from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 CASES = (
-    ("pp=2", "auto", "rank0:shards.written,rank0#2:mesh.saved"),
+    ("pp=2", "auto", "rank0:shards.written,rank0#2:job.saved"),
     ("pp=2", "tcp", "rank1:pipeline.compute:20"),
     ("tp=2", "auto", "rank0:mirror.middle:3"),
     ("dp=2,tp=2", "auto", "rank3:mesh.backward:5"),
-    ("dp=2,tp=2", "auto", "rank1:mesh.begin:3,rank1#2:collective.point:12"),  # as groups are made
-    ("dp=2,pp=2", "auto", "rank1:mesh.begin:3,rank1#2:mirror.restore_middle"),
+    ("dp=2,tp=2", "auto", "rank1:job.begin:3,rank1#2:collective.point:12"),  # as groups are made
+    ("dp=2,pp=2", "auto", "rank1:job.begin:3,rank1#2:mirror.restore_middle"),
     # Rank 3 waits for a held-out message of rank 1, its stage before, which has given up, as it lost rank 0.
     ("pp=2,tp=2", "auto", "rank0:mirror.commit:2"),
-    ("tp=2", "auto", "rank0:mesh.parted"),  # it alone tells the result, and its peers are gone
+    ("tp=2", "auto", "rank0:job.parted"),  # it alone tells the result, and its peers are gone
     ("dp=2", "auto", "rank1:pipeline.compute:7"),
 )
 """The last one is in float16, while attempts overflow. All points:
@@ -85,6 +85,6 @@ def test_a_kill_while_a_matrix_is_gathered_leaves_no_trace(
 
 
 def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
-    data, fault = write_text(tmp_path / "text"), "rank0:mesh.begin:5,rank1:mesh.begin:5"
+    data, fault = write_text(tmp_path / "text"), "rank0:job.begin:5,rank1:job.begin:5"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
         small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2")

@@ -14,8 +14,7 @@ from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.tools.chaos.small_job import SHAPE, write_text
-from zbmd.tools.train.command import merged
-from zbmd.tools.train.command import options_of as recipe_of
+from zbmd.tools.train.command import recipe_of
 from zbmd.training import __main__ as training
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.checkpoint.sharded import checkpoint_in
@@ -89,22 +88,17 @@ async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_seco
     script = PROGRAMS / "training/always_short_of_memory.py"
     data = str(write_text(tmp_path / "text"))
     every = {"steps": "40", "data": data, "out": str(out), "evaluate_every": "0", "checkpoint_every": "1"}
-    shape = dict(zip((flag.removeprefix("--") for flag in SHAPE[::2]), SHAPE[1::2], strict=True))
-    if kind == "mesh":
-        found = merged({**every, **shape, "mesh": "dp=2", "ranks": "2"}, {}, None)
-        arguments: tuple[str, ...] = (
-            recipe_of({name: value for name, (value, _) in found.items()}).encode(),
-        )
-    else:
-        pairs = ((f"--{name.replace('_', '-')}", value) for name, value in every.items())
-        arguments = (*SHAPE, *(text for pair in pairs for text in pair))
-        arguments += ("--zero", "2") if kind == "zero" else ()
+    pairs = ((f"--{name.replace('_', '-')}", value) for name, value in every.items())
+    arguments = (*SHAPE, *(text for pair in pairs for text in pair))
+    if kind != "job":
+        sharded = ("--zero", "2") if kind == "zero" else ()
+        arguments = (recipe_of((*arguments, *sharded), ranks=2).encode(),)
     config = HostConfig(
         target=str(script),
         arguments=arguments,
         world_size=2,
         max_restarts=8,
-        preload=("zbmd.training.zero.job", "zbmd.training.sharded.run"),
+        preload=("zbmd.training.sharded.run",),
     )
     ended = await Host(config, output=output).run()
     told = "\n".join([*output.lines, ended.reason])

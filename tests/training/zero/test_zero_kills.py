@@ -18,8 +18,8 @@ CASES = (
     (3, "auto", "rank0:mirror.middle:3"),
     (1, "auto", "rank1:zero.updated:2"),
     (2, "auto", "rank1:zero.update:3,rank1#2:mirror.restore_middle"),
-    (3, "tcp", "rank1:zero.saved"),
-    (2, "auto", "rank0:zero.parted"),  # it alone tells the result, and its peers are gone
+    (3, "tcp", "rank1:job.saved"),
+    (2, "auto", "rank0:job.parted"),  # it alone tells the result, and its peers are gone
 )
 """All of them: `python -m zbmd.tools.chaos.sweep --zero 3 --second`."""
 

@@ -21,13 +21,13 @@ from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 CASES = (
-    (3, "rank0:zero.begin:3,rank1:zero.begin:3,rank2:zero.begin:3"),  # all of them, none has a buddy
+    (3, "rank0:job.begin:3,rank1:job.begin:3,rank2:job.begin:3"),  # all of them, none has a buddy
     (1, "rank1:file.stamp:2"),
-    (2, "rank2:file.stamped:3,rank2#2:zero.met"),
+    (2, "rank2:file.stamped:3,rank2#2:job.met"),
 )
 MESH_CASES: tuple[tuple[str, Precision, str], ...] = (
-    ("dp=2,pp=2", "float32", ",".join(f"rank{rank}:mesh.begin:3" for rank in range(4))),  # all of them
-    ("dp=2,tp=2", "float32", "rank1:file.stamp:2,rank1#2:mesh.met"),
+    ("dp=2,pp=2", "float32", ",".join(f"rank{rank}:job.begin:3" for rank in range(4))),  # all of them
+    ("dp=2,tp=2", "float32", "rank1:file.stamp:2,rank1#2:job.met"),
     ("dp=2", "float16", "rank0:file.stamped:3,rank1:pipeline.compute:9"),
 )
 NAME = StateName(run=7, place=1, ranks=2, elements=3000)
@@ -48,11 +48,12 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
 
 async def test_all_ranks_of_a_job_with_many_shards_are_killed_at_once(tmp_path: Path) -> None:
     """What the last step reported is in the files at any number of logical shards: here, of two pages."""
-    data, more = write_text(tmp_path / "text"), ("--shards", "600", "--sequences-per-shard", "1")
+    data, changes = write_text(tmp_path / "text"), {"shards": 600, "sequences_per_shard": 1}
+    more = ("--shards", "600", "--sequences-per-shard", "1")
     arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain"), *more]
     calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
     fault, files = CASES[0][1], tmp_path / "files"
-    found = await run_small_job(tmp_path / "run", data, fault=fault, zero=1, offload=files, more=more)
+    found = await run_small_job(tmp_path / "run", data, fault=fault, zero=1, offload=files, changes=changes)
     assert (found.deaths, found.digest) == (3, calm.weights_sha256), found.told
 
 
@@ -91,10 +92,6 @@ async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> 
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm["tp=2" if "tp" in mesh else "dp=1", precision], (mesh, fault)
         assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
-
-
-def test_a_job_that_shares_nothing_out_offloads_nothing(tmp_path: Path) -> None:
-    assert training.main(["--offload", str(tmp_path), "--out", str(tmp_path / "run")]) != 0
 
 
 def parts(file: StateFile, slot: int) -> list[list[np.ndarray]]:

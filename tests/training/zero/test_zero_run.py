@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from programs import PROGRAMS
 from support.processes.kept_lines import Lines
@@ -16,6 +15,8 @@ from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.runs.commands import audit_run
+from zbmd.tools.train.command import recipe_of
 from zbmd.training import __main__ as training
 from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
 from zbmd.training.model.weights import load_weights
@@ -23,6 +24,7 @@ from zbmd.training.optim import MuonConfig, hidden_matrices
 from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.replicated.job import open_recipe, run_plain
 from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.sharded.run import train
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.trainer import shards_of
 from zbmd.transport import kill_points as faults
@@ -37,7 +39,7 @@ async def test_what_does_not_come_again_is_told_with_what_is_known_of_it(tmp_pat
     arguments = (*SHAPE, "--steps", "3", "--shards", "8", "--data", str(data), "--out", str(tmp_path))
     open_recipe(training.options_of(training.parser().parse_args(arguments)))
     script, output = PROGRAMS / "training/zero_errs_once.py", Lines()
-    preload = ("zbmd.training.zero.job",)
+    preload = ("zbmd.training.zero.trainer",)
     config = HostConfig(target=str(script), arguments=arguments, world_size=2, preload=preload)
     ended = await Host(config, output=output).run()
     assert ended.exit_code == 0, output.lines
@@ -83,7 +85,7 @@ async def test_every_stage_has_the_bits_of_one_process(
         arguments=arguments,
         world_size=ranks,
         environment={LINKS_VARIABLE: links, "OPTIMIZER": optimizer},
-        preload=("zbmd.training.zero.job",),
+        preload=("zbmd.training.zero.trainer",),
     )
     ended = await Host(config, output=output).run()
     told = "\n".join(output.lines)
@@ -97,60 +99,48 @@ async def test_every_stage_has_the_bits_of_one_process(
             assert f"0: {storage} stage {stage}: {line}" in output.lines, (line, told)
 
 
-def test_the_job_alone_has_the_bits_of_the_plain_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_text(tmp_path / "text")
+async def test_the_job_alone_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
+    data, out = write_text(tmp_path / "text"), tmp_path / "zero"
     arguments = [*SHAPE, "--steps", "4", "--shards", "3", "--data", str(data)]
     plain = run_plain(training.options_of(training.parser().parse_args([*arguments, "--out", str(tmp_path)])))
-    out = tmp_path / "zero"
-    assert training.main([*arguments, "--out", str(out), "--zero", "2"]) == 0
-    found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
-    assert (found["weights_sha256"], found["loss_last"]) == (plain.weights_sha256, plain.loss_last)
+    given = (*arguments, "--out", str(out), "--zero", "2", "--evaluate-windows", "512")
+    done = await train(recipe_of(given))
+    assert done is not None
+    assert (done.weights_sha256, done.loss_last) == (plain.weights_sha256, plain.loss_last)
+    assert done.held_out_loss == plain.held_out_loss
     assert (out / "weights.safetensors").exists()
+    audited = audit_run(out)
+    assert (audited.steps, audited.steps_lost, audited.samples_skipped) == (4, 0, 0)
 
 
 async def test_a_run_goes_on_from_its_checkpoint_further_with_other_ranks(tmp_path: Path) -> None:
     """Killed while the second checkpoint is written; then another stage on two ranks, from the first."""
     data, storage = write_text(tmp_path / "text"), "bfloat16"
     shared = (*SHAPE, "--shards", "4", "--data", str(data), "--storage", storage, "--curve", "constant")
-    whole = [*shared, "--steps", "6", "--out", str(tmp_path / "plain")]
+    whole = [*shared, "--steps", "6", "--out", str(tmp_path / "plain"), "--plain"]
     wanted = run_plain(training.options_of(training.parser().parse_args(whole)), storage="bfloat16")
 
-    async def run(ranks: int, fault: str, *arguments: str) -> tuple[int, Lines]:
-        output = Lines()
+    async def run(ranks: int, fault: str, out: Path, *more: str) -> tuple[int, Lines]:
+        output, fixed = Lines(), ("--shards", "4", "--curve", "constant", "--precision", storage)
+        shared = (*SHAPE, *fixed, "--data", str(data), "--out", str(out), "--checkpoint-every", "2")
+        options = recipe_of((*shared, *more), ranks=ranks)
         config = HostConfig(
-            target="zbmd.training",
+            target="zbmd.training.sharded",
             is_module=True,
-            arguments=(*shared, *arguments, "--checkpoint-every", "2"),
+            arguments=(options.encode(),),
             world_size=ranks,
             on_loss=OnLoss.STOP,
             environment={faults.FAULT_VARIABLE: fault},
-            preload=("zbmd.training.zero.job",),
+            preload=("zbmd.training.sharded.run",),
         )
         return (await Host(config, output=output).run()).exit_code, output
 
     killed, out = tmp_path / "killed", tmp_path / "again"
-    exit_code, output = await run(
-        3, "rank2:shards.written:2", "--zero", "3", "--out", str(killed), "--steps", "5"
-    )
+    exit_code, output = await run(3, "rank2:shards.written:2", killed, "--zero", "3", "--steps", "5")
     names = read_names(killed / SHARDS_NAME)
     assert exit_code != 0 and (names.version, len(names.files)) == (2, 3), output.lines
-    exit_code, output = await run(
-        2, "", "--zero", "1", "--out", str(out), "--resume", str(killed), "--steps", "6"
-    )
+    exit_code, output = await run(2, "", out, "--zero", "1", "--resume", str(killed), "--steps", "6")
     assert exit_code == 0, "\n".join(output.lines)
     digest = hashlib.sha256(load_weights(out / "weights.safetensors")[0].data).hexdigest()
     assert digest == wanted.weights_sha256
     assert read_names(out / SHARDS_NAME).version == 6
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(("--zero", "4"), "invalid choice"), (("--zero", "3", "--resume", "x"), "there is no checkpoint at x")],
-)
-def test_bad_input_is_told_in_words(
-    options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert training.main(["--out", str(tmp_path), *options]) == 2
-    assert said in capsys.readouterr().err

@@ -47,6 +47,7 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
+from zbmd.training.job.records import last_steps
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.model.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
@@ -76,7 +77,6 @@ from zbmd.training.profiler.summary import summary_of
 from zbmd.training.redundancy.state_file import StateFile, StateName
 from zbmd.training.run.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.run.repeated_oom import read_note
-from zbmd.training.sharded.records import last_steps
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError

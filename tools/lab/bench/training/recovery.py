@@ -33,11 +33,16 @@ from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
 from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.train.command import recipe_of
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, create_memfd
 from zbmd.transport.native._native import Mapping
 
-KINDS = {"dp": (), "zero1": ("--zero", "1"), "zero2": ("--zero", "2"), "zero3": ("--zero", "3")}
+KINDS = {
+    **{"dp": (), "zero1": ("--zero", "1"), "zero2": ("--zero", "2"), "zero3": ("--zero", "3")},
+    **{mesh: ("--mesh", mesh) for mesh in ("dp=2", "pp=2", "tp=2")},
+}
+"""Options of `zbmd train`; those of dp, which has none, are of `python -m zbmd.training`."""
 GIB = 1 << 30
 STEPS_BEFORE = 4
 """Undisturbed steps before each kill, of which the median counts."""
@@ -131,17 +136,19 @@ async def measure(
     free_bytes, (first_s, again_s) = available_memory().nbytes, page_costs()
     killer = _Killer(ranks, kills, random.Random(seed))
     data = write_text(directory / "text")
+    target, arguments = "zbmd.training", [*shape, *KINDS[kind], "--steps", "9999"]
+    arguments += ["--data", str(data), "--out", str(directory / "run")]
+    arguments += ["--checkpoint-every", "0", "--evaluate-every", "0"]
+    if KINDS[kind]:
+        target, arguments = "zbmd.training.sharded", [recipe_of(arguments, ranks=ranks).encode()]
     config = HostConfig(
-        target="zbmd.training",
+        target=target,
         is_module=True,
-        arguments=(
-            *(*shape, *KINDS[kind], "--data", str(data), "--out", str(directory / "run"), "--steps", "9999"),
-            *("--checkpoint-every", "0", "--evaluate-every", "0"),
-        ),
+        arguments=tuple(arguments),
         world_size=ranks,
         max_restarts=kills,
         restart_window_s=3600.0,
-        preload=("zbmd.training.replicated.job", "zbmd.training.zero.job"),
+        preload=("zbmd.training.replicated.job", "zbmd.training.sharded.run"),
     )
     host = killer.host = Host(config, output=killer, observer=killer)
     ended = await host.run()

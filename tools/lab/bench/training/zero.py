@@ -33,6 +33,8 @@ from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.cli.options import add_json, script_parser
 from zbmd.training import __main__ as training
+from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
+from zbmd.training.job.task import StepResult
 from zbmd.training.redundancy.buddy import COPIES, BuddyReplica
 from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import Digests
@@ -44,7 +46,6 @@ from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero.layout import MemoryKind
 from zbmd.training.zero.trainer import (
     ZeroOptions,
-    ZeroStepResult,
     ZeroTrainer,
     arena_bytes_needed,
 )
@@ -78,8 +79,11 @@ class RankCost:
 def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, folder: Path) -> RankCost:
     """Do the recipe's steps with all trainers, after one of each to warm up."""
     plain = ZeroTrainer(worker, made, recipe, options)
-    file = _file(folder, plain, made.size)
-    filed = ZeroTrainer(worker, made, recipe, options, offload=file)
+    filed = ZeroTrainer(
+        worker, made, recipe, options, offload=lambda elements: _file(folder, plain, made.size, elements)
+    )
+    file = filed.file
+    assert file is not None, "it was given one"
     keeper = FileRedundancy(
         worker,
         filed.own,
@@ -103,8 +107,9 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
         on_commit=_ignore_commit,
     )
     try:
-        kept.enter(made, mirror.meet(made))
-        filed.enter(made, keeper.meet(made))
+        groups = MeshGroups(made, Mesh.of(made.size, {DATA_AXIS: made.size}), None, None, None)
+        kept.enter(groups, mirror.meet(made))
+        filed.enter(groups, keeper.meet(made))
         turns = ((plain, NO_HOOK), (kept, mirror), (filed, keeper))
         for trainer, watch in turns:
             trainer.run_step(watch)
@@ -137,9 +142,8 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
             watcher.close()
 
 
-def _file(folder: Path, like: ZeroTrainer, ranks: int) -> StateFile:
-    own = like.own
-    name = StateName(run=os.getppid(), place=own.rank, ranks=ranks, elements=own.slots[0].size)
+def _file(folder: Path, like: ZeroTrainer, ranks: int, elements: int) -> StateFile:
+    name = StateName(run=os.getppid(), place=like.own.rank, ranks=ranks, elements=elements)
     return StateFile(folder, name, again=False)
 
 
@@ -149,7 +153,7 @@ def _timed(trainer: ZeroTrainer, watch: StepHook) -> int:
     return now_ns() - began_ns
 
 
-def _ignore_update(done: ZeroStepResult) -> None:
+def _ignore_update(done: StepResult) -> None:
     """Ignore it."""
 
 
@@ -159,7 +163,10 @@ def _ignore_commit(version: int, digests: Digests) -> None:
 
 async def run_rank() -> None:
     """Measure on this rank, and report."""
-    arguments = training.parser().parse_args(sys.argv[1:])
+    parser = training.parser()
+    parser.add_argument("--zero", type=int, required=True)
+    parser.add_argument("--offload", type=Path)
+    arguments = parser.parse_args(sys.argv[1:])
     recipe = open_recipe(training.options_of(arguments))
     options = ZeroOptions(stage=arguments.zero, storage=arguments.storage)
     launched = RankEnvironment.read(os.environ)
@@ -223,7 +230,7 @@ async def measure(
             *(("--offload", str(offload)) if offload is not None else ()),
         ),
         world_size=ranks,
-        preload=("zbmd.training.zero.job",),
+        preload=("zbmd.training.zero.trainer",),
     )
     costs = [
         msgspec.convert(report["cost"], RankCost) for report in await run_ranks(config) if "cost" in report

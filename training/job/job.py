@@ -1,0 +1,342 @@
+"""A run that outlives its ranks: the state of each is at other ranks, too, or in a file.
+
+Ranks along `dp` hold the same state; where they do not, a buddy copies it at every step. A rank that is
+killed is replaced, takes its state from there, and the step is run again: the run ends with the bits of one
+that nothing disturbed. The task learns of none of that. A step that is safe is written to the commit log,
+with the ids of its samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import xxhash
+
+from zbmd.actors.rank.member import Worker
+from zbmd.actors.view import View
+from zbmd.collectives.commit.driver import StepFailed
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group.group import Group, group
+from zbmd.training.autograd import spans
+from zbmd.training.checkpoint.sharded import SavedState, open_state, write_shards
+from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.records import Records
+from zbmd.training.job.task import StepResult, Task, Trainer
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.profiler.lines import StepLine
+from zbmd.training.profiler.profiler import Profiler
+from zbmd.training.redundancy.buddy import BuddyReplica
+from zbmd.training.redundancy.file import FileRedundancy
+from zbmd.training.redundancy.interface import Digests, JobEnd, Redundancy, through_epochs
+from zbmd.training.redundancy.machine import SLOTS
+from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.run.journal import adopted_report, report_losses, step_report
+from zbmd.training.run.ledger import CommitRecord, RunLog
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import PeerLost
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.shm.death_notice import DeathNotice
+
+ResultT = TypeVar("ResultT")
+
+BEGIN_POINT = faults.declare("job.begin", "before a step")
+MEET_POINT = faults.declare("job.meet", "in a new epoch, before its members say what they hold")
+MET_POINT = faults.declare("job.met", "when they have agreed on what they go on from")
+SAVED_POINT = faults.declare("job.saved", "when what a run makes is on disk, before the ranks part")
+PARTED_POINT = faults.declare("job.parted", "when the ranks part, before this one has left")
+
+RECORDS_KEPT = 3
+"""Last steps whose results a rank keeps; the next one to be logged is among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Work of a job beside training, in the directory `out`. `*_every`: in steps, 0: only at the end.
+
+    resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. replicas:
+    whether ranks along `dp` stand for each other, so that no buddies have copies.
+    """
+
+    out: Path
+    resume: Path | None = None
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    checkpoints: bool = True
+    tensorboard: bool = False
+    replicas: bool = False
+
+
+class Job(Generic[ResultT]):
+    """One rank's side of a run, through all of its epochs. again: whether this is a replacement."""
+
+    def __init__(self, worker: Worker, task: Task[ResultT], options: RunOptions, *, again: bool) -> None:
+        self._worker, self._task, self._options = worker, task, options
+        self._world: Group | None = None
+        self._groups: MeshGroups | None = None
+        self._trainer: Trainer | None = None
+        self._keeper: Redundancy | None = None
+        self._profiler: Profiler | None = None
+        self._saved: SavedState | None = None
+        if options.resume is not None:
+            self._saved = open_state(options.resume, plan=task.plan)
+        first = 0 if self._saved is None else self._saved.version
+        self._log = RunLog(
+            options.out,
+            run_id=f"{worker.job:016x}",
+            first=first,
+            plan=task.plan,
+            seed=task.seed,
+            resumed=options.resume,
+            may_begin=worker.rank == 0,
+        )
+        self._again = again
+        self._records: Records | None = None
+        self._results: dict[int, StepResult] = {}
+        self._logged = 0
+        """The last version that this rank has logged: one that is kept at once is voted for twice."""
+        self._held_out: tuple[int, float] | None = None
+        """The last version that was evaluated, and its loss."""
+
+    async def run(self) -> ResultT | None:
+        """Train to the end. Raises `StepFailed` if the state is lost, and `TrainingDiverged`."""
+        forget = report_losses(self._worker)
+        try:
+            return await through_epochs(self._worker, self._epoch)
+        except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it
+            self._remove_state()
+            raise
+        finally:
+            forget()
+            await self._leave_groups()
+            if self._keeper is not None:
+                await asyncio.to_thread(self._keeper.close)
+            for opened in (self._profiler, self._records, self._saved, self._log):
+                if opened is not None:
+                    opened.close()
+
+    async def _epoch(self, view: View | None) -> JobEnd[ResultT] | None:
+        await self._leave_groups()
+        if view is None:
+            return None
+        groups = self._groups = await self._groups_in(view)
+        return None if groups is None else await asyncio.to_thread(self._in_epoch, groups)
+
+    async def _groups_in(self, view: View) -> MeshGroups | None:
+        """This rank's groups; None if the view does not last so long.
+
+        A rank that loses any member of the view gives up, not only one of the sub-group being made: the
+        others there may have lost one elsewhere, and will not come.
+        """
+        making = asyncio.ensure_future(self._make_groups(view))
+
+        def lost(_rank: int, _incarnation: int, _notice: DeathNotice) -> None:
+            making.cancel()
+
+        undo = self._worker.on_peer_lost(lost)
+        try:
+            if self._worker.segment.lost_mask() & sum(1 << member.rank for member in view.members):
+                making.cancel()  # it was lost before we listened
+            await asyncio.wait([making])
+        finally:
+            undo()
+            making.cancel()
+            await asyncio.wait([making])
+        return None if making.cancelled() else making.result()
+
+    async def _make_groups(self, view: View) -> MeshGroups | None:
+        try:
+            world = self._world = await group(self._worker, after=view.epoch - 1)
+            return await self._task.groups(world) if world.epoch == view.epoch else None
+        except (PeerLost, OperationAborted):
+            return None
+
+    async def _leave_groups(self) -> None:
+        groups, world = self._groups, self._world
+        self._groups = self._world = None
+        if groups is not None:
+            await groups.close()
+        if world is not None:
+            await world.close()
+
+    # ---- on the thread that trains
+
+    def _in_epoch(self, groups: MeshGroups) -> JobEnd[ResultT] | None:
+        """Train in one epoch; the end, if that was the last one."""
+        try:
+            self._task.agree(groups.world)
+            trainer, keeper = self._opened(groups)
+            return self._train(groups, trainer, keeper)
+        except (PeerLost, OperationAborted):
+            if self._trainer is not None:
+                self._trainer.close(gave_up=True)
+            return None
+        finally:
+            groups.give_up()
+            if self._trainer is not None:
+                self._trainer.close()
+            if self._keeper is not None:
+                self._keeper.epoch_over()
+
+    def _opened(self, groups: MeshGroups) -> tuple[Trainer, Redundancy]:
+        if self._trainer is None or self._keeper is None:
+            trainer = self._trainer = self._task.trainer(groups)
+            if self._saved is not None:
+                trainer.begin_from(self._saved)
+            if trainer.file is not None:
+                self._take_notes(trainer.file)
+            self._keeper = self._keeper_of(trainer, groups.world)
+        return self._trainer, self._keeper
+
+    def _keeper_of(self, trainer: Trainer, world: Group) -> Redundancy:
+        place, known = world.members.index(self._worker.rank), self._log.last_version()
+        if trainer.file is not None:
+            return FileRedundancy(
+                self._worker,
+                trainer.shard,
+                trainer.file,
+                place=place,
+                ranks=world.size,
+                known=known,
+                on_update=self._keep,
+                on_commit=self._committed,
+                note=self._task.row.encoded,
+            )
+        return BuddyReplica(
+            self._worker,
+            trainer.shard,
+            place=place,
+            ranks=world.size,
+            copies=[] if self._options.replicas else self._task.copies(trainer),
+            keys=self._task.state_keys(),
+            known=known,
+            on_update=self._keep,
+            on_commit=self._committed,
+        )
+
+    def _remove_state(self) -> None:
+        if self._trainer is not None and self._trainer.file is not None:
+            self._trainer.file.remove()
+
+    def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT]:
+        faults.hit(MEET_POINT)
+        version = keeper.meet(groups.world)
+        self._share(groups.world, version)
+        faults.hit(MET_POINT)
+        trainer.enter(groups, version)
+        if version > self._log.first:
+            self._worker.report(adopted_report(version, groups.world.epoch))
+            self._reached(groups.world, trainer, keeper)
+        profiler = self._profiled(groups)
+        with profiler.recording():
+            while trainer.step < self._task.steps:
+                faults.hit(BEGIN_POINT)
+                self._tell(profiler, profiler.begin_step(trainer.step + 1))
+                trainer.run_step(keeper)
+                profiler.held(trainer.held_most)
+                self._reached(groups.world, trainer, keeper)
+        self._tell(profiler, profiler.end_step())
+        keeper.settle()
+        held_out_loss = 0.0 if self._held_out is None else self._held_out[1]
+        result = self._task.finish(trainer, self._results.get(trainer.step), held_out_loss)
+        faults.hit(SAVED_POINT)
+        groups.world.blocking.barrier()
+        faults.hit(PARTED_POINT)
+        self._remove_state()
+        return JobEnd(result)
+
+    def _profiled(self, groups: MeshGroups) -> Profiler:
+        if self._profiler is None:
+            self._profiler = self._task.profiler(self._options.out)
+        self._profiler.follow(groups.world, groups.data, groups.pipeline, groups.tensor)
+        return self._profiler
+
+    def _tell(self, profiler: Profiler, line: StepLine | None) -> None:
+        if line is not None and self._is_lowest():
+            self._opened_records().put_profile(line, mfu=profiler.mfu(line))
+
+    # ---- between steps
+
+    def _reached(self, world: Group, trainer: Trainer, keeper: Redundancy) -> None:
+        """All have come to `trainer.step`, again after a loss: evaluate, and write the checkpoint, if due."""
+        version, options = trainer.step, self._options
+        if self._due(version, options.evaluate_every):
+            with spans.EVALUATE:
+                loss = trainer.held_out_loss(windows_max=self._task.windows)
+            self._held_out = version, loss
+            if self._is_lowest():
+                self._opened_records().put(version, held_out_loss=loss)
+        if options.checkpoints and self._due(version, options.checkpoint_every):
+            with spans.CHECKPOINT:
+                keeper.settle()  # nobody goes back behind what the files hold
+                write_shards(
+                    world,
+                    options.out,
+                    trainer.pieces(),
+                    version=version,
+                    plan=self._task.plan,
+                    loss_scale=trainer.scale,
+                )
+
+    def _due(self, version: int, every: int) -> bool:
+        return version == self._task.steps or (every > 0 and version % every == 0)
+
+    # ---- results of steps
+
+    def _keep(self, done: StepResult) -> None:
+        self._results[done.version] = done
+        self._results.pop(done.version - RECORDS_KEPT, None)
+
+    def _take_notes(self, file: StateFile) -> None:
+        """Know of a predecessor's file what its last steps reported: all ranks may be new at once."""
+        for slot in range(SLOTS):
+            done = self._task.row.decoded(file.noted(slot).tolist())
+            if done is not None and done.version == file.version_in(slot):
+                self._keep(done)
+
+    def _share(self, world: Group, version: int) -> None:
+        """Tell who has not done the last step what it reported: any member may log it."""
+        for later in [one for one in self._results if one > version]:
+            del self._results[later]
+        row = self._task.row
+        for one in world.blocking.all_gather(row.encoded(self._results.get(version))).tolist():
+            done = row.decoded(one)
+            if done is not None and done.version == version and version not in self._results:
+                self._keep(done)
+
+    def _is_lowest(self) -> bool:
+        return self._world is not None and self._world.members[0] == self._worker.rank
+
+    def _opened_records(self) -> Records:
+        if self._records is None:
+            options = self._options
+            self._records = Records(options.out, tensorboard=options.tensorboard, again=self._again)
+        return self._records
+
+    def _committed(self, version: int, digests: Digests) -> None:
+        """Every shard of `version` is safe: the lowest rank logs it."""
+        done, world = self._results.get(version), self._world
+        if done is None or world is None or version <= self._logged or not self._is_lowest():
+            return
+        self._logged = version
+        loss = self._held_out
+        record = CommitRecord(
+            version=version,
+            epoch=world.epoch,
+            members=tuple(world.members),
+            shards=dict(enumerate(done.samples)),
+            losses=dict(enumerate(done.losses)),
+            rng_key=(self._task.seed, version - 1),
+            digest=xxhash.xxh3_128_hexdigest(np.array(digests, np.uint64).data),
+            at_ns=now_ns(),
+            held_out_loss=loss[1] if loss is not None and loss[0] == version - 1 else None,
+        )
+        self._log.append(record)
+        scaled = {"loss_scale": done.loss_scale, "skipped": float(done.skipped)}
+        scaled = scaled if done.loss_scale != 1.0 else {}
+        self._worker.report({**step_report(record, done.grad_norm), **scaled})
+        values = {"loss": done.loss, "grad_norm": done.grad_norm, **self._task.metrics(done), **scaled}
+        self._opened_records().put(version, **values)

@@ -1,0 +1,237 @@
+"""The task of `zbmd train`: a GPT on a mesh, or with its state shared out, trained by a recipe."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from zbmd.actors.rank.member import Worker
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.checkpoint.plan import plan_text
+from zbmd.training.config import GPTConfig
+from zbmd.training.data.corpus import Corpus
+from zbmd.training.job.mesh import PIPELINE_AXIS, Mesh, MeshGroups
+from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
+from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
+from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
+from zbmd.training.pipeline.costs import measured_costs
+from zbmd.training.pipeline.part import balanced_cuts, layers_in
+from zbmd.training.profiler.profiler import Profiler, open_profiler
+from zbmd.training.redundancy.state_file import StateFile, StateName
+from zbmd.training.replicated.job import weights_sha256
+from zbmd.training.run.journal import report_result
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.stages import SLOTS, elements_most, state_elements
+from zbmd.training.sharded.trainer import MeshTrainer
+from zbmd.training.step.recipe import Recipe, learning_rate_of
+from zbmd.training.zero.trainer import ZeroTrainer
+from zbmd.transport.native._native import now_ns
+
+HUGGING_FACE_DIRECTORY = "gpt2"
+STEPS_TIMED_MAX = 10_000
+"""Last steps whose bubbles are in the result."""
+
+
+class TrainResult(msgspec.Struct, kw_only=True):
+    """The result of a finished run; losses in nats per token.
+
+    Of a pipeline: layers: those of each part, in order; bubble: median over steps; bubble_of_times: the
+    schedule's, if each computation takes the median of what it took in this run. What `bubble` is above it is
+    wake-ups, transfers, and how the times vary.
+    """
+
+    steps: int
+    mesh: str
+    parameters: int
+    loss_last: float
+    held_out_loss: float
+    tokens_per_s: float
+    weights_sha256: str
+    directory: str
+    layers: tuple[int, ...] = ()
+    bubble: float | None = None
+    bubble_of_times: float | None = None
+
+
+def plan_of(options: TrainOptions, config: GPTConfig, corpus: Corpus) -> str:
+    """Return the plan of a run; the mesh is not in it, since a run may be resumed on another one."""
+    return plan_text(
+        config,
+        options.training,
+        corpus=corpus.header.digest,
+        precision=options.precision,
+        loss_scale=options.loss_scale,
+    )
+
+
+class EngineTask(Task[TrainResult]):
+    """A recipe as a `Task`. again: whether this rank is a replacement."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        options: TrainOptions,
+        mesh: Mesh,
+        config: GPTConfig,
+        corpus: Corpus,
+        *,
+        again: bool,
+    ) -> None:
+        training = options.training
+        self.plan, self.seed = plan_of(options, config, corpus), training.seed
+        self.steps, self.windows, self.mesh = training.steps, options.evaluate_windows, mesh
+        self.row = ResultRow(training.shards, training.sequences_per_shard)
+        self._options, self._config, self._corpus = options, config, corpus
+        self._worker, self._again = worker, again
+        self._stages = options.stages
+        self._costs = np.zeros(layers_in(config))
+        """Of the layers, if they are divided by what they cost; none is known at first."""
+        self._began_ns, self._first_step = now_ns(), 0
+        self._bubbles = deque[float](maxlen=STEPS_TIMED_MAX)
+
+    # ---- the trainer
+
+    def state_keys(self) -> Sequence[int]:
+        """See `Task`."""
+        return () if self._options.zero else self.mesh.state_keys()
+
+    async def groups(self, world: Group) -> MeshGroups:
+        """See `Task`. A sharded state is that of the whole world: it needs no other group."""
+        if self._options.zero:
+            return MeshGroups(world, self.mesh, None, None, None)
+        return await MeshGroups.of(world, self.mesh)
+
+    def agree(self, world: Group) -> None:
+        """Divide layers as members of earlier views do; in the first one, by what the first rank measures."""
+        if not self._options.balance:
+            return
+        known = world.blocking.all_gather(self._costs)
+        first = next((costs for costs in known if costs.any()), None)
+        if first is None:
+            if world.rank == 0:
+                self._costs[:] = measured_costs(self._recipe(GPT(self._config)))
+            first = world.blocking.broadcast(self._costs, 0)
+        self._costs[:] = first
+        parts = self.mesh.size(PIPELINE_AXIS) * self._options.chunks
+        cuts = balanced_cuts(self._costs.tolist(), parts)
+        self._stages = replace(self._stages, cuts=cuts)
+
+    def _recipe(self, model: GPT) -> Recipe:
+        return Recipe(model, self._corpus, self._options.training)
+
+    def trainer(self, groups: MeshGroups) -> Trainer:
+        """See `Task`."""
+        options = self._options
+        recipe = self._recipe(groups.model(self._config, recompute=options.recompute))
+        offload = self._file_in(groups.world)
+        trainer: MeshTrainer | ZeroTrainer
+        if options.zero:
+            trainer = ZeroTrainer(
+                self._worker, groups.world, recipe, options.zero_options, keep_previous=True, offload=offload
+            )
+        else:
+            trainer = MeshTrainer(
+                recipe,
+                groups,
+                stages=self._stages,
+                dtype=storage_dtype(options.precision),
+                zeros=self._zeros,
+                overlap=options.overlap,
+                loss_scale=options.loss_scale,
+                offload=offload,
+                begins_later=True,
+            )
+        if options.weights is not None:
+            trainer.begin_with(load_gpt2(options.weights)[0])
+        self._began_ns, self._first_step = now_ns(), trainer.step
+        return trainer
+
+    def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
+        """Return a maker of this rank's file, or a predecessor's; None without `--offload`."""
+        folder, place, ranks = self._options.offload, world.members.index(self._worker.rank), world.size
+        if folder is None:
+            return None
+
+        def made(elements: int) -> StateFile:
+            job, note = self._worker.job, self.row.numbers
+            name = StateName(run=job, place=place, ranks=ranks, elements=elements, note=note)
+            return StateFile(folder, name, again=self._again)
+
+        return made
+
+    def copies(self, trainer: Trainer) -> list[Array]:
+        """See `Task`."""
+        if isinstance(trainer, ZeroTrainer):
+            return trainer.own.mirror_copies()
+        options, dtype = self._options, storage_dtype(self._options.precision)
+        most = elements_most(self._config, self.mesh, self._stages)
+        size = state_elements(most, dtype, options.training.optimizer)
+        return [self._zeros(size, computing_dtype(dtype)) for _ in range(SLOTS)]
+
+    def _zeros(self, size: int, dtype: Any) -> Array:
+        return self._worker.segment.arena.zeros(size, dtype)
+
+    # ---- what is told
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self._options.training.global_batch * self._config.context
+
+    def metrics(self, done: StepResult) -> Mapping[str, float]:
+        """See `Task`."""
+        if done.busy_ns:
+            self._bubbles.append(done.compute_ns / max(done.busy_ns) - 1.0)
+        took_s = max(1e-9, (done.compute_ns + done.waited_ns) / 1e9)
+        return {
+            "learning_rate": learning_rate_of(self._options.training, done.version - 1),
+            "tokens_per_s": self._tokens_per_step / took_s,
+            "waited_ms": done.waited_ns / 1e6,
+        }
+
+    def profiler(self, out: Path) -> Profiler:
+        """See `Task`."""
+        sequences = self._options.training.sequences_per_shard
+        dtype = computing_dtype(storage_dtype(self._options.precision)).name
+        return open_profiler(out, GPT(self._config), sequences=sequences, dtype=dtype)
+
+    def finish(self, trainer: Trainer, last: StepResult | None, held_out_loss: float) -> TrainResult | None:
+        """Save the weights."""
+        assert isinstance(trainer, MeshTrainer | ZeroTrainer), "another task's trainer"
+        took_s = max(1e-9, (now_ns() - self._began_ns) / 1e9)
+        weights = trainer.weights().astype(np.float32)
+        pipeline = isinstance(trainer, MeshTrainer) and self.mesh.size(PIPELINE_AXIS) > 1
+        of_times = trainer.bubble_of_times() if pipeline and isinstance(trainer, MeshTrainer) else None
+        if self._worker.rank != 0:
+            return None
+        self._save(weights)
+        done = (trainer.step - self._first_step) * self._tokens_per_step
+        result = TrainResult(
+            steps=trainer.step,
+            mesh=str(self.mesh),
+            parameters=GPT(self._config).layout.parameter_count,
+            loss_last=0.0 if last is None else last.loss,
+            held_out_loss=held_out_loss,
+            tokens_per_s=round(done / took_s, 1),
+            weights_sha256=weights_sha256(weights),
+            directory=str(self._options.out),
+            layers=tuple(map(len, self._stages.cuts_of(self._config, self.mesh.size(PIPELINE_AXIS)))),
+            bubble=float(np.median(list(self._bubbles))) if pipeline and self._bubbles else None,
+            bubble_of_times=of_times,
+        )
+        report_result(self._worker, result)
+        return result
+
+    def _save(self, weights: Array) -> None:
+        out, config = self._options.out, self._config
+        save_weights(out / WEIGHTS_NAME, weights, config, step=self.steps)
+        if config.family == "gpt2" and config.activation == "gelu":
+            save_gpt2(out / HUGGING_FACE_DIRECTORY, weights, config)

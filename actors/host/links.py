@@ -257,16 +257,18 @@ class HostLinks:
             log.warning("closed the link of an unknown process", name=name, job=link.peer.job)
             link.close()
             return
+        segment = link.peer_segment
         try:
-            self.system.attach(link)
+            # A closed link is part of a reference cycle: it must not keep the memory of a dead rank mapped.
+            self.system.attach(link, on_closed=lambda _: None if segment is None else segment.close())
         except ZbmdError as error:
             log.warning("link closed", name=name, incarnation=incarnation, reason=str(error))
             link.close()
             return
-        if rank is not None and link.peer_segment is not None:
+        if rank is not None and segment is not None:
 
             def noticed(slot: int, notice: DeathNotice) -> None:
                 self._recorder.death(name, incarnation, clean=notice.clean, reason="its life thread ended")
                 self._handler.noticed(slot, incarnation, notice)
 
-            self._watch.watch(link.peer_segment, noticed)
+            self._watch.watch(segment, noticed)

@@ -180,7 +180,7 @@ class Communicator(FastPathCalls):
             self._executor.give_up()
 
     def close(self) -> None:
-        """`give_up`, and give back inbox and scratch. Idempotent.
+        """`give_up`, give back inbox and scratch, and unmap the members' memory. Idempotent.
 
         After a loss call it only once the dead are confirmed dead: their last store may still be under way.
         """
@@ -224,6 +224,8 @@ class Communicator(FastPathCalls):
         self.reading = found
         if found.pids and self.size > 1 and not self._executor.far:
             with self._turns.turnstile:
+                if self._closed:
+                    return
                 self._executor.read_peers([found.pids[member] for member in self.members])
 
     def kill_at(self, sequence: int, point: int) -> None:

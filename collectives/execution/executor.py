@@ -127,6 +127,9 @@ class Executor(ABC):
         self.title = title(membership.channel, membership.epoch)
         self.native = native
         self._segment = membership.segment
+        # The native group holds bare addresses: these keep the mappings behind them alive.
+        self._own_mapping = membership.segment.mapping
+        self._peer_mappings = [m.mapping for m in membership.others.values() if isinstance(m, PeerSegment)]
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._inbox: NDArray[Any] = np.empty(0, np.uint8)
         self._addresses = np.zeros(BUFFERS, np.uint64)
@@ -202,8 +205,14 @@ class Executor(ABC):
         self.native.give_up()
 
     def release(self) -> None:
-        """Give back inbox and scratch."""
+        """Give back inbox and scratch, and unmap the peers' memory. Only `abort` and `give_up` may follow.
+
+        Call it while no operation runs.
+        """
         self._scratch = self._inbox = np.empty(0, np.uint8)
+        # A closed group may be kept by its user or a reference cycle: the memory of the dead must not be.
+        self.native.let_go()
+        self._peer_mappings.clear()
 
     def run(self, run: Run, *, deadline_ns: int) -> None:
         """Carry out a run, and return when this rank has completed.
@@ -337,8 +346,6 @@ class MappedExecutor(Executor):
             yields=YIELDS_ALONE if alone else YIELDS_SHARED,
         )
         super().__init__(native, membership)
-        # The native group holds bare addresses: these keep the mappings behind them alive.
-        self._mappings = (membership.segment.mapping, *(peer.mapping for peer in others.values()))
 
     @property
     def may_have_moved(self) -> bool:

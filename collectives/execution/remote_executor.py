@@ -78,8 +78,6 @@ class RemoteExecutor(Executor):
         super().__init__(group, membership)
         self._group = group
         self._channel = channel = membership.channel
-        # The native group holds bare addresses: these keep the mappings behind them alive.
-        self._mappings = (segment.mapping, *(memory.mapping for memory in near.values()))
         planes = {id(memory.plane): memory.plane for memory in self._remote.values()}
         self._driver = Driver(next(iter(planes.values()), None))
         self._all_by_plane = len(self._remote) == len(others) and len(planes) == 1

@@ -145,6 +145,7 @@ cdef class NativeGroup:
     cdef Header own
     cdef zbmd_store_choice choices[2][STORE_CLASSES]  # wherever arrays lie, and if all are in the arena
     cdef int way_always               # below 0: what is timed decides
+    cdef bint is_over                 # after `let_go`
     cdef int n, rank
     cdef uint32_t channel, epoch, sequence, spins, yields
     cdef uint64_t identity

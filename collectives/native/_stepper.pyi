@@ -80,6 +80,11 @@ class NativeGroup:
 
         Call it while no operation runs.
         """
+    def let_go(self) -> None:
+        """Forget the addresses of the peers' mappings, which may end now. A later run raises ValueError.
+
+        Call it while no operation runs. `abort`, `give_up` and `lost` remain of use.
+        """
     def header(self, rank: int) -> bytes:
         """The descriptor that `rank` entered the last operation with."""
     def always(self, way: int) -> None:

@@ -177,7 +177,8 @@ cdef class Mapping:
 
     def __dealloc__(self):
         if self.start != NULL:
-            munmap(self.start, self.nbytes)
+            with nogil:  # to free the pages of a large segment takes a tenth of a second a GiB
+                munmap(self.start, self.nbytes)
 
     def madvise(self, int advice):
         cdef int failed

@@ -1,0 +1,26 @@
+"""The segments of ranks that this process maps or has a descriptor of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def mapped_segments() -> dict[str, int]:
+    """Return how many segments of each slot this process maps."""
+    inodes: dict[str, set[str]] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(None, 5)
+        if len(fields) > 5 and "zbmd-segment" in fields[5]:
+            inodes.setdefault(fields[5].removesuffix(" (deleted)").rpartition("-")[2], set()).add(fields[4])
+    return {slot: len(found) for slot, found in inodes.items()}
+
+
+def segment_descriptors() -> int:
+    """Return how many descriptors of segments this process has."""
+    found = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            found += "zbmd-segment" in os.readlink(f"/proc/self/fd/{entry}")
+    return found

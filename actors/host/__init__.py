@@ -1,6 +1,7 @@
-"""The supervisor of one job on one host: forks ranks, watches them, installs views, restarts what failed.
+"""The ranks of one host: their processes, their links to the host, and what the host reports of them.
 
-Every decision is made by `membership.MembershipMachine`; `supervisor.Host` is its driver over real processes
-(`process`, `processes`) and links (`links`). May import `rank` and everything below it; the jobs of a cluster
-(`actors.cluster.jobs`) use the same links and processes. Begin with `membership_events`, then `membership`.
+`processes` forks, signals and reaps, over the template of `process`; `links` listens for the ranks and
+watches for deaths; `events` are the reports to the owner of a run. Nothing here decides: that is
+`actors.cluster.jobs`, for a job on this host alone as for one on several. May import `rank` and everything
+below it. Begin with `processes`.
 """

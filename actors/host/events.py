@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Generic, TypeVar
+
+import structlog
 
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.view import Outcome, RankState, View
@@ -64,6 +68,73 @@ class RankReport:
 
 HostEvent = RankStarted | RankDown | ViewChanged | RankReport | HangNotice
 Observer = Callable[[HostEvent], Awaitable[None]]
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
+
+EVENTS_WAITING_MAX: Final = 8192
+"""Events that the observer has not taken; beyond it reports of ranks are dropped and counted."""
+
+EventT = TypeVar("EventT")
+
+
+def log_hang(event: object) -> None:
+    """Log a hang, where no observer takes it."""
+    if isinstance(event, HangNotice):
+        log.warning(event.text, at=event.stack, next_step=event.next_step)
+
+
+class EventQueue(Generic[EventT]):
+    """Passes events to an async observer in their order, and holds up nobody meanwhile.
+
+    observer: gets them within `observed`; without one, hangs are logged. failures: every unexpected end;
+    failed: done with the error of an observer that raises, which still gets later events.
+    """
+
+    def __init__(self, observer: Callable[[EventT], Awaitable[None]] | None) -> None:
+        self.failures: list[RankDown] = []
+        self.reports_dropped = 0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._observer = observer
+        self._events: asyncio.Queue[EventT] = asyncio.Queue()
+
+    def put(self, event: EventT) -> None:
+        """Take an event."""
+        if isinstance(event, RankDown) and not event.expected:
+            self.failures.append(event)
+        if self._observer is None:
+            log_hang(event)
+        elif isinstance(event, RankReport) and self._events.qsize() >= EVENTS_WAITING_MAX:
+            self.reports_dropped += 1
+        else:
+            self._events.put_nowait(event)
+
+    async def settle(self) -> None:
+        """Wait until the observer has taken every event."""
+        await self._events.join()
+
+    @asynccontextmanager
+    async def observed(self) -> AsyncGenerator[None]:
+        """Pass events on until the block ends."""
+        task = asyncio.get_running_loop().create_task(self._observe(), name="host observer")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            self.failed.cancel()
+
+    async def _observe(self) -> None:
+        while self._observer is not None:
+            event = await self._events.get()
+            try:
+                await self._observer(event)
+            except Exception as error:
+                if self.failed.done():
+                    log.error("error of an observer after a failure", exc_info=error)
+                else:
+                    self.failed.set_exception(error)
+            finally:
+                self._events.task_done()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,9 @@ from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
 from zbmd.transport.shm.death_notice import DeathNotice
 
+PRELOAD = ("asyncio", "uvloop", "numpy", "msgspec", "structlog", "zbmd", "zbmd.actors.rank.member")
+"""Modules that a template imports before it forks ranks."""
+
 
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process; 0 once it is gone."""

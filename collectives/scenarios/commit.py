@@ -2,10 +2,10 @@
 
 Each rank is the production machine over a model of memory: two slots a rank that peers can read, also after
 the owner's death, as shared segments allow. A step ends only once every member has entered it; an aborted one
-goes on scribbling into its slot until it has drained. The node runs the host's membership machine: it
-restarts the dead (or shrinks the group) and has views entered once all members are linked. Now and then it
-has the same members link up again; in some of these cases two have lost each other. And in some runs one rank
-comes late, to a job that is running: it is kept out of views until then.
+goes on scribbling into its slot until it has drained. The node runs the job as the only one of a cluster of
+one node: it restarts the dead (or shrinks the group) and has views entered once all members are linked. Now
+and then it has the same members link up again; in some of these cases two have lost each other. And in some
+runs one rank comes late, to a job that is running: it is kept out of views until then.
 
 Checked after every event: a committed version has the one content it may have, a slot that somebody reads
 does not change, versions only grow. Once the kills stop, every rank must finish.
@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from zbmd.actors.host import membership_events as membership
-from zbmd.actors.host.membership import MembershipMachine
-from zbmd.actors.view import RANKS_MAX, MemberId, OnLoss, Outcome, RankState, View
+from zbmd.actors.cluster.jobs import node_events as jobs
+from zbmd.actors.cluster.state.job_table import JobPhase, JobSpec, SlotState
+from zbmd.actors.simulated.one_node import OneNode
+from zbmd.actors.view import RANKS_MAX, MemberId, OnLoss, Outcome, View
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.scenarios.commit_world import (
+    JOB,
     NODE,
     ROUND_NS_MAX,
     SHRINK_SHARE,
@@ -42,7 +44,9 @@ from zbmd.collectives.scenarios.commit_world import (
     Parted,
     Slots,
     add_processes,
+    install,
     joined,
+    key_of,
     linked,
     member_of,
 )
@@ -65,7 +69,7 @@ LATE_SHARE = 0.4
 PARTED_SHARE = 0.3
 """The share of those in which two members have lost each other."""
 EPOCH_STRIDE = 1000
-"""Between two views of the host's machine: room for those in which its members link up again."""
+"""Between two views of the job: room for those in which its members link up again."""
 RESTARTS_MAX = 1000
 """No scenario kills so often: the limit on restarts is not what is looked at here."""
 
@@ -120,7 +124,7 @@ class RankProcess:
 
     def _take(self, message: Message, now_ns: int) -> list[sim.Effect[Message]]:
         match message:
-            case membership.InstallView(view=view):
+            case jobs.InstallView(view=view):
                 if view.epoch <= self.view.epoch:
                     return []  # overtaken by the next
                 self.view = view
@@ -132,7 +136,7 @@ class RankProcess:
                 return self._feed(self.coming, now_ns)
             case Parted(member=member):
                 return self._feed(cm.PeerEnded(member=member, reason="its link ended"), now_ns)
-            case membership.Joined() | membership.Linked():
+            case jobs.Joined() | jobs.Linked():
                 raise LocalProtocolError("a rank is not a node")
             case _:
                 return self._feed(message, now_ns)
@@ -283,7 +287,7 @@ def _to(rank: int, message: Message) -> sim.Send[Message]:
 
 
 class NodeProcess:
-    """The driver of the host's membership machine. rng: has members link up again; late: delays one."""
+    """The driver of the node that runs the job. rng: has members link up again; late: delays one."""
 
     def __init__(self, world: HostedJob, rng: random.Random, late: random.Random | None = None) -> None:
         options = self.options = world.options
@@ -295,49 +299,51 @@ class NodeProcess:
         self.regroups = REGROUPS_MAX if rng.random() < REGROUP_SHARE else 0
         self.view = View(epoch=0, members=())
         self.linked: set[int] = set()
-        self.machine = MembershipMachine(
-            options.world_size,
-            on_loss=OnLoss.SHRINK if options.shrink else OnLoss.REPLACE,
-            restarts_max=RESTARTS_MAX,
+        self.node = OneNode(
+            JobSpec(
+                job=JOB,
+                target="a script",
+                ranks_per_node=options.world_size,
+                on_loss=OnLoss.SHRINK if options.shrink else OnLoss.REPLACE,
+                max_restarts=RESTARTS_MAX,
+            )
         )
 
     def check_invariants(self) -> None:
         """The machine's own."""
-        self.machine.check_invariants()
+        self.node.check_invariants()
 
     def deliver(self, stimulus: sim.Stimulus[Message], *, now_ns: int) -> Sequence[sim.Effect[Message]]:
         """Translate a stimulus into the machine's events and perform what it answers."""
         match stimulus:
             case sim.Started():
-                return self._feed(membership.StartRequested(), now_ns)
-            case sim.Arrived(message=membership.Joined() as event):
+                return self._perform(self.node.begin(now_ns=now_ns), now_ns)
+            case sim.Arrived(message=jobs.Joined() as event):
                 return self._feed(event, now_ns)
-            case sim.Arrived(message=membership.Linked() as event):
+            case sim.Arrived(message=jobs.Linked() as event):
                 return self._linked(event, now_ns)
             case sim.TimerFired(name="late"):
                 return self._let_in(now_ns)
             case sim.TimerFired():
                 return self._regroup()
             case sim.PeerEnded(peer=peer, incarnation=incarnation, clean=clean):
-                rank, code = int(peer.removeprefix("rank")), 0 if clean else -9
-                effects: list[sim.Effect[Message]] = []
+                key, effects = key_of(member_of(peer, incarnation)), list[sim.Effect[Message]]()
                 if not clean:
-                    effects += self._feed(membership.LossProven(rank=rank, incarnation=incarnation), now_ns)
-                exited = membership.Exited(rank=rank, incarnation=incarnation, code=code, reason="it ended")
+                    effects += self._feed(jobs.LossProven(key=key), now_ns)
+                exited = jobs.Exited(key=key, code=0 if clean else -9, reason="it ended")
                 return effects + self._feed(exited, now_ns)
             case sim.Commanded():
                 return []  # only has the checkers look once more
             case _:
                 raise LocalProtocolError(f"the node does not expect {stimulus}")
 
-    def _linked(self, event: membership.Linked, now_ns: int) -> list[sim.Effect[Message]]:
+    def _linked(self, event: jobs.Linked, now_ns: int) -> list[sim.Effect[Message]]:
         epoch, again = divmod(event.epoch, EPOCH_STRIDE)
         if not again and self.late is None:
-            linked = membership.Linked(rank=event.rank, incarnation=event.incarnation, epoch=epoch)
-            return self._feed(linked, now_ns)
+            return self._feed(jobs.Linked(key=event.key, epoch=epoch), now_ns)
         if event.epoch != self.view.epoch:
             return []
-        self.linked.add(event.rank)
+        self.linked.add(event.key.rank)
         if self.linked < set(self.view.ranks):
             return []
         return [*self._to_all(Enter(epoch=event.epoch)), *self._set_regroup(now_ns)]
@@ -345,14 +351,14 @@ class NodeProcess:
     def _let_in(self, now_ns: int) -> list[sim.Effect[Message]]:
         """The late one has linked up with those who are at work."""
         late, self.late = self.late, None
-        full = self.machine.view
+        full = self.node.view
         if late not in full.ranks or full.epoch != self.view.epoch // EPOCH_STRIDE:
             return []  # another view is on its way, and it will be in it
         self.view, self.linked = dataclasses.replace(full, epoch=self.view.epoch + 1), set()
-        for member in full.members:
-            linked = membership.Linked(rank=member.rank, incarnation=member.incarnation, epoch=full.epoch)
-            self.machine.handle(linked, now_ns=now_ns)  # the view that it has is entered in this one's stead
-        return self._to_all(membership.InstallView(view=self.view))
+        for member in full.ids:
+            linked = jobs.Linked(key=key_of(member), epoch=full.epoch)
+            self.node.handle(linked, now_ns=now_ns)  # the view that it has is entered in this one's stead
+        return self._to_all(install(self.view))
 
     def _without_late(self, view: View, now_ns: int) -> list[sim.Effect[Message]]:
         """Install a view of those who are there; the late one is let in later."""
@@ -360,7 +366,7 @@ class NodeProcess:
         self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE, members=others)
         self.linked = set()
         timer = sim.SetTimer(name="late", at_ns=now_ns + self.late_ns)
-        return [*self._to_all(membership.InstallView(view=self.view)), timer]
+        return [*self._to_all(install(self.view)), timer]
 
     def _set_regroup(self, now_ns: int) -> list[sim.Effect[Message]]:
         self.regroups -= 1
@@ -371,7 +377,7 @@ class NodeProcess:
     def _regroup(self) -> list[sim.Effect[Message]]:
         """Have the members of the view link up again, unless another view is on its way."""
         effects: list[sim.Effect[Message]] = []
-        if self.machine.unlinked or self.machine.view.epoch != self.view.epoch // EPOCH_STRIDE:
+        if self.node.unlinked or self.node.view.epoch != self.view.epoch // EPOCH_STRIDE:
             return effects
         self.view, self.linked = dataclasses.replace(self.view, epoch=self.view.epoch + 1), set()
         members = self.view.ids
@@ -380,33 +386,35 @@ class NodeProcess:
             effects.append(_to(one.rank, Parted(member=other)))
             if self.rng.random() < 0.5:
                 effects.append(_to(other.rank, Parted(member=one)))
-        return effects + self._to_all(membership.InstallView(view=self.view))
+        return effects + self._to_all(install(self.view))
 
     def _to_all(self, message: Message) -> list[sim.Effect[Message]]:
         return [_to(rank, message) for rank in self.view.ranks]
 
-    def _feed(self, event: membership.Event, now_ns: int) -> list[sim.Effect[Message]]:
+    def _feed(self, event: jobs.Event, now_ns: int) -> list[sim.Effect[Message]]:
+        return self._perform(self.node.handle(event, now_ns=now_ns), now_ns)
+
+    def _perform(self, actions: Sequence[jobs.Action], now_ns: int) -> list[sim.Effect[Message]]:
         effects: list[sim.Effect[Message]] = []
-        for action in self.machine.handle(event, now_ns=now_ns):
+        for action in actions:
             match action:
-                case membership.Fork(rank=rank):
-                    effects.append(sim.Start(process=f"rank{rank}"))
-                case membership.InstallView(view=view) if (
-                    set(view.ranks) - {self.late} and self.late in view.ranks
-                ):
+                case jobs.Fork(key=key):
+                    effects.append(sim.Start(process=f"rank{key.rank}"))
+                case jobs.InstallView(view=view) if set(view.ranks) - {self.late} and self.late in view.ranks:
                     effects += self._without_late(view, now_ns)
-                case membership.InstallView(view=view):
+                case jobs.InstallView(view=view):
                     self.late = None
                     self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE)
-                    effects += self._to_all(membership.InstallView(view=self.view))
-                case membership.EnterView():
+                    effects += self._to_all(install(self.view))
+                case jobs.EnterView():
                     effects += [*self._to_all(Enter(epoch=self.view.epoch)), *self._set_regroup(now_ns)]
-                case membership.RunEnded(outcome=Outcome.FAILED, reason=reason):
-                    states = {self.machine.state(rank)[0] for rank in range(self.options.world_size)}
-                    assert self.options.shrink and states == {RankState.LOST}, reason
-                    self.world.state_lost = True  # nobody is left, and nobody is to be started
                 case _:
                     pass  # what the other actions order, the simulator does by itself
+        job = self.node.job
+        if job.phase is JobPhase.ENDED and job.outcome is Outcome.FAILED:
+            states = {entry.state for entry in job.ranks}
+            assert self.options.shrink and states == {SlotState.LOST}, job.reason
+            self.world.state_lost = True  # nobody is left, and nobody is to be started
         return effects
 
 
@@ -445,10 +453,10 @@ def build(
 
 @dataclass(frozen=True)
 class CommitScenario(JobScenario[CommitWorld]):
-    """The step-commit and membership machines, with a hash chain for a job. `length` counts steps."""
+    """The step-commit machine and a node's, with a hash chain for a job. `length` counts steps."""
 
     name: str = "commit"
-    description: str = "step commit and membership machines: kills between any two effects, replace or shrink"
+    description: str = "step commit, and a job on one node: kills between any two effects, replace or shrink"
 
     def contents(self, seed: int | str, options: CommitOptions) -> ContentsOf:
         """Return the maker of what the job computes; a subclass's choice."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from zbmd.actors.host import membership_events as membership
-from zbmd.actors.view import MemberId
+from zbmd.actors.cluster.jobs import node_events as jobs
+from zbmd.actors.cluster.jobs.node_events import RankKey
+from zbmd.actors.view import MemberId, View
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.transport import sim
@@ -29,6 +30,8 @@ MessageT = TypeVar("MessageT")
 WorldT = TypeVar("WorldT", bound="HostedJob")
 
 NODE = "node"
+JOB = 1
+"""The id of a scenario's job."""
 
 REDRAWS_MAX = 6
 """Repetitions of the run with the kills drawn so far, so that the next can fall into a recovery."""
@@ -191,9 +194,9 @@ class Parted:
 
 Message: TypeAlias = (
     Parted
-    | membership.Joined
-    | membership.InstallView
-    | membership.Linked
+    | jobs.Joined
+    | jobs.InstallView
+    | jobs.Linked
     | Enter
     | cm.ReportReceived
     | cm.VoteReceived
@@ -219,14 +222,22 @@ class CommitOptions:
 def joined(member: MemberId) -> sim.Send[Message]:
     """Return what a rank tells the node as it starts."""
     address = f"{member.rank}#{member.incarnation}"
-    event = membership.Joined(rank=member.rank, incarnation=member.incarnation, address=address)
-    return sim.Send(to=NODE, message=event)
+    return sim.Send(to=NODE, message=jobs.Joined(key=key_of(member), address=address))
 
 
 def linked(member: MemberId, epoch: int) -> sim.Send[Message]:
     """Return what a rank tells the node when it is linked for a view."""
-    event = membership.Linked(rank=member.rank, incarnation=member.incarnation, epoch=epoch)
-    return sim.Send(to=NODE, message=event)
+    return sim.Send(to=NODE, message=jobs.Linked(key=key_of(member), epoch=epoch))
+
+
+def install(view: View) -> jobs.InstallView:
+    """Return what the node tells the members of a view."""
+    return jobs.InstallView(job=JOB, view=view, to=view.ranks)
+
+
+def key_of(member: MemberId) -> RankKey:
+    """Return the process of the job that a member is."""
+    return RankKey(JOB, member.rank, member.incarnation)
 
 
 def member_of(process: str, incarnation: int) -> MemberId:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from zbmd.actors.host import membership_events as membership
+from zbmd.actors.cluster.jobs import node_events as jobs
 from zbmd.actors.view import RANKS_MAX, MemberId, View
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Inputs, OnLoss, Outcome, Phase
@@ -150,7 +150,7 @@ class RankProcess:
         match stimulus:
             case sim.Started():
                 return [joined(self.member)]
-            case sim.Arrived(message=membership.InstallView(view=view)):
+            case sim.Arrived(message=jobs.InstallView(view=view)):
                 self.known = max(self.known, view, key=lambda known: known.epoch)
                 return self._link()
             case sim.Arrived(message=Enter(epoch=epoch)):
@@ -434,7 +434,7 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
 
 @dataclass(frozen=True)
 class RepairScenario(JobScenario[RepairWorld]):
-    """The repair and membership machines over meetings. `length` counts operations."""
+    """The repair machine and a node's, over meetings. `length` counts operations."""
 
     name: str = "repair"
     description: str = "operations that members finish together when some die in them, in every mode"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
-from zbmd.actors.host import membership_events as membership
+from zbmd.actors.cluster.jobs import node_events as jobs
 from zbmd.actors.view import MemberId, View
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.elastic.views_machine import ViewsMachine
@@ -202,7 +202,7 @@ class MeshProcess:
         match stimulus:
             case sim.Started():
                 return [joined(self.member)]
-            case sim.Arrived(message=membership.InstallView(view=view)):
+            case sim.Arrived(message=jobs.InstallView(view=view)):
                 self.known = max(self.known, view, key=lambda known: known.epoch)
                 return self._ask()
             case sim.Arrived(message=Enter(epoch=epoch)):

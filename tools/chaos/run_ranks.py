@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
 from zbmd.transport.errors import UserError
 

@@ -16,8 +16,8 @@ from typing import Final
 
 import msgspec
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent, RankDown
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import LINKS_VARIABLE, RankEnvironment
 from zbmd.actors.view import OnLoss

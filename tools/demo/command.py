@@ -22,7 +22,7 @@ from typing import Any
 
 import uvloop
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.options import add_ranks

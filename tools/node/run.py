@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from zbmd.actors.host.supervisor import PRELOAD, Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
-from zbmd.actors.view import Outcome, RankState
+from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.node.narration import RunNarrator
@@ -185,7 +186,7 @@ async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
         def on_signal(number: signal.Signals) -> None:
             received.append(number)
             host.stop(f"{number.name} received", kill=len(received) > 1)
-            if len(received) == 1 and all(rank.state is RankState.WAITING for rank in host.ranks.values()):
+            if len(received) == 1 and not host.started:
                 running.cancel()  # the template still imports, and nobody else is there to be stopped
 
         for number in STOP_SIGNALS:

@@ -34,7 +34,7 @@ from zbmd.actors.cluster.state.job_table import REASON_CHARACTERS_MAX, JobSpec, 
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED
 from zbmd.actors.rank.environment import OFF, PROGRESS_DEADLINE_VARIABLE

@@ -42,7 +42,7 @@ from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.core.actor_base import allow_remote_modules
-from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.tools.node.run import MORE_PRELOADS

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from zbmd.actors.host import membership_events as host_events
-from zbmd.actors.host.membership import MembershipMachine
+from zbmd.actors.cluster.jobs.node_machine import LocalJobs, ProcessState
 from zbmd.actors.rank.host_contracts import NODE_NAME
 from zbmd.actors.supervision.machine import ChildState, SupervisionMachine
-from zbmd.actors.view import RankState, rank_name
+from zbmd.actors.view import rank_name
 from zbmd.collectives.commit.driver import ACTOR_NAME
 from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote
 from zbmd.collectives.commit.machine import END_STATES, CommitState, StepCommit
@@ -175,8 +174,8 @@ def _waits_of(end: ProcessAtEnd, ends: Mapping[str, ProcessAtEnd], now_ns: int) 
                 waits += _commit_waits(end, played, played.machine, ends)
             case OperationLog():
                 waits += _operation_waits(end, played, played.machine, ends)
-            case MembershipMachine():
-                waits += _membership_waits(end, played, played.machine)
+            case LocalJobs():
+                waits += _jobs_waits(end, played, played.machine)
             case SupervisionMachine():
                 waits += _supervision_waits(end, played, played.machine)
             case _:
@@ -340,27 +339,28 @@ def _operations_of(end: ProcessAtEnd | None, group: str) -> Played | None:
     return next((p for p in end.machines if p.name == group and isinstance(p.machine, OperationLog)), None)
 
 
-def _membership_waits(end: ProcessAtEnd, played: Played, machine: MembershipMachine) -> list[Wait]:
+def _jobs_waits(end: ProcessAtEnd, played: Played, machine: LocalJobs) -> list[Wait]:
     waits: list[Wait] = []
-    if machine.phase is host_events.RunPhase.ENDED:
-        return waits
-    for rank in machine.ranks:
-        state, incarnation = machine.state(rank)
-        if state is RankState.STARTING:
-            what = f"incarnation {incarnation} to join"
-        elif rank in machine.unlinked:
-            what = f"the word that it is linked for the view of epoch {machine.view.epoch}"
-        else:
-            continue
-        waits.append(
-            Wait(
-                process=end.process,
-                stream=played.name,
-                what=what,
-                whom=(rank_name(rank),),
-                since_ns=played.changed_ns,
+    for local in machine.jobs.values():
+        members = {(member.rank, member.incarnation) for member in local.view.members}
+        for (rank, incarnation), process in sorted(local.processes.items()):
+            if process.told or process.condemned:
+                continue
+            if process.state is not ProcessState.JOINED:
+                what = f"incarnation {incarnation} to join"
+            elif (rank, incarnation) in members and process.linked < local.view.epoch:
+                what = f"the word that it is linked for the view of epoch {local.view.epoch}"
+            else:
+                continue
+            waits.append(
+                Wait(
+                    process=end.process,
+                    stream=played.name,
+                    what=what,
+                    whom=(rank_name(rank),),
+                    since_ns=played.changed_ns,
+                )
             )
-        )
     return waits
 
 

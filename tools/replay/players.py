@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from zbmd.actors.cluster.heartbeats.detector import DETECTOR
+from zbmd.actors.cluster.jobs.node_events import ViewActedOn
 from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS
 from zbmd.actors.cluster.jobs.single_job import ONE_JOB
 from zbmd.actors.cluster.membership.capture_kind import CLUSTER
+from zbmd.actors.cluster.state.job_table import JobPhase
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.core import wire
 from zbmd.actors.directory.machine import DIRECTORY
-from zbmd.actors.host import membership_events as host_events
-from zbmd.actors.host.membership import MEMBERSHIP
 from zbmd.actors.replay.recording import ACTOR
 from zbmd.actors.supervision.machine import SUPERVISION
 from zbmd.actors.upgrade.agent import UPGRADE_AGENT
@@ -67,7 +68,6 @@ __all__ = [
     "ELASTIC_TAGS",
     "HELLO",
     "LOCAL_JOBS",
-    "MEMBERSHIP",
     "MIRROR",
     "ONE_JOB",
     "OPERATIONS",
@@ -118,7 +118,7 @@ class Played:
     done: int = 0
     """And the last that ended."""
     stopped_ns: int | None = None
-    """Of a host's membership: when it was asked to stop."""
+    """Of the job of a host alone: when it was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,11 @@ def play_to_end(
 def _standing(machine: object) -> object:
     """Return a check whether an event changed more than what a machine has heard; None if there is none."""
     return (machine.state, machine.epoch, machine.version) if isinstance(machine, StepCommit) else None
+
+
+def _stopping(view: ClusterView) -> bool:
+    """Whether a host alone is to stop its job."""
+    return len(view.nodes) == 1 and any(job.phase is JobPhase.STOPPING for job in view.jobs.jobs)
 
 
 class _Player:
@@ -270,7 +275,7 @@ class _Player:
             played.begun = event.sequence
         if isinstance(event, OperationEnded):
             played.done = event.sequence
-        if isinstance(event, host_events.StopRequested):
+        if isinstance(event, ViewActedOn) and played.stopped_ns is None and _stopping(event.view):
             played.stopped_ns = at_ns
         for action in actions:
             if isinstance(action, SendReport | SendVote | SendFinish):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJob, ProcessState
 from zbmd.actors.cluster.local_deaths import boot_id
-from zbmd.actors.cluster.state.job_table import Job, JobSpec
+from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, SlotState
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
@@ -208,6 +209,15 @@ _SHOWN: Final = {
     ProcessState.STARTED: RankState.STARTING,
     ProcessState.JOINED: RankState.JOINED,
 }
+_ENDED: Final = {SlotState.FINISHED: RankState.FINISHED, SlotState.LOST: RankState.LOST}
+
+
+def shown_state(entry: RankEntry, local: LocalJob | None) -> RankState:
+    """Return the state of a rank that this node runs or ran, for people."""
+    if entry.state in _ENDED:
+        return _ENDED[entry.state]
+    process = None if local is None else local.processes.get((entry.rank, entry.incarnation))
+    return RankState.WAITING if process is None else _SHOWN[process.state]
 
 
 def memory_domain() -> str:
@@ -233,6 +243,10 @@ class JobHandler(Protocol):
         """Return the machine's state of the job."""
         ...
 
+    def entries(self, job: int) -> tuple[RankEntry, ...]:
+        """Return the job's ranks as the table has them; none for a job that is not in it."""
+        ...
+
     def process(self, key: RankKey) -> RankProcess | None:
         """Return a process that is not reaped yet."""
         ...
@@ -241,20 +255,20 @@ class JobHandler(Protocol):
         """Note the end of a process; return whether it is new."""
         ...
 
-    def kill(self, key: RankKey) -> None:
-        """Kill a process."""
+    def send_signal(self, key: RankKey, number: signal.Signals) -> bool:
+        """Send a signal to a process; return False if it is gone."""
         ...
 
     def send(self, to: NodeKey, message: Contract) -> None:
         """Send to another node."""
         ...
 
-    def stop_job(self, job: int, reason: str) -> None:
-        """Have the cluster end a job."""
+    def fail_job(self, job: int, reason: str) -> None:
+        """Have the cluster end a job as failed."""
         ...
 
     def tell(self, job: int, event: HostEvent) -> None:
-        """Report an event to the node's owner."""
+        """Report an event to the node's owner; without one, log a hang."""
         ...
 
     @property
@@ -266,8 +280,8 @@ class JobHandler(Protocol):
 class HostedJob:
     """The links and the watchdogs of one job's ranks.
 
-    listen: where they accept members on other hosts; captures: where they record, in a folder of the job;
-    finder: what the node knows of the ways to processes of the cluster.
+    listen: where they accept members on other hosts, empty if there are none; captures: where they record, in
+    a folder of the job; finder: what the node knows of the routes to processes of the cluster.
     """
 
     def __init__(
@@ -281,6 +295,7 @@ class HostedJob:
         finder: RouteTable | None = None,
     ) -> None:
         self._finder = finder
+        self._node = node
         self.spec = spec
         self._captured = {} if captures is None else {CAPTURE_VARIABLE: str(captures / f"job-{spec.job:x}")}
         # Two clusters of one host may call nodes and jobs alike.
@@ -330,7 +345,7 @@ class HostedJob:
 
     def request(self, key: RankKey, *, master_host: str) -> ForkRequest:
         """Return the template's fork request. master_host: MASTER_ADDR of the ranks on all hosts."""
-        spec = self.spec
+        spec, elsewhere = self.spec, bool(self._listen)
         environment = RankEnvironment(
             rank=key.rank,
             world_size=spec.world_size,
@@ -341,7 +356,7 @@ class HostedJob:
             arena_bytes=spec.arena_bytes,
             recovery_budget_ns=spec.recovery_budget_ns,
             progress_deadline_ns=progress_deadline_ns(self._environment),
-            host=memory_domain(),
+            host=memory_domain() if elsewhere else "",
             listen=self._listen,
         )
         return ForkRequest(
@@ -352,7 +367,7 @@ class HostedJob:
             is_module=spec.is_module,
             arguments=spec.arguments,
             environment={
-                "MASTER_PORT": str(port_of_job(f"{spec.job:x}")),
+                **({"MASTER_PORT": str(port_of_job(f"{spec.job:x}"))} if elsewhere else {}),
                 **self._captured,
                 **self._environment,
                 **environment.variables(),
@@ -404,24 +419,25 @@ class HostedJob:
 
     async def status(self) -> NodeStatus:
         """See `HostHandler`."""
-        local = self._handler.local(self.spec.job)
-        processes = [] if local is None else sorted(local.processes.values(), key=lambda p: p.key)
-        joined = [p.key.rank for p in processes if p.state is ProcessState.JOINED]
+        local, entries = self._handler.local(self.spec.job), self._handler.entries(self.spec.job)
+        own = [entry for entry in entries if entry.node is not None and entry.node.id == self._node.id]
+        states = {entry.rank: shown_state(entry, local) for entry in own}
+        joined = [rank for rank, state in states.items() if state is RankState.JOINED]
         names = await asyncio.gather(*(self.links.actors(rank) for rank in joined))
         actors = dict(zip(joined, names, strict=True))
         ranks: list[RankStatus] = []
-        for process in processes:
-            found = self._handler.process(process.key)
+        for entry in own:
+            found = self._handler.process(self._key(entry.rank, entry.incarnation))
             pid = 0 if found is None else found.pid
             ranks.append(
                 RankStatus(
-                    rank=process.key.rank,
+                    rank=entry.rank,
                     pid=pid,
-                    incarnation=process.key.incarnation,
-                    state=_SHOWN[process.state].value,
-                    restarts=process.key.incarnation - 1,
+                    incarnation=entry.incarnation,
+                    state=states[entry.rank].value,
+                    restarts=entry.incarnation - 1,
                     memory_bytes=resident_bytes(pid),
-                    actors=actors.get(process.key.rank),
+                    actors=actors.get(entry.rank),
                 )
             )
         return NodeStatus(
@@ -467,16 +483,15 @@ class HostedJob:
 
     def hung(self, notice: HangNotice) -> None:
         """See `HangDesk`."""
-        log.warning(notice.text, job=self.spec.job, at=notice.stack, next_step=notice.next_step)
         self._handler.tell(self.spec.job, notice)
 
     def end_rank(self, rank: int, incarnation: int) -> None:
         """See `HangDesk`."""
-        self._handler.kill(self._key(rank, incarnation))
+        self._handler.send_signal(self._key(rank, incarnation), signal.SIGKILL)
 
     def end_run(self, reason: str) -> None:
         """See `HangDesk`."""
-        self._handler.stop_job(self.spec.job, reason)
+        self._handler.fail_job(self.spec.job, reason)
 
 
 def _action_of(word: HangAsk | HangEnd) -> AskStanding | LookOutside | Replace:

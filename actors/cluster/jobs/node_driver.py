@@ -24,22 +24,24 @@ from zbmd.actors.cluster.port import ClusterPort
 from zbmd.actors.cluster.state.job_table import (
     REASON_CHARACTERS_MAX,
     CommandRefused,
+    JobPhase,
     JobSpec,
     Order,
+    RankEntry,
     RankUp,
+    SlotState,
     Stop,
 )
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, host_of_first_rank
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host.events import HostEvent, RankStarted, ViewChanged
-from zbmd.actors.host.processes import RankProcess, RankProcesses
-from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.host.events import HostEvent, RankStarted, ViewChanged, log_hang
+from zbmd.actors.host.processes import PRELOAD, RankProcess, RankProcesses
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import LineWriter, OutputSink
 from zbmd.actors.process.template_client import TemplateLost
-from zbmd.actors.rank.host_contracts import EnterView, MemberDown, ViewInstalled
+from zbmd.actors.rank.host_contracts import EnterView, MemberDown, NodeStatus, ViewInstalled
 from zbmd.actors.routing.routes import RouteTable
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
@@ -62,10 +64,10 @@ class JobHost:
 
     Use on the main thread: the template and all ranks die with it. port: the node; output: takes the ranks'
     lines (default: our own standard output and error); recorder, clock: the process's; listen_host: where
-    ranks listen for other hosts; on_event: called on the loop, must not block;
-    template: the first one, if it was forked already; captures: where
-    the ranks of each job record, in a folder of its own; without it their environment says; finder: knows the
-    ways to processes beyond a job.
+    ranks listen for other hosts, None if there are none; on_event: called on the loop, must not block;
+    template: the first one, if it was forked already; on_template_lost: called when a template is lost,
+    instead of starting another; captures: where the ranks of each job record, in a folder of its own; without
+    it their environment says; finder: knows the routes to processes beyond a job.
     """
 
     def __init__(
@@ -75,11 +77,12 @@ class JobHost:
         recorder: Recorder,
         clock: HybridClock,
         output: OutputSink | None = None,
-        listen_host: str = "127.0.0.1",
+        listen_host: str | None = "127.0.0.1",
         preload: Sequence[str] = PRELOAD,
         environment: Mapping[str, str] | None = None,
         on_event: OnJobEvent | None = None,
         template: EarlyTemplate | None = None,
+        on_template_lost: Callable[[TemplateLost], None] | None = None,
         captures: Path | None = None,
         finder: RouteTable | None = None,
     ) -> None:
@@ -88,11 +91,12 @@ class JobHost:
         self._port = port
         self._own_output = LineWriter() if output is None else None
         self._output: OutputSink = output if output is not None else self._own_output  # type: ignore[assignment]
-        self._listen = f"{listen_host}:0"
+        self._listen = "" if listen_host is None else f"{listen_host}:0"
         self._preload = preload
         self._environment = dict(os.environ if environment is None else environment)
         self._on_event = on_event
         self._early = template
+        self._on_template_lost = on_template_lost
         self._captures = captures
         self._finder = finder
         self._loop = asyncio.get_running_loop()
@@ -225,9 +229,9 @@ class JobHost:
                 )
                 self._jobs[key.job].links.send(to, down)
             case e.Terminate(key=key):
-                self._signal(key, signal.SIGTERM)
+                self.send_signal(key, signal.SIGTERM)
             case e.Kill(key=key):
-                self._signal(key, signal.SIGKILL)
+                self.send_signal(key, signal.SIGKILL)
             case e.ProposeOrder(order=order):
                 self._ask(order)
             case e.SendToHost(to=to_node, word=word):
@@ -293,10 +297,6 @@ class JobHost:
         except (ZbmdError, OSError) as error:
             self.put(e.ForkFailed(key=key, reason=str(error)))
 
-    def _signal(self, key: RankKey, number: signal.Signals) -> None:
-        if self._processes is not None:
-            self._processes.signal((key.job, key.rank, key.incarnation), number)
-
     def _task(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         tasks.add(task)
@@ -307,6 +307,11 @@ class JobHost:
     def local(self, job: int) -> LocalJob | None:
         """See `JobHandler`."""
         return self._machine.jobs.get(job)
+
+    def entries(self, job: int) -> tuple[RankEntry, ...]:
+        """See `JobHandler`."""
+        found = self._port.view.jobs.job(job)
+        return () if found is None else found.ranks
 
     def process(self, key: RankKey) -> RankProcess | None:
         """See `JobHandler`."""
@@ -324,17 +329,26 @@ class JobHost:
             return False
         return self._processes.noticed((key.job, key.rank, key.incarnation), notice)
 
-    def kill(self, key: RankKey) -> None:
-        """See `JobHandler`."""
-        self._signal(key, signal.SIGKILL)
+    def send_signal(self, key: RankKey, number: signal.Signals) -> bool:
+        """Send a signal to a process, also as a `JobHandler`; return False if it is gone."""
+        if self._processes is None:
+            return False
+        return self._processes.signal((key.job, key.rank, key.incarnation), number)
 
-    def stop_job(self, job: int, reason: str) -> None:
+    async def status(self, job: int) -> NodeStatus:
+        """Return the status of a job that is open here."""
+        await asyncio.shield(self._opened[job])
+        return await self._jobs[job].status()
+
+    def fail_job(self, job: int, reason: str) -> None:
         """See `JobHandler`."""
-        self._ask(Stop(job=job, reason=reason[:REASON_CHARACTERS_MAX]))
+        self._ask(Stop(job=job, reason=reason[:REASON_CHARACTERS_MAX], failed=True))
 
     def tell(self, job: int, event: HostEvent) -> None:
         """See `JobHandler`."""
-        if self._on_event is not None:
+        if self._on_event is None:
+            log_hang(event)
+        else:
             self._on_event(job, event)
 
     @property
@@ -377,14 +391,30 @@ class JobHost:
         key, reason = RankKey(*process.key), describe_exit(code)
         local = self._machine.jobs.get(key.job)
         known = None if local is None else local.processes.get((key.rank, key.incarnation))
-        expected = code == 0 or (known is not None and known.condemned and process.notice is None)
+        expected = code == 0 or (known is not None and known.asked)
         self.put(e.Exited(key=key, code=code, reason=reason))
-        next_step = "the cluster decides what follows"
+        next_step = self._next_step(key)
         return lambda: self.tell(key.job, process.down(code, expected=expected, next_step=next_step))
+
+    def _next_step(self, key: RankKey) -> str:
+        """Return what follows from a process's end, in words."""
+        job = self._port.view.jobs.job(key.job)
+        if job is None or job.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+            return "the run ends"
+        entry = job.ranks[key.rank]
+        if entry.lives and entry.incarnation > key.incarnation:
+            allowed = f"{job.spec.max_restarts} allowed at a time"
+            return f"its replacement starts (restart {job.restarts_total}; {allowed})"
+        if entry.lives or entry.state is SlotState.VACANT:
+            return "the cluster decides what follows"
+        return "the run goes on without it" if entry.state is SlotState.LOST else "no action needed"
 
     def template_lost(self, error: TemplateLost) -> None:
         """See `ProcessHandler`: another template takes its place."""
         if self._closed:
+            return
+        if self._on_template_lost is not None:
+            self._on_template_lost(error)
             return
         self._templates_lost += 1
         log.error(

@@ -20,6 +20,8 @@ up again.
 **A process that never joins holds up nobody for ever.** The others' next view waits for it. One that has not
 joined within `join_ns` of its fork is killed, and reported down to the table. That holds once the job
 has had a view: before the first one a rank may take its time, for nobody is at work yet.
+
+**A process that outlives SIGKILL holds up the end of its job for `stop_kill_ns`.** Then it is reported down.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.state.job_table import (
     REASON_CHARACTERS_MAX,
+    STILL_RUNNING,
     Job,
     JobPhase,
     JobSpec,
@@ -72,9 +75,10 @@ class ProcessState(Enum):
 class LocalProcess:
     """A process of this node, from the decision to fork it until its exit status is known.
 
-    told: its end was reported to the cluster, or need not be; kill_at_ns: when it is killed, if it was asked
-    to end; linked: the epoch of the newest view for which it is linked; hurried: others wait for its join;
-    join_by_ns: when it is given up, unless it joins.
+    told: its end was reported to the cluster, or need not be; asked: it was asked to end, so that its end is
+    no failure; kill_at_ns: when it is killed, if it was asked to end; gone_by_ns: when it is not waited for
+    any more, once it was killed; linked: the epoch of the newest view for which it is linked; hurried: others
+    wait for its join; join_by_ns: when it is given up, unless it joins.
     """
 
     key: RankKey
@@ -82,7 +86,9 @@ class LocalProcess:
     told: bool = False
     condemned: bool = False
     killed: bool = False
+    asked: bool = False
     kill_at_ns: int | None = None
+    gone_by_ns: int | None = None
     linked: int = 0
     hurried: bool = False
     join_by_ns: int | None = None
@@ -289,7 +295,7 @@ class LocalJobs:
             return
         self._report_end(process, None, KILLED)
         process.condemned = process.killed = True  # there is nothing left to end
-        process.kill_at_ns = None
+        process.kill_at_ns = process.gone_by_ns = None
         self._announce(key, KILLED, confirmed=False)
 
     def _link_lost(self, key: RankKey, epoch: int, now_ns: int) -> None:
@@ -298,7 +304,9 @@ class LocalJobs:
             return
         if epoch == local.entered and epoch > local.relinked and local.relink_at_ns is None:
             deadlines = local.deadlines
-            local.relink_at_ns = now_ns + deadlines.suspicion_ns + deadlines.agreement_ns
+            # The death of a process on this host is proven at once; that of another host is suspected first.
+            suspicion_ns = deadlines.suspicion_ns if local.hosts else 0
+            local.relink_at_ns = now_ns + suspicion_ns + deadlines.agreement_ns
 
     def _ended(self, key: RankKey, code: int | None, reason: str) -> None:
         process = self._process(key)
@@ -325,6 +333,7 @@ class LocalJobs:
         )
         self._report_end(process, None, reason)
         self._condemn(local, process, now_ns, kill=True)
+        process.asked = False  # its end is a failure: it was to join
 
     def _announce(self, key: RankKey, reason: str, *, confirmed: bool) -> None:
         to = tuple(rank for rank in self.jobs[key.job].joined() if rank != key.rank)
@@ -337,14 +346,21 @@ class LocalJobs:
         process.join_by_ns = None
         if kill and not process.killed:
             process.killed = True
-            if exists:
-                self._do(e.Kill(key=process.key))
-        elif not process.condemned and exists:
-            self._do(e.Kill(key=process.key) if process.killed else e.Terminate(key=process.key))
-            process.kill_at_ns = now_ns + local.deadlines.stop_grace_ns
+            ends = exists
+        else:
+            ends = not process.condemned and exists
         process.condemned = True
         if process.killed:
             process.kill_at_ns = None
+        if not ends:
+            return
+        process.asked = True
+        if process.killed:
+            self._do(e.Kill(key=process.key))
+            process.gone_by_ns = None if process.told else now_ns + local.deadlines.stop_kill_ns
+        else:
+            self._do(e.Terminate(key=process.key))
+            process.kill_at_ns = now_ns + local.deadlines.stop_grace_ns
 
     # -- views of jobs -----------------------------------------------------------------------------------
 
@@ -429,6 +445,9 @@ class LocalJobs:
                     self._give_up(local, process, now_ns)
                 if process.kill_at_ns is not None and process.kill_at_ns <= now_ns:
                     self._condemn(local, process, now_ns, kill=True)
+                if process.gone_by_ns is not None and process.gone_by_ns <= now_ns:
+                    process.gone_by_ns = None
+                    self._report_end(process, None, STILL_RUNNING)
             if local.relink_at_ns is not None and local.relink_at_ns <= now_ns:
                 local.relink_at_ns, local.relinked = None, local.entered
                 self._do(e.ProposeOrder(order=Relink(job=local.spec.job, epoch=local.entered)))
@@ -444,7 +463,7 @@ class LocalJobs:
         times = [local.ask_at_ns for local in self.jobs.values()]
         times += [local.relink_at_ns for local in self.jobs.values()]
         processes = [p for local in self.jobs.values() for p in local.processes.values()]
-        times += [at_ns for p in processes for at_ns in (p.kill_at_ns, p.join_by_ns)]
+        times += [at_ns for p in processes for at_ns in (p.kill_at_ns, p.gone_by_ns, p.join_by_ns)]
         due_ns = min((at_ns for at_ns in times if at_ns is not None), default=None)
         if due_ns is not None and due_ns != self._timer_ns:
             self._do(SetTimer(at_ns=due_ns))
@@ -468,6 +487,6 @@ def _build_jobs(config: Mapping[str, Any]) -> LocalJobs:
 
 
 LOCAL_JOBS: MachineKind[e.Event, e.Action] = register(
-    "jobs", 1, _build_jobs, events=e.Event, actions=e.Action, states=(LocalJobs,)
+    "jobs", 2, _build_jobs, events=e.Event, actions=e.Action, states=(LocalJobs,)
 )
 """The jobs of a node; it has no configuration."""

@@ -26,6 +26,7 @@ from typing import assert_never
 from zbmd.actors.cluster.state.job_table import (
     JOBS_MAX,
     REFUSALS_KEPT,
+    STILL_RUNNING,
     TABLE_BYTES_MAX,
     TABLE_RANKS_MAX,
     Command,
@@ -47,7 +48,7 @@ from zbmd.actors.cluster.state.job_table import (
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.actors.view import OnLoss, Outcome, rank_name
-from zbmd.transport.clock.deadlines import format_duration
+from zbmd.transport.clock.deadlines import SECOND_NS
 
 
 def after_change(
@@ -128,10 +129,10 @@ def _in_order(table: JobTable, members: Sequence[NodeKey]) -> JobTable:
     for job in table.jobs:
         if job.phase in (JobPhase.WAITING, JobPhase.RUNNING):
             placed = _judged(_placed(job, table, members))
-        elif job.phase is JobPhase.STOPPING and not any(entry.lives for entry in job.ranks):
-            placed = dataclasses.replace(job, phase=JobPhase.ENDED)
         else:
-            continue
+            placed = job
+        if placed.phase is JobPhase.STOPPING and not any(entry.lives for entry in placed.ranks):
+            placed = dataclasses.replace(placed, phase=JobPhase.ENDED)
         if placed is not job:
             table = _with_job(table, placed)
     return table
@@ -142,6 +143,8 @@ def _placed(job: Job, table: JobTable, members: Sequence[NodeKey]) -> Job:
     finished = any(entry.state is SlotState.FINISHED for entry in job.ranks)
     wanted = [number for number in slots if _wants_node(job.slot(number), finished=finished)]
     taken = [number for number in slots if _counts(job.slot(number), wants_node=number in wanted)]
+    if job.phase is JobPhase.RUNNING and not wanted and not taken:
+        return job  # every rank is lost for good: `_judged` ends it
     free = _free_nodes(job, table, members, len(wanted)) if wanted else []
     here, needed = len(taken) + len(free), job.spec.nodes_min
     shrinks = job.spec.on_loss is OnLoss.SHRINK
@@ -308,7 +311,8 @@ def _stop(table: JobTable, order: Stop) -> tuple[JobTable, str]:
         return table, f"there is no job {order.job:x}"
     if job.phase is JobPhase.ENDED:
         return table, f"job {order.job:x} has ended: {job.reason}"
-    return _with_job(table, _stopping(job, Outcome.STOPPED, order.reason, kill=order.kill)), ""
+    outcome = Outcome.FAILED if order.failed else Outcome.STOPPED
+    return _with_job(table, _stopping(job, outcome, order.reason, kill=order.kill)), ""
 
 
 def _entry_of(job: Job | None, order: RankUp | RankDown, origin: NodeKey) -> RankEntry | None:
@@ -339,7 +343,7 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
         return _with_rank(job, _ended(entry, SlotState.FINISHED))
     lost = _with_rank(job, _ended(entry, SlotState.LOST))
     if job.phase is not JobPhase.RUNNING:
-        return lost
+        return _naming(lost, child) if order.reason == STILL_RUNNING else lost
     if order.code == USAGE_EXIT_CODE:
         why = f"{child} failed with a usage error: {order.reason}"
         return dataclasses.replace(_failed(lost, why), users_own=True)
@@ -351,12 +355,18 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
         return dataclasses.replace(lost, reason=f"{child}: {order.reason}")
     recent = [at_ns for at_ns in job.restarts_ns if at_ns > age_ns - spec.restart_window_ns]
     if len(recent) >= spec.max_restarts:
-        window = format_duration(spec.restart_window_ns)
-        why = f"more than {spec.max_restarts} restarts within {window}; the last: {child} failed"
+        window_s = spec.restart_window_ns / SECOND_NS
+        why = f"more than {spec.max_restarts} restarts within {window_s:g} s; the last: {child} failed"
         return _failed(lost, f"{why}: {order.reason}")
     assert entry.node is not None
     again = _with_rank(job, _started(entry, entry.node))
     return dataclasses.replace(again, restarts_ns=(*recent, age_ns), restarts_total=job.restarts_total + 1)
+
+
+def _naming(job: Job, child: str) -> Job:
+    """Return a job that ends although `child` still runs, and says so."""
+    before = ", " if STILL_RUNNING in job.reason else f"; {STILL_RUNNING}: "
+    return dataclasses.replace(job, reason=f"{job.reason}{before}{child}")
 
 
 # --- views ----------------------------------------------------------------------------------------------

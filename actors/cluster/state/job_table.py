@@ -43,6 +43,8 @@ REFUSALS_KEPT = 8
 RESTARTS_MAX = 1_000
 WINDOW_NS_MAX = 24 * 3600 * SECOND_NS
 REASON_CHARACTERS_MAX = 500
+STILL_RUNNING = "still running after SIGKILL"
+"""The reason of a `RankDown` for a process that the kernel does not end in time."""
 ADDRESS_CHARACTERS_MAX = 256
 JOB_ID_MAX = (1 << 63) - 1
 
@@ -276,11 +278,12 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="su
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="stop"):
-    """End a job; with `kill`, at once."""
+    """End a job; with `kill`, at once. failed: it ends as failed, not as stopped by request."""
 
     job: int
     reason: str
     kill: bool = False
+    failed: bool = False
 
 
 class RankUp(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="up"):

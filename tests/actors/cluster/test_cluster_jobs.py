@@ -206,7 +206,7 @@ def test_a_rank_that_fails_starts_again_where_it_was_until_that_happens_too_ofte
         t.up()
     t.down(1, -9)
     assert (t.job().phase, t.job().outcome) == (JobPhase.STOPPING, Outcome.FAILED)
-    assert t.job().reason == "more than 2 restarts within 10s; the last: rank1 failed: code -9"
+    assert t.job().reason == "more than 2 restarts within 10 s; the last: rank1 failed: code -9"
     t.down(0, 0)
     assert t.job().phase is JobPhase.ENDED
 
@@ -251,6 +251,17 @@ def test_shrinking_goes_on_without_the_lost_for_good() -> None:
     assert t.job().outcome is Outcome.SUCCEEDED and t.job().reason == "finished without rank0, rank1"
 
 
+def test_shrinking_to_nobody_ends_the_job() -> None:
+    t = Table(1)
+    t.submit(ranks_per_node=2, on_loss=OnLoss.SHRINK)
+    t.up()
+    t.down(0, -9)
+    t.down(1, -9)
+    job = t.job()
+    assert (job.phase, job.outcome) == (JobPhase.ENDED, Outcome.FAILED)
+    assert job.reason == "every rank was lost; the last reason: rank1: code -9"
+
+
 def test_shrinking_below_the_fewest_nodes_ends_the_job() -> None:
     t = Table(1, 2, 3)
     t.submit(nodes_min=2, nodes_max=2, on_loss=OnLoss.SHRINK)
@@ -291,6 +302,16 @@ def test_a_job_is_stopped_by_command() -> None:
     assert t.table.refusal(node, number - 1) == "job 1 has ended: enough"
     assert t.table.refusal(node, number) == "there is no job 5"
     assert t.table.refusal(node, 1) is None
+
+
+def test_a_command_can_end_a_job_as_failed() -> None:
+    t = Table(1)
+    t.submit()
+    t.up()
+    t.change((t.nodes[0], Stop(job=1, reason="it hangs", failed=True)))
+    t.down(0, -15)
+    assert (t.job().phase, t.job().outcome) == (JobPhase.ENDED, Outcome.FAILED)
+    assert t.job().reason == "it hangs"
 
 
 def test_a_command_is_applied_once() -> None:

@@ -230,9 +230,27 @@ def test_what_does_not_end_when_asked_is_killed() -> None:
     assert stopping == [e.Terminate(key=key_of(0)), SetTimer(at_ns=1 + GRACE_NS)]
     host = hosts.hosts[0]
     host.now_ns += GRACE_NS
-    assert host.put(TimerFired()) == [e.Kill(key=key_of(0))]
+    timer = SetTimer(at_ns=host.now_ns + derive().stop_kill_ns)
+    assert host.put(TimerFired()) == [e.Kill(key=key_of(0)), timer]
     (down,) = host.put(e.Exited(key=key_of(0), code=-9, reason="killed"))
     assert isinstance(down, e.ProposeOrder)
+
+
+def test_a_process_that_outlives_sigkill_is_named_and_not_waited_for() -> None:
+    hosts = Hosts(1, ranks_per_node=2)
+    hosts.up()
+    hosts.change((0, Stop(job=JOB, reason="enough", kill=True)))
+    first, second, timer = hosts.act(0)[0]
+    assert (first, second) == (e.Kill(key=key_of(0)), e.Kill(key=key_of(1)))
+    assert timer == SetTimer(at_ns=1 + derive().stop_kill_ns)
+    host = hosts.hosts[0]
+    host.now_ns = timer.at_ns
+    downs = [action.order for action in host.put(TimerFired()) if isinstance(action, e.ProposeOrder)]
+    hosts.change(*((0, down) for down in downs))
+    job = hosts.view.jobs.job(JOB)
+    assert job is not None and job.phase is JobPhase.ENDED
+    assert job.reason == "enough; still running after SIGKILL: rank0, rank1"
+    assert hosts.act(0)[0] == [], "the processes are still there"
 
 
 def test_when_its_life_ends_everything_is_killed_and_nothing_told() -> None:

@@ -11,8 +11,8 @@ import pytest
 from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
 
 

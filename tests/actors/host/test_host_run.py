@@ -14,6 +14,7 @@ import pytest
 from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import (
     HostEvent,
     RankDown,
@@ -22,7 +23,6 @@ from zbmd.actors.host.events import (
     RunResult,
     ViewChanged,
 )
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.rank.member import join
 from zbmd.actors.view import OnLoss, Outcome, RankState
 from zbmd.transport.errors import LocalProtocolError

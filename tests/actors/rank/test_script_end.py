@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from programs import PROGRAMS
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.process.exit import CALLBACKS_MAX, at_script_end, script_ended
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome

@@ -11,10 +11,10 @@ import pytest
 import uvloop
 from programs import PROGRAMS
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS
 from zbmd.actors.core.actor import Actor
 from zbmd.actors.host.events import RunResult
-from zbmd.actors.host.membership import MEMBERSHIP
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.replay.process_capture import CRASHES_KEPT_MAX, CaptureSettings, ProcessCapture
 from zbmd.actors.supervision.machine import SUPERVISION
@@ -95,7 +95,7 @@ def test_every_process_writes_a_log_that_replays(place: Path) -> None:
     verdicts = list(replay_log(place / "run.zlog", secrets={"cookie": COOKIE.encode()}))
     assert [verdict for verdict in verdicts if not isinstance(verdict, Identical)] == []
     machines = {declared.machine for log in logs.values() for declared in log.streams.values()}
-    assert {MEMBERSHIP.name, "hello", "link"} <= machines
+    assert {LOCAL_JOBS.name, "hello", "link"} <= machines
     assert not (place / "state").exists()
 
 

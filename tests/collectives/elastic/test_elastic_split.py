@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from programs import PROGRAMS
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 

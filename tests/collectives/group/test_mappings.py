@@ -11,8 +11,8 @@ from support.processes.kept_lines import Lines
 from support.processes.mapped_segments import mapped_segments
 from support.processes.one_killed import MODULES
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import Outcome
 
 PROGRAM = Path(__file__).parents[2] / "programs/collectives/mapped_after_loss.py"

@@ -11,7 +11,7 @@ from support.processes.kept_lines import Lines
 from support.processes.one_killed import run_and_kill_the_last
 
 import zbmd
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import Outcome
 from zbmd.collectives.programs.channels import SUBGROUPS_MAX
 from zbmd.transport.errors import LocalProtocolError, UserError

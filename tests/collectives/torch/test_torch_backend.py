@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.cli.launch import free_port
 

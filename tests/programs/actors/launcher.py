@@ -15,8 +15,8 @@ def main() -> int:
     """Run the script, and say once that the launcher has ended: a fork must not come this far."""
     import uvloop
 
+    from zbmd.actors.cluster.jobs.host import Host, HostConfig
     from zbmd.actors.host.events import RunResult
-    from zbmd.actors.host.supervisor import Host, HostConfig
 
     template = fork_template(["zbmd.actors.rank.member"], {**os.environ, "GIVEN": "yes"})
     assert template is not None

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from support.processes.kept_lines import Lines
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent, RankReport, RunResult
-from zbmd.actors.host.supervisor import ARENA_BYTES_DEFAULT, PRELOAD, Host, HostConfig
+from zbmd.actors.host.processes import PRELOAD
+from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT
 from zbmd.actors.view import OnLoss
 
 MODULES = (*PRELOAD, "zbmd.actors.core.system", "zbmd.collectives.group.group", "numpy.random")

@@ -38,7 +38,7 @@ SHARED: Final = (
     "pytest_asyncio.plugin",
     "uvloop",
     "zbmd.actors.cluster.node.node",
-    "zbmd.actors.host.supervisor",
+    "zbmd.actors.cluster.jobs.host",
     "zbmd.collectives.group.group",
     "zbmd.tools.chaos.small_job",
     "zbmd.transport.rdma.plane",

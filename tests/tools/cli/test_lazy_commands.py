@@ -45,7 +45,7 @@ def test_a_command_of_zbmd_imports_no_other(words: tuple[str, ...], others: tupl
 
 def test_a_command_of_a_node_imports_no_other() -> None:
     found = imported("zbmd.tools.node.cli", "status", "--help")
-    assert not {"zbmd.tools.doctor.command", "zbmd.actors.host.supervisor", "zbmd.tools.node.run"} & found
+    assert not {"zbmd.tools.doctor.command", "zbmd.actors.cluster.jobs.host", "zbmd.tools.node.run"} & found
 
 
 def choices(complaint: str) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 from support.processes.launcher import Launcher
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text

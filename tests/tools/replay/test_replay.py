@@ -73,7 +73,7 @@ def test_the_job_is_identical_kill_included(job: Path, capsys: pytest.CaptureFix
         "rank2#1",
     ]
     kinds = {v["kind"] for v in verdicts(found)}
-    assert kinds == {"membership", "hello", *OF_RANKS}
+    assert kinds == {"jobs", "hello", *OF_RANKS}
     assert sum(v["events"] for v in verdicts(found)) > 100
     endings = {p["process"]: p["ending"] for p in found["processes"]}
     assert [process for process, ending in endings.items() if ending] == ["rank1#1"]

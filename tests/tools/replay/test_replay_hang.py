@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from programs import PROGRAMS
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import Outcome
 from zbmd.tools.chaos.small_job import SHAPE, write_text

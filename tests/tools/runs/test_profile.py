@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli

@@ -264,9 +264,10 @@ MUTATIONS = [
         "commit",
         (
             Edit(
-                "zbmd.actors.host.membership:MembershipMachine._on_end",
-                "self._view_wanted = True",
-                "self._view_wanted = self._view_wanted or not normal or bool(self._unlinked)",
+                "zbmd.actors.cluster.state.job_rules:_down",
+                "return _with_rank(job, _ended(entry, SlotState.FINISHED))",
+                "left = _ended(entry, SlotState.FINISHED)\n        "
+                "return dataclasses.replace(job, ranks=_with_rank(job, left).ranks)",
             ),
         ),
         (RunOutcome.LIVENESS,),

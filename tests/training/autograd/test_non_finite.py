@@ -10,7 +10,7 @@ import pytest
 from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.tools.chaos.small_job import SHAPE, write_text
 from zbmd.training.autograd.non_finite_probe import (
     NonFiniteProbe,

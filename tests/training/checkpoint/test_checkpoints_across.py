@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.train.command import recipe_of

@@ -13,7 +13,7 @@ from programs import mesh_ranks
 from programs.mesh_ranks import Case
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.config import GPTConfig, TrainingConfig

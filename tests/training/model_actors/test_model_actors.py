@@ -12,9 +12,9 @@ import pytest
 from programs import flaky_job
 from support.devices.flaky_operators import Flaky
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.supervision.supervisor import Children, WhichChildren
 from zbmd.actors.system import ActorSystem
 from zbmd.training.autograd.array_module import Array

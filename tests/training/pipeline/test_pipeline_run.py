@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent
-from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss

@@ -12,7 +12,7 @@ import pytest
 from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.tools.chaos.small_job import SHAPE, write_text
 from zbmd.tools.train.command import recipe_of
 from zbmd.training import __main__ as training

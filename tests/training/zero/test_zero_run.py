@@ -11,7 +11,7 @@ import pytest
 from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text

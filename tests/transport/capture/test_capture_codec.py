@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.host import membership_events as host_events
+from zbmd.actors.cluster.jobs import node_events as jobs
+from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.supervision import machine as supervision
 from zbmd.collectives.commit import events as cm
 from zbmd.transport.capture.codec import UnionCodec, captured_name
@@ -27,9 +28,11 @@ from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.handshake import hello
 
+RANK_EVENTS = jobs.Forked | jobs.ForkFailed | jobs.Joined | jobs.Linked | jobs.LossProven | jobs.Exited
+"""Events of a node's jobs that may hold any values."""
 UNIONS = {
-    "host_events.Event": host_events.Event,
-    "host_events.Action": host_events.Action,
+    "jobs.Event": RANK_EVENTS,
+    "jobs.Action": jobs.Action,
     "supervision.Event": supervision.Event,
     "supervision.Action": supervision.Action,
     "commit.Event": cm.CommitEvent,
@@ -123,12 +126,12 @@ def test_a_union_has_one_fingerprint_in_every_process_and_order() -> None:
     prints = {name: UnionCodec[Any](union).fingerprint for name, union in UNIONS.items()}
     assert len(set(prints.values())) == len(UNIONS)
     code = (
-        "from zbmd.actors.host import membership_events as host_events\n"
+        "from zbmd.actors.cluster.jobs import node_events as jobs\n"
         "from zbmd.transport.capture.codec import UnionCodec\n"
-        "print(UnionCodec(host_events.Action).fingerprint)"
+        "print(UnionCodec(jobs.Action).fingerprint)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == prints["host_events.Action"]
+    assert run.stdout.strip() == prints["jobs.Action"]
     assert UnionCodec[Any](Held | Tally).fingerprint == UnionCodec[Any](Tally | Held).fingerprint
 
 
@@ -256,7 +259,7 @@ def test_a_union_that_no_log_can_hold_is_refused_at_once(union: object) -> None:
     | st.recursive(st.none() | INTEGERS | TEXTS, st.lists).map(msgspec.msgpack.encode)
 )
 def test_what_is_no_event_gives_a_typed_error(data: bytes, tag: str) -> None:
-    codec: UnionCodec[host_events.Event] = UnionCodec(host_events.Event)
+    codec: UnionCodec[jobs.Event] = UnionCodec(jobs.Event)
     with pytest.raises(CaptureMismatch):
         codec.decode(tag, data)
 
@@ -278,11 +281,11 @@ def test_an_error_is_only_built_of_the_declared_kind(error: object) -> None:
 
 
 def test_what_does_not_fit_into_a_log_is_told() -> None:
-    codec: UnionCodec[host_events.Event] = UnionCodec(host_events.Event)
+    codec: UnionCodec[jobs.Event] = UnionCodec(jobs.Event)
     with pytest.raises(CaptureMismatch):
-        codec.encode(host_events.Forked(rank=1 << 70, incarnation=1))
+        codec.encode(jobs.Forked(key=RankKey(1, 1 << 70, 1)))
     with pytest.raises(CaptureMismatch):
-        codec.encode(host_events.ForkFailed(rank=1, incarnation=1, reason="\udc80"))
+        codec.encode(jobs.ForkFailed(key=RankKey(1, 1, 1), reason="\udc80"))
     stranger: Any = supervision.ChildStarted(child="x")
     with pytest.raises(CaptureMismatch):
         codec.tag(stranger)

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from zbmd.actors.cluster import messages as cluster
+from zbmd.actors.cluster.jobs import node_events as jobs
+from zbmd.actors.cluster.jobs.local_port import ALONE, THIS_HOST, after_order
 from zbmd.actors.cluster.membership.capture_kind import cluster_config
-from zbmd.actors.cluster.state.job_table import JobSpec, Submit
+from zbmd.actors.cluster.state.job_table import JobSpec, RankUp, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.host import membership_events as host_events
 from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.view import MemberId
 from zbmd.collectives.commit import events as cm
@@ -33,7 +34,7 @@ from zbmd.tools.replay.players import (
     CLUSTER,
     ELASTIC_TAGS,
     HELLO,
-    MEMBERSHIP,
+    LOCAL_JOBS,
     MIRROR,
     REPAIR,
     STAGE,
@@ -65,7 +66,6 @@ COMMANDS: tuple[list[str], ...] = (
     ["--export", "perfetto", "{out}"],
     ["--json"],
 )
-MEMBERSHIP_CONFIG = {"world_size": 2, "on_loss": "replace", "restarts_max": 3, "period_ns": 10**9}
 MEMBERS = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
 EventT = TypeVar("EventT")
 ActionT = TypeVar("ActionT")
@@ -87,7 +87,7 @@ async def _record(directory: Path) -> None:
     origin = capture.Origin(process="rank0", incarnation=1, job=wires.JOB, contracts={"a/1": "00"})
     log = capture.LogRecorder(directory, origin, capture.Clocks(hybrid=HybridClock()))
     _record_hello(log)
-    _record_membership(log)
+    _record_jobs(log)
     _record_commit(log)
     _record_repair(log)
     _record_tags(log)
@@ -141,13 +141,20 @@ def _play(
     return tap
 
 
-def _record_membership(log: capture.Recorder) -> capture.Tap[host_events.Event, host_events.Action]:
-    events: list[host_events.Event] = [host_events.StartRequested()]
-    events += [host_events.Forked(rank=rank, incarnation=1) for rank in range(2)]
-    events += [host_events.Joined(rank=rank, incarnation=1, address=f"a{rank}") for rank in range(2)]
-    events += [host_events.Linked(rank=rank, incarnation=1, epoch=1) for rank in range(2)]
-    events += [host_events.LossProven(rank=1, incarnation=1)]
-    return _play(log, MEMBERSHIP, "host", MEMBERSHIP_CONFIG, events)
+def _record_jobs(log: capture.Recorder) -> capture.Tap[jobs.Event, jobs.Action]:
+    keys = [jobs.RankKey(wires.JOB, rank, 1) for rank in range(2)]
+    spec = JobSpec(job=wires.JOB, target="job.py", ranks_per_node=2)
+    views = [after_order(ALONE, Submit(spec=spec), elapsed_ns=0)]
+    for key in keys:
+        up = RankUp(job=key.job, rank=key.rank, incarnation=1, address=f"a{key.rank}")
+        views.append(after_order(views[-1], up, elapsed_ns=1))
+    events: list[jobs.Event] = [jobs.IncarnationBegan(me=THIS_HOST.key), jobs.ViewActedOn(view=views[0])]
+    events += [jobs.Forked(key=key) for key in keys]
+    events += [jobs.Joined(key=key, address=f"a{key.rank}") for key in keys]
+    events += [jobs.ViewActedOn(view=view) for view in views[1:]]
+    events += [jobs.Linked(key=key, epoch=1) for key in keys]
+    events += [jobs.LossProven(key=keys[1])]
+    return _play(log, LOCAL_JOBS, "jobs", {}, events)
 
 
 def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.CommitAction]:
@@ -315,7 +322,7 @@ def _machines() -> tuple[tuple[MachineKind[Any, Any], dict[str, Any], object], .
     origin = capture.Origin(process="rank0", incarnation=1)
     ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))
     return (
-        (MEMBERSHIP, MEMBERSHIP_CONFIG, _record_membership(ring).machine),
+        (LOCAL_JOBS, {}, _record_jobs(ring).machine),
         (STEP_COMMIT, COMMIT_CONFIG, _record_commit(ring).machine),
         (REPAIR, {"rank": 0}, _record_repair(ring).machine),
         (ELASTIC_TAGS, {"rank": 0}, _record_tags(ring).machine),

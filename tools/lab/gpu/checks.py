@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from zbmd.actors.host.supervisor import HostConfig
+from zbmd.actors.cluster.jobs.host import HostConfig
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.run_ranks import run_ranks

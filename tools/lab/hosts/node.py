@@ -33,7 +33,7 @@ from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.actors.cluster.state.job_table import JobSpec, Submit
 from zbmd.actors.host.events import HostEvent, RankDown, RankReport, RankStarted
 from zbmd.actors.host.links import host_identity
-from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.output import OutputLine, emit_plainly
 from zbmd.tools.cli.options import script_parser
 from zbmd.transport.capture.log import RingRecorder

@@ -80,7 +80,7 @@ MODULES: Final = (
     "uvloop",
     "numpy.random",
     "zbmd.actors.cluster.node.node",
-    "zbmd.actors.host.supervisor",
+    "zbmd.actors.cluster.jobs.host",
     "zbmd.actors.process.template",
     "zbmd.collectives.group.group",
     "zbmd.tools.chaos.small_job",

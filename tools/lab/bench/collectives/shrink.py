@@ -18,7 +18,7 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.host.supervisor import HostConfig
+from zbmd.actors.cluster.jobs.host import HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.cli.options import script_parser

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from zbmd.actors.host.supervisor import HostConfig
+from zbmd.actors.cluster.jobs.host import HostConfig
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join

@@ -1,0 +1,229 @@
+"""A job on this host alone: `Host` runs it to its end, as the only job of a cluster of one node.
+
+The machines of a cluster's jobs make every decision (`state.job_rules`, `node_machine`) and their driver
+forks, signals and sends (`node_driver`). What is added here is what the owner of one run wants of it: its
+events in order, a result, and the last records of a run that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE, shown_state
+from zbmd.actors.cluster.jobs.local_port import LocalPort
+from zbmd.actors.cluster.jobs.node_driver import DRAIN_S_MAX, JobHost
+from zbmd.actors.cluster.jobs.node_events import RankKey
+from zbmd.actors.cluster.state.job_table import REASON_CHARACTERS_MAX, Job, JobSpec, Stop, Submit
+from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
+from zbmd.actors.hangs.verdict import OnHang
+from zbmd.actors.host.events import EventQueue, HostEvent, Observer, RankInfo, RunResult
+from zbmd.actors.host.links import host_identity
+from zbmd.actors.host.processes import PRELOAD
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.output import OutputSink
+from zbmd.actors.process.template_client import TemplateLost
+from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, OFF, PROGRESS_DEADLINE_VARIABLE
+from zbmd.actors.rank.host_contracts import NodeStatus
+from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
+from zbmd.actors.view import OnLoss, Outcome, RankState
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.host import process as descriptors
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """One job. `target`: a script's path, or with `is_module` a module's name.
+
+    preload: modules that the template imports before it forks; environment: variables for the ranks beside
+    those of this process, of which the host reads those that `zbmd.actors.replay.process_capture` names;
+    restart_window_s: the window that `max_restarts` counts in; recovery_budget_ns: what all deadlines are
+    derived from; progress_deadline_ns: what makes no progress for so long is reported, 0 is never.
+    """
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    world_size: int
+    on_loss: OnLoss = OnLoss.REPLACE
+    max_restarts: int = 3
+    restart_window_s: float = 60.0
+    arena_bytes: int = ARENA_BYTES_DEFAULT
+    recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
+    progress_deadline_ns: int = PROGRESS_DEADLINE_NS_DEFAULT
+    on_hang: OnHang = OnHang.REPORT
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    preload: Sequence[str] = PRELOAD
+
+    def spec(self, job: int) -> JobSpec:
+        """Return the job as a cluster of one node is given it."""
+        deadline_ns = self.progress_deadline_ns
+        environment = {
+            **self.environment,
+            PROGRESS_DEADLINE_VARIABLE: f"{deadline_ns}ns" if deadline_ns else OFF,
+            ON_HANG_VARIABLE: self.on_hang.value,
+        }
+        return JobSpec(
+            job=job,
+            target=self.target,
+            is_module=self.is_module,
+            arguments=self.arguments,
+            environment=tuple(environment.items()),
+            ranks_per_node=self.world_size,
+            on_loss=self.on_loss,
+            max_restarts=self.max_restarts,
+            restart_window_ns=round(self.restart_window_s * SECOND_NS),
+            arena_bytes=self.arena_bytes,
+            recovery_budget_ns=self.recovery_budget_ns,
+        )
+
+
+class Host:
+    """Runs one job to its end. Use on the main thread: the template and all ranks die with it.
+
+    output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
+    that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same; template: one
+    that was forked for this job (`zbmd.actors.process.early_template`), which the host then owns.
+    """
+
+    def __init__(
+        self,
+        config: HostConfig,
+        *,
+        output: OutputSink | None = None,
+        observer: Observer | None = None,
+        template: EarlyTemplate | None = None,
+    ) -> None:
+        self.config = config
+        self.job = secrets.randbits(63) | 1
+        self._output = output
+        self._observer = observer
+        self._early = template
+        self._port = LocalPort()
+        self._jobs: JobHost | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether any rank has been forked."""
+        infos = self.ranks.values()
+        return any(info.state is not RankState.WAITING or info.incarnation > 1 for info in infos)
+
+    @property
+    def ranks(self) -> dict[int, RankInfo]:
+        """Each rank's current process."""
+        job = self._port.view.jobs.job(self.job)
+        local = None if self._jobs is None else self._jobs.local(self.job)
+        infos: dict[int, RankInfo] = {}
+        for entry in () if job is None else job.ranks:
+            rank, incarnation, state = entry.rank, entry.incarnation, shown_state(entry, local)
+            key = RankKey(self.job, rank, incarnation)
+            process = None if self._jobs is None else self._jobs.process(key)
+            pid = process.pid if process is not None else 0
+            infos[rank] = RankInfo(rank=rank, incarnation=incarnation, pid=pid, state=state)
+        return infos
+
+    def send_signal(self, rank: int, number: signal.Signals) -> bool:
+        """Send a signal to the rank's current process; return False if there is none."""
+        info = self.ranks.get(rank)
+        if self._jobs is None or info is None:
+            return False
+        return self._jobs.send_signal(RankKey(self.job, rank, info.incarnation), number)
+
+    def stop(self, reason: str, *, kill: bool = False) -> None:
+        """End the run: SIGTERM, then SIGKILL after the grace period, or with `kill` at once."""
+        if self._jobs is not None:
+            self._stop(reason, kill=kill, failed=False)
+
+    async def status(self) -> NodeStatus:
+        """Return what `zbmd-node status` shows of this host."""
+        assert self._jobs is not None
+        return await self._jobs.status(self.job)
+
+    async def run(self) -> RunResult:
+        """Run the job to its end and give back everything: processes, sockets, descriptors, threads.
+
+        Raises `UserError` on what cannot be asked for and `TemplateLost` if the template does not start.
+        """
+        identity, clock = host_identity(self.job), HybridClock()
+        settings = CaptureSettings.read({**os.environ, **self.config.environment}, job=self.job)
+        capture = ProcessCapture(identity, clock, settings)
+        try:
+            result = await self._run(clock, capture.recorder)
+            if result.outcome is Outcome.FAILED and result.exit_code != USAGE_EXIT_CODE:
+                written = capture.dump(f"the run failed: {result.reason}")
+                result = dataclasses.replace(result, last_records=written)
+        except BaseException as error:
+            capture.failed(error)
+            raise
+        finally:
+            capture.close("the run is over")
+        return result
+
+    async def _run(self, clock: HybridClock, recorder: Recorder) -> RunResult:
+        descriptors.make_room(self.config.world_size)
+        self._port.command(Submit(spec=self.config.spec(self.job)))
+        events: EventQueue[HostEvent] = EventQueue(self._observer)
+        async with events.observed():
+            self._jobs = JobHost(
+                self._port,
+                recorder=recorder,
+                clock=clock,
+                output=self._output,
+                listen_host=None,
+                preload=self.config.preload,
+                on_event=lambda _, event: events.put(event),
+                template=self._early,
+                on_template_lost=self._template_lost,
+            )
+            try:
+                await self._jobs.open()
+                job = await self._end(self._jobs, events)
+                await self._jobs.settle()
+                with contextlib.suppress(TimeoutError):  # do not wait for a stalled terminal
+                    await asyncio.wait_for(events.settle(), DRAIN_S_MAX)
+            finally:
+                await self._jobs.close()
+        return result_of(job, events)
+
+    async def _end(self, jobs: JobHost, events: EventQueue[HostEvent]) -> Job:
+        """Wait for the end of the job. Raises what the observer or a bug of the driver raises."""
+        end, bug = self._port.end_of(self.job), asyncio.ensure_future(jobs.failed())
+        ends: list[asyncio.Future[Any]] = [end, bug, events.failed]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for failed in (bug, events.failed):
+                if failed.done() and not end.done():
+                    failed.result()
+            return end.result()
+        finally:
+            bug.cancel()
+
+    def _template_lost(self, error: TemplateLost) -> None:
+        self._stop(str(error), kill=True, failed=True)
+
+    def _stop(self, reason: str, *, kill: bool, failed: bool) -> None:
+        cut = reason[:REASON_CHARACTERS_MAX]
+        self._port.command(Stop(job=self.job, reason=cut, kill=kill, failed=failed))
+
+
+def result_of(job: Job, events: EventQueue[HostEvent] | EventQueue[HostEvent | str]) -> RunResult:
+    """Return the result of a run whose job has ended."""
+    assert job.outcome is not None
+    usage = any(failure.code == USAGE_EXIT_CODE for failure in events.failures)
+    return RunResult(
+        outcome=job.outcome,
+        reason=job.reason,
+        exit_code=USAGE_EXIT_CODE if job.exit_code and usage else job.exit_code,
+        restarts=job.restarts_total,
+        failures=tuple(events.failures),
+        reports_dropped=events.reports_dropped,
+    )

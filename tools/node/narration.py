@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
-from zbmd.actors.cluster.jobs.host import result_of
+from zbmd.actors.cluster.jobs.host import result_of, with_records
 from zbmd.actors.cluster.state.job_table import Job
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.host.events import (
@@ -30,6 +30,7 @@ from zbmd.actors.host.events import (
 )
 from zbmd.actors.host.processes import resident_bytes
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.replay.process_capture import ProcessCapture
 from zbmd.actors.view import Outcome, RankState
 from zbmd.tools.cli.console import Console, Progress, Recovery
 
@@ -80,11 +81,11 @@ class RunTeller:
         async with asyncio.timeout(TOLD_S_MAX):
             await self._events.settle()
 
-    async def over(self, job: Job) -> None:
-        """Report how the job ended, if it has; the final report."""
+    async def over(self, job: Job, capture: ProcessCapture) -> None:
+        """Report how the job ended, if it has; the final report. capture: of this process."""
         match job.outcome:
             case Outcome.FAILED:
-                await self._story.failed(result_of(job, self._events))
+                await self._story.failed(with_records(result_of(job, self._events), capture))
             case Outcome.STOPPED:
                 await self._console.note(f"stopped: {job.reason}")
             case _:

@@ -139,8 +139,13 @@ def host_variables(settings: Settings) -> dict[str, str]:
 
 
 def host_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
-    """The host's configuration for a job. variables: more of them for the ranks."""
-    environment = {**variables, **host_variables(settings)}
+    """Return the configuration of a job on this host alone. variables: more of them for the ranks."""
+    return job_config(job, settings, {**variables, **host_variables(settings)})
+
+
+def job_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
+    """Return the configuration of a job's part on one host. variables: for the ranks."""
+    environment = dict(variables)
     if settings["data"] is not None:
         environment["ZBMD_DATA"] = settings["data"]
     return HostConfig(

@@ -21,7 +21,6 @@ from zbmd.actors.bootstrap.founding import configured, joining, node_id_of, node
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
 from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.code_digest import code_of
-from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.jobs.single_job import ONE_JOB
 from zbmd.actors.cluster.node.actors import NodeActors
@@ -37,14 +36,20 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED
-from zbmd.actors.rank.environment import OFF, PROGRESS_DEADLINE_VARIABLE
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.narration import RunTeller
-from zbmd.tools.node.run import MORE_PRELOADS, STOP_SIGNALS, JobCommand, host_variables, own_modules
+from zbmd.tools.node.run import (
+    MORE_PRELOADS,
+    STOP_SIGNALS,
+    JobCommand,
+    host_variables,
+    job_config,
+    own_modules,
+)
 from zbmd.tools.node.store import with_store
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import SECOND_NS
@@ -95,26 +100,12 @@ def spec_of(plan: NodeRun) -> JobSpec:
         join_address.port != settings["master_port"] for join_address in plan.bootstrap.join_addresses
     ):
         environment["MASTER_PORT"] = str(settings["master_port"])
-    deadline_s = settings["progress_deadline"]
-    environment[PROGRESS_DEADLINE_VARIABLE] = f"{deadline_s:g}s" if deadline_s else OFF
-    environment[ON_HANG_VARIABLE] = settings["on_hang"].value
-    if settings["data"] is not None:
-        environment["ZBMD_DATA"] = settings["data"]
-    spec = JobSpec(
-        job=job_id(plan.bootstrap),
+    spec = dataclasses.replace(
+        job_config(job, settings, environment).spec(job_id(plan.bootstrap)),
         target=job.target if job.is_module else str(Path(job.target).absolute()),
-        is_module=job.is_module,
-        arguments=job.arguments,
-        environment=tuple(sorted(environment.items())),
         code=code_of(job.target, is_module=job.is_module),
-        ranks_per_node=settings["nproc_per_node"],
         nodes_min=nodes.least,
         nodes_max=nodes.most,
-        on_loss=settings["on_loss"],
-        max_restarts=settings["max_restarts"],
-        restart_window_ns=round(settings["restart_window"] * SECOND_NS),
-        arena_bytes=settings["arena"],
-        recovery_budget_ns=round(settings["recovery_budget"] * SECOND_NS),
     )
     if problem := spec.problem():
         raise UserError(
@@ -230,7 +221,7 @@ class _NodeRun:
         memory = EphemeralNodeState(node_id_of(plan.bootstrap.node, founds=founds))
         local = local_variables(plan)
         self._clock = HybridClock()
-        captured = CaptureSettings.read(local, job=0)
+        captured = CaptureSettings.read(local, job=spec.job)
         self._capture = node_capture(config.name, self._clock, captured)
         self._tap = Tap(self._capture.recorder, ONE_JOB, "one job", self.machine, about)
         self._node = ClusterNode(dataclasses.replace(config, capture=captured), memory, self._hear)
@@ -268,7 +259,7 @@ class _NodeRun:
                 with contextlib.suppress(TimeoutError):
                     await self._teller.told()
                 if (job := self.machine.job) is not None:
-                    await self._teller.over(job)
+                    await self._teller.over(job, self._capture)
                 return code
         except BaseException as error:
             self._capture.failed(error)

@@ -77,7 +77,7 @@ class HostConfig:
             target=self.target,
             is_module=self.is_module,
             arguments=self.arguments,
-            environment=tuple(environment.items()),
+            environment=tuple(sorted(environment.items())),
             ranks_per_node=self.world_size,
             on_loss=self.on_loss,
             max_restarts=self.max_restarts,
@@ -157,16 +157,12 @@ class Host:
         settings = CaptureSettings.read({**os.environ, **self.config.environment}, job=self.job)
         capture = ProcessCapture(identity, clock, settings)
         try:
-            result = await self._run(clock, capture.recorder)
-            if result.outcome is Outcome.FAILED and result.exit_code != USAGE_EXIT_CODE:
-                written = capture.dump(f"the run failed: {result.reason}")
-                result = dataclasses.replace(result, last_records=written)
+            return with_records(await self._run(clock, capture.recorder), capture)
         except BaseException as error:
             capture.failed(error)
             raise
         finally:
             capture.close("the run is over")
-        return result
 
     async def _run(self, clock: HybridClock, recorder: Recorder) -> RunResult:
         descriptors.make_room(self.config.world_size)
@@ -227,3 +223,10 @@ def result_of(job: Job, events: EventQueue[HostEvent] | EventQueue[HostEvent | s
         failures=tuple(events.failures),
         reports_dropped=events.reports_dropped,
     )
+
+
+def with_records(result: RunResult, capture: ProcessCapture) -> RunResult:
+    """Return the result with the place of our last records, which are written if the run failed."""
+    if result.outcome is not Outcome.FAILED or result.exit_code == USAGE_EXIT_CODE:
+        return result
+    return dataclasses.replace(result, last_records=capture.dump(f"the run failed: {result.reason}"))

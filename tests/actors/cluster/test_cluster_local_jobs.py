@@ -242,7 +242,7 @@ def test_a_process_that_outlives_sigkill_is_named_and_not_waited_for() -> None:
     hosts.change((0, Stop(job=JOB, reason="enough", kill=True)))
     first, second, timer = hosts.act(0)[0]
     assert (first, second) == (e.Kill(key=key_of(0)), e.Kill(key=key_of(1)))
-    assert timer == SetTimer(at_ns=1 + derive().stop_kill_ns)
+    assert isinstance(timer, SetTimer) and timer.at_ns == 1 + derive().stop_kill_ns
     host = hosts.hosts[0]
     host.now_ns = timer.at_ns
     downs = [action.order for action in host.put(TimerFired()) if isinstance(action, e.ProposeOrder)]

@@ -31,7 +31,7 @@ from zbmd.actors.host.events import (
 from zbmd.actors.host.processes import resident_bytes
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.actors.replay.process_capture import ProcessCapture
-from zbmd.actors.view import Outcome, RankState
+from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console, Progress, Recovery
 
 # Reports of a run over several nodes: of this node, of its ranks, and how the job ended.
@@ -43,10 +43,9 @@ TOLD_S_MAX: Final = 1.0
 class RunTeller:
     """Tells events in their order, without holding up whoever has them. Use within `telling`."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, ranks: Callable[[], dict[int, RankInfo]]) -> None:
         self._console = console
-        self._ranks: dict[int, RankInfo] = {}
-        self._story = RunNarrator(console, lambda: self._ranks)
+        self._story = RunNarrator(console, ranks)
         self._events: EventQueue[HostEvent | str] = EventQueue(self._tell)
 
     def say(self, text: str) -> None:
@@ -55,15 +54,6 @@ class RunTeller:
 
     def happened(self, event: HostEvent) -> None:
         """Something happened to a rank of this node."""
-        match event:
-            case RankStarted(rank=rank, incarnation=incarnation, pid=pid):
-                self._ranks[rank] = RankInfo(
-                    rank=rank, incarnation=incarnation, pid=pid, state=RankState.STARTING
-                )
-            case RankDown():
-                self._ranks.pop(event.rank, None)
-            case _:
-                pass
         self._events.put(event)
 
     @asynccontextmanager

@@ -205,7 +205,7 @@ class _NodeRun:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
-        self._teller = RunTeller(console)
+        self._teller = RunTeller(console, lambda: self._jobs.ranks(spec.job))
         self._members: tuple[Node, ...] = ()
         self._compared = False
         about: dict[str, int] = {

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE, shown_state
+from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.jobs.local_port import LocalPort
 from zbmd.actors.cluster.jobs.node_driver import DRAIN_S_MAX, JobHost
 from zbmd.actors.cluster.jobs.node_events import RankKey
@@ -119,17 +119,8 @@ class Host:
 
     @property
     def ranks(self) -> dict[int, RankInfo]:
-        """Each rank's current process."""
-        job = self._port.view.jobs.job(self.job)
-        local = None if self._jobs is None else self._jobs.local(self.job)
-        infos: dict[int, RankInfo] = {}
-        for entry in () if job is None else job.ranks:
-            rank, incarnation, state = entry.rank, entry.incarnation, shown_state(entry, local)
-            key = RankKey(self.job, rank, incarnation)
-            process = None if self._jobs is None else self._jobs.process(key)
-            pid = process.pid if process is not None else 0
-            infos[rank] = RankInfo(rank=rank, incarnation=incarnation, pid=pid, state=state)
-        return infos
+        """Each rank's current process; none before the template is ready."""
+        return {} if self._jobs is None else self._jobs.ranks(self.job)
 
     def send_signal(self, rank: int, number: signal.Signals) -> bool:
         """Send a signal to the rank's current process; return False if there is none."""

@@ -27,9 +27,9 @@ from zbmd.actors.cluster.contracts import (
 )
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.node_events import RankKey
-from zbmd.actors.cluster.jobs.node_machine import LocalJob, ProcessState
+from zbmd.actors.cluster.jobs.node_machine import LocalJob
 from zbmd.actors.cluster.local_deaths import boot_id
-from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, SlotState
+from zbmd.actors.cluster.state.job_table import Job, JobSpec
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
@@ -49,9 +49,9 @@ from zbmd.actors.hangs.verdict import (
     Ticked,
 )
 from zbmd.actors.hangs.wire import cut
-from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.host.events import HostEvent, RankInfo, RankReport
 from zbmd.actors.host.links import HostLinks, host_address, host_identity
-from zbmd.actors.host.processes import RankProcess, resident_bytes
+from zbmd.actors.host.processes import resident_bytes
 from zbmd.actors.process.template import ForkRequest
 from zbmd.actors.rank.environment import RankEnvironment, port_of_job, progress_deadline_ns
 from zbmd.actors.rank.host_contracts import (
@@ -204,20 +204,6 @@ class HangRelay:
 log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
 
 ON_HANG_VARIABLE: Final = "ZBMD_ON_HANG"
-_SHOWN: Final = {
-    ProcessState.FORKING: RankState.WAITING,
-    ProcessState.STARTED: RankState.STARTING,
-    ProcessState.JOINED: RankState.JOINED,
-}
-_ENDED: Final = {SlotState.FINISHED: RankState.FINISHED, SlotState.LOST: RankState.LOST}
-
-
-def shown_state(entry: RankEntry, local: LocalJob | None) -> RankState:
-    """Return the state of a rank that this node runs or ran, for people."""
-    if entry.state in _ENDED:
-        return _ENDED[entry.state]
-    process = None if local is None else local.processes.get((entry.rank, entry.incarnation))
-    return RankState.WAITING if process is None else _SHOWN[process.state]
 
 
 def memory_domain() -> str:
@@ -243,12 +229,8 @@ class JobHandler(Protocol):
         """Return the machine's state of the job."""
         ...
 
-    def entries(self, job: int) -> tuple[RankEntry, ...]:
-        """Return the job's ranks as the table has them; none for a job that is not in it."""
-        ...
-
-    def process(self, key: RankKey) -> RankProcess | None:
-        """Return a process that is not reaped yet."""
+    def ranks(self, job: int) -> dict[int, RankInfo]:
+        """Return the current processes of the ranks that this node runs or ran."""
         ...
 
     def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
@@ -295,7 +277,6 @@ class HostedJob:
         finder: RouteTable | None = None,
     ) -> None:
         self._finder = finder
-        self._node = node
         self.spec = spec
         self._captured = {} if captures is None else {CAPTURE_VARIABLE: str(captures / f"job-{spec.job:x}")}
         # Two clusters of one host may call nodes and jobs alike.
@@ -419,27 +400,22 @@ class HostedJob:
 
     async def status(self) -> NodeStatus:
         """See `HostHandler`."""
-        local, entries = self._handler.local(self.spec.job), self._handler.entries(self.spec.job)
-        own = [entry for entry in entries if entry.node is not None and entry.node.id == self._node.id]
-        states = {entry.rank: shown_state(entry, local) for entry in own}
-        joined = [rank for rank, state in states.items() if state is RankState.JOINED]
+        local, infos = self._handler.local(self.spec.job), self._handler.ranks(self.spec.job)
+        joined = [rank for rank, info in infos.items() if info.state is RankState.JOINED]
         names = await asyncio.gather(*(self.links.actors(rank) for rank in joined))
         actors = dict(zip(joined, names, strict=True))
-        ranks: list[RankStatus] = []
-        for entry in own:
-            found = self._handler.process(self._key(entry.rank, entry.incarnation))
-            pid = 0 if found is None else found.pid
-            ranks.append(
-                RankStatus(
-                    rank=entry.rank,
-                    pid=pid,
-                    incarnation=entry.incarnation,
-                    state=states[entry.rank].value,
-                    restarts=entry.incarnation - 1,
-                    memory_bytes=resident_bytes(pid),
-                    actors=actors.get(entry.rank),
-                )
+        ranks = tuple(
+            RankStatus(
+                rank=info.rank,
+                pid=info.pid,
+                incarnation=info.incarnation,
+                state=info.state.value,
+                restarts=info.incarnation - 1,
+                memory_bytes=resident_bytes(info.pid),
+                actors=actors.get(info.rank),
             )
+            for info in infos.values()
+        )
         return NodeStatus(
             address=self.address,
             pid=os.getpid(),
@@ -450,7 +426,7 @@ class HostedJob:
             restarts=sum(rank.restarts for rank in ranks),
             uptime_s=(time.monotonic_ns() - self._began_ns) / 1e9,
             hangs=() if self._hangs is None else tuple(notice.text for notice in self._hangs.notices),
-            ranks=tuple(ranks),
+            ranks=ranks,
         )
 
     # -- hangs, also on other hosts --------------------------------------------------------------------------

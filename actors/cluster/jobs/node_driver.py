@@ -19,7 +19,7 @@ from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.code_digest import check_code
 from zbmd.actors.cluster.jobs.hosted_job import HostedJob
 from zbmd.actors.cluster.jobs.node_events import RankKey
-from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs
+from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs, ProcessState
 from zbmd.actors.cluster.port import ClusterPort
 from zbmd.actors.cluster.state.job_table import (
     REASON_CHARACTERS_MAX,
@@ -35,7 +35,7 @@ from zbmd.actors.cluster.state.job_table import (
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, host_of_first_rank
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host.events import HostEvent, RankStarted, ViewChanged, log_hang
+from zbmd.actors.host.events import HostEvent, RankInfo, RankStarted, ViewChanged, log_hang
 from zbmd.actors.host.processes import PRELOAD, RankProcess, RankProcesses
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
@@ -43,6 +43,7 @@ from zbmd.actors.process.output import LineWriter, OutputSink
 from zbmd.actors.process.template_client import TemplateLost
 from zbmd.actors.rank.host_contracts import EnterView, MemberDown, NodeStatus, ViewInstalled
 from zbmd.actors.routing.routes import RouteTable
+from zbmd.actors.view import RankState
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock
@@ -216,7 +217,7 @@ class JobHost:
             case e.Close(job=job):
                 self._close_job(job)
             case e.Fork(key=key):
-                self._task(self._forks, self._fork(key))
+                self._fork(key)
             case e.InstallView(job=job, view=view, to=to):
                 self._jobs[job].links.send(to, ViewInstalled(view=view))
             case e.EnterView(job=job, epoch=epoch, to=to):
@@ -282,20 +283,27 @@ class JobHost:
     def _close_job(self, job: int) -> None:
         self._task(self._closing, _close_once_open(self._opened.pop(job), self._jobs.pop(job)))
 
-    async def _fork(self, key: RankKey) -> None:
-        """Fork a rank once the job's links and the template are ready."""
+    def _fork(self, key: RankKey) -> None:
+        """Fork a rank as soon as the job's links and the template are ready: at once for a replacement."""
+        needed: list[asyncio.Task[Any]] = [self._opened[key.job]]
+        needed += [self._template] if self._template is not None else []
+        if not all(task.done() for task in needed):
+            self._task(self._forks, self._fork_after(key, needed))
+            return
         try:
-            hosted = self._jobs[key.job]
-            await asyncio.shield(self._opened[key.job])
+            self._opened[key.job].result()
             if self._template is None:
                 raise TemplateLost(
                     f"the template process ended {self._templates_lost} times in a row on this node"
                 )
-            processes = await asyncio.shield(self._template)
             master_host = host_of_first_rank(self._port.view, key.job)
-            processes.fork(hosted.request(key, master_host=master_host))
+            self._template.result().fork(self._jobs[key.job].request(key, master_host=master_host))
         except (ZbmdError, OSError) as error:
             self.put(e.ForkFailed(key=key, reason=str(error)))
+
+    async def _fork_after(self, key: RankKey, needed: Sequence[asyncio.Task[Any]]) -> None:
+        await asyncio.wait(needed)
+        self._fork(key)
 
     def _task(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -308,13 +316,23 @@ class JobHost:
         """See `JobHandler`."""
         return self._machine.jobs.get(job)
 
-    def entries(self, job: int) -> tuple[RankEntry, ...]:
-        """See `JobHandler`."""
-        found = self._port.view.jobs.job(job)
-        return () if found is None else found.ranks
+    def ranks(self, job: int) -> dict[int, RankInfo]:
+        """Return the current processes of the ranks that this node runs or ran, also as a `JobHandler`."""
+        found, local = self._port.view.jobs.job(job), self._machine.jobs.get(job)
+        infos: dict[int, RankInfo] = {}
+        for entry in () if found is None else found.ranks:
+            if entry.node is None or self._me is None or entry.node.id != self._me.id:
+                continue
+            process = self._process(RankKey(job, entry.rank, entry.incarnation))
+            infos[entry.rank] = RankInfo(
+                rank=entry.rank,
+                incarnation=entry.incarnation,
+                pid=0 if process is None else process.pid,
+                state=_shown_state(entry, local),
+            )
+        return infos
 
-    def process(self, key: RankKey) -> RankProcess | None:
-        """See `JobHandler`."""
+    def _process(self, key: RankKey) -> RankProcess | None:
         if self._processes is None:
             return None
         return self._processes.find((key.job, key.rank, key.incarnation))
@@ -426,6 +444,22 @@ class JobHost:
             self._start_template()
         else:
             self._template = None
+
+
+_SHOWN: Final = {
+    ProcessState.FORKING: RankState.WAITING,
+    ProcessState.STARTED: RankState.STARTING,
+    ProcessState.JOINED: RankState.JOINED,
+}
+_ENDED: Final = {SlotState.FINISHED: RankState.FINISHED, SlotState.LOST: RankState.LOST}
+
+
+def _shown_state(entry: RankEntry, local: LocalJob | None) -> RankState:
+    """Return the state of a rank that this node runs or ran, for people."""
+    if entry.state in _ENDED:
+        return _ENDED[entry.state]
+    process = None if local is None else local.processes.get((entry.rank, entry.incarnation))
+    return RankState.WAITING if process is None else _SHOWN[process.state]
 
 
 async def _close_once_open(opened: asyncio.Task[None], hosted: HostedJob) -> None:

@@ -144,7 +144,8 @@ class LocalJobs:
     def handle(self, event: e.Event, *, now_ns: int) -> list[e.Action]:
         """Take one event at `now_ns` (monotonic) and return what to do, in order."""
         self._actions = []
-        self.story.append(repr(event)[:200])
+        told = str(event.view) if isinstance(event, e.ViewActedOn) else repr(event)  # not the whole table
+        self.story.append(told[:200])
         match event:
             case e.IncarnationBegan(me=me):
                 self.me = me

@@ -58,7 +58,7 @@ class RunOptions:
     """Work of a job beside training, in the directory `out`. `*_every`: in steps, 0: only at the end.
 
     resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. replicas:
-    whether ranks along `dp` stand for each other, so that no buddies have copies.
+    whether ranks along `dp` stand for each other, so that no buddies have copies, or no other rank is there.
     """
 
     out: Path
@@ -105,7 +105,7 @@ class Job(Generic[ResultT]):
         """Train to the end. Raises `StepFailed` if the state is lost, and `TrainingDiverged`."""
         forget = report_losses(self._worker)
         try:
-            return await through_epochs(self._worker, self._epoch)
+            return await through_epochs(self._worker, self._epoch, self._task.fits)
         except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it
             self._remove_state()
             raise
@@ -211,7 +211,6 @@ class Job(Generic[ResultT]):
             place=place,
             ranks=world.size,
             copies=[] if self._options.replicas else self._task.copies(trainer),
-            keys=self._task.state_keys(),
             known=known,
             on_update=self._keep,
             on_commit=self._committed,
@@ -223,7 +222,7 @@ class Job(Generic[ResultT]):
 
     def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT]:
         faults.hit(MEET_POINT)
-        version = keeper.meet(groups.world)
+        version = keeper.meet(groups.world, self._task.state_keys(groups))
         self._share(groups.world, version)
         faults.hit(MET_POINT)
         trainer.enter(groups, version)
@@ -241,7 +240,8 @@ class Job(Generic[ResultT]):
         self._tell(profiler, profiler.end_step())
         keeper.settle()
         held_out_loss = 0.0 if self._held_out is None else self._held_out[1]
-        result = self._task.finish(trainer, self._results.get(trainer.step), held_out_loss)
+        last, is_first = self._results.get(trainer.step), self._is_lowest()
+        result = self._task.finish(trainer, last, held_out_loss, is_first=is_first)
         faults.hit(SAVED_POINT)
         groups.world.blocking.barrier()
         faults.hit(PARTED_POINT)

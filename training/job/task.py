@@ -161,8 +161,12 @@ class Task(Protocol, Generic[ResultT_co]):
     """Held-out windows of an evaluation."""
     mesh: Mesh
 
-    def state_keys(self) -> Sequence[int]:
+    def state_keys(self, groups: MeshGroups) -> Sequence[int]:
         """Return the keys of all ranks' shards, in the order of ranks; empty: all differ."""
+        ...
+
+    def fits(self, ranks: int) -> bool:
+        """Return whether so many ranks can go on, if the others are lost and will not be replaced."""
         ...
 
     async def groups(self, world: Group) -> MeshGroups:
@@ -189,6 +193,8 @@ class Task(Protocol, Generic[ResultT_co]):
         """Return the profiler of the run."""
         ...
 
-    def finish(self, trainer: Trainer, last: StepResult | None, held_out_loss: float) -> ResultT_co | None:
-        """The last step is safe: put on disk what the run makes, and return the result on the first rank."""
+    def finish(
+        self, trainer: Trainer, last: StepResult | None, held_out_loss: float, *, is_first: bool
+    ) -> ResultT_co | None:
+        """Save the results of the run, whose last step is safe; return the result on the first rank."""
         ...

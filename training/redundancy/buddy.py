@@ -110,8 +110,8 @@ RESTORED_POINT = faults.declare("mirror.restored", "when the own shard is back")
 class BuddyReplica(RedundancyDriver):
     """`Redundancy` of what `own` holds at `place` of `ranks`: a replica at a buddy, or ranks of equal keys.
 
-    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if ranks of
-    equal `keys` stand for each other (see `Mirror`). `known`: the highest version known to be committed.
+    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if ranks
+    with equal keys stand for each other (see `Mirror`). `known`: the highest version known to be committed.
     `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
     and its digests.
     """
@@ -127,13 +127,10 @@ class BuddyReplica(RedundancyDriver):
         known: int,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
-        keys: Sequence[int] = (),
     ) -> None:
         if len(copies) not in (0, zm.SLOTS):
             raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies, or none, got {len(copies)}")
-        machine = zm.Mirror(
-            place=place, ranks=ranks, known=known, first=own.first, keys=keys, replicas=not copies
-        )
+        machine = zm.Mirror(place=place, ranks=ranks, known=known, first=own.first, replicas=not copies)
         super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
         self._worker = worker
         self._copies = list(copies)
@@ -150,7 +147,7 @@ class BuddyReplica(RedundancyDriver):
 
     # ---- epochs
 
-    def meet(self, group: Group) -> int:
+    def meet(self, group: Group, keys: Sequence[int] = ()) -> int:
         """See `Redundancy`."""
         self._group, self._cancellation = group, Cancellation()
         mine = HoldingsRow(held=self._machine.held, handles=self._handles).encoded()
@@ -160,7 +157,10 @@ class BuddyReplica(RedundancyDriver):
             for row, rank in zip(every, group.members, strict=True)
         ]
         entered = zm.Entered(
-            held=tuple(row.held for row in self._rows), hosts=hosts_of(group.view, group.members)
+            held=tuple(row.held for row in self._rows),
+            hosts=hosts_of(group.view, group.members),
+            place=group.rank,
+            keys=tuple(keys),
         )
         self._perform(self._handle(entered))
         return self._machine.version
@@ -196,6 +196,10 @@ class BuddyReplica(RedundancyDriver):
 
     def vote(self) -> Vote:
         """See `StepHook`."""
+        said = np.zeros(VOTE_NUMBERS, np.uint64)
+        if self.applies_first:
+            said[0] = _digest(self._own.slots[(self._machine.version + 1) % zm.SLOTS])
+            return said
         began_ns = now_ns()
         found = self._ended()
         self.waited_ns += now_ns() - began_ns
@@ -207,7 +211,6 @@ class BuddyReplica(RedundancyDriver):
             kept = self._machine.copies[self._machine.version % zm.SLOTS]
             copied = own if kept is None else kept.digest
         faults.hit(COPIED_POINT)
-        said = np.zeros(VOTE_NUMBERS, np.uint64)
         said[:2] = own, copied
         return said
 

@@ -36,18 +36,21 @@ class JobEnd(Generic[ResultT]):
 
 
 async def through_epochs(
-    worker: Worker, epoch: Callable[[View | None], Awaitable[JobEnd[ResultT] | None]]
+    worker: Worker,
+    epoch: Callable[[View | None], Awaitable[JobEnd[ResultT] | None]],
+    fits: Callable[[int], bool] = lambda _: False,
 ) -> ResultT | None:
     """Call `epoch` with each view of all ranks until it returns the end of the job; return the job's result.
 
     It is called with None for a view without all ranks, in which the groups of the previous one must be left.
+    fits: whether the job can go on with so many ranks, if the others are lost and will not be replaced.
     Raises `StepFailed` if ranks are lost and will not be replaced.
     """
     seen = 0
     while True:
         view = await worker.view(after=seen)
         seen = view.epoch
-        whole = not view.finished and is_whole(worker, view)
+        whole = not view.finished and is_whole(worker, view, fits)
         ended = await epoch(view if whole else None)
         if view.finished:
             return None  # nobody leaves before what the job makes is on disk
@@ -55,16 +58,17 @@ async def through_epochs(
             return ended.result
 
 
-def is_whole(worker: Worker, view: View) -> bool:
-    """Return whether all ranks are present. Raises `StepFailed` if some will not come back."""
-    if view.lost:
+def is_whole(worker: Worker, view: View, fits: Callable[[int], bool]) -> bool:
+    """Return whether all ranks are present that there will be. Raises `StepFailed` if these are too few."""
+    ranks = len(view.members)
+    if view.lost and not fits(ranks):
         lost = ", ".join(map(str, view.lost))
         raise StepFailed(
             FailureKind.STATE_LOST,
             f"rank {lost} is lost and will not be replaced, and the state is cut for {worker.world_size}: "
             "run with --on-loss replace",
         )
-    return len(view.members) == worker.world_size
+    return ranks + len(view.lost) == worker.world_size
 
 
 COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")
@@ -91,8 +95,10 @@ class ProtectedState(Protocol):
 class Redundancy(StepHook, Protocol):
     """Keeps what one rank alone holds, so that it survives the end of that rank. For the training thread."""
 
-    def meet(self, group: Group) -> int:
+    def meet(self, group: Group, keys: Sequence[int] = ()) -> int:
         """Agree with all members of a new epoch on the version to continue from, and hold it.
+
+        keys: of all members' shards, in the order of ranks; empty: all differ.
 
         Raises `StepFailed` if the state is lost, `PeerLost` and `OperationAborted` as the group does.
         """
@@ -137,10 +143,13 @@ class RedundancyDriver(Redundancy):
             worker, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives)
         )
         self._on_update, self._on_commit = on_update, on_commit
+        self.applies_first = machine.replicas
         self._group: Group | None = None
 
     def settle(self) -> None:
         """See `Redundancy`."""
+        if self.applies_first:
+            return  # it was voted for when it was made
         assert self._group is not None, "a version is kept in an epoch"
         blocking = self._group.blocking
         blocking.barrier()
@@ -152,13 +161,19 @@ class RedundancyDriver(Redundancy):
         self._tap.mark(version + 1)
         self._keep(version)
 
+    def prepared(self) -> None:
+        """See `StepHook`."""
+        self._tap.mark(self._machine.version + 1)
+        self._perform(self._handle(zm.Updated()))
+
     def voted(self, votes: Sequence[Vote]) -> None:
         """See `StepHook`. Raises `StepFailed` if a replica differs from its original."""
         self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
 
     def updated(self, done: Any) -> None:
         """See `StepHook`."""
-        self._perform(self._handle(zm.Updated()))
+        if not self.applies_first:
+            self._perform(self._handle(zm.Updated()))
         self._on_update(done)
 
     def close(self) -> None:

@@ -19,8 +19,15 @@ lost, and the run fails with that reason.
 A version may also be protected at once, without a step after it: the actions of a step are done twice then.
 
 Shards have keys, and ranks with equal keys hold the same shard, as those along `dp` of a mesh do. If they
-stand for each other (`replicas`), nothing is copied: a replacement pulls its shard from the slot of such a
-rank, which overwrites that slot only after a vote of the replacement's.
+stand for each other (`replicas`), nothing is copied, and the update comes before the vote:
+
+ hold v ──update──▶ hold v, and v + 1, prepared ──votes──▶ v + 1 is committed, on all ranks with the same bits
+
+A rank overwrites the slot of v only after a step that all ranks have voted for. So after a loss the group
+continues from the last version that any rank knows to be committed: who has only prepared it promotes it, who
+does not hold it pulls it from a rank with its key, and what was prepared beyond is computed again, since
+nobody knows the losses and samples of who was lost. The group may have another size in each epoch, with other
+keys.
 
 If the state outlives its rank (`outlives`: in a file), there are no copies and no buddies either: a
 replacement begins with its predecessor's state, and everything else is the same.
@@ -126,12 +133,17 @@ LOST_WITH_FILE = "its file is gone, or of another run, or damaged"
 
 
 def choose(
-    held: Sequence[Held], cause: str = LOST_WITH_BUDDY, keys: Sequence[int] | None = None
+    held: Sequence[Held],
+    cause: str = LOST_WITH_BUDDY,
+    keys: Sequence[int] | None = None,
+    *,
+    beyond: bool = True,
 ) -> Choice | Lost:
     """Return what a group continues from, given what its ranks hold, in order: the same on all of them.
 
     `cause`: how a shard can have been lost. `keys`: of the ranks' shards; None: all differ. A rank can begin
-    with its `first` version, if no later one was committed.
+    with its `first` version, if no later one was committed. `beyond`: whether a version may be chosen that
+    nobody knows to be committed.
     """
     keys = range(len(held)) if keys is None else keys
     known = max(one.known for one in held)
@@ -140,7 +152,7 @@ def choose(
     versions |= {copy.version for one in held for copy in one.copies if copy is not None}
     for version in sorted(versions, reverse=True):
         sources = _sources(held, keys, version)
-        if version < known or None in sources:
+        if version < known or None in sources or (version > known and not beyond):
             continue
         pulled = sum(isinstance(source, Source) for source in sources)
         reason = f"version {version} is the highest of which every shard is here; {pulled} are to be pulled"
@@ -192,10 +204,15 @@ def _sources(held: Sequence[Held], keys: Sequence[int], version: int) -> list[So
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """A new epoch: what all ranks hold, in the order of their places, and each one's host."""
+    """A new epoch: what all ranks hold, in the order of their places, and each one's host.
+
+    place: this rank's. keys: of all ranks' shards; empty: all differ.
+    """
 
     held: tuple[Held, ...]
     hosts: tuple[int, ...]
+    place: int
+    keys: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +245,7 @@ class Voted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """This rank's shard is at the next version."""
+    """This rank's shard is at the next version or, among replicas, prepared for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +290,7 @@ class CopyWard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """`version` is committed: every shard of it has a copy. digests: of the shards, by place."""
+    """`version` is committed: every shard of it is safe. digests: of the shards, by place."""
 
     version: int
     digests: tuple[int, ...]
@@ -298,6 +315,7 @@ class State(Enum):
     HOLDING = "holding"
     COPYING = "copying"
     COPIED = "copied"
+    PREPARED = "prepared"
     COMMITTED = "committed"
     FAILED = "failed"
 
@@ -306,8 +324,8 @@ class Mirror:
     """The machine of one rank. `place` of `ranks`; `known`: the version known to be committed, from a log.
 
     `first`: the version that it can begin with. `own`: the versions that it begins with, by slot. `outlives`:
-    whether a replacement finds the rank's state. `keys`: of the shards of all ranks; empty: all differ.
-    `replicas`: whether ranks with equal keys stand for each other, so that nothing is copied.
+    whether a replacement finds the rank's state. `replicas`: whether ranks with equal keys stand for each
+    other, so that nothing is copied; only then may a group have another size than `ranks`.
     """
 
     def __init__(
@@ -319,16 +337,13 @@ class Mirror:
         first: int = 0,
         own: tuple[int | None, int | None] = (None, None),
         outlives: bool = False,
-        keys: Sequence[int] = (),
         replicas: bool = False,
     ) -> None:
         if not 0 <= place < ranks or not 0 <= first <= known:
             raise LocalProtocolError(
                 f"no mirror at place {place} of {ranks}, with first version {first} and {known} known"
             )
-        self.keys = tuple(keys) or tuple(range(ranks))
-        if len(self.keys) != ranks or (replicas and min(map(self.keys.count, self.keys)) < 2):
-            raise LocalProtocolError(f"keys {self.keys} of {ranks} ranks: each must be held twice, or copied")
+        self.keys = tuple(range(ranks))
         self.replicas = replicas
         self.place = place
         self.ranks = ranks
@@ -367,9 +382,7 @@ class Mirror:
             case Voted(votes=votes):
                 actions = self._voted(votes)
             case Updated():
-                self._expect(event, State.COMMITTED)
-                self.state, self.version, actions = State.HOLDING, self.version + 1, []
-                self.own[self.version % SLOTS] = self.version
+                actions = self._updated()
             case EpochOver():
                 if self.state is State.COPYING:
                     self._expect(event, State.COPIED)
@@ -401,12 +414,16 @@ class Mirror:
 
     def _enter(self, event: Entered) -> list[Action]:
         self._expect(event, State.WAITING)
-        if len(event.held) != self.ranks or len(event.hosts) != self.ranks:
-            raise LocalProtocolError(f"{len(event.held)} ranks hold a state of {self.ranks}")
+        ranks, keys = len(event.held), event.keys or tuple(range(len(event.held)))
+        if len(event.hosts) != ranks or len(keys) != ranks or not 0 <= event.place < ranks:
+            raise LocalProtocolError(f"{ranks} ranks, with hosts {event.hosts} and keys {event.keys}")
+        if (ranks, event.place) != (self.ranks, self.place) and not self.replicas:
+            raise LocalProtocolError(f"{ranks} ranks hold a state of {self.ranks}")
+        self.ranks, self.place, self.keys = ranks, event.place, keys
         if any(c is not None and not 0 <= c.ward < self.ranks for one in event.held for c in one.copies):
             raise RemoteProtocolError("a rank says that it has a copy of a rank that there is not")
         cause = LOST_WITH_BUDDY if self.copied else LOST_WITH_REPLICAS if self.replicas else LOST_WITH_FILE
-        choice = choose(event.held, cause, self.keys)
+        choice = choose(event.held, cause, self.keys, beyond=not self.replicas)
         if isinstance(choice, Lost):
             return self._fail(choice.reason, lost=True)
         self._buddies = buddies(event.hosts)
@@ -424,6 +441,8 @@ class Mirror:
     def _resume(self) -> list[Action]:
         self.state, self.version = State.HOLDING, self._target
         self.own[self.version % SLOTS] = self.version
+        if (self.own[1 - self.version % SLOTS] or 0) > self.version:  # the next step writes it again
+            self.own[1 - self.version % SLOTS] = None
         return [Resume(version=self._target)]
 
     def _restored(self, digest: int) -> list[Action]:
@@ -435,6 +454,15 @@ class Mirror:
                 lost=False,
             )
         return self._resume()
+
+    def _updated(self) -> list[Action]:
+        self._expect(Updated(), State.HOLDING if self.replicas else State.COMMITTED)
+        self.own[(self.version + 1) % SLOTS] = self.version + 1
+        if self.replicas:
+            self.state = State.PREPARED
+            return []
+        self.state, self.version = State.HOLDING, self.version + 1
+        return []
 
     def _all_hold(self, version: int) -> list[Action]:
         self._expect(AllHold(version=version), State.HOLDING, State.COMMITTED)
@@ -456,14 +484,15 @@ class Mirror:
         return []
 
     def _voted(self, votes: tuple[tuple[int, int], ...]) -> list[Action]:
-        self._expect(Voted(votes=votes), State.COPIED)
+        self._expect(Voted(votes=votes), State.PREPARED if self.replicas else State.COPIED)
         assert len(votes) == self.ranks
+        version = self.version + self.replicas
         first_of = {key: place for place, key in reversed(list(enumerate(self.keys)))}
         for place, (own, _) in enumerate(votes):
             first = first_of[self.keys[place]]
             if own != votes[first][0]:
                 return self._fail(
-                    f"places {first} and {place} hold the same state, and version {self.version} of it has "
+                    f"places {first} and {place} hold the same state, and version {version} of it has "
                     f"digests {votes[first][0]:016x} and {own:016x}: memory or a processor has erred",
                     lost=False,
                 )
@@ -475,8 +504,9 @@ class Mirror:
                     f"what it is a copy of {own:016x}: memory or a link has erred",
                     lost=False,
                 )
-        self.state, self.known = State.COMMITTED, self.version
-        return [Commit(version=self.version, digests=tuple(own for own, _ in votes))]
+        self.state = State.HOLDING if self.replicas else State.COMMITTED
+        self.version = self.known = version
+        return [Commit(version=version, digests=tuple(own for own, _ in votes))]
 
     def _fail(self, reason: str, *, lost: bool) -> list[Action]:
         self.state = State.FAILED
@@ -495,7 +525,6 @@ def mirror_config(machine: Mirror, *, outlives: bool = False) -> dict[str, Any]:
         "first": machine.first,
         "own": list(machine.own),
         "outlives": outlives,
-        "keys": list(machine.keys),
         "replicas": machine.replicas,
     }
 
@@ -509,11 +538,10 @@ def _build_mirror(config: Mapping[str, Any]) -> Mirror:
         first=config["first"],
         own=(first, second),
         outlives=config["outlives"],
-        keys=config["keys"],
         replicas=config["replicas"],
     )
 
 
 MIRROR: MachineKind[Event, Action] = register(
-    "mirror", 3, _build_mirror, events=Event, actions=Action, states=(Mirror,)
+    "mirror", 4, _build_mirror, events=Event, actions=Action, states=(Mirror,)
 )

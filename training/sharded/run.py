@@ -150,6 +150,7 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
         dtype=storage_dtype(options.precision),
         copies=0 if _has_replicas(options, mesh) else SLOTS,
         offloaded=offloaded,
+        shrinks=_shrinks(options, mesh),
     )
 
 
@@ -157,7 +158,14 @@ def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
     """Return whether ranks along `dp` stand for each other. In a launcher all ranks are of this host."""
     launched = RankEnvironment.read(os.environ)
     here = mesh.world_size if launched is None else launched.ranks_per_host
-    return not options.zero and mesh.has_replicas(here)
+    if options.zero or options.offload is not None:
+        return False
+    return mesh.world_size == 1 or mesh.has_replicas(here)
+
+
+def _shrinks(options: TrainOptions, mesh: Mesh) -> bool:
+    """Return whether a run can go on with fewer ranks."""
+    return _has_replicas(options, mesh) and mesh.size(DATA_AXIS) == mesh.world_size
 
 
 async def train(options: TrainOptions) -> TrainResult | None:
@@ -174,7 +182,9 @@ async def train(options: TrainOptions) -> TrainResult | None:
     arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
     try:
         async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as worker:
-            task = EngineTask(worker, options, mesh, model, corpus, again=again)
+            task = EngineTask(
+                worker, options, mesh, model, corpus, again=again, shrinks=_shrinks(options, mesh)
+            )
             settings = RunOptions(
                 out=options.out,
                 resume=options.resume,

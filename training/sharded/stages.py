@@ -83,17 +83,18 @@ def bytes_needed(
     dtype: np.dtype[np.floating] = FLOAT32,
     copies: int = 0,
     offloaded: bool = False,
+    shrinks: bool = False,
 ) -> RankBytes:
     """Of any rank of the mesh; `model` is the first part along `tp`, `copies`: of states kept for others.
 
-    `dtype` is that of weights and gradients. offloaded: whether states are in files.
+    `dtype` is that of weights and gradients. offloaded: whether states are in files;
+    shrinks: whether views may have fewer ranks along `dp`.
 
     Raises `UserError` for layers or shards that cannot be shared out over the mesh.
     """
-    count, data_ranks = mesh.size(PIPELINE_AXIS), mesh.size(DATA_AXIS)
+    count = mesh.size(PIPELINE_AXIS)
     most = elements_most(model.config, mesh, stages)
-    shares = assign_shards(training.shards, data_ranks)
-    buffers = max(AccumulationPlan.of(training.shards, *share).buffers for share in shares)
+    buffers = buffers_most(training.shards, mesh, shrinks=shrinks)
     computing = computing_dtype(dtype)
     stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
     state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize
@@ -103,6 +104,13 @@ def bytes_needed(
         traffic = traffic_of(model.config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=computing)
         inbox = max(inbox_bytes_needed(programs, traffic) for programs in every)
     return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
+
+
+def buffers_most(shards: int, mesh: Mesh, *, shrinks: bool) -> int:
+    """Return the number of partial sums that a rank holds at once, with fewer ranks along `dp`, too."""
+    sizes = range(1, mesh.size(DATA_AXIS) + 1) if shrinks else (mesh.size(DATA_AXIS),)
+    shares = (share for size in sizes for share in assign_shards(shards, size))
+    return max(AccumulationPlan.of(shards, *share).buffers for share in shares)
 
 
 def state_elements(size: int, dtype: np.dtype[np.floating], optimizer: OptimizerConfig) -> int:

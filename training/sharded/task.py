@@ -17,7 +17,7 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus
-from zbmd.training.job.mesh import PIPELINE_AXIS, Mesh, MeshGroups
+from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, MeshGroups
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
@@ -74,7 +74,7 @@ def plan_of(options: TrainOptions, config: GPTConfig, corpus: Corpus) -> str:
 
 
 class EngineTask(Task[TrainResult]):
-    """A recipe as a `Task`. again: whether this rank is a replacement."""
+    """A recipe as a `Task`. again: this rank is a replacement; shrinks: views may have fewer ranks."""
 
     def __init__(
         self,
@@ -85,13 +85,14 @@ class EngineTask(Task[TrainResult]):
         corpus: Corpus,
         *,
         again: bool,
+        shrinks: bool = False,
     ) -> None:
         training = options.training
         self.plan, self.seed = plan_of(options, config, corpus), training.seed
         self.steps, self.windows, self.mesh = training.steps, options.evaluate_windows, mesh
         self.row = ResultRow(training.shards, training.sequences_per_shard)
         self._options, self._config, self._corpus = options, config, corpus
-        self._worker, self._again = worker, again
+        self._worker, self._again, self._shrinks = worker, again, shrinks
         self._stages = options.stages
         self._costs = np.zeros(layers_in(config))
         """Of the layers, if they are divided by what they cost; none is known at first."""
@@ -100,15 +101,22 @@ class EngineTask(Task[TrainResult]):
 
     # ---- the trainer
 
-    def state_keys(self) -> Sequence[int]:
+    def state_keys(self, groups: MeshGroups) -> Sequence[int]:
         """See `Task`."""
-        return () if self._options.zero else self.mesh.state_keys()
+        return () if self._options.zero else groups.mesh.state_keys()
+
+    def fits(self, ranks: int) -> bool:
+        """See `Task`: a mesh of `dp` alone may have any size, if its ranks stand for each other."""
+        return self._shrinks and 1 <= ranks <= self.mesh.world_size
 
     async def groups(self, world: Group) -> MeshGroups:
         """See `Task`. A sharded state is that of the whole world: it needs no other group."""
         if self._options.zero:
             return MeshGroups(world, self.mesh, None, None, None)
-        return await MeshGroups.of(world, self.mesh)
+        mesh = (
+            self.mesh if world.size == self.mesh.world_size else Mesh.of(world.size, {DATA_AXIS: world.size})
+        )
+        return await MeshGroups.of(world, mesh)
 
     def agree(self, world: Group) -> None:
         """Divide layers as members of earlier views do; in the first one, by what the first rank measures."""
@@ -149,6 +157,7 @@ class EngineTask(Task[TrainResult]):
                 loss_scale=options.loss_scale,
                 offload=offload,
                 begins_later=True,
+                shrinks=self._shrinks,
             )
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])
@@ -203,14 +212,16 @@ class EngineTask(Task[TrainResult]):
         dtype = computing_dtype(storage_dtype(self._options.precision)).name
         return open_profiler(out, GPT(self._config), sequences=sequences, dtype=dtype)
 
-    def finish(self, trainer: Trainer, last: StepResult | None, held_out_loss: float) -> TrainResult | None:
+    def finish(
+        self, trainer: Trainer, last: StepResult | None, held_out_loss: float, *, is_first: bool
+    ) -> TrainResult | None:
         """Save the weights."""
         assert isinstance(trainer, MeshTrainer | ZeroTrainer), "another task's trainer"
         took_s = max(1e-9, (now_ns() - self._began_ns) / 1e9)
         weights = trainer.weights().astype(np.float32)
         pipeline = isinstance(trainer, MeshTrainer) and self.mesh.size(PIPELINE_AXIS) > 1
         of_times = trainer.bubble_of_times() if pipeline and isinstance(trainer, MeshTrainer) else None
-        if self._worker.rank != 0:
+        if not is_first:
             return None
         self._save(weights)
         done = (trainer.step - self._first_step) * self._tokens_per_step

@@ -41,17 +41,20 @@ from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.norm import mesh_norm, relayed_loss
-from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
+from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, buffers_most, state_elements
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardReduction, gather_pieces, gather_rows, is_alone
-from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook
+from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook, Vote
 from zbmd.transport.native._native import now_ns
 
 COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
 """The rows in which ranks tell what these take."""
+
+
+_Told = tuple[tuple[float, ...], tuple[tuple[int, ...], ...], tuple[int, ...], list[Vote]]
 
 
 class MeshTrainer(Trainer):
@@ -61,8 +64,9 @@ class MeshTrainer(Trainer):
     begins with. Arrays are made by `zeros`, which may give memory that peers can read
     (`worker.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap`
     the reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
-    numbers: they lie there. With a file, or `begins_later`, the slots hold the initial state only after
-    `begin_anew`: a predecessor or a replica may have a later one.
+    numbers: they lie there. If it `shrinks`, views may have fewer ranks along `dp`. With a file, or
+    `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a replica may
+    have a later one.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class MeshTrainer(Trainer):
         loss_scale: float = SCALE_FIRST,
         offload: Callable[[int], StateFile] | None = None,
         begins_later: bool = False,
+        shrinks: bool = False,
     ) -> None:
         self.recipe = recipe
         self.groups = groups
@@ -89,15 +94,13 @@ class MeshTrainer(Trainer):
         count, stage = groups.size(PIPELINE_AXIS), groups.place(PIPELINE_AXIS)
         self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
         self._cuts = _cuts_of(model, self.own.layout)
-        self._programs = stages.programs(config, groups.mesh)[groups.place(DATA_AXIS)]
-        self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
-        self._plan = AccumulationPlan.of(config.shards, *self._assignment[groups.place(DATA_AXIS)])
-        self._reporters = _reporters(groups.mesh, self._assignment, last=(len(self.own.every) - 1) % count)
-        size = self.own.layout.size
-        self._buffers = [zeros(size, dtype) for _ in range(self._plan.buffers)]
-        self._room = None if is_alone(self._assignment) else zeros(size, dtype)
-        self._total = self._reduction().total
-        """The gradient, of this rank's part, once an attempt has computed it."""
+        size, self._stages = self.own.layout.size, stages
+        self._buffers = [
+            zeros(size, dtype) for _ in range(buffers_most(config.shards, groups.mesh, shrinks=shrinks))
+        ]
+        is_apart = not is_alone(assign_shards(config.shards, groups.size(DATA_AXIS)))
+        self._room = zeros(size, dtype) if is_apart else None
+        self._divide()
         elements = state_elements(size, dtype, config.optimizer)
         self.file = None if offload is None else offload(elements)
         if self.file is None:
@@ -122,6 +125,17 @@ class MeshTrainer(Trainer):
         self._compute_ns = self._waited_ns = 0
         self._scale = self._initial_scale
         """Of the last attempt."""
+
+    def _divide(self) -> None:
+        """Divide the logical shards over the ranks along `dp` of this view."""
+        groups, config, place = self.groups, self.recipe.config, self.groups.place(DATA_AXIS)
+        self._programs = self._stages.programs(config, groups.mesh)[place]
+        self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
+        self._plan = AccumulationPlan.of(config.shards, *self._assignment[place])
+        last = (len(self.own.every) - 1) % groups.size(PIPELINE_AXIS)
+        self._reporters = _reporters(groups.mesh, self._assignment, last=last)
+        self._total = self._reduction().total
+        """The gradient, of this rank's part, once an attempt has computed it."""
 
     def _held_matrices(self) -> HeldMatrices | None:
         """Return the parts of this stage's hidden matrices along tp; None: they are whole."""
@@ -278,6 +292,7 @@ class MeshTrainer(Trainer):
         """See `Trainer`."""
         self.close()
         self.groups, self.step = groups, version
+        self._divide()
         if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
             self.recipe.model.group = groups.tensor
         self._round()
@@ -368,17 +383,20 @@ class MeshTrainer(Trainer):
 
     def _run_step(self, watch: StepHook) -> StepResult:
         world = self.groups.world
-        held = _Held(watch, self.step, None if watch is NO_HOOK else _begun(world))
+        first = watch.applies_first
+        held = _Held(watch, self.step, None if watch is NO_HOOK or first else _begun(world))
         self._compute_ns = self._waited_ns = 0
         try:
             norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
         except TrainingDiverged as error:
             raise self._named(error, held) from None
         held.wait()
-        losses, samples, busy_ns = self._meet(watch)
-        self._update(norm, scale)
+        if first:
+            self._update(norm, scale)
+            watch.prepared()
+        losses, samples, busy_ns, votes = self._meet(watch)
         done = StepResult(
-            version=self.step,
+            version=self.step + 1,
             losses=losses,
             samples=samples,
             grad_norm=norm,
@@ -388,7 +406,15 @@ class MeshTrainer(Trainer):
             loss_scale=scale.scale,
             skipped=scale.skipped,
         )
-        watch.updated(done)
+        if first:
+            watch.updated(done)
+        watch.voted(votes)
+        if not first:
+            self._update(norm, scale)
+        self.slot, self.step = 1 - self.slot, self.step + 1
+        self._round()
+        if not first:
+            watch.updated(done)
         return done
 
     def _attempt(self, scale: LossScale, held: _Held) -> float:
@@ -449,12 +475,11 @@ class MeshTrainer(Trainer):
         began = describe_first_non_finite(self.groups.world, model, watching.first or gradient)
         return TrainingDiverged(f"step {self.step}: {error} {began}")
 
-    def _meet(
-        self, watch: StepHook
-    ) -> tuple[tuple[float, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    def _meet(self, watch: StepHook) -> _Told:
         """Tell all ranks the votes, of each shard its loss and samples, and the times: one operation.
 
-        Returns the losses and the samples of all shards, in their order, and how long each rank computed.
+        Returns the losses and the samples of all shards, in their order, how long each rank computed, and the
+        votes.
         """
         shards, each = self.recipe.config.shards, self.recipe.config.sequences_per_shard
         mine = np.zeros(VOTE_NUMBERS + shards * (1 + each) + 1)
@@ -468,7 +493,6 @@ class MeshTrainer(Trainer):
         mine[-1] = float(self._passes.busy_ns)
         with spans.COMM:
             every = self.groups.world.blocking.all_gather(mine)
-        watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
         told = list(enumerate(self._reporters))
         return (
             tuple(float(every[place][losses + shard]) for shard, place in told),
@@ -477,9 +501,11 @@ class MeshTrainer(Trainer):
                 for shard, place in told
             ),
             tuple(int(row[-1]) for row in every),
+            [row[:VOTE_NUMBERS].view(np.uint64) for row in every],
         )
 
     def _update(self, norm: float, scale: LossScale) -> None:
+        """Write the next version into the slot that is not in use."""
         config, target = self.recipe.config, 1 - self.slot
         with spans.OPTIMIZER:
             self._optimizer.update(
@@ -492,9 +518,6 @@ class MeshTrainer(Trainer):
             )
         scale.after(finite=True).write(self._scale_room(target))
         self._optimizer.paging.wrote(self._scale_room(target))
-        self.slot = target
-        self._round()
-        self.step += 1
 
 
 def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, ParameterSlice]]:

@@ -16,14 +16,26 @@ Vote = NDArray[np.uint64]
 
 
 class StepHook(Protocol):
-    """Watches steps, to keep a replica of a rank's state. Called on the thread that trains."""
+    """Watches steps, to keep a replica of a rank's state. Called on the thread that trains.
+
+    A step calls `all_hold`, `vote`, `voted`, updates the state, and calls `updated`. If the hook
+    `applies_first`, it updates the state beside the one in use, and calls `prepared`, `vote`, `updated`,
+    `voted`.
+    """
+
+    applies_first: bool
+    """Whether the update comes before the vote."""
 
     def all_hold(self, version: int) -> None:
         """Note that every rank holds `version` now; no rank changes its state before it has `voted`."""
         ...
 
+    def prepared(self) -> None:
+        """Note that the next version is complete, beside the one in use."""
+        ...
+
     def vote(self) -> Vote:
-        """Return numbers for all ranks to see, before any state changes. May wait."""
+        """Return numbers for all ranks to see, before the state in use changes. May wait."""
         ...
 
     def voted(self, votes: Sequence[Vote]) -> None:
@@ -38,7 +50,12 @@ class StepHook(Protocol):
 class _NoHook(StepHook):
     """The hook of a run without redundancy."""
 
+    applies_first = False
+
     def all_hold(self, version: int) -> None:
+        """Do nothing."""
+
+    def prepared(self) -> None:
         """Do nothing."""
 
     def vote(self) -> Vote:

@@ -28,7 +28,7 @@ CASES = (
 """The last one is in float16, while attempts overflow. All points:
 `python -m zbmd.tools.chaos.sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
 
-OF_RUNS = {"membership", "hello", "directory", "upgrade-ledger", "operations", "pipeline-stage", "mirror"}
+OF_RUNS = {"jobs", "hello", "directory", "upgrade-ledger", "operations", "pipeline-stage", "mirror"}
 """The machines of a run on a mesh: played again, each answers as it did, kills included."""
 
 

@@ -78,6 +78,10 @@ class World:
         self.finished: set[int] = set()
         self.ended: dict[int, int] = {}
         """What those who have come to the end of the run hold."""
+        self.present = list(range(ranks))
+        """Who is there, or will be replaced."""
+        self.members = list(self.present)
+        """Of the epoch."""
         self.waiting: set[int] = set()
         self.operations: dict[tuple[int, str], Operation] = {}
         self.memories = [Memory([self.content(place, 0), TORN]) for place in range(ranks)]
@@ -85,9 +89,7 @@ class World:
         self.processes: list[Moves] = [self.process(place) for place in range(ranks)]
 
     def made(self, place: int) -> zm.Mirror:
-        return zm.Mirror(
-            place=place, ranks=self.ranks, known=self.known, keys=self.keys, replicas=self.replicas
-        )
+        return zm.Mirror(place=place, ranks=self.ranks, known=self.known, replicas=self.replicas)
 
     def content(self, place: int, version: int) -> int:
         """What the shard of a place holds: ranks with equal keys hold the same."""
@@ -99,11 +101,11 @@ class World:
         for move in range(MOVES_MAX):
             while due and due[-1][0] <= move:
                 self.kill(due.pop()[1])
-            left = [place for place in range(self.ranks) if place not in self.finished]
+            left = [place for place in self.present if place not in self.finished]
             if self.lost or not left:
                 return move
-            if self.over and self.waiting == set(range(self.ranks)):
-                self.epoch, self.over = self.epoch + 1, False
+            if self.over and self.waiting == set(self.present):
+                self.epoch, self.over, self.members = self.epoch + 1, False, list(self.present)
                 self.waiting.clear()
             place = self.luck.choice(left)
             try:
@@ -144,31 +146,39 @@ class World:
         operation = self.operations.setdefault((self.epoch, name), Operation())
         operation.entered[place] = value
         yield
-        while len(operation.entered) < self.ranks:
+        while len(operation.entered) < len(self.members):
             if self.over:
                 raise Cut
             yield
         if self.over and self.luck.random() < 0.5:
             raise Cut
-        return [operation.entered[other] for other in range(self.ranks)]
+        return [operation.entered[other] for other in self.members]
 
     def in_epoch(self, place: int) -> Moves:
         if self.over:
             raise Cut
         machine = self.machines[place]
         held = yield from self.together(place, "meet", machine.held)
-        entered = zm.Entered(held=tuple(h for h in held if isinstance(h, zm.Held)), hosts=self.hosts)
+        entered = zm.Entered(
+            held=tuple(h for h in held if isinstance(h, zm.Held)),
+            hosts=tuple(self.hosts[rank] for rank in self.members),
+            place=self.members.index(place),
+            keys=tuple(self.keys[rank] for rank in self.members),
+        )
         for action in self.feed(place, entered):
             yield from self.restore(place, action)
         if self.lost:
             return
         yield from self.together(place, "restored")
+        while self.replicas and machine.version < self.steps:
+            yield from self.step(place, machine)
         while machine.version < self.steps:
             if machine.version % 2:  # as before a checkpoint
                 yield from self.commit(place, machine, "at once")
             yield from self.commit(place, machine)
             yield from self.update(place, machine)
-        yield from self.commit(place, machine)  # of the last version, which no step follows
+        if not self.replicas:
+            yield from self.commit(place, machine)  # of the last version, which no step follows
         yield from self.together(place, "end")
 
     def restore(self, place: int, action: zm.Action) -> Moves:
@@ -179,7 +189,7 @@ class World:
                 yield
                 if self.over and self.luck.random() < 0.5:
                     raise Cut
-                where = self.memories[source.place]
+                where = self.memories[self.members[source.place]]
                 found = memory.own[version % 2] = (where.own if source.own else where.slots)[source.slot]
                 assert found == self.content(place, version) or self.over, (
                     "a copy is not what it is said to be"
@@ -218,11 +228,26 @@ class World:
             self.feed(place, zm.Copied(digest=memory.slots[action.slot] if whole else None))
             if not whole:
                 raise Cut
-        kept = memory.own if self.replicas else memory.slots
-        vote = (memory.own[version % 2], kept[version % zm.SLOTS])
+        vote = (memory.own[version % 2], memory.slots[version % zm.SLOTS])
         votes = yield from self.together(place, f"norm {name} {version}", vote)
         actions = self.feed(place, zm.Voted(votes=tuple(v for v in votes if isinstance(v, tuple))))
         assert [type(action) for action in actions] == [zm.Commit]
+        self.known = max(self.known, version)
+        self.check_safe(version)
+
+    def step(self, place: int, machine: zm.Mirror) -> Moves:
+        """Among replicas: the update, then the vote."""
+        memory, version = self.memories[place], machine.version + 1
+        yield from self.together(place, f"reduce {version}")
+        memory.own[version % 2] = TORN
+        yield
+        memory.own[version % 2] = self.content(place, version)
+        self.feed(place, zm.Updated())
+        yield
+        told = yield from self.together(place, f"vote {version}", (memory.own[version % 2], 0))
+        votes = tuple(vote for vote in told if isinstance(vote, tuple))
+        actions = self.feed(place, zm.Voted(votes=votes))
+        assert actions == [zm.Commit(version=version, digests=tuple(own for own, _ in votes))]
         self.known = max(self.known, version)
         self.check_safe(version)
 
@@ -242,10 +267,12 @@ class World:
     def check_safe(self, version: int) -> None:
         """A version is committed only when each shard of it has its copy."""
         if not self.over and self.ranks > 1:
-            for place in range(self.ranks):
-                wanted = self.content(place, version)
+            for place in self.present:
+                wanted, alike = self.content(place, version), [place]
                 held = [memory.own if self.replicas else memory.slots for memory in self.memories]
-                assert sum(wanted in slots for slots in held) >= 1 + self.replicas
+                if self.replicas:
+                    alike = [other for other in self.present if self.keys[other] == self.keys[place]]
+                assert sum(wanted in slots for slots in held) >= len(alike)
 
     def check_lost(self) -> None:
         """The state is said to be lost only if it is."""
@@ -296,14 +323,58 @@ def test_any_kills_lose_only_what_no_rank_holds(
 
 
 def test_ranks_with_equal_keys_and_other_bits_end_the_run() -> None:
-    mirror = zm.Mirror(place=0, ranks=2, keys=(0, 0), replicas=True)
-    mirror.handle(zm.Entered(held=(mirror.held, mirror.held), hosts=(0, 0)), now_ns=0)
-    assert mirror.handle(zm.AllHold(version=0), now_ns=0) == []
-    (action,) = mirror.handle(zm.Voted(votes=((4, 4), (6, 6))), now_ns=0)
+    mirror = zm.Mirror(place=0, ranks=2, replicas=True)
+    mirror.handle(entered(mirror.held, mirror.held), now_ns=0)
+    assert mirror.handle(zm.Updated(), now_ns=0) == []
+    (action,) = mirror.handle(zm.Voted(votes=((4, 0), (6, 0))), now_ns=0)
     assert isinstance(action, zm.Fail) and not action.lost
-    assert "places 0 and 1 hold the same state" in action.reason
-    with pytest.raises(LocalProtocolError, match="each must be held twice"):
-        zm.Mirror(place=0, ranks=3, keys=(0, 0, 1), replicas=True)
+    assert "places 0 and 1 hold the same state, and version 1 of it" in action.reason
+
+
+def entered(*held: zm.Held) -> zm.Entered:
+    """An epoch of replicas on one host, as the first one sees it."""
+    return zm.Entered(held=held, hosts=(0,) * len(held), place=0, keys=(0,) * len(held))
+
+
+class Shrinking(World):
+    """Ranks of one key. Who is killed is not replaced, as long as another one is left."""
+
+    def kill(self, place: int) -> None:
+        if self.ended or place not in self.present:
+            return
+        super().kill(place)
+        if len(self.present) > 1:
+            self.present.remove(place)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    kills=st.lists(st.tuples(st.integers(0, 120), st.integers(0, 3)), max_size=5),
+)
+def test_replicas_go_on_with_fewer_ranks(seed: int, kills: list[tuple[int, int]]) -> None:
+    world = Shrinking(4, 4, random.Random(seed), (), (0, 0, 0, 0))
+    world.run(kills)
+    if not world.lost:
+        assert world.ended == {rank: content(0, 4) for rank in world.ended} and world.ended
+
+
+def test_what_only_a_dead_rank_may_know_of_is_computed_again() -> None:
+    """A version is prepared everywhere, and nobody is left who knows what it was made of."""
+    held = zm.Held(own=(4, 5), known=4, copies=(None, None))
+    found = zm.choose([held, held], keys=(0, 0), beyond=False)
+    assert isinstance(found, zm.Choice) and found.version == 4
+    knows = zm.Held(own=(None, None), known=5, copies=(None, None))
+    found = zm.choose([held, knows], keys=(0, 0), beyond=False)
+    assert isinstance(found, zm.Choice) and found.version == 5 and found.sources[1] is not None
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_what_is_written_again_is_not_held(replicas: bool) -> None:
+    """A rank was ahead, and goes back: until the step is done again, its other slot may be torn."""
+    mirror = zm.Mirror(place=0, ranks=2, replicas=replicas, own=(4, 5), known=4)
+    other = zm.Held(own=(4, 3), known=4, copies=(None, None))
+    mirror.handle(zm.Entered(held=(mirror.held, other), hosts=(0, 0), place=0), now_ns=0)
+    assert (mirror.version, mirror.held.own) == (4, (4, None))
 
 
 def test_a_mirror_goes_on_from_any_of_its_states() -> None:
@@ -332,9 +403,8 @@ class InFiles(World):
             next((v for v in range(self.steps + 1) if content(place, v) == held), None)
             for held in self.memories[place].own
         ]
-        return zm.Mirror(
-            place=place, ranks=self.ranks, known=self.known, own=(found[0], found[1]), outlives=True
-        )
+        own = (found[0], found[1])
+        return zm.Mirror(place=place, ranks=self.ranks, known=self.known, own=own, outlives=True)
 
     def kill(self, place: int) -> None:
         before = self.memories[place]
@@ -397,8 +467,8 @@ class Forgetful(zm.Mirror):
     """A planted bug: a rank that is ahead goes on from its own version, whatever the others hold."""
 
     def _enter(self, event: zm.Entered) -> list[zm.Action]:
+        ahead = max((version for version in self.own if version is not None), default=0)
         actions = super()._enter(event)
-        ahead = max(version for version in self.own if version is not None)
         if actions and isinstance(actions[0], zm.Resume) and ahead > self.version:
             self._target = ahead
             return self._resume()
@@ -448,7 +518,7 @@ def test_a_rank_and_its_buddy_at_once_are_told_as_lost_state() -> None:
 def test_a_copy_with_other_bits_ends_the_run() -> None:
     mirror = zm.Mirror(place=0, ranks=2)
     fresh = mirror.held
-    entered = mirror.handle(zm.Entered(held=(fresh, fresh), hosts=(0, 0)), now_ns=0)
+    entered = mirror.handle(zm.Entered(held=(fresh, fresh), hosts=(0, 0), place=0), now_ns=0)
     assert entered == [zm.StartAnew(), zm.Resume(version=0)]
     assert mirror.handle(zm.AllHold(version=0), now_ns=0) == [zm.CopyWard(ward=1, version=0, slot=0)]
     mirror.handle(zm.Copied(digest=5), now_ns=0)
@@ -464,7 +534,7 @@ def test_events_out_of_place_are_refused() -> None:
             mirror.handle(event, now_ns=0)
     wrong = zm.Held(own=(0, None), known=0, copies=(zm.Copy(ward=2, version=0, digest=0), None))
     with pytest.raises(RemoteProtocolError):
-        mirror.handle(zm.Entered(held=(mirror.held, wrong), hosts=(0, 0)), now_ns=0)
+        mirror.handle(zm.Entered(held=(mirror.held, wrong), hosts=(0, 0), place=0), now_ns=0)
     with pytest.raises(LocalProtocolError):
         zm.Mirror(place=2, ranks=2)
 

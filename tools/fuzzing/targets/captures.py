@@ -218,7 +218,11 @@ def _record_training(log: capture.Recorder) -> None:
     steps = (StepBegun(), Computed(), Computed(), heard)
     stage = _play(log, STAGE, "stage0/1", stage_config(programs, 0), steps, tick_ns=0)
     held = (Held(own=(0, None), known=0, copies=(None, None)),) * 2
-    events: tuple[Event, ...] = (Entered(held=held, hosts=(0, 0)), AllHold(version=0), Copied(digest=7))
+    events: tuple[Event, ...] = (
+        Entered(held=held, hosts=(0, 0), place=0),
+        AllHold(version=0),
+        Copied(digest=7),
+    )
     mirror = _play(log, MIRROR, "mirror", mirror_config(Mirror(place=0, ranks=2)), events)
     log.state(mirror.stream, MIRROR, mirror.machine, 3)
     log.state(stage.stream, STAGE, stage.machine, 3)

@@ -9,6 +9,9 @@ with the ids of its samples.
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,7 +25,7 @@ from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
-from zbmd.training.checkpoint.sharded import SavedState, open_state, write_shards
+from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.records import Records
 from zbmd.training.job.task import StepResult, Task, Trainer
@@ -31,7 +34,15 @@ from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.buddy import BuddyReplica
 from zbmd.training.redundancy.file import FileRedundancy
-from zbmd.training.redundancy.interface import Digests, JobEnd, Redundancy, through_epochs
+from zbmd.training.redundancy.interface import (
+    Agenda,
+    Digests,
+    Following,
+    JobEnd,
+    Redundancy,
+    Wish,
+    through_epochs,
+)
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import adopted_report, report_losses, step_report
@@ -49,6 +60,8 @@ MET_POINT = faults.declare("job.met", "when they have agreed on what they go on 
 SAVED_POINT = faults.declare("job.saved", "when what a run makes is on disk, before the ranks part")
 PARTED_POINT = faults.declare("job.parted", "when the ranks part, before this one has left")
 
+SIGNALS = {signal.SIGTERM: Wish.STOP | Wish.SAVE, signal.SIGUSR1: Wish.SAVE}
+"""The requests of signals. A run that is stopped can be resumed."""
 RECORDS_KEPT = 3
 """Last steps whose results a rank keeps; the next one to be logged is among them."""
 
@@ -84,6 +97,10 @@ class Job(Generic[ResultT]):
         if options.resume is not None:
             self._saved = open_state(options.resume, plan=task.plan)
         first = 0 if self._saved is None else self._saved.version
+        self._following: Following | None = None
+        self._wishes = Wish.NOTHING
+        self.stopped_at: int | None = None
+        """The version that was saved when the run was stopped on request."""
         self._log = RunLog(
             options.out,
             run_id=f"{worker.job:016x}",
@@ -104,6 +121,9 @@ class Job(Generic[ResultT]):
     async def run(self) -> ResultT | None:
         """Train to the end. Raises `StepFailed` if the state is lost, and `TrainingDiverged`."""
         forget = report_losses(self._worker)
+        loop, signals = asyncio.get_running_loop(), _signals_taken()
+        for number in signals:
+            loop.add_signal_handler(number, self.ask, SIGNALS[number])
         try:
             return await through_epochs(self._worker, self._epoch, self._task.fits)
         except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it
@@ -111,6 +131,8 @@ class Job(Generic[ResultT]):
             raise
         finally:
             forget()
+            for number in signals:
+                loop.remove_signal_handler(number)
             await self._leave_groups()
             if self._keeper is not None:
                 await asyncio.to_thread(self._keeper.close)
@@ -118,11 +140,16 @@ class Job(Generic[ResultT]):
                 if opened is not None:
                     opened.close()
 
-    async def _epoch(self, view: View | None) -> JobEnd[ResultT] | None:
+    def ask(self, wish: Wish) -> None:
+        """Ask all ranks to save the state, or to stop then, after the step that is under way."""
+        self._wishes |= wish
+
+    async def _epoch(self, view: View | None, following: Following | None) -> JobEnd[ResultT] | None:
         await self._leave_groups()
         if view is None:
             return None
         groups = self._groups = await self._groups_in(view)
+        self._following = following
         return None if groups is None else await asyncio.to_thread(self._in_epoch, groups)
 
     async def _groups_in(self, view: View) -> MeshGroups | None:
@@ -220,7 +247,7 @@ class Job(Generic[ResultT]):
         if self._trainer is not None and self._trainer.file is not None:
             self._trainer.file.remove()
 
-    def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT]:
+    def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT] | None:
         faults.hit(MEET_POINT)
         version = keeper.meet(groups.world, self._task.state_keys(groups))
         self._share(groups.world, version)
@@ -234,9 +261,16 @@ class Job(Generic[ResultT]):
             while trainer.step < self._task.steps:
                 faults.hit(BEGIN_POINT)
                 self._tell(profiler, profiler.begin_step(trainer.step + 1))
+                self._ask(keeper)
                 trainer.run_step(keeper)
                 profiler.held(trainer.held_most)
-                self._reached(groups.world, trainer, keeper)
+                agreed = keeper.agreed
+                self._reached(groups.world, trainer, keeper, save=bool(agreed.wishes))
+                self._wishes &= ~agreed.wishes
+                if agreed.wishes & Wish.STOP and trainer.step < self._task.steps:
+                    return self._stopped(groups, trainer)
+                if agreed.epoch > groups.world.epoch:
+                    return None  # all members leave, to enter the view that follows
         self._tell(profiler, profiler.end_step())
         keeper.settle()
         held_out_loss = 0.0 if self._held_out is None else self._held_out[1]
@@ -247,6 +281,18 @@ class Job(Generic[ResultT]):
         faults.hit(PARTED_POINT)
         self._remove_state()
         return JobEnd(result)
+
+    def _ask(self, keeper: Redundancy) -> None:
+        following = self._following
+        is_there = following is not None and following.done() and not following.cancelled()
+        keeper.asked = Agenda(following.result().view.epoch if following and is_there else 0, self._wishes)
+
+    def _stopped(self, groups: MeshGroups, trainer: Trainer) -> JobEnd[ResultT]:
+        """End the run before its last step, as was asked for: its state is in a checkpoint."""
+        self.stopped_at = trainer.step
+        groups.world.blocking.barrier()
+        self._remove_state()
+        return JobEnd(None)
 
     def _profiled(self, groups: MeshGroups) -> Profiler:
         if self._profiler is None:
@@ -260,7 +306,7 @@ class Job(Generic[ResultT]):
 
     # ---- between steps
 
-    def _reached(self, world: Group, trainer: Trainer, keeper: Redundancy) -> None:
+    def _reached(self, world: Group, trainer: Trainer, keeper: Redundancy, *, save: bool = False) -> None:
         """All have come to `trainer.step`, again after a loss: evaluate, and write the checkpoint, if due."""
         version, options = trainer.step, self._options
         if self._due(version, options.evaluate_every):
@@ -269,7 +315,7 @@ class Job(Generic[ResultT]):
             self._held_out = version, loss
             if self._is_lowest():
                 self._opened_records().put(version, held_out_loss=loss)
-        if options.checkpoints and self._due(version, options.checkpoint_every):
+        if options.checkpoints and (save or self._due(version, options.checkpoint_every)):
             with spans.CHECKPOINT:
                 keeper.settle()  # nobody goes back behind what the files hold
                 write_shards(
@@ -280,6 +326,8 @@ class Job(Generic[ResultT]):
                     plan=self._task.plan,
                     loss_scale=trainer.scale,
                 )
+            if save and self._is_lowest():
+                print(f"step {version} saved: {checkpoint_in(options.out)}", file=sys.stderr, flush=True)
 
     def _due(self, version: int, every: int) -> bool:
         return version == self._task.steps or (every > 0 and version % every == 0)
@@ -313,7 +361,8 @@ class Job(Generic[ResultT]):
     def _opened_records(self) -> Records:
         if self._records is None:
             options = self._options
-            self._records = Records(options.out, tensorboard=options.tensorboard, again=self._again)
+            again = self._again or self._worker.rank != 0  # another rank has begun them
+            self._records = Records(options.out, tensorboard=options.tensorboard, again=again)
         return self._records
 
     def _committed(self, version: int, digests: Digests) -> None:
@@ -340,3 +389,10 @@ class Job(Generic[ResultT]):
         self._worker.report({**step_report(record, done.grad_norm), **scaled})
         values = {"loss": done.loss, "grad_norm": done.grad_norm, **self._task.metrics(done), **scaled}
         self._opened_records().put(version, **values)
+
+
+def _signals_taken() -> list[signal.Signals]:
+    """Return the signals that this process may take: one that is ignored stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]

@@ -26,7 +26,7 @@ from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
 from zbmd.training.redundancy.machine import SLOTS, Copy, Held
 from zbmd.training.replicated.workload import FETCH_ELEMENTS, pull
-from zbmd.training.step.step_hook import VOTE_NUMBERS, Vote
+from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
@@ -196,10 +196,8 @@ class BuddyReplica(RedundancyDriver):
 
     def vote(self) -> Vote:
         """See `StepHook`."""
-        said = np.zeros(VOTE_NUMBERS, np.uint64)
         if self.applies_first:
-            said[0] = _digest(self._own.slots[(self._machine.version + 1) % zm.SLOTS])
-            return said
+            return self._said(_digest(self._own.slots[(self._machine.version + 1) % zm.SLOTS]), 0)
         began_ns = now_ns()
         found = self._ended()
         self.waited_ns += now_ns() - began_ns
@@ -211,8 +209,7 @@ class BuddyReplica(RedundancyDriver):
             kept = self._machine.copies[self._machine.version % zm.SLOTS]
             copied = own if kept is None else kept.digest
         faults.hit(COPIED_POINT)
-        said[:2] = own, copied
-        return said
+        return self._said(own, copied)
 
     def _start_copy(self, work: zm.CopyWard) -> None:
         self._under_way = self._pool.submit(self._copy, work)

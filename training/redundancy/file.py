@@ -17,7 +17,7 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
 from zbmd.training.redundancy.state_file import NO_VERSION, Note, StateFile
-from zbmd.training.step.step_hook import VOTE_NUMBERS, Vote
+from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
@@ -81,9 +81,8 @@ class FileRedundancy(RedundancyDriver):
 
     def vote(self) -> Vote:
         """See `StepHook`."""
-        said = np.zeros(VOTE_NUMBERS, np.uint64)
-        said[:2] = self._file.digest_in(self._own.slot)
-        return said
+        digest = self._file.digest_in(self._own.slot)
+        return self._said(digest, digest)
 
     def voted(self, votes: Sequence[Vote]) -> None:
         """See `StepHook`. An update follows, so the slot that it overwrites is no longer complete."""

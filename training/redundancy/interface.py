@@ -6,12 +6,16 @@ machine (`machine`); an erasure code could take their place.
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import Any, Generic, Protocol, TypeVar, assert_never
 
-from zbmd.actors.rank.member import Worker
+import numpy as np
+
+from zbmd.actors.rank.member import ComingView, Worker
 from zbmd.actors.view import View
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.commit.events import FailureKind
@@ -35,27 +39,40 @@ class JobEnd(Generic[ResultT]):
     result: ResultT | None
 
 
+Following = asyncio.Task[ComingView]
+"""The next view, which is done when it may be entered."""
+
+
 async def through_epochs(
     worker: Worker,
-    epoch: Callable[[View | None], Awaitable[JobEnd[ResultT] | None]],
+    epoch: Callable[[View | None, Following | None], Awaitable[JobEnd[ResultT] | None]],
     fits: Callable[[int], bool] = lambda _: False,
 ) -> ResultT | None:
     """Call `epoch` with each view of all ranks until it returns the end of the job; return the job's result.
 
-    It is called with None for a view without all ranks, in which the groups of the previous one must be left.
+    It is called with None for a view without all ranks, in which the groups of the previous one must be left,
+    and with the view that will follow: once that is there, all members may leave this one, between two steps.
     fits: whether the job can go on with so many ranks, if the others are lost and will not be replaced.
     Raises `StepFailed` if ranks are lost and will not be replaced.
     """
-    seen = 0
-    while True:
-        view = await worker.view(after=seen)
-        seen = view.epoch
-        whole = not view.finished and is_whole(worker, view, fits)
-        ended = await epoch(view if whole else None)
-        if view.finished:
-            return None  # nobody leaves before what the job makes is on disk
-        if ended is not None:
-            return ended.result
+    coming = await worker.coming_view(after=0)
+    following: asyncio.Task[ComingView] | None = None
+    try:
+        while True:
+            view = worker.enter(coming)
+            if not worker.alone:
+                following = asyncio.ensure_future(worker.coming_view(after=view.epoch))
+            whole = not view.finished and is_whole(worker, view, fits)
+            ended = await epoch(view if whole else None, following)
+            if view.finished:
+                return None  # nobody leaves before what the job makes is on disk
+            if ended is not None:
+                return ended.result
+            coming = await (worker.coming_view(after=view.epoch) if following is None else following)
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
 
 
 def is_whole(worker: Worker, view: View, fits: Callable[[int], bool]) -> bool:
@@ -92,8 +109,32 @@ class ProtectedState(Protocol):
         ...
 
 
+class Wish(IntFlag):
+    """Work that a rank asks all ranks for, after the step that is under way."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP = 2
+
+
+@dataclass(slots=True)
+class Agenda:
+    """The contents of a vote beside digests. epoch: of a view that could be entered, 0 for none.
+
+    Before a vote: this rank's own; after it: the least epoch and all wishes, on all ranks alike.
+    """
+
+    epoch: int = 0
+    wishes: Wish = Wish.NOTHING
+
+
 class Redundancy(StepHook, Protocol):
     """Keeps what one rank alone holds, so that it survives the end of that rank. For the training thread."""
+
+    asked: Agenda
+    """To be told with this rank's next vote; written by any thread."""
+    agreed: Agenda
+    """The result of the last vote."""
 
     def meet(self, group: Group, keys: Sequence[int] = ()) -> int:
         """Agree with all members of a new epoch on the version to continue from, and hold it.
@@ -144,6 +185,7 @@ class RedundancyDriver(Redundancy):
         )
         self._on_update, self._on_commit = on_update, on_commit
         self.applies_first = machine.replicas
+        self.asked, self.agreed = Agenda(), Agenda()
         self._group: Group | None = None
 
     def settle(self) -> None:
@@ -168,6 +210,10 @@ class RedundancyDriver(Redundancy):
 
     def voted(self, votes: Sequence[Vote]) -> None:
         """See `StepHook`. Raises `StepFailed` if a replica differs from its original."""
+        wishes = Wish.NOTHING
+        for vote in votes:
+            wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP))
+        self.agreed = Agenda(min(int(vote[2]) for vote in votes), wishes)
         self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
 
     def updated(self, done: Any) -> None:
@@ -179,6 +225,11 @@ class RedundancyDriver(Redundancy):
     def close(self) -> None:
         """See `Redundancy`."""
         self._tap.close("closed")
+
+    def _said(self, own: int, copied: int) -> Vote:
+        """Return a vote for two digests, with what this rank asks for."""
+        asked = self.asked
+        return np.array([own, copied, asked.epoch, asked.wishes], np.uint64)
 
     # ---- the machine
 

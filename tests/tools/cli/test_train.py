@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -213,6 +216,30 @@ def test_a_run_has_a_directory_of_its_own_and_is_repeated_by_its_recipe(
     assert found[0].weights_sha256 == found[1].weights_sha256
     bad = launcher.run("run", "-n", "3", "-m", "zbmd", "train", "--data", "text", "--mesh", "dp=2")
     assert bad.code == 2 and "a mesh of dp 2 has 2 ranks, and there are 3" in bad.errors[-1], bad
+
+
+@pytest.mark.parametrize("options", [("--mesh", "dp=2"), ("--zero", "3")], ids=" ".join)
+def test_a_run_that_is_asked_to_stop_saves_its_last_step_and_goes_on_later(
+    launcher: Launcher, options: tuple[str, ...]
+) -> None:
+    """As before a spot instance ends. Nothing is lost, and what follows has the bits of one run."""
+    write_text(launcher.directory / "text")
+    small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]
+    small += ["--data", "text", "--curve", "constant", "--checkpoint-every", "0", *options]
+    run = ("run", "-n", "2", "-m", "zbmd", "train", *small)
+    with launcher.start(*run, "--out", "a", "--steps", "100000") as running:
+        running.until("^step 3 ")
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.end() == 128 + signal.SIGTERM
+    saved = re.search(r"step (\d+) saved: a/checkpoint.json", running.text)
+    assert saved is not None and running.text.endswith("[zbmd]: stopped: SIGTERM received\n"), running.text
+    assert read_names(launcher.directory / "a/checkpoint.json").version == int(saved[1]) >= 3
+    steps = str(int(saved[1]) + 2)
+    further = launcher.run(*run, "--resume", "a", "--out", "a", "--steps", steps)
+    whole = launcher.run(*run, "--out", "b", "--steps", steps)
+    found = [result([line.partition(": ")[2] for line in one.out]) for one in (further, whole)]
+    assert found[0].weights_sha256 == found[1].weights_sha256
+    assert audited(launcher.directory / "a") == (int(steps), 0, 0, 0)
 
 
 def test_the_directory_of_a_run_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from support.jobs.small_jobs import SmallJobs
 from support.processes.captures import Captures
 
+from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport import kill_points as faults
@@ -57,6 +58,28 @@ def test_kills_leave_no_trace_in_the_weights(
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm["tp" in mesh, precision], (mesh, fault)
         assert captures.played(captured) == (0, OF_RUNS), (mesh, fault)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["rank0:job.begin:3", "rank2:mirror.commit:2,rank1:pipeline.compute:6", "rank0:collective.point:9"],
+)
+def test_a_run_that_shrinks_ends_with_the_same_bits(
+    small_jobs: SmallJobs, tmp_path: Path, fault: str
+) -> None:
+    data = write_text(tmp_path / "text")
+    calm = small_jobs.run(tmp_path / "calm", data, mesh="dp=1", world_size=1)
+    shrunk = small_jobs.run(
+        tmp_path / "run", data, mesh="dp=3", world_size=3, fault=fault, on_loss=OnLoss.SHRINK
+    )
+    assert shrunk.deaths == len(faults.parse(fault)), (shrunk.failures, shrunk.told)
+    assert shrunk.digest == calm.digest
+
+
+def test_a_run_whose_state_is_cut_does_not_shrink(small_jobs: SmallJobs, tmp_path: Path) -> None:
+    data, fault = write_text(tmp_path / "text"), "rank1:job.begin:3"
+    with pytest.raises(UserError, match="the state is cut for 2: run with --on-loss replace"):
+        small_jobs.run(tmp_path / "run", data, mesh="pp=2", world_size=2, fault=fault, on_loss=OnLoss.SHRINK)
 
 
 @pytest.mark.parametrize(

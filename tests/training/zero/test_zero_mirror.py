@@ -79,7 +79,7 @@ class World:
         self.ended: dict[int, int] = {}
         """What those who have come to the end of the run hold."""
         self.present = list(range(ranks))
-        """Who is there, or will be replaced."""
+        """Ranks that are there, or will be replaced."""
         self.members = list(self.present)
         """Of the epoch."""
         self.waiting: set[int] = set()
@@ -337,7 +337,7 @@ def entered(*held: zm.Held) -> zm.Entered:
 
 
 class Shrinking(World):
-    """Ranks of one key. Who is killed is not replaced, as long as another one is left."""
+    """Ranks of one key. A killed rank is not replaced, as long as another one is left."""
 
     def kill(self, place: int) -> None:
         if self.ended or place not in self.present:

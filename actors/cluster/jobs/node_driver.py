@@ -55,6 +55,8 @@ log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
 
 TEMPLATES_LOST_MAX: Final = 3
 """Templates lost in a row, with no rank that joined in between, after which this node forks no more."""
+ENDS_S_MAX: Final = 2.0
+"""For the kernel to end what was killed: it frees about 16 GiB a second."""
 DRAIN_S_MAX: Final = 1.0
 OnJobEvent = Callable[[int, HostEvent], None]
 """Takes the job's id and what happened to it on this node."""
@@ -127,10 +129,10 @@ class JobHost:
     async def settle(self) -> None:
         """Wait, for a bounded time, until ending ranks are gone and their output is delivered."""
         if self._processes is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._processes.empty(), ENDS_S_MAX)
             with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
-                async with asyncio.timeout(DRAIN_S_MAX):
-                    await self._processes.empty()
-                    await self._processes.settle()
+                await asyncio.wait_for(self._processes.settle(), DRAIN_S_MAX)
 
     async def failed(self) -> None:
         """Wait until a bug ends this driver, and raise it."""

@@ -377,9 +377,10 @@ class LocalJobs:
         if not doomed and local.view.epoch > local.entered:
             self._promise(local, now_ns)
             self._enter(local)
-        view = job.view()
-        if view is not None and view.epoch > local.view.epoch and self._may_go_on(local, doomed=doomed):
-            self._install(local, job, view, self.me)
+        if job.epoch > local.view.epoch and self._may_go_on(local, doomed=doomed):
+            view = job.view()
+            if view is not None:
+                self._install(local, job, view, self.me)
 
     def _promise(self, local: LocalJob, now_ns: int) -> None:
         epoch, own = local.view.epoch, self._own_members(local)

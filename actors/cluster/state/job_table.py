@@ -117,9 +117,6 @@ class SlotState(Enum):
     LOST = "lost"  # ended otherwise, and will not come back
 
 
-LIVE = frozenset({SlotState.STARTING, SlotState.UP})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEntry:
     """A rank in the table. incarnation: of its process, 0 before the first; node: where that runs or ran.
@@ -138,7 +135,7 @@ class RankEntry:
     @property
     def lives(self) -> bool:
         """Whether a node is to run it: it is starting or up."""
-        return self.state in LIVE
+        return self.state is SlotState.UP or self.state is SlotState.STARTING
 
 
 class JobPhase(Enum):

@@ -268,10 +268,12 @@ class BuddyReplica(RedundancyDriver):
         peer = self._worker.peers.get(rank)
         if peer is None:
             raise PeerLost(rank, "it is no peer any more")
-        region = peer.memory.open_region(handle, self._worker.segment)
+        region, arena = peer.memory.open_region(handle, self._worker.segment), self._worker.segment.arena
+        arena.want(into)
         for start in range(0, len(into), FETCH_ELEMENTS):
             self._cancellation.check()
             part = into[start : start + FETCH_ELEMENTS]
+            arena.ready(part)
             pull(region, peer.memory, part, start * into.itemsize, self._cancellation, source=rank)
             if start <= len(into) // 2 < start + FETCH_ELEMENTS:
                 faults.hit(middle)

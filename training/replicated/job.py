@@ -337,7 +337,7 @@ def _initial_store(
     the log.
     """
     arena, arrays, layout = worker.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
-    store = Store(layout, arena.zeros, arrays=len(arrays))
+    store = Store(layout, arena.lazy_zeros, arrays=len(arrays))
     path, state, xp = options.out / LOG_NAME, store.current.state, recipe.model.xp
 
     def last_version() -> int:
@@ -348,6 +348,7 @@ def _initial_store(
         known_version = last_version()
         if known_version > store.version + 1:
             return store, NO_DIGEST, known_version
+    arena.ready(store.current.flat)
     if options.resume is None:
         state.weights[:] = xp.asarray(recipe.model.init(recipe.config.seed))
     else:

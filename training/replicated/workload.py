@@ -103,6 +103,7 @@ class TrainingWorkload:
         before_step: Callable[[int], None] | None = None,
     ) -> None:
         self.worker = worker
+        self._arena = worker.segment.arena
         self.actors = actors
         self.recipe: Recipe = actors.recipe
         self.store = store
@@ -116,7 +117,7 @@ class TrainingWorkload:
         self._before_step = before_step
         self._buckets = Buckets(store.layout)
         self._buffers: list[Array] = []
-        self._total: Array = worker.segment.arena.zeros(store.layout.size)
+        self._total: Array = self._arena.lazy_zeros(store.layout.size)
         self._ahead: tuple[int, np.ndarray] | None = None
         """The next step, and its samples."""
 
@@ -145,6 +146,7 @@ class TrainingWorkload:
         step, shards = work.version - 1, self.recipe.config.shards
         assignment = assign_to(shards, work.members, work.workers)
         plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.worker.rank)])
+        self._arena.ready(self._total)
         reduction = ShardReduction(group, plan, assignment, self._buffers_for(plan), self._total)
         ids = self._samples_of(step)
         held_out = self._evaluate(work)
@@ -163,6 +165,7 @@ class TrainingWorkload:
             reduction.drain()
         cancellation.check()
         faults.hit(STEP_UPDATE)
+        self._arena.ready(self.store.slots[work.slot].flat)
         tensors = self.actors.tensors
         old, new = tensors.call(TensorActor.state, 1 - work.slot), tensors.call(TensorActor.state, work.slot)
         try:
@@ -269,7 +272,7 @@ class TrainingWorkload:
 
     def _buffers_for(self, plan: AccumulationPlan) -> list[Array]:
         while len(self._buffers) < plan.buffers:
-            self._buffers.append(self.worker.segment.arena.zeros(self.recipe.model.layout.size))
+            self._buffers.append(self._arena.zeros(self.recipe.model.layout.size))
         return self._buffers
 
     def _evaluate(self, work: cm.RunStep) -> tuple[float, int]:
@@ -294,9 +297,11 @@ class TrainingWorkload:
         faults.hit(FETCH_BEGIN)
         target = self.store.slots[work.slot].flat
         region, memory = self._source(work, target.nbytes)
+        self._arena.want(target)
         for start in range(0, len(target), FETCH_ELEMENTS):
             cancellation.check()
             into = target[start : start + FETCH_ELEMENTS]
+            self._arena.ready(into)
             pull(region, memory, into, start * target.itemsize, cancellation, source=work.source)
             if start <= len(target) // 2 < start + FETCH_ELEMENTS:
                 faults.hit(FETCH_MIDDLE)
@@ -316,6 +321,7 @@ class TrainingWorkload:
     def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
         """Read the last checkpoint into `work.slot` if it holds the last version; see `Workload`."""
         faults.hit(RECALL_BEGIN)
+        self._arena.ready(self.store.slots[work.slot].flat)
         if not self.journal.read_preserved(work.version, self.store.slots[work.slot]):
             return None
         cancellation.check()

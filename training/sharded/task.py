@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,6 +33,7 @@ from zbmd.training.sharded.stages import SLOTS, elements_most, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.step.recipe import Recipe, learning_rate_of
 from zbmd.training.zero.trainer import ZeroTrainer
+from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 
 HUGGING_FACE_DIRECTORY = "gpt2"
@@ -152,7 +152,9 @@ class EngineTask(Task[TrainResult]):
                 groups,
                 stages=self._stages,
                 dtype=storage_dtype(options.precision),
-                zeros=self._zeros,
+                zeros=self._arena.zeros,
+                state_zeros=self._arena.lazy_zeros,
+                ready=self._arena.ready,
                 overlap=options.overlap,
                 loss_scale=options.loss_scale,
                 offload=offload,
@@ -184,10 +186,11 @@ class EngineTask(Task[TrainResult]):
         options, dtype = self._options, storage_dtype(self._options.precision)
         most = elements_most(self._config, self.mesh, self._stages)
         size = state_elements(most, dtype, options.training.optimizer)
-        return [self._zeros(size, computing_dtype(dtype)) for _ in range(SLOTS)]
+        return [self._arena.lazy_zeros(size, computing_dtype(dtype)) for _ in range(SLOTS)]
 
-    def _zeros(self, size: int, dtype: Any) -> Array:
-        return self._worker.segment.arena.zeros(size, dtype)
+    @property
+    def _arena(self) -> Arena:
+        return self._worker.segment.arena
 
     # ---- what is told
 

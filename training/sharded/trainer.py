@@ -62,7 +62,8 @@ class MeshTrainer(Trainer):
 
     Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
     begins with. Arrays are made by `zeros`, which may give memory that peers can read
-    (`worker.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap`
+    (`worker.segment.arena`): that saves copies, and is needed where a mirror goes along; slots by
+    `state_zeros`, which may be lazy: `ready` is called before they are written. Without `overlap`
     the reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
     numbers: they lie there. If it `shrinks`, views may have fewer ranks along `dp`. With a file, or
     `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a replica may
@@ -77,6 +78,8 @@ class MeshTrainer(Trainer):
         stages: Stages = ONE_EACH,
         dtype: np.dtype[np.floating] = FLOAT32,
         zeros: Callable[[int, npt.DTypeLike], Array] = np.zeros,
+        state_zeros: Callable[[int, npt.DTypeLike], Array] = np.zeros,
+        ready: Callable[[Array], None] = lambda _: None,
         overlap: bool = True,
         loss_scale: float = SCALE_FIRST,
         offload: Callable[[int], StateFile] | None = None,
@@ -85,6 +88,7 @@ class MeshTrainer(Trainer):
     ) -> None:
         self.recipe = recipe
         self.groups = groups
+        self._ready = ready
         self.overlap = overlap
         self.step = self.first = 0
         self.dtype, self.state_dtype = dtype, computing_dtype(dtype)
@@ -104,7 +108,7 @@ class MeshTrainer(Trainer):
         elements = state_elements(size, dtype, config.optimizer)
         self.file = None if offload is None else offload(elements)
         if self.file is None:
-            self.slots = [zeros(elements, self.state_dtype) for _ in range(SLOTS)]
+            self.slots = [state_zeros(elements, self.state_dtype) for _ in range(SLOTS)]
         else:
             self.slots = self.file.slots
         """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
@@ -232,6 +236,7 @@ class MeshTrainer(Trainer):
     def begin_anew(self) -> None:
         """Take the state that the training begins with, in the slot of `first`."""
         recipe, saved, self.slot = self.recipe, self._saved, self.first % SLOTS
+        self._ready(self.slots[self.slot])
         self.slots[self.slot][:] = 0
         scale = self._initial_scale
         if saved is not None:
@@ -507,6 +512,7 @@ class MeshTrainer(Trainer):
     def _update(self, norm: float, scale: LossScale) -> None:
         """Write the next version into the slot that is not in use."""
         config, target = self.recipe.config, 1 - self.slot
+        self._ready(self.slots[target])
         with spans.OPTIMIZER:
             self._optimizer.update(
                 self.state,

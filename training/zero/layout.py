@@ -58,10 +58,15 @@ Make = Callable[[int, npt.DTypeLike], Array]
 
 @dataclass(slots=True)
 class Accountant:
-    """Hands out arrays, made by `make` or, filled with zeros, by `make_zeros`, and counts them."""
+    """Hands out arrays and counts them.
+
+    They are made by `make`, by `make_zeros`, or by `make_lazy`: zeros that are used after a call of `ready`.
+    """
 
     make: Make = np.empty
     make_zeros: Make = np.zeros
+    make_lazy: Make = np.zeros
+    ready: Callable[[Array], None] = lambda _: None
     held: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     most: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     state_bytes_most: int = 0
@@ -69,6 +74,12 @@ class Accountant:
     def allocate(self, kind: MemoryKind, size: int, dtype: npt.DTypeLike) -> Array:
         """Return (size,) zeros of `dtype`."""
         array = self.make_zeros(size, dtype)
+        self.count(kind, array)
+        return array
+
+    def reserve(self, kind: MemoryKind, size: int, dtype: npt.DTypeLike) -> Array:
+        """Return (size,) zeros of `dtype`. Call `ready` with it, or a part of it, before it is used."""
+        array = self.make_lazy(size, dtype)
         self.count(kind, array)
         return array
 

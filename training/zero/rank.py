@@ -102,11 +102,11 @@ class ZeroRank:
             for slot in self.slots:
                 self.memory.count(MemoryKind.OFFLOADED, slot)
         else:
-            self.slots = [take(MemoryKind.OPTIMIZER, size, np.float32)]
+            self.slots = [self.memory.reserve(MemoryKind.OPTIMIZER, size, np.float32)]
         """Masters and moments of the shard, one behind the other, and the loss scale, if it changes:
         what this rank alone holds."""
         if keep_previous and offload is None:
-            self.slots.append(take(MemoryKind.MIRROR, size, np.float32))
+            self.slots.append(self.memory.reserve(MemoryKind.MIRROR, size, np.float32))
         self.slot = 0
         """The one in use."""
         self._whole: dict[int, Array] = {}
@@ -151,6 +151,7 @@ class ZeroRank:
         If the stage keeps weights whole, gather those of a checkpoint after this.
         """
         saved, self.slot = self._saved, self.first % len(self.slots)
+        self.memory.ready(self.state_flat)
         self.state_flat[:] = 0
         scale = self.initial_scale
         if saved is not None:
@@ -221,8 +222,8 @@ class ZeroRank:
 
     def mirror_copies(self) -> list[Array]:
         """Room for both versions of another rank's shard."""
-        size, take = self.slots[0].size, self.memory.allocate
-        return [take(MemoryKind.MIRROR, size, np.float32) for _ in self.slots]
+        size, reserve = self.slots[0].size, self.memory.reserve
+        return [reserve(MemoryKind.MIRROR, size, np.float32) for _ in self.slots]
 
     @property
     def state_flat(self) -> Array:
@@ -469,6 +470,7 @@ class ZeroRank:
         """
         scale = self.loss_scale if loss_scale is None else loss_scale
         target = (self.slot + 1) % len(self.slots)
+        self.memory.ready(self.slots[target])
         for number, unit in enumerate(self.shards.units):
             old, new = (state_in(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
             for ahead in self.shards.units[number + 1 : number + 2]:

@@ -136,7 +136,9 @@ class ZeroTrainer(Trainer):
         self.recipe, self.options, self.group = recipe, options, group
         place, ranks = group.members.index(worker.rank), group.size
         arena = worker.segment.arena
-        self.memory = Accountant(make=arena.empty, make_zeros=arena.zeros)
+        self.memory = Accountant(
+            make=arena.empty, make_zeros=arena.zeros, make_lazy=arena.lazy_zeros, ready=arena.ready
+        )
         self.sums, shards = ShardSum.of(recipe.config.shards, ranks), shards_of(recipe.model, ranks)
         elements = slot_elements(shards, recipe.config.optimizer, storage_dtype(options.storage))
         self.file = None if offload is None else offload(elements)

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from zbmd.transport.errors import ArenaFull, LocalProtocolError, UserError
 from zbmd.transport.memory._region import stream
-from zbmd.transport.memory.memfd import in_words
+from zbmd.transport.memory.memfd import Filler, in_words
 from zbmd.transport.native._native import address_of
 
 ALIGNMENT = 64
@@ -124,7 +124,7 @@ class Arena:
     """Arrays in one range of a process's own segment. Safe to use from any thread.
 
     `unsettled` reports peers that may still store here though they are known to have ended: while there are
-    any, memory that is returned waits. `wait_for(offset)` returns when all pages below it are allocated.
+    any, memory that is returned waits. `filler`: what is still allocating pages of it.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Arena:
         nbytes: int,
         *,
         unsettled: Callable[[], bool] | None = None,
-        wait_for: Callable[[int], None] | None = None,
+        filler: Filler | None = None,
     ) -> None:
         self._mapping = mapping
         self._unsettled = unsettled
-        self._wait_for = wait_for
+        self._filler = filler
         self._allocator = Allocator(offset, nbytes)
         self._begin = mapping.address + offset
         self._end = self._begin + nbytes
@@ -160,7 +160,26 @@ class Arena:
         """Return an array of zeros, otherwise as of `empty`. Memory that is new is not touched."""
         return self._array(shape, dtype, zeroed=True)
 
-    def _array(self, shape: int | tuple[int, ...], dtype: DTypeLike, *, zeroed: bool) -> NDArray[Any]:
+    def lazy_zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """As `zeros`, but its pages may not exist yet: call `ready` with what is used, before it is used."""
+        return self._array(shape, dtype, zeroed=True, lazy=True)
+
+    def ready(self, array: NDArray[Any]) -> None:
+        """Return when all pages of an array exist: a lazy one, a part of it, or any other.
+
+        Raises `OutOfMemory`.
+        """
+        if self._filler is not None and (offset := self.offset_of(array)) is not None:
+            self._filler.wait_for(offset, offset + array.nbytes)
+
+    def want(self, array: NDArray[Any]) -> None:
+        """Have the pages of a lazy array made before those of others."""
+        if self._filler is not None and (offset := self.offset_of(array)) is not None:
+            self._filler.want(offset, offset + array.nbytes)
+
+    def _array(
+        self, shape: int | tuple[int, ...], dtype: DTypeLike, *, zeroed: bool, lazy: bool = False
+    ) -> NDArray[Any]:
         kind = np.dtype(dtype)
         if kind.hasobject:
             raise LocalProtocolError(f"an array of {kind} holds Python objects and cannot be shared")
@@ -171,7 +190,7 @@ class Arena:
         with self._lock:
             self._collect()
             used_before = self._handed_out
-            offset = self._allocate(nbytes)
+            offset = self._allocate(nbytes, lazy=lazy)
         view = self._mapping.view(offset, nbytes, writable=True)
         if zeroed and offset < used_before:
             used = view[: used_before - offset]
@@ -239,7 +258,7 @@ class Arena:
             self._collect()
             return len(self._returned)
 
-    def _allocate(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int, *, lazy: bool = False) -> int:
         try:
             offset = self._allocator.allocate(nbytes)
         except ArenaFull as full:
@@ -251,9 +270,11 @@ class Arena:
                 asked_bytes=full.asked_bytes,
                 available_bytes=full.available_bytes,
             ) from None
-        if self._wait_for is not None and offset + nbytes > self._handed_out:
+        if self._filler is not None:
+            end = offset + nbytes
             try:
-                self._wait_for(offset + nbytes)
+                # Of a lazy array, what was used before is cleared now.
+                self._filler.wait_for(offset, min(end, self._handed_out) if lazy else end)
             except BaseException:
                 self._allocator.free(offset)
                 raise

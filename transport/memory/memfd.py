@@ -7,6 +7,7 @@ process instead of failing the call, so the limit is read first.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import fcntl
@@ -161,7 +162,7 @@ def _from_base_pages(
         huge_bytes = _make_transparent(mapping, offer, notes) if arena_bytes >= ARENA_BYTES_MIN else 0
         at_once = total if arena_bytes < FILLED_LATER_BYTES_MIN or huge_bytes else head_bytes
         fill_memfd(name, fd, at_once)
-        filler = Filler(name, fd, at_once, total) if at_once < total else None
+        filler = Filler(name, fd, at_once, total, mapping=mapping) if at_once < total else None
     except BaseException:
         os.close(fd)
         raise
@@ -306,49 +307,69 @@ def fill_memfd(name: str, fd: int, nbytes: int) -> None:
 
 
 class Filler:
-    """Allocates the pages of a sealed memfd from `begin` to `end` on a thread of its own, in order.
+    """Allocates the pages of a sealed memfd from `begin` to `end` on a thread of its own.
 
-    Pages cost a quarter of a second a GiB, for which a rank that replaces another does not have to wait:
-    `wait_for` returns when those that it needs are there. Before each part the memory that is available is
-    read, since others allocate meanwhile.
+    Half a second a GiB is too long to wait for in a rank that replaces another. So the pages are made in
+    order, but first those that somebody waits for (`wait_for`), and in `mapping`, if given, they are also
+    mapped: the kernel clears a page only then, which takes longer than to allocate it. Before each piece the
+    memory that is available is read, since others allocate meanwhile.
     """
 
-    def __init__(self, name: str, fd: int, begin: int, end: int) -> None:
+    def __init__(self, name: str, fd: int, begin: int, end: int, *, mapping: Mapping | None = None) -> None:
         self._name, self._end = name, end
-        self._filled_to = begin
+        self._missing = dict.fromkeys(range(begin, end, FILL_BYTES))
+        """Where the pieces begin that are not there yet, in order."""
+        self._wanted: dict[int, None] = {}
+        """Those of them that somebody waits for."""
         self._error: Exception | None = None
         self._stopped = self._is_over = False
         self._changed = threading.Condition()
         # A daemon: nobody waits for pages that a process which ends has not asked for.
-        self._thread = threading.Thread(target=self._run, args=(os.dup(fd),), name="zbmd-fill", daemon=True)
+        arguments = os.dup(fd), mapping
+        self._thread = threading.Thread(target=self._run, args=arguments, name="zbmd-fill", daemon=True)
         self._thread.start()
 
-    def wait_for(self, offset: int) -> None:
-        """Return when all pages below `offset` are allocated. Raises as the thread, `OutOfMemory`."""
-        if self._filled_to >= offset:
+    def wait_for(self, begin: int, end: int) -> None:
+        """Return when all pages of [begin, end) are there. Raises as the thread, `OutOfMemory`."""
+        if not self._missing:
             return
+        wanted = self.want(begin, end)
         with self._changed:
-            self._changed.wait_for(lambda: self._filled_to >= offset or self._is_over)
-        if self._filled_to < offset:
+            self._changed.wait_for(lambda: self._is_over or wanted.isdisjoint(self._missing))
+            is_there = wanted.isdisjoint(self._missing)
+        if not is_there:
             raise self._error or OutOfMemory(
-                f"the shared memory {self._name!r} is closed", asked_bytes=offset, available_bytes=0
+                f"the shared memory {self._name!r} is closed", asked_bytes=end - begin, available_bytes=0
             )
+
+    def want(self, begin: int, end: int) -> set[int]:
+        """Make the pages of [begin, end) next; return where the pieces begin that are not there yet."""
+        if not self._missing:
+            return set()
+        with self._changed:
+            wanted = {at for at in self._missing if at < end and begin < at + FILL_BYTES}
+            self._wanted |= dict.fromkeys(sorted(wanted))
+        return wanted
 
     def stop(self) -> None:
         """Allocate no more, and wait for the thread. Idempotent."""
         self._stopped = True
         self._thread.join()
 
-    def _run(self, fd: int) -> None:
+    def _run(self, fd: int, mapping: Mapping | None) -> None:
         try:
-            while self._filled_to < self._end and not self._stopped:
-                nbytes = min(FILL_BYTES, self._end - self._filled_to)
+            while not self._stopped and (begin := self._next()) is not None:
+                nbytes = min(FILL_BYTES, self._end - begin)
                 available = available_memory()
                 if nbytes + HEADROOM_BYTES > available.nbytes:
-                    raise _out_of_memory(self._name, self._end - self._filled_to, available)
-                _allocate(self._name, fd, self._filled_to, nbytes)
+                    raise _out_of_memory(self._name, nbytes, available)
+                _allocate(self._name, fd, begin, nbytes)
+                if mapping is not None:
+                    with contextlib.suppress(OSError):  # before Linux 5.14: pages are mapped as they are used
+                        mapping.madvise(MADV_POPULATE_WRITE, begin, nbytes)
                 with self._changed:
-                    self._filled_to += nbytes
+                    del self._missing[begin]
+                    self._wanted.pop(begin, None)
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 -- raised where the pages are needed
             self._error = error
@@ -357,6 +378,10 @@ class Filler:
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            return next(iter(self._wanted or self._missing), None)
 
 
 def _allocate(name: str, fd: int, begin: int, nbytes: int) -> None:

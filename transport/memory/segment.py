@@ -119,8 +119,7 @@ class Segment(Cells):
         inbox_bytes = arena_offset - _native.OFF_END
         self.inbox = Arena(mapping, _native.OFF_END, inbox_bytes, unsettled=self._ends.any_unsettled)
         self._filler = placed.filler
-        wait_for = None if placed.filler is None else placed.filler.wait_for
-        self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset, wait_for=wait_for)
+        self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset, filler=placed.filler)
         self.frame_lender = FrameLender(self.arena)
         self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
 

@@ -38,8 +38,11 @@ class Mapping:
 
         A mapping as large as a huge page begins at a multiple of `HUGE_BYTES`, so that it can have some.
         """
-    def madvise(self, advice: int) -> None:
-        """madvise(2) for the whole mapping, without the GIL. Raises OSError."""
+    def madvise(self, advice: int, offset: int = 0, nbytes: int | None = None) -> None:
+        """madvise(2) for [offset, offset + nbytes), by default to the end, without the GIL.
+
+        Raises OSError, and `LocalProtocolError` outside the mapping.
+        """
     def prefer_node(self, node: int) -> None:
         """Have missing pages taken from a NUMA node while it has any. Raises OSError."""
     @property

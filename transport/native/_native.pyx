@@ -180,10 +180,13 @@ cdef class Mapping:
             with nogil:  # to free the pages of a large segment takes a tenth of a second a GiB
                 munmap(self.start, self.nbytes)
 
-    def madvise(self, int advice):
+    def madvise(self, int advice, size_t offset=0, object nbytes=None):
+        cdef size_t length = self.nbytes - offset if nbytes is None else nbytes
         cdef int failed
+        if offset > self.nbytes or length > self.nbytes - offset:
+            raise LocalProtocolError(f"range {offset}+{length} is outside a mapping of {self.nbytes} bytes")
         with nogil:
-            failed = madvise(self.start, self.nbytes, advice)
+            failed = madvise(self.start + offset, length, advice)
         if failed:
             raise OSError(errno, os.strerror(errno))
 

@@ -179,7 +179,7 @@ def test_a_segment_that_closes_allocates_no_more(monkeypatch: pytest.MonkeyPatch
     stopping.join()
     os.close(fd)
     with pytest.raises(OutOfMemory, match="'test' is closed"):
-        filler.wait_for(FILLED_LATER_BYTES_MIN)
+        filler.wait_for(0, FILLED_LATER_BYTES_MIN)
 
 
 def test_whatever_the_filling_thread_meets_is_raised_where_pages_are_needed(
@@ -192,6 +192,55 @@ def test_whatever_the_filling_thread_meets_is_raised_where_pages_are_needed(
     fd = os.memfd_create("test")
     filler = Filler("test", fd, 0, FILL_BYTES)
     with pytest.raises(OSError, match="Input/output error"):
-        filler.wait_for(1)
+        filler.wait_for(0, 1)
     filler.stop()
     os.close(fd)
+
+
+def test_pages_that_somebody_waits_for_are_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(_fd: int, begin: int, _nbytes: int) -> None:
+        made.append(begin // FILL_BYTES)
+        begun.set()
+        may_go_on.wait()
+
+    monkeypatch.setattr(memfd.os, "posix_fallocate", slow)
+    fd = os.memfd_create("test")
+    filler = Filler("test", fd, 0, 6 * FILL_BYTES)
+    begun.wait()
+    assert filler.want(4 * FILL_BYTES, 5 * FILL_BYTES + 1) == {4 * FILL_BYTES, 5 * FILL_BYTES}
+    may_go_on.set()
+    filler.wait_for(5 * FILL_BYTES, 6 * FILL_BYTES)
+    filler.wait_for(0, 6 * FILL_BYTES)
+    filler.stop()
+    os.close(fd)
+    assert made == [0, 4, 5, 1, 2, 3]
+
+
+def test_the_pages_of_a_lazy_array_are_waited_for_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, fallocate = threading.Event(), os.posix_fallocate
+
+    def slow(fd: int, begin: int, nbytes: int) -> None:
+        if begin:  # not the head of the segment
+            may_go_on.wait()
+        fallocate(fd, begin, nbytes)
+
+    monkeypatch.setattr(memfd.os, "posix_fallocate", slow)
+    segment = Segment.create(
+        slot=0, incarnation=1, arena_bytes=FILLED_LATER_BYTES_MIN, inbox_bytes=PAGE_BYTES
+    )
+    state = segment.arena.lazy_zeros(2 * FILL_BYTES, np.uint8)
+    segment.arena.want(state)
+    head_blocks = os.fstat(segment.fd).st_blocks
+    may_go_on.set()
+    segment.arena.ready(state[FILL_BYTES:])
+    assert (os.fstat(segment.fd).st_blocks - head_blocks) * 512 >= FILL_BYTES
+    assert not state.any()
+    segment.arena.ready(np.zeros(3))  # of no arena
+    state[:] = 1
+    del state
+    again = segment.arena.lazy_zeros(2 * FILL_BYTES, np.uint8)
+    assert not again.any(), "memory that was used is cleared"
+    segment.close()

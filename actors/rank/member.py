@@ -130,6 +130,12 @@ class MemberActor(Actor):
 class Worker:
     """This process as a member of its job. Returned by `join`; use it on its event loop's thread."""
 
+    keeps_lost_memory: bool = True
+    """Whether the memory of a member that has ended stays mapped until the next view is entered.
+
+    If not, its pages are free for its replacement, and making a group of this view with it raises `PeerLost`.
+    """
+
     def __init__(
         self,
         environment: RankEnvironment,
@@ -442,6 +448,8 @@ class Worker:
         peer = self._peers.get(rank)
         if peer is not None and peer.incarnation == incarnation:
             self.segment.end_proven(rank)
+            if not self.keeps_lost_memory and isinstance(peer.memory, PeerSegment):
+                peer.memory.end()
 
     def _link_ended(self, rank: int, incarnation: int) -> None:
         for callback in list(self._callbacks.link_ended):

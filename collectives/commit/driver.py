@@ -17,7 +17,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import ActorError
 from zbmd.actors.rank.member import Worker
-from zbmd.actors.view import MemberId, rank_of
+from zbmd.actors.view import MemberId, View, rank_of
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import STEP_COMMIT, StepCommit, commit_config
 from zbmd.collectives.commit.wire import Finish, GaveUp, Message, Report, SendAction, Vote, from_wire, to_wire
@@ -235,6 +235,11 @@ class CommitDriver:
         self._loop = asyncio.get_running_loop()
         self._compute = WorkThread[cm.CommitEvent]("zbmd-compute", self._hand_over)
         self._group: Group | None = None
+        """That of the epoch; None also if a member had ended before it could be made."""
+        self._is_broken = False
+        """Whether a member of the group has ended."""
+        self._works = 0
+        """Pieces of work whose end has not been handled."""
         self._may_enter = asyncio.Event()
         self._cancellation = Cancellation()
         self._finished = False
@@ -250,6 +255,7 @@ class CommitDriver:
             raise LocalProtocolError(
                 f"{self._worker!r} has entered a view already: use zbmd.join(enter=False) for a run of steps"
             )
+        self._worker.keeps_lost_memory = False
         # It outlives the run: what others still send, who are not through or have not heard, goes nowhere.
         await self._worker.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
         forget = self._worker.on_peer_lost(self._peer_lost)
@@ -267,6 +273,7 @@ class CommitDriver:
                 for action in self._tap.handle(event, now_ns=time.monotonic_ns()):
                     await self._perform(action)
                 self._tap.check_invariants()
+                self._let_go(event)
         finally:
             forget()
             views.cancel()
@@ -279,6 +286,19 @@ class CommitDriver:
         if self._group is not None:
             await self._group.close()
         await asyncio.to_thread(self._compute.close)
+
+    def _let_go(self, event: cm.CommitEvent) -> None:
+        """Unmap the members' memory once the group is of no more use: a replacement needs the pages."""
+        match event:
+            case cm.PeerEnded(member=member) if member in self._machine.members:
+                self._is_broken = True
+            case cm.StepEnded() | cm.FetchEnded() | cm.RecallEnded():
+                self._works -= 1
+            case _:
+                pass
+        if self._is_broken and not self._works and self._group is not None:
+            self._group.give_up()
+            self._is_broken = False
 
     # ---- what comes in
 
@@ -324,11 +344,18 @@ class CommitDriver:
                 if self._group is not None:
                     await self._group.close()
                 faults.hit(VIEW_POINT)
-                self._group = group_of(self._worker, view)
+                self._group = self._group_of(view)
             self._worker.recorder.note(f"made the group of epoch {epoch}")
             self._take(cm.EpochInstalled(epoch=epoch, members=members))
             if self._worker.alone:
                 return  # no other view will come
+
+    def _group_of(self, view: View) -> Group | None:
+        self._is_broken = False
+        try:
+            return group_of(self._worker, view)
+        except PeerLost:  # before the view was entered; the next one is on its way
+            return None
 
     # ---- what goes out
 
@@ -374,13 +401,12 @@ class CommitDriver:
             return  # its end is announced by its notice and then by a view, not by what is sent to it
 
     def _start(self, work: cm.RunStep | cm.Fetch | cm.Recall) -> None:
-        group = self._group
-        assert group is not None, "work begins only in an epoch"
         self._cancellation = Cancellation()
-        self._compute.submit(partial(self._work_on, work, group, self._cancellation))
+        self._works += 1
+        self._compute.submit(partial(self._work_on, work, self._group, self._cancellation))
 
     def _work_on(
-        self, work: cm.RunStep | cm.Fetch | cm.Recall, group: Group, cancellation: Cancellation
+        self, work: cm.RunStep | cm.Fetch | cm.Recall, group: Group | None, cancellation: Cancellation
     ) -> cm.CommitEvent:
         """Do the work on the compute thread, and return the event of its end."""
         epoch, version, reason = work.epoch, work.version, ""
@@ -388,7 +414,9 @@ class CommitDriver:
         part = b""
         what = f"{_WORK_NAMES[type(work)]} {version} of epoch {epoch}"
         try:
-            if group.epoch != epoch:  # the next view came between this work's order and its start
+            if (
+                group is None or group.epoch != epoch
+            ):  # the next view came between this work's order and its start
                 raise WorkCancelled(f"epoch {epoch} is over")
             with self._worker.progress.doing(what, progress=lambda: cancellation.checks):
                 match work:

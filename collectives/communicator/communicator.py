@@ -122,6 +122,7 @@ class Communicator(FastPathCalls):
         self.flight = self._turns.flight
         self.fast_path = self._turns.fast_path
         self._closed = False
+        self._has_peers = True
 
     def __repr__(self) -> str:
         place = f"epoch {self.epoch} channel {self.channel}"
@@ -171,24 +172,26 @@ class Communicator(FastPathCalls):
         self._executor.abort()
 
     def give_up(self) -> None:
-        """Abort, wait for the running operation to drain, and let the peers know; the memory is kept.
+        """Abort, wait for the running operation to drain, let the peers know, and unmap their memory.
 
-        A peer that waits for this rank, now or later, ends its operation with `OperationAborted`.
+        The own memory is kept. A peer that waits for this rank, now or later, ends its operation with
+        `OperationAborted`.
         """
         self.abort()
         with self._turns.turnstile:
             self._executor.give_up()
+            self._executor.unmap_peers()
+            self._has_peers = False
 
     def close(self) -> None:
-        """`give_up`, give back inbox and scratch, and unmap the members' memory. Idempotent.
+        """`give_up`, and give back inbox and scratch. Idempotent.
 
         After a loss call it only once the dead are confirmed dead: their last store may still be under way.
         """
-        self.abort()
+        self.give_up()
         with self._turns.turnstile:
             if not self._closed:
                 self._closed = True
-                self._executor.give_up()
                 self._executor.release()
                 with contextlib.suppress(
                     CudaFault
@@ -224,9 +227,8 @@ class Communicator(FastPathCalls):
         self.reading = found
         if found.pids and self.size > 1 and not self._executor.far:
             with self._turns.turnstile:
-                if self._closed:
-                    return
-                self._executor.read_peers([found.pids[member] for member in self.members])
+                if self._has_peers:
+                    self._executor.read_peers([found.pids[member] for member in self.members])
 
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: this process dies by SIGKILL at `point` of the run numbered `sequence`.

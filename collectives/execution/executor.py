@@ -204,15 +204,18 @@ class Executor(ABC):
         """
         self.native.give_up()
 
-    def release(self) -> None:
-        """Give back inbox and scratch, and unmap the peers' memory. Only `abort` and `give_up` may follow.
+    def unmap_peers(self) -> None:
+        """Unmap the peers' memory. Only `abort`, `give_up` and `release` may follow.
 
-        Call it while no operation runs.
+        Call it while no operation runs. A group that has ended may be kept by its user or a reference cycle:
+        the memory of the dead must not be.
         """
-        self._scratch = self._inbox = np.empty(0, np.uint8)
-        # A closed group may be kept by its user or a reference cycle: the memory of the dead must not be.
         self.native.let_go()
         self._peer_mappings.clear()
+
+    def release(self) -> None:
+        """Give back inbox and scratch."""
+        self._scratch = self._inbox = np.empty(0, np.uint8)
 
     def run(self, run: Run, *, deadline_ns: int) -> None:
         """Carry out a run, and return when this rank has completed.

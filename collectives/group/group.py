@@ -322,8 +322,9 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         self.communicator.abort()
 
     def give_up(self) -> None:
-        """Take part in nothing more, and let all members know: who waits for this rank's part of an
-        operation, or for a message of it, ends as aborted. From any thread, while no operation runs here.
+        """Take part in nothing more, unmap the members' memory, and let all members know: who waits for this
+        rank's part of an operation, or for a message of it, ends as aborted. From any thread, while no
+        operation runs here.
 
         `close` is still to be called. It may be late: to enter the next view, a member has to be out of what
         it waits for here.

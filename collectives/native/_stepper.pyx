@@ -103,7 +103,6 @@ cdef class NativeGroup:
         self.pc, self.culprit, self.met_ns = 0, -1, 0
         self.payload_max, self.whole_headers, self.input_stays = PAYLOAD_BYTES, False, False
         self.reads, self.way_always, self.lags, self.last_fingerprint = False, -1, False, 0
-        self.is_over = False
         memset(self.choices, 0, sizeof(self.choices))
         self.peers = <Peer *>calloc(self.n, sizeof(Peer))
         self.headers = <Header *>calloc(self.n, sizeof(Header))
@@ -183,10 +182,9 @@ cdef class NativeGroup:
                 zbmd_end_channel(self.peers[i].base, self.peers[self.rank].slot, self.channel, self.epoch)
 
     def let_go(self):
-        for i in range(self.n):
-            if i != self.rank and self.peers[i].base:
-                self.peers[i].base = self.peers[i].descriptors = NULL
         self.is_over = True
+        for i in [i for i in range(self.n) if i != self.rank and self.peers[i].base != NULL]:
+            self.peers[i].base = self.peers[i].descriptors = NULL
 
     def header(self, int rank):
         if not 0 <= rank < self.n:
@@ -265,10 +263,8 @@ cdef class NativeGroup:
         cdef uint64_t count = run.count
         cdef const uint64_t[:, ::1] table, extents
         cdef int i
-        if self.is_over:
-            raise ValueError("the group has let go of its peers' memory")
-        if program.n != self.n or program.rank != self.rank or addresses.shape[0] != BUFFERS:
-            raise ValueError("the program is of another group or the addresses are incomplete")
+        if self.is_over or program.n != self.n or program.rank != self.rank or addresses.shape[0] != BUFFERS:
+            raise ValueError("the group is over, the program is of another group or the addresses are incomplete")
         if not 0 <= dtype < ZBMD_DTYPES or not 0 <= reduction < ZBMD_REDUCTIONS:
             raise ValueError("no such dtype or reduction")
         to.item, to.count, to.dtype = zbmd_itemsize[dtype], count, dtype

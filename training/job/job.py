@@ -124,6 +124,7 @@ class Job(Generic[ResultT]):
         loop, signals = asyncio.get_running_loop(), _signals_taken()
         for number in signals:
             loop.add_signal_handler(number, self.ask, SIGNALS[number])
+        self._worker.keeps_lost_memory = False
         try:
             return await through_epochs(self._worker, self._epoch, self._task.fits)
         except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it

@@ -298,20 +298,24 @@ class GPT:
         first = self.unit_parameters(numbers[0])[0]
         for number in numbers:
             own = [parameters[index - first] for index in self.unit_parameters(number)]
-            with tape.unit(number):
-                if self.recompute and 0 < number <= self.config.layers:
-                    x = self._recomputed(tape, number, x, own, batch)
-                else:
-                    x = self.unit(tape, number, x, own, batch)
+            x = self.run_unit(tape, number, x, own, batch)
         return x
 
-    def _recomputed(
+    def run_unit(
         self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch
     ) -> Tensor:
-        def block(inner: Tape, source: Tensor) -> Tensor:
-            return self.unit(inner, number, source, parameters, batch)
+        """Run one unit forwards from `x`, with its own parameters, as a unit of the tape.
 
-        return tape.checkpoint(block, x, parameters)
+        With `recompute`, only the input of a block is kept.
+        """
+
+        def run(tape: Tape, source: Tensor) -> Tensor:
+            return self.unit(tape, number, source, parameters, batch)
+
+        with tape.unit(number):
+            if self.recompute and 0 < number <= self.config.layers:
+                return tape.checkpoint(run, x, parameters)
+            return run(tape, x)
 
     def _block(
         self,

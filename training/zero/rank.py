@@ -327,8 +327,7 @@ class ZeroRank:
         x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))
         tape = Tape(np)
         parameters = [Parameter(view, None, i, None) for i, view in self._views(unit, self._whole[unit])]
-        with tape.unit(unit):
-            y = self.model.unit(tape, unit, x, parameters, self._batches[leaf])
+        y = self.model.run_unit(tape, unit, x, parameters, self._batches[leaf])
         return _Pass(tape, x, y, parameters)
 
     def backward(self, unit: int) -> None:

@@ -318,9 +318,9 @@ class Filler:
     def __init__(self, name: str, fd: int, begin: int, end: int, *, mapping: Mapping | None = None) -> None:
         self._name, self._end = name, end
         self._missing = dict.fromkeys(range(begin, end, FILL_BYTES))
-        """Where the pieces begin that are not there yet, in order."""
+        """The offsets of the missing pieces, in order."""
         self._wanted: dict[int, None] = {}
-        """Those of them that somebody waits for."""
+        """Those that a thread waits for."""
         self._error: Exception | None = None
         self._stopped = self._is_over = False
         self._changed = threading.Condition()
@@ -343,7 +343,7 @@ class Filler:
             )
 
     def want(self, begin: int, end: int) -> set[int]:
-        """Make the pages of [begin, end) next; return where the pieces begin that are not there yet."""
+        """Make the pages of [begin, end) next; return the offsets of the missing pieces."""
         if not self._missing:
             return set()
         with self._changed:

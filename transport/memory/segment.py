@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import Final, Protocol
 
-from zbmd.transport.errors import LinkFull, LocalProtocolError, RemoteProtocolError, ZbmdError
+from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.memory._region import Cells, Deferred, Pinned, ShmRegion
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.frame_loans import FrameLender
@@ -222,6 +222,7 @@ class PeerSegment:
 
     def __init__(self, mapping: Mapping, *, slot: int, incarnation: int, pid: int, arena_offset: int) -> None:
         self._mapping: Mapping | None = mapping
+        self._has_ended = False
         self._copies = CopyQueue()
         self.slot = slot
         self.incarnation = incarnation
@@ -263,7 +264,9 @@ class PeerSegment:
 
     @property
     def mapping(self) -> Mapping:
-        """The mapping. Raises `LocalProtocolError` once closed."""
+        """The mapping. Raises `LocalProtocolError` once closed, and `PeerLost` after `end`."""
+        if self._has_ended:
+            raise PeerLost(self.slot, f"its incarnation {self.incarnation} has ended, its memory is unmapped")
         if self._mapping is None:
             raise LocalProtocolError(f"the mapping of slot {self.slot}'s segment is closed")
         return self._mapping
@@ -319,6 +322,11 @@ class PeerSegment:
     def close(self) -> None:
         """Let go of the mapping, which ends with the last view of it. Idempotent."""
         self._mapping = None
+
+    def end(self) -> None:
+        """`close`, since the peer has ended: who still asks for its memory is told so. Idempotent."""
+        self._has_ended = True
+        self.close()
 
 
 # What a process holds of a peer's memory, wherever that is: mapped on one host, over TCP between two.

@@ -24,7 +24,6 @@ from zbmd.transport.native._slots cimport (
 )
 
 cdef extern from "sys/mman.h" nogil:
-    int munmap(void *address, size_t length)
     int mprotect(void *address, size_t length, int protection)
     int madvise(void *address, size_t length, int advice)
     int PROT_READ, PROT_WRITE
@@ -69,6 +68,7 @@ cdef extern from "transport/native/numa.h" nogil:
         ZBMD_MADV_POPULATE_WRITE
         ZBMD_HUGE_BYTES
     void *zbmd_map(int fd, size_t nbytes)
+    void zbmd_unmap(void *start, size_t nbytes)
     int zbmd_current_node()
     int zbmd_prefer_node(void *start, size_t nbytes, uint32_t node)
 
@@ -177,8 +177,7 @@ cdef class Mapping:
 
     def __dealloc__(self):
         if self.start != NULL:
-            with nogil:  # to free the pages of a large segment takes a tenth of a second a GiB
-                munmap(self.start, self.nbytes)
+            zbmd_unmap(self.start, self.nbytes)
 
     def madvise(self, int advice, size_t offset=0, object nbytes=None):
         cdef size_t length = self.nbytes - offset if nbytes is None else nbytes

@@ -1,14 +1,17 @@
-/* Where pages come from: what libc has no wrappers for. */
+/* Where pages come from and go to: what libc has no wrappers for. */
 #ifndef ZBMD_NUMA_H
 #define ZBMD_NUMA_H
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include "life.h"
 #include <errno.h>
 #include <limits.h>
 #include <linux/mempolicy.h>
+#include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,6 +20,7 @@
 #define ZBMD_MADV_HUGEPAGE 14
 #define ZBMD_MADV_POPULATE_WRITE 23
 #define ZBMD_NODES_MAX 1024
+#define ZBMD_UNMAP_APART_BYTES (128UL << 20)
 #define ZBMD_HUGE_BYTES (2UL << 20) /* the smallest huge page of x86-64, and of arm64 with pages of 4 KiB */
 
 /* Map `fd` for reading. Memory of that size begins where a huge page may: at an address that is one's multiple, as
@@ -39,6 +43,34 @@ static inline void *zbmd_map(int fd, size_t nbytes) {
     if (head) munmap(held, head);
     if (room - head > used) munmap(start + used, room - head - used);
     return mapped;
+}
+
+struct zbmd_unmapped {
+    void *start;
+    size_t nbytes;
+};
+
+static inline void *zbmd_unmap_run(void *argument) {
+    struct zbmd_unmapped *all = argument;
+    munmap(all->start, all->nbytes);
+    free(all);
+    return NULL;
+}
+
+/* Unmap what `zbmd_map` returned. The last process to unmap memory frees its pages, in a fifth of a second a GiB: too
+ * long for an event loop, so a thread of its own does it for much memory. */
+static inline void zbmd_unmap(void *start, size_t nbytes) {
+    struct zbmd_unmapped *all = nbytes < ZBMD_UNMAP_APART_BYTES ? NULL : malloc(sizeof *all);
+    pthread_t thread;
+    if (all != NULL) {
+        *all = (struct zbmd_unmapped){start, nbytes};
+        if (zbmd_start_thread(&thread, zbmd_unmap_run, all) == 0) {
+            pthread_detach(thread);
+            return;
+        }
+        free(all);
+    }
+    munmap(start, nbytes);
 }
 
 /* The NUMA node that this thread runs on now; 0 if the kernel does not say. */

@@ -21,7 +21,7 @@ EPOCH_LAST = 3
 """After two losses."""
 
 
-@pytest.mark.parametrize("surface", ["plain", "elastic"])
+@pytest.mark.parametrize("surface", ["plain", "early", "elastic"])
 async def test_survivors_unmap_the_dead(
     surface: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +55,7 @@ async def test_survivors_unmap_the_dead(
             assert after.pop(("view gone", rank)) == ONCE
         assert not after
     else:
-        assert after == {(f"epoch {EPOCH_LAST}", rank): ONCE for rank in (0, 1, 2)}
+        when = "end" if surface == "early" else f"epoch {EPOCH_LAST}"
+        assert after == {(when, rank): ONCE for rank in (0, 1, 2)}
     found = {slot: count - before.get(slot, 0) for slot, count in in_host[-1].items()}
     assert found == ONCE, "the host keeps the memory of a dead rank"

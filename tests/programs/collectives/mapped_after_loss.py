@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 import numpy as np
-from support.processes.mapped_segments import mapped_segments, segment_descriptors
+from support.processes.mapped_segments import mapped_segments, segment_descriptors, segment_inodes
+from support.processes.polling import until
 
 import zbmd
 
@@ -58,6 +59,24 @@ async def plain(worker: zbmd.Worker) -> None:
     await group.close()
 
 
+async def early(worker: zbmd.Worker) -> None:
+    """As a job of training does: the memory of the dead goes before the next view is entered."""
+    worker.keeps_lost_memory = False
+    group = await zbmd.group(worker)
+    while worker.epoch < LIVES:
+        (dead,) = segment_inodes()[str(KILLED)]
+        with contextlib.suppress(zbmd.PeerLost, zbmd.OperationAborted):
+            await group.barrier()
+            die_if_chosen(worker)
+            await group.all_reduce(np.ones(100))
+        group.give_up()
+        await until(lambda gone=dead: gone not in segment_inodes().get(str(KILLED), ()))
+        group = await zbmd.group(worker, after=group.epoch)
+    await report(worker, "end")
+    await group.barrier()
+    await group.close()
+
+
 async def elastic(worker: zbmd.Worker) -> None:
     group = await zbmd.elastic_group(worker)
     die_if_chosen(worker)
@@ -70,7 +89,7 @@ async def elastic(worker: zbmd.Worker) -> None:
 async def main() -> None:
     gc.disable()
     async with zbmd.join() as worker:
-        await (plain if sys.argv[1] == "plain" else elastic)(worker)
+        await {"plain": plain, "early": early, "elastic": elastic}[sys.argv[1]](worker)
 
 
 zbmd.run(main())

@@ -7,14 +7,19 @@ import os
 from pathlib import Path
 
 
-def mapped_segments() -> dict[str, int]:
-    """Return how many segments of each slot this process maps."""
+def segment_inodes(pid: int | None = None) -> dict[str, set[str]]:
+    """Return the segments of each slot that a process, by default this one, maps."""
     inodes: dict[str, set[str]] = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path(f"/proc/{pid or 'self'}/maps").read_text().splitlines():
         fields = line.split(None, 5)
         if len(fields) > 5 and "zbmd-segment" in fields[5]:
             inodes.setdefault(fields[5].removesuffix(" (deleted)").rpartition("-")[2], set()).add(fields[4])
-    return {slot: len(found) for slot, found in inodes.items()}
+    return inodes
+
+
+def mapped_segments(pid: int | None = None) -> dict[str, int]:
+    """Return how many segments of each slot a process, by default this one, maps."""
+    return {slot: len(found) for slot, found in segment_inodes(pid).items()}
 
 
 def segment_descriptors() -> int:

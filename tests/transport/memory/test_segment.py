@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
+from zbmd.transport.errors import LocalProtocolError, OutOfMemory, PeerLost, RemoteProtocolError
 from zbmd.transport.memory.memfd import create_memfd
 from zbmd.transport.memory.segment import PAGE_BYTES, PeerSegment, Segment
 from zbmd.transport.native import _native
@@ -126,6 +126,18 @@ def test_a_closed_segment_says_so() -> None:
     for attribute in ("fd", "base", "mapping"):
         with pytest.raises(LocalProtocolError, match="closed"):
             getattr(segment, attribute)
+
+
+def test_the_memory_of_a_peer_that_has_ended_is_lost_to_those_who_ask_for_more(segment: Segment) -> None:
+    array = segment.arena.from_array(np.arange(4.0))
+    handle = segment.regions.register(array)
+    peer = PeerSegment.attach(segment.fd, slot=3)
+    region = peer.open_region(handle, segment)
+    view = region.view()
+    peer.end()
+    with pytest.raises(PeerLost, match="has ended, its memory is unmapped"):
+        peer.open_region(handle, segment)
+    assert view is not None and (np.frombuffer(view) == array).all(), "what is looked at stays"
 
 
 def test_lost_bits_are_the_owners() -> None:

@@ -166,7 +166,7 @@ class Task(Protocol, Generic[ResultT_co]):
         ...
 
     def fits(self, ranks: int) -> bool:
-        """Return whether so many ranks can go on, if the others are lost and will not be replaced."""
+        """Return whether so many ranks can train, while others are lost or have not come yet."""
         ...
 
     async def groups(self, world: Group) -> MeshGroups:

@@ -48,11 +48,11 @@ async def through_epochs(
     epoch: Callable[[View | None, Following | None], Awaitable[JobEnd[ResultT] | None]],
     fits: Callable[[int], bool] = lambda _: False,
 ) -> ResultT | None:
-    """Call `epoch` with each view of all ranks until it returns the end of the job; return the job's result.
+    """Call `epoch` with each view that can train, until it returns the end of the job; return its result.
 
-    It is called with None for a view without all ranks, in which the groups of the previous one must be left,
-    and with the view that will follow: once that is there, all members may leave this one, between two steps.
-    fits: whether the job can go on with so many ranks, if the others are lost and will not be replaced.
+    Those are the views of all ranks, and of a number that `fits` the job. `epoch` is called with None for
+    another view, in which the groups of the previous one must be left, and with the view that will follow:
+    once that is there, all members may leave this one, between two steps.
     Raises `StepFailed` if ranks are lost and will not be replaced.
     """
     coming = await worker.coming_view(after=0)
@@ -62,8 +62,8 @@ async def through_epochs(
             view = worker.enter(coming)
             if not worker.alone:
                 following = asyncio.ensure_future(worker.coming_view(after=view.epoch))
-            whole = not view.finished and is_whole(worker, view, fits)
-            ended = await epoch(view if whole else None, following)
+            ready = not view.finished and can_train(worker, view, fits)
+            ended = await epoch(view if ready else None, following)
             if view.finished:
                 return None  # nobody leaves before what the job makes is on disk
             if ended is not None:
@@ -75,17 +75,22 @@ async def through_epochs(
             await asyncio.wait([following])
 
 
-def is_whole(worker: Worker, view: View, fits: Callable[[int], bool]) -> bool:
-    """Return whether all ranks are present that there will be. Raises `StepFailed` if these are too few."""
+def can_train(worker: Worker, view: View, fits: Callable[[int], bool]) -> bool:
+    """Return whether the job can go on with the members of a view, or waits for more.
+
+    Raises `StepFailed` if these are too few, and the others will not come.
+    """
     ranks = len(view.members)
-    if view.lost and not fits(ranks):
+    if ranks == worker.world_size or fits(ranks):
+        return True
+    if view.lost:
         lost = ", ".join(map(str, view.lost))
         raise StepFailed(
             FailureKind.STATE_LOST,
             f"rank {lost} is lost and will not be replaced, and the state is cut for {worker.world_size}: "
             "run with --on-loss replace",
         )
-    return ranks + len(view.lost) == worker.world_size
+    return False
 
 
 COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")

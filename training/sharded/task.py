@@ -159,7 +159,7 @@ class EngineTask(Task[TrainResult]):
                 loss_scale=options.loss_scale,
                 offload=offload,
                 begins_later=True,
-                shrinks=self._shrinks,
+                largest=self.mesh if self._shrinks else None,
             )
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])

@@ -65,9 +65,9 @@ class MeshTrainer(Trainer):
     (`worker.segment.arena`): that saves copies, and is needed where a mirror goes along; slots by
     `state_zeros`, which may be lazy: `ready` is called before they are written. Without `overlap`
     the reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
-    numbers: they lie there. If it `shrinks`, views may have fewer ranks along `dp`. With a file, or
-    `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a replica may
-    have a later one.
+    numbers: they lie there. With `largest`, views have meshes of any size along `dp` up to that one's. With a
+    file, or `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a
+    replica may have a later one.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MeshTrainer(Trainer):
         loss_scale: float = SCALE_FIRST,
         offload: Callable[[int], StateFile] | None = None,
         begins_later: bool = False,
-        shrinks: bool = False,
+        largest: Mesh | None = None,
     ) -> None:
         self.recipe = recipe
         self.groups = groups
@@ -99,10 +99,9 @@ class MeshTrainer(Trainer):
         self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
         self._cuts = _cuts_of(model, self.own.layout)
         size, self._stages = self.own.layout.size, stages
-        self._buffers = [
-            zeros(size, dtype) for _ in range(buffers_most(config.shards, groups.mesh, shrinks=shrinks))
-        ]
-        is_apart = not is_alone(assign_shards(config.shards, groups.size(DATA_AXIS)))
+        buffers = buffers_most(config.shards, largest or groups.mesh, shrinks=largest is not None)
+        self._buffers = [zeros(size, dtype) for _ in range(buffers)]
+        is_apart = not is_alone(assign_shards(config.shards, (largest or groups.mesh).size(DATA_AXIS)))
         self._room = zeros(size, dtype) if is_apart else None
         self._divide()
         elements = state_elements(size, dtype, config.optimizer)

@@ -26,6 +26,9 @@ with lazy_imports(globals()):
     from zbmd.training.data.tokenizers import BPETokenizer as BPETokenizer
     from zbmd.training.data.tokenizers import ByteTokenizer as ByteTokenizer
     from zbmd.training.data.tokenizers import Tokenizer as Tokenizer
+    from zbmd.training.job.data_parallel import DataParallelTask as DataParallelTask
+    from zbmd.training.job.data_parallel import TaskResult as TaskResult
+    from zbmd.training.job.data_parallel import run_task as run_task
     from zbmd.training.model.generate import generate as generate
     from zbmd.training.model.generate import generate_tokens as generate_tokens
     from zbmd.training.model.gpt import GPT as GPT

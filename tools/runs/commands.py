@@ -20,6 +20,7 @@ from zbmd.training.config import VOCABULARY
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus
 from zbmd.training.data.token_corpus import TokenCorpus, read_manifest
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
+from zbmd.training.job.data_parallel import TaskPlan
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
 from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log
@@ -33,6 +34,14 @@ def audit_run(directory: Path) -> Audit:
     Raises `UserError` if the directory holds no commit log or not the corpus that the log names.
     """
     header, records = read_log(directory / LOG_NAME)
+    own = TaskPlan.read(header.plan)
+    if own is not None:
+        return audit(
+            records,
+            lambda version: own.order.sample_ids(version - 1).reshape(-1).tolist(),
+            base_version=header.base_version,
+            steps=own.steps - header.base_version,
+        )
     plan = read_plan(header.plan)
     corpus = _corpus_of(directory, plan)
     recipe = Recipe(GPT(plan.model), corpus, plan.training)

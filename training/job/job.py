@@ -12,6 +12,8 @@ import asyncio
 import signal
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -19,6 +21,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import xxhash
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.commit.driver import StepFailed
@@ -47,8 +50,10 @@ from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import adopted_report, report_losses, step_report
 from zbmd.training.run.ledger import CommitRecord, RunLog
+from zbmd.training.run.repeated_oom import raise_for
+from zbmd.training.step.memory_estimate import StepOutOfMemory
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import PeerLost
+from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.shm.death_notice import DeathNotice
 
@@ -114,7 +119,8 @@ class Job(Generic[ResultT]):
         self._records: Records | None = None
         self._results: dict[int, StepResult] = {}
         self._logged = 0
-        """The last version that this rank has logged: one that is kept at once is voted for twice."""
+        """The last version that this rank knows to be logged: one that is kept at once is voted for twice."""
+        self._record: CommitRecord | None = None
         self._held_out: tuple[int, float] | None = None
         """The last version that was evaluated, and its loss."""
 
@@ -251,7 +257,7 @@ class Job(Generic[ResultT]):
     def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT] | None:
         faults.hit(MEET_POINT)
         version = keeper.meet(groups.world, self._task.state_keys(groups))
-        self._share(groups.world, version)
+        self._agree_on_log(groups.world, version)
         faults.hit(MET_POINT)
         trainer.enter(groups, version)
         if version > self._log.first:
@@ -367,13 +373,12 @@ class Job(Generic[ResultT]):
         return self._records
 
     def _committed(self, version: int, digests: Digests) -> None:
-        """Every shard of `version` is safe: the lowest rank logs it."""
+        """Every shard of `version` is safe: the lowest rank logs it, and all know what it is to log."""
         done, world = self._results.get(version), self._world
-        if done is None or world is None or version <= self._logged or not self._is_lowest():
+        if done is None or world is None or version <= self._logged:
             return
-        self._logged = version
-        loss = self._held_out
-        record = CommitRecord(
+        loss, self._logged = self._held_out, version
+        self._record = CommitRecord(
             version=version,
             epoch=world.epoch,
             members=tuple(world.members),
@@ -384,12 +389,31 @@ class Job(Generic[ResultT]):
             at_ns=now_ns(),
             held_out_loss=loss[1] if loss is not None and loss[0] == version - 1 else None,
         )
-        self._log.append(record)
+        if self._is_lowest():
+            self._log.append(self._record)
+            self._note(self._record, done)
+
+    def _note(self, record: CommitRecord, done: StepResult) -> None:
+        """Report a step that is logged, and note what it took."""
         scaled = {"loss_scale": done.loss_scale, "skipped": float(done.skipped)}
         scaled = scaled if done.loss_scale != 1.0 else {}
         self._worker.report({**step_report(record, done.grad_norm), **scaled})
         values = {"loss": done.loss, "grad_norm": done.grad_norm, **self._task.metrics(done), **scaled}
-        self._opened_records().put(version, **values)
+        self._opened_records().put(record.version, **values)
+
+    def _agree_on_log(self, world: Group, version: int) -> None:
+        """Log `version`, if the last writer did not live to do it, and tell newcomers what it reported.
+
+        Any member may have to log it later.
+        """
+        is_missing = self._is_lowest() and self._log.last_version() < version
+        self._share(world, version)
+        if self._record is not None and self._record.version == version:
+            self._log.append(self._record)  # one that is there is not written again
+        world.blocking.barrier()
+        if is_missing and self._log.last_version() == version:
+            self._logged = version
+            self._note(self._log.record(version), self._results[version])
 
 
 def _signals_taken() -> list[signal.Signals]:
@@ -397,3 +421,23 @@ def _signals_taken() -> list[signal.Signals]:
     if threading.current_thread() is not threading.main_thread():
         return []
     return [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+
+
+@contextmanager
+def errors_explained(out: Path, launched: RankEnvironment | None, *, memory: str) -> Generator[None]:
+    """Raise what only a person can mend as `UserError`. memory: the beginning of an error for too little.
+
+    `out`: the directory of the run; `launched`: this rank's environment.
+    """
+    try:
+        yield
+    except TrainingDiverged as error:
+        raise UserError(str(error)) from error
+    except StepOutOfMemory as error:
+        raise_for(error, out, launched)
+    except (OutOfMemory, MemoryError) as error:
+        raise UserError(f"{memory}: {error}") from error
+    except StepFailed as error:
+        path = checkpoint_in(out)
+        how = f"resume with --resume {path}" if path else "start again with --checkpoint-every"
+        raise UserError(f"{error}. To continue: {how}.") from error

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.job.mesh import Mesh, MeshGroups
@@ -22,7 +24,7 @@ from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.file import SegmentedState
 from zbmd.training.redundancy.state_file import Note, StateFile
-from zbmd.training.step.step_hook import StepHook
+from zbmd.training.step.step_hook import VOTE_NUMBERS, StepHook, Vote
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
@@ -89,6 +91,51 @@ class ResultRow(msgspec.Struct, frozen=True):
             compute_ns=int(row[4]),
             waited_ns=int(row[5]),
         )
+
+
+class Told(NamedTuple):
+    """Losses and samples of all shards in a step, and the votes and times of ranks."""
+
+    losses: tuple[float, ...]
+    samples: tuple[tuple[int, ...], ...]
+    votes: list[Vote]
+    busy_ns: tuple[int, ...]
+
+
+def share_step(
+    world: Group,
+    row: ResultRow,
+    watch: StepHook,
+    *,
+    losses: Mapping[int, float],
+    samples: Mapping[int, npt.NDArray[np.int64]],
+    reporters: Sequence[int],
+    busy_ns: int = 0,
+) -> Told:
+    """Tell all ranks this one's vote, and of its shards the losses and samples: one operation.
+
+    reporters: the place in `world` of the rank that reports each logical shard. Raises as the operation.
+    """
+    at, each = VOTE_NUMBERS + row.shards, row.samples
+    mine = np.zeros(at + row.shards * each + 1)
+    with spans.COMM:  # it may wait for the copy of a state
+        mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
+    for shard, loss in losses.items():
+        mine[VOTE_NUMBERS + shard] = loss
+    for shard, ids in samples.items():
+        mine[at + shard * each :][:each] = ids
+    mine[-1] = float(busy_ns)
+    with spans.COMM:
+        every = world.blocking.all_gather(mine)
+    told = list(enumerate(reporters))
+    return Told(
+        losses=tuple(float(every[place][VOTE_NUMBERS + shard]) for shard, place in told),
+        samples=tuple(
+            tuple(every[place][at + shard * each :][:each].astype(np.int64).tolist()) for shard, place in told
+        ),
+        votes=[one[:VOTE_NUMBERS].view(np.uint64) for one in every],
+        busy_ns=tuple(int(one[-1]) for one in every),
+    )
 
 
 class Trainer(Protocol):

@@ -283,13 +283,15 @@ def _overlap(told: tuple[int, int, int]) -> Overlap:
 
 def open_profiler(
     directory: Path,
-    model: GPT,
+    model: GPT | None,
     *,
     sequences: int,
     dtype: str = "float32",
     environ: Mapping[str, str] | None = None,
 ) -> Profiler:
     """Return the profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
+
+    None: no model whose operations are known.
 
     Raises `UserError` for a ZBMD_PROFILE that is neither on nor off.
     """
@@ -314,7 +316,7 @@ def open_profiler(
         ranks_on_host=ranks_on_host,
         machine=machine,
         peak=None if peak is None else peak / ranks_on_host,
-        units=_unit_lines(model, sequences),
+        units=() if model is None else _unit_lines(model, sequences),
     )
     return Profiler(directory if wanted == "on" else None, run)
 

@@ -137,7 +137,7 @@ class Redundancy(StepHook, Protocol):
     """Keeps what one rank alone holds, so that it survives the end of that rank. For the training thread."""
 
     asked: Agenda
-    """To be told with this rank's next vote; written by any thread."""
+    """Requests for the next vote of this rank; written by any thread."""
     agreed: Agenda
     """The result of the last vote."""
 

@@ -304,6 +304,10 @@ class RunLog:
         """Return the highest version that this run has logged, or `first`."""
         return max(self.first, self._opened().last_version()) if self._is_ours() else self.first
 
+    def record(self, version: int) -> CommitRecord:
+        """Return the record of a version that is in the log."""
+        return next(record for record in read_log(self.path)[1] if record.version == version)
+
     def append(self, record: CommitRecord) -> None:
         """Log a version; see `CommitLog.append`."""
         self._opened().append(record)

@@ -7,39 +7,35 @@ from dataclasses import replace
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
-from zbmd.collectives.commit.driver import StepFailed
-from zbmd.training.checkpoint.sharded import checkpoint_in, require_state
+from zbmd.training.checkpoint.sharded import require_state
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
-from zbmd.training.job.job import Job, RunOptions
+from zbmd.training.job.job import Job, RunOptions, errors_explained
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, require_axes
 from zbmd.training.job.records import require_board
 from zbmd.training.job.task import ResultRow
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.tensor_parallel import PartOfGPT
-from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.redundancy.buddy import COPIES
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import begin_log
-from zbmd.training.run.repeated_oom import raise_for
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.stages import SLOTS, RankBytes, bytes_needed, elements_most, state_elements
 from zbmd.training.sharded.task import EngineTask, TrainResult, plan_of
 from zbmd.training.step.memory_estimate import (
     RankMemory,
-    StepOutOfMemory,
     activation_bytes,
     require_memory,
     too_large,
 )
 from zbmd.training.zero.rank import slot_elements
 from zbmd.training.zero.trainer import arena_bytes_needed, shards_of
-from zbmd.transport.errors import OutOfMemory, UserError
+from zbmd.transport.errors import UserError
 
 ARENA_SPARE_BYTES = 4 << 20
 
@@ -180,7 +176,7 @@ async def train(options: TrainOptions) -> TrainResult | None:
         _require_beginning(options, model, corpus)
     needed = _bytes_needed(options, mesh, model)
     arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
-    try:
+    with errors_explained(options.out, launched, memory=too_large(model)):
         async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as worker:
             task = EngineTask(
                 worker, options, mesh, model, corpus, again=again, shrinks=_shrinks(options, mesh)
@@ -195,13 +191,3 @@ async def train(options: TrainOptions) -> TrainResult | None:
                 replicas=_has_replicas(options, mesh),
             )
             return await Job(worker, task, settings, again=again).run()
-    except TrainingDiverged as error:
-        raise UserError(str(error)) from error
-    except StepOutOfMemory as error:
-        raise_for(error, options.out, launched)
-    except (OutOfMemory, MemoryError) as error:
-        raise UserError(f"{too_large(model)}: {error}") from error
-    except StepFailed as error:
-        path = checkpoint_in(options.out)
-        how = f"resume with --resume {path}" if path else "start again with --checkpoint-every"
-        raise UserError(f"{error}. To continue: {how}.") from error

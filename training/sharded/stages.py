@@ -16,7 +16,7 @@ from zbmd.training.optim.mixed_precision import LossScale, computing_dtype
 from zbmd.training.pipeline.part import OwnParts, balanced_cuts, even_cuts, layers_in
 from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed, runnable_programs, traffic_of
-from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.step.accumulate import buffers_most
 from zbmd.transport.errors import UserError
 
 FLOAT32: np.dtype[np.floating] = np.dtype(np.float32)
@@ -94,7 +94,8 @@ def bytes_needed(
     """
     count = mesh.size(PIPELINE_AXIS)
     most = elements_most(model.config, mesh, stages)
-    buffers = buffers_most(training.shards, mesh, shrinks=shrinks)
+    data_ranks = mesh.size(DATA_AXIS)
+    buffers = buffers_most(training.shards, range(1, data_ranks + 1) if shrinks else [data_ranks])
     computing = computing_dtype(dtype)
     stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
     state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize
@@ -104,13 +105,6 @@ def bytes_needed(
         traffic = traffic_of(model.config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=computing)
         inbox = max(inbox_bytes_needed(programs, traffic) for programs in every)
     return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
-
-
-def buffers_most(shards: int, mesh: Mesh, *, shrinks: bool) -> int:
-    """Return the number of partial sums that a rank holds at once, with fewer ranks along `dp`, too."""
-    sizes = range(1, mesh.size(DATA_AXIS) + 1) if shrinks else (mesh.size(DATA_AXIS),)
-    shares = (share for size in sizes for share in assign_shards(shards, size))
-    return max(AccumulationPlan.of(shards, *share).buffers for share in shares)
 
 
 def state_elements(size: int, dtype: np.dtype[np.floating], optimizer: OptimizerConfig) -> int:

@@ -192,7 +192,7 @@ class EngineTask(Task[TrainResult]):
     def _arena(self) -> Arena:
         return self._worker.segment.arena
 
-    # ---- what is told
+    # ---- reports
 
     @property
     def _tokens_per_step(self) -> int:

@@ -25,7 +25,7 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSl
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
-from zbmd.training.job.task import StepResult, Trainer
+from zbmd.training.job.task import ResultRow, StepResult, Told, Trainer, share_step
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.training.model.tensor_shards import cut_of
@@ -41,20 +41,17 @@ from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.norm import mesh_norm, relayed_loss
-from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, buffers_most, state_elements
-from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
+from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardReduction, gather_pieces, gather_rows, is_alone
-from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook, Vote
+from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.transport.native._native import now_ns
 
 COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
 """The rows in which ranks tell what these take."""
-
-
-_Told = tuple[tuple[float, ...], tuple[tuple[int, ...], ...], tuple[int, ...], list[Vote]]
 
 
 class MeshTrainer(Trainer):
@@ -99,7 +96,8 @@ class MeshTrainer(Trainer):
         self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
         self._cuts = _cuts_of(model, self.own.layout)
         size, self._stages = self.own.layout.size, stages
-        buffers = buffers_most(config.shards, largest or groups.mesh, shrinks=largest is not None)
+        sizes = range(1, largest.size(DATA_AXIS) + 1) if largest else [groups.size(DATA_AXIS)]
+        buffers = buffers_most(config.shards, sizes)
         self._buffers = [zeros(size, dtype) for _ in range(buffers)]
         is_apart = not is_alone(assign_shards(config.shards, (largest or groups.mesh).size(DATA_AXIS)))
         self._room = zeros(size, dtype) if is_apart else None
@@ -398,21 +396,21 @@ class MeshTrainer(Trainer):
         if first:
             self._update(norm, scale)
             watch.prepared()
-        losses, samples, busy_ns, votes = self._meet(watch)
+        told = self._meet(watch)
         done = StepResult(
             version=self.step + 1,
-            losses=losses,
-            samples=samples,
+            losses=told.losses,
+            samples=told.samples,
             grad_norm=norm,
             compute_ns=self._compute_ns,
             waited_ns=self._waited_ns,
-            busy_ns=busy_ns,
+            busy_ns=told.busy_ns,
             loss_scale=scale.scale,
             skipped=scale.skipped,
         )
         if first:
             watch.updated(done)
-        watch.voted(votes)
+        watch.voted(told.votes)
         if not first:
             self._update(norm, scale)
         self.slot, self.step = 1 - self.slot, self.step + 1
@@ -479,33 +477,17 @@ class MeshTrainer(Trainer):
         began = describe_first_non_finite(self.groups.world, model, watching.first or gradient)
         return TrainingDiverged(f"step {self.step}: {error} {began}")
 
-    def _meet(self, watch: StepHook) -> _Told:
-        """Tell all ranks the votes, of each shard its loss and samples, and the times: one operation.
-
-        Returns the losses and the samples of all shards, in their order, how long each rank computed, and the
-        votes.
-        """
-        shards, each = self.recipe.config.shards, self.recipe.config.sequences_per_shard
-        mine = np.zeros(VOTE_NUMBERS + shards * (1 + each) + 1)
-        with spans.COMM:  # it may wait for the copy of a state
-            mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
-        losses, samples = VOTE_NUMBERS, VOTE_NUMBERS + shards
-        for microbatch, loss in self._passes.losses.items():
-            mine[losses + self._plan.leaves[microbatch].shard] = loss
-        for shard, ids in self._consumed.items():
-            mine[samples + shard * each :][:each] = ids
-        mine[-1] = float(self._passes.busy_ns)
-        with spans.COMM:
-            every = self.groups.world.blocking.all_gather(mine)
-        told = list(enumerate(self._reporters))
-        return (
-            tuple(float(every[place][losses + shard]) for shard, place in told),
-            tuple(
-                tuple(every[place][samples + shard * each :][:each].astype(np.int64).tolist())
-                for shard, place in told
-            ),
-            tuple(int(row[-1]) for row in every),
-            [row[:VOTE_NUMBERS].view(np.uint64) for row in every],
+    def _meet(self, watch: StepHook) -> Told:
+        shards = {leaf.shard: at for at, leaf in enumerate(self._plan.leaves)}
+        config, passes = self.recipe.config, self._passes
+        return share_step(
+            self.groups.world,
+            ResultRow(config.shards, config.sequences_per_shard),
+            watch,
+            losses={shard: passes.losses[at] for shard, at in shards.items() if at in passes.losses},
+            samples=self._consumed,
+            reporters=self._reporters,
+            busy_ns=passes.busy_ns,
         )
 
     def _update(self, norm: float, scale: LossScale) -> None:

@@ -7,14 +7,14 @@ bucket, because buckets become final one after the other while the last backward
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
 
-from zbmd.collectives.algorithms.shard_tree import Node, shard_tree_nodes, split
+from zbmd.collectives.algorithms.shard_tree import Node, assign_shards, shard_tree_nodes, split
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout
@@ -84,6 +84,12 @@ class AccumulationPlan:
         with spans.BACKWARD:
             for addition in additions:
                 add_onto(buffers[addition.target][span], buffers[addition.source][span])
+
+
+def buffers_most(shards: int, sizes: Iterable[int]) -> int:
+    """Return the partial sums that any rank of groups of these sizes holds at once, each with its share."""
+    shares = (share for size in sizes for share in assign_shards(shards, size))
+    return max(AccumulationPlan.of(shards, *share).buffers for share in shares)
 
 
 def add_onto(target: Array, source: Array) -> None:

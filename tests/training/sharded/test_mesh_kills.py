@@ -25,8 +25,9 @@ CASES = (
     ("pp=2,tp=2", "auto", "rank0:mirror.commit:2"),
     ("tp=2", "auto", "rank0:job.parted"),  # it alone tells the result, and its peers are gone
     ("dp=2", "auto", "rank1:pipeline.compute:7"),
+    ("dp=2", "auto", "rank0:mirror.commit:3"),  # it alone logs, and the other one knows what
 )
-"""The last one is in float16, while attempts overflow. All points:
+"""The last two are in float16, while attempts overflow. All points:
 `python -m zbmd.tools.chaos.sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
 
 OF_RUNS = {"jobs", "hello", "directory", "upgrade-ledger", "operations", "pipeline-stage", "mirror"}

@@ -1,0 +1,420 @@
+"""A model of the user's own as a task: plain numpy along `dp`, without a tape.
+
+Subclass `DataParallelTask`, and run it with `run_task`, alone or on every rank of a launcher. Ranks divide
+the logical shards of a batch and add their gradients up along the shard tree, so the bits depend neither on
+the number of ranks nor on which of them was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.rank.member import Worker, join
+from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
+from zbmd.training.autograd.rng import Permutation
+from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, shared_out
+from zbmd.training.files import write_atomically
+from zbmd.training.job.job import Job, RunOptions, errors_explained
+from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
+from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer, share_step
+from zbmd.training.optim.clip import global_norm
+from zbmd.training.profiler.profiler import Profiler, open_profiler
+from zbmd.training.redundancy.machine import SLOTS
+from zbmd.training.run.journal import report_result
+from zbmd.training.run.ledger import begin_log
+from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
+from zbmd.training.step.reduction import ShardReduction
+from zbmd.training.step.step_hook import StepHook
+from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
+
+STATE_NAME = "state.safetensors"
+ARENA_SPARE_BYTES = 4 << 20
+State = Mapping[str, Array]
+"""Named float32 arrays."""
+
+
+class TaskResult(msgspec.Struct, kw_only=True):
+    """The result of a finished run. state_sha256: of all arrays, in their order."""
+
+    steps: int
+    ranks: int
+    loss_last: float
+    held_out_loss: float
+    state_sha256: str
+    directory: str
+
+
+class ExampleOrder(msgspec.Struct, frozen=True):
+    """The order of the examples: a permutation for each pass over them, which follows from the seed."""
+
+    examples: int
+    shards: int
+    samples: int
+    seed: int
+
+    def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the examples of a step (from 0), (shards, samples)."""
+        each = self.shards * self.samples
+        passes, places = np.divmod(np.arange(step * each, (step + 1) * each), self.examples)
+        ids = np.empty(each, np.int64)
+        for number in np.unique(passes).tolist():
+            here = passes == number
+            ids[here] = Permutation(self.examples, seed=self.seed, index=number)(places[here])
+        return ids.reshape(self.shards, self.samples)
+
+
+class TaskPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The plan of a task of the user's own."""
+
+    task: str
+    order: ExampleOrder
+    steps: int
+
+    @classmethod
+    def read(cls, text: str) -> TaskPlan | None:
+        """Return the plan in a log; None if it is another kind of plan."""
+        try:
+            found = msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        order = found.order
+        return found if min(order.examples, order.shards, order.samples) > 0 else None
+
+
+class DataParallelTask(ABC):
+    """A model with its data and optimizer, as functions of named float32 arrays. Subclass it.
+
+    steps: to be done; examples: how many there are to train on; shards: logical shards of a batch, which
+    ranks divide; samples: examples of a shard; seed: of their order. Each method must return the same bits on
+    every rank. parameters: the names of the arrays that have a gradient, empty for all.
+    """
+
+    name: str = ""
+    steps: int = 100
+    examples: int = 0
+    shards: int = 8
+    samples: int = 16
+    seed: int = 0
+    parameters: tuple[str, ...] = ()
+
+    @abstractmethod
+    def initial(self) -> dict[str, Array]:
+        """Return the state that the training begins with, moments of the optimizer included."""
+
+    @abstractmethod
+    def gradient(self, state: State, ids: npt.NDArray[np.int64]) -> tuple[float, Mapping[str, Array]]:
+        """Return the mean loss of the examples `ids`, (samples,), and its gradient, by parameter."""
+
+    @abstractmethod
+    def update(self, old: State, new: State, gradient: State, step: int) -> None:
+        """Write every array of `new`: the state after `step` (from 0), with the batch's mean gradient."""
+
+    def held_out_loss(self, state: State) -> float:
+        """Return the loss on data that is not trained on; 0 if there is none."""
+        return 0.0
+
+    def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the examples of a step, (shards, samples)."""
+        return self.order.sample_ids(step)
+
+    @property
+    def order(self) -> ExampleOrder:
+        """Return the order of examples."""
+        return ExampleOrder(self.examples, self.shards, self.samples, self.seed)
+
+    @property
+    def plan(self) -> str:
+        """Return what determines the bits, as JSON; `name` stands for the code."""
+        plan = TaskPlan(self.name or type(self).__name__, self.order, self.steps)
+        return msgspec.json.encode(plan).decode()
+
+
+async def run_task(
+    task: DataParallelTask,
+    *,
+    out: Path,
+    resume: Path | None = None,
+    checkpoint_every: int = 0,
+    evaluate_every: int = 0,
+    tensorboard: bool = False,
+) -> TaskResult | None:
+    """Train `task` on this rank, in the directory `out`; the first rank returns the result, the others None.
+
+    A killed rank is replaced, or the others go on without it, as the launcher has it. `resume`: a checkpoint
+    to go on from. `*_every`: in steps, 0: only at the end. SIGTERM writes a checkpoint and ends the run.
+
+    Raises `UserError` for what only a person can mend.
+    """
+    if task.examples < 1 or min(task.steps, task.shards, task.samples) < 1:
+        raise UserError(f"{type(task).__name__}: examples, steps, shards and samples must be at least 1.")
+    launched = RankEnvironment.read(os.environ)
+    again = launched is not None and launched.incarnation > 1
+    if not again and (launched is None or launched.rank == 0):
+        _take_directory(out, resume)
+    if not again and resume is not None:
+        require_state(resume, plan=task.plan, steps=task.steps)
+    initial = task.initial()
+    wrong = [name for name, array in initial.items() if array.dtype != np.float32]
+    if wrong or not initial:
+        raise UserError(f"{type(task).__name__}.initial: expected float32 arrays, got {wrong or 'none'}.")
+    layout = ParameterLayout.of({name: array.shape for name, array in initial.items()})
+    ranks = 1 if launched is None else launched.world_size
+    grads = ParameterLayout.of({name: initial[name].shape for name in task.parameters or initial})
+    buffers = buffers_most(task.shards, range(1, ranks + 1)) + (ranks > 1)
+    arena = 4 * (SLOTS * layout.size + buffers * grads.size) + ARENA_SPARE_BYTES
+    options = RunOptions(
+        out=out,
+        resume=resume,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        tensorboard=tensorboard,
+        replicas=True,
+    )
+    with errors_explained(out, launched, memory=f"the state of {type(task).__name__} needs {arena} bytes"):
+        async with join(arena=arena, enter=False) as worker:
+            own = _Own(worker, task, initial, layout, grads, out, ranks)
+            return await Job(worker, own, options, again=again).run()
+
+
+def _take_directory(out: Path, resume: Path | None) -> None:
+    begin_log(out, resume)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+class _Own(Task[TaskResult]):
+    """A `DataParallelTask` as the job sees it."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        task: DataParallelTask,
+        initial: State,
+        layout: ParameterLayout,
+        grads: ParameterLayout,
+        out: Path,
+        ranks: int,
+    ) -> None:
+        self.plan, self.seed, self.steps, self.windows = task.plan, task.seed, task.steps, 0
+        self.mesh = Mesh.of(ranks, {DATA_AXIS: ranks})
+        self.row = ResultRow(task.shards, task.samples)
+        self._worker, self._task, self._initial, self._out = worker, task, initial, out
+        self._layout, self._grads = layout, grads
+
+    def state_keys(self, groups: MeshGroups) -> Sequence[int]:
+        return groups.mesh.state_keys()
+
+    def fits(self, ranks: int) -> bool:
+        return 1 <= ranks <= self.mesh.world_size
+
+    async def groups(self, world: Group) -> MeshGroups:
+        return await MeshGroups.of(world, Mesh.of(world.size, {DATA_AXIS: world.size}))
+
+    def agree(self, world: Group) -> None:
+        """Nothing: all ranks have the task."""
+
+    def trainer(self, groups: MeshGroups) -> _OwnTrainer:
+        zeros = self._worker.segment.arena.zeros
+        sizes = range(1, self.mesh.world_size + 1)
+        buffers = buffers_most(self._task.shards, sizes) + (len(sizes) > 1)
+        return _OwnTrainer(
+            self._task,
+            self._initial,
+            groups,
+            self._layout,
+            self._grads,
+            slots=[zeros(self._layout.size, np.float32) for _ in range(SLOTS)],
+            buffers=[zeros(self._grads.size, np.float32) for _ in range(buffers)],
+        )
+
+    def copies(self, trainer: Trainer) -> list[Array]:
+        return []
+
+    def metrics(self, done: StepResult) -> Mapping[str, float]:
+        took_s = max(1e-9, (done.compute_ns + done.waited_ns) / 1e9)
+        return {"samples_per_s": self._task.shards * self._task.samples / took_s}
+
+    def profiler(self, out: Path) -> Profiler:
+        return open_profiler(out, None, sequences=self._task.samples)
+
+    def finish(
+        self, trainer: Trainer, last: StepResult | None, held_out_loss: float, *, is_first: bool
+    ) -> TaskResult | None:
+        assert isinstance(trainer, _OwnTrainer), "another task's trainer"
+        if not is_first:
+            return None
+        state = {name: np.ascontiguousarray(array) for name, array in trainer.state.items()}
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in state.values())).hexdigest()
+        data = save(state)
+        write_atomically(self._out / STATE_NAME, lambda file: file.write(data))
+        result = TaskResult(
+            steps=trainer.step,
+            ranks=trainer.groups.world.size,
+            loss_last=0.0 if last is None else last.loss,
+            held_out_loss=held_out_loss,
+            state_sha256=digest,
+            directory=str(self._out),
+        )
+        report_result(self._worker, result)
+        return result
+
+
+class _OwnTrainer(Trainer):
+    """Trains a `DataParallelTask`: whole on every rank, its gradient summed along the shard tree."""
+
+    file = None
+
+    def __init__(
+        self,
+        task: DataParallelTask,
+        initial: State,
+        groups: MeshGroups,
+        layout: ParameterLayout,
+        grads: ParameterLayout,
+        *,
+        slots: list[Array],
+        buffers: list[Array],
+    ) -> None:
+        self.groups, self.slots, self.slot, self.step, self.first = groups, slots, 0, 0, 0
+        self._task, self._initial, self._layout, self._grads = task, initial, layout, grads
+        self._room, self._buffers = buffers[-1], buffers
+        self._saved: SavedState | None = None
+        self._divide()
+
+    @property
+    def shard(self) -> _OwnTrainer:
+        return self
+
+    @property
+    def held_most(self) -> None:
+        """Activations are the task's own."""
+
+    @property
+    def scale(self) -> tuple[float, ...]:
+        return ()
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """The arrays of the version in use, by name."""
+        return self._state_in(self.slot)
+
+    def _state_in(self, slot: int) -> dict[str, Array]:
+        return _named(self._layout, self.slots[slot])
+
+    def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
+        yield [self.slots[slot]]
+
+    def begin_from(self, saved: SavedState) -> None:
+        self._saved, self.step, self.first = saved, saved.version, saved.version
+        self.slot = saved.version % SLOTS
+
+    def begin_anew(self) -> None:
+        self.slot = self.first % SLOTS
+        self.slots[self.slot][:] = 0
+        for slot, view in zip(self._layout.slots, self._layout.views(self.slots[self.slot]), strict=True):
+            saved = self._saved
+            found = self._initial[slot.name] if saved is None else saved.parameter("weights", slot)
+            view[...] = found.reshape(slot.shape)
+
+    def _divide(self) -> None:
+        shards, place = self._task.shards, self.groups.place(DATA_AXIS)
+        self._assignment = assign_shards(shards, self.groups.size(DATA_AXIS))
+        self._plan = AccumulationPlan.of(shards, *self._assignment[place])
+        self._reporters = [
+            rank for rank, (start, stop) in enumerate(self._assignment) for _ in range(start, stop)
+        ]
+
+    def enter(self, groups: MeshGroups, version: int) -> None:
+        self.groups, self.step = groups, version
+        self._divide()
+
+    def run_step(self, watch: StepHook) -> StepResult:
+        assert watch.applies_first, "ranks stand for each other"
+        began_ns, task, ids = now_ns(), self._task, self._task.sample_ids(self.step)
+        try:
+            reduction = ShardReduction(
+                self.groups.data, self._plan, self._assignment, self._buffers, self._room
+            )
+            losses = self._differentiate(ids)
+            computed_ns = now_ns()
+            reduction.submit(slice(0, self._grads.size))
+            try:
+                reduction.finish()
+            finally:
+                reduction.drain()
+            waited_ns, total = now_ns() - computed_ns, reduction.total
+            total *= np.float32(1 / task.shards)
+            norm = global_norm(total, xp=np)
+            with spans.OPTIMIZER:
+                new = self._state_in(1 - self.slot)
+                task.update(self.state, new, _named(self._grads, total), self.step)
+            watch.prepared()
+            consumed = {shard: ids[shard] for shard in losses}
+            row = ResultRow(task.shards, task.samples)
+            told = share_step(
+                self.groups.world, row, watch, losses=losses, samples=consumed, reporters=self._reporters
+            )
+            done = StepResult(
+                version=self.step + 1,
+                losses=told.losses,
+                samples=told.samples,
+                grad_norm=norm,
+                compute_ns=computed_ns - began_ns,
+                waited_ns=waited_ns,
+            )
+            watch.updated(done)
+            watch.voted(told.votes)
+        except BaseException:
+            self.groups.give_up()
+            raise
+        self.slot, self.step = 1 - self.slot, self.step + 1
+        return done
+
+    def _differentiate(self, ids: Any) -> dict[int, float]:
+        """Compute this rank's shards; return their parts of the loss."""
+        losses, state, everything = dict[int, float](), self.state, slice(0, self._grads.size)
+        for leaf in self._plan.leaves:
+            loss, found = self._task.gradient(state, ids[leaf.shard])
+            losses[leaf.shard] = float(loss) / self._task.shards
+            into = self._buffers[leaf.buffer]
+            for slot, view in zip(self._grads.slots, self._grads.views(into), strict=True):
+                view[...] = found[slot.name]
+            self._plan.perform(leaf.additions, self._buffers, everything)
+        return losses
+
+    def held_out_loss(self, *, windows_max: int) -> float:
+        world = self.groups.world
+        found = self._task.held_out_loss(self.state) if world.rank == 0 else 0.0
+        return float(world.blocking.broadcast(np.array([found]), 0)[0])
+
+    def pieces(self) -> list[Piece]:
+        views = zip(self._layout.slots, self._layout.views(self.slots[self.slot]), strict=True)
+        pieces = [
+            Piece(slot.name, flat_slice(slot.size, 0, slot.size), (view.reshape(-1),)) for slot, view in views
+        ]
+        sizes = [math.prod(piece.cut.shape) for piece in pieces]
+        mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
+        return [pieces[at] for at in mine]
+
+    def close(self, *, gave_up: bool = False) -> None:
+        """Nothing is held of others."""
+
+
+def _named(layout: ParameterLayout, flat: Array) -> dict[str, Array]:
+    return {slot.name: view for slot, view in zip(layout.slots, layout.views(flat), strict=True)}

@@ -10,7 +10,7 @@ there the order of summation depends on the size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -22,7 +22,6 @@ from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
-from zbmd.training.autograd.rng import Noise
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
 from zbmd.training.job.task import ResultRow, StepResult, Told, Trainer, share_step
@@ -43,6 +42,7 @@ from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.norm import mesh_norm, relayed_loss
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
+from zbmd.training.step.loader import BatchLoader
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
@@ -121,8 +121,9 @@ class MeshTrainer(Trainer):
         self._begin()
         self._ring_memory: RingMemory | None = None
         self._passes_or_none: StagePasses | None = None
-        self._consumed: dict[int, npt.NDArray[np.int64]] = {}
+        self._consumed: Mapping[int, npt.NDArray[np.int64]] = {}
         """Ids of the samples of the last attempt, by logical shard."""
+        self._loader = BatchLoader(recipe)
         self._compute_ns = self._waited_ns = 0
         self._scale = self._initial_scale
         """Of the last attempt."""
@@ -304,6 +305,7 @@ class MeshTrainer(Trainer):
 
         Ours is there for them until this process ends.
         """
+        self._loader.close()
         if self._passes_or_none is not None:
             self._passes_or_none.close(gave_up=gave_up)
             self._passes_or_none = None
@@ -447,18 +449,10 @@ class MeshTrainer(Trainer):
         self._waited_ns += now_ns() - computed_ns
         return self._norm()
 
-    def _batches(self) -> list[Batch]:
-        recipe, ids = self.recipe, self.recipe.sample_ids(self.step)
-        self._consumed = {leaf.shard: ids[leaf.shard] for leaf in self._plan.leaves}
-        with spans.DATA:
-            return [
-                recipe.model.batch(
-                    recipe.corpus.windows(ids[leaf.shard]),
-                    global_batch=recipe.config.global_batch,
-                    noise=Noise(recipe.config.seed, self.step, ids[leaf.shard]),
-                )
-                for leaf in self._plan.leaves
-            ]
+    def _batches(self) -> Sequence[Batch]:
+        loaded = self._loader.load(self.step, [leaf.shard for leaf in self._plan.leaves])
+        self._consumed = loaded.samples
+        return loaded.batches
 
     def _norm(self) -> float:
         """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""

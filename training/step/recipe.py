@@ -68,7 +68,11 @@ class Recipe:
     def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
         """Return the window ids of `step`, (shards, sequences_per_shard)."""
         with spans.DATA:
-            return self._order.sample_ids(step).reshape(self.config.shards, self.config.sequences_per_shard)
+            return self.order_of(step)
+
+    def order_of(self, step: int) -> npt.NDArray[np.int64]:
+        """Return `sample_ids`, on any thread."""
+        return self._order.sample_ids(step).reshape(self.config.shards, self.config.sequences_per_shard)
 
     def shard_gradient(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, assert_never
@@ -24,7 +24,6 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, active_probe
-from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import Tensor
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.config import TrainingConfig
@@ -36,6 +35,7 @@ from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import captured_machine
+from zbmd.training.step.loader import BatchLoader
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
@@ -171,8 +171,9 @@ class ZeroTrainer(Trainer):
         self._norm, self._began_ns = 0.0, 0
         self._losses: dict[int, float] = {}
         self._samples: dict[int, tuple[int, ...]] = {}
-        self._consumed: dict[int, NDArray[np.int64]] = {}
+        self._consumed: Mapping[int, NDArray[np.int64]] = {}
         """Ids of the samples that this rank consumed in the last attempt, by logical shard."""
+        self._loader = BatchLoader(recipe)
         self._pieces: list[Pieces] = []
         """Of all ranks' gradients, of the last attempt."""
         self._lengths = self.own.pieces_lengths()
@@ -258,21 +259,9 @@ class ZeroTrainer(Trainer):
         return self._usable
 
     def _take_batches(self, loss_scale: float) -> None:
-        recipe, step = self.recipe, self.step
-        with spans.DATA:
-            ids = recipe.sample_ids(step)
-            self._consumed = {shard: ids[shard] for shard in self.own.leaves}
-            self.own.begin(
-                [
-                    recipe.model.batch(
-                        recipe.corpus.windows(ids[shard]),
-                        global_batch=recipe.config.global_batch,
-                        noise=Noise(recipe.config.seed, step, ids[shard]),
-                    )
-                    for shard in self.own.leaves
-                ],
-                loss_scale=loss_scale,
-            )
+        loaded = self._loader.load(self.step, self.own.leaves)
+        self._consumed = loaded.samples
+        self.own.begin(loaded.batches, loss_scale=loss_scale)
 
     def _handle(self, event: zm.Event) -> list[zm.Action]:
         actions = self._machine.handle(event, now_ns=now_ns())
@@ -500,6 +489,7 @@ class ZeroTrainer(Trainer):
 
     def close(self, *, gave_up: bool = False) -> None:
         """See `Trainer`: nothing is held of the neighbours between steps."""
+        self._loader.close()
 
     def weights(self) -> Array:
         """The masters of all ranks, (layout.size,) float32; all ranks together."""

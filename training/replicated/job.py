@@ -179,6 +179,8 @@ async def run_job(
     arena_bytes = arena_bytes_needed(recipe.model.layout, options.training)
     try:
         async with join(arena=arena_bytes, enter=False) as worker:
+            if replacement:
+                worker.segment.arena.want()  # nothing else is to be done before the view
             return await _train(worker, options, recipe, before_step, replacement=replacement)
     except StepFailed as error:
         again = "start again, with a smaller --checkpoint-every"
@@ -347,6 +349,7 @@ def _initial_store(
         store.version = read_header(path).base_version
         known_version = last_version()
         if known_version > store.version + 1:
+            arena.want(store.slots[1 - store.committed].flat)  # the members' state is pulled into it
             return store, NO_DIGEST, known_version
     arena.ready(store.current.flat)
     if options.resume is None:

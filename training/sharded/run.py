@@ -178,6 +178,8 @@ async def train(options: TrainOptions) -> TrainResult | None:
     arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
     with errors_explained(options.out, launched, memory=too_large(model)):
         async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as worker:
+            if again:
+                worker.segment.arena.want()  # nothing else is to be done before the view
             task = EngineTask(
                 worker, options, mesh, model, corpus, again=again, shrinks=_shrinks(options, mesh)
             )

@@ -172,9 +172,13 @@ class Arena:
         if self._filler is not None and (offset := self.offset_of(array)) is not None:
             self._filler.wait_for(offset, offset + array.nbytes)
 
-    def want(self, array: NDArray[Any]) -> None:
-        """Have the pages of a lazy array made before those of others."""
-        if self._filler is not None and (offset := self.offset_of(array)) is not None:
+    def want(self, array: NDArray[Any] | None = None) -> None:
+        """Have the pages of a lazy array made before others, or, without one, all pages mapped."""
+        if self._filler is None:
+            return
+        if array is None:
+            self._filler.want(0, self._end)
+        elif (offset := self.offset_of(array)) is not None:
             self._filler.want(offset, offset + array.nbytes)
 
     def _array(

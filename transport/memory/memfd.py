@@ -310,8 +310,8 @@ class Filler:
     """Allocates the pages of a sealed memfd from `begin` to `end` on a thread of its own.
 
     Half a second a GiB is too long to wait for in a rank that replaces another. So the pages are made in
-    order, but first those that somebody waits for (`wait_for`), and in `mapping`, if given, they are also
-    mapped: the kernel clears a page only then, which takes longer than to allocate it. Before each piece the
+    order, but first those that are wanted (`want`, `wait_for`). These are also mapped in `mapping`, if it is
+    given: the kernel clears a page only then, which takes longer than to allocate it. Before each piece the
     memory that is available is read, since others allocate meanwhile.
     """
 
@@ -348,7 +348,7 @@ class Filler:
             return set()
         with self._changed:
             wanted = {at for at in self._missing if at < end and begin < at + FILL_BYTES}
-            self._wanted |= dict.fromkeys(sorted(wanted))
+            self._wanted = dict.fromkeys(sorted(wanted)) | self._wanted
         return wanted
 
     def stop(self) -> None:
@@ -364,7 +364,7 @@ class Filler:
                 if nbytes + HEADROOM_BYTES > available.nbytes:
                     raise _out_of_memory(self._name, nbytes, available)
                 _allocate(self._name, fd, begin, nbytes)
-                if mapping is not None:
+                if mapping is not None and begin in self._wanted:
                     with contextlib.suppress(OSError):  # before Linux 5.14: pages are mapped as they are used
                         mapping.madvise(MADV_POPULATE_WRITE, begin, nbytes)
                 with self._changed:

@@ -324,7 +324,7 @@ class PeerSegment:
         self._mapping = None
 
     def end(self) -> None:
-        """`close`, since the peer has ended: who still asks for its memory is told so. Idempotent."""
+        """`close`, since the peer has ended: later uses raise `PeerLost`. Idempotent."""
         self._has_ended = True
         self.close()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from zbmd.transport.errors import OutOfMemory
+from zbmd.transport.host.topology.cpus import counted
 from zbmd.transport.memory import memfd
 from zbmd.transport.memory.memfd import (
     ARENA_BYTES_MIN,
@@ -212,7 +213,7 @@ def test_pages_that_somebody_waits_for_are_made_first(monkeypatch: pytest.Monkey
     begun.wait()
     assert filler.want(4 * FILL_BYTES, 5 * FILL_BYTES + 1) == {4 * FILL_BYTES, 5 * FILL_BYTES}
     may_go_on.set()
-    filler.wait_for(5 * FILL_BYTES, 6 * FILL_BYTES)
+    filler.wait_for(4 * FILL_BYTES, 6 * FILL_BYTES)
     filler.wait_for(0, 6 * FILL_BYTES)
     filler.stop()
     os.close(fd)
@@ -243,4 +244,21 @@ def test_the_pages_of_a_lazy_array_are_waited_for_when_it_is_used(monkeypatch: p
     del state
     again = segment.arena.lazy_zeros(2 * FILL_BYTES, np.uint8)
     assert not again.any(), "memory that was used is cleared"
+    segment.close()
+
+
+def test_pages_that_are_wanted_are_also_mapped() -> None:
+    segment = Segment.create(
+        slot=0, incarnation=1, arena_bytes=FILLED_LATER_BYTES_MIN, inbox_bytes=PAGE_BYTES
+    )
+    state = segment.arena.lazy_zeros(3 * FILL_BYTES, np.uint8)
+    segment.arena.ready(state[FILL_BYTES : 2 * FILL_BYTES])
+
+    def mapped_bytes() -> int:
+        return counted(segment.base, segment.nbytes, "Rss")
+
+    assert FILL_BYTES <= mapped_bytes() < 3 * FILL_BYTES
+    segment.arena.want()
+    segment.arena.ready(state)
+    assert mapped_bytes() >= FILL_BYTES
     segment.close()

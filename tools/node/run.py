@@ -38,6 +38,8 @@ OWN_JOBS = {
 MORE_PRELOADS = ("zbmd.collectives.group.group",)  # what `import zbmd` finds only when it is used
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = signal.SIGUSR1
+"""Goes to the ranks that have a handler for it: a training run saves its state then."""
 
 
 class OwnJob(Protocol):
@@ -196,6 +198,7 @@ async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
 
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(FORWARDED, host.forward, FORWARDED)
         try:
             result = await running
         except asyncio.CancelledError:
@@ -204,7 +207,7 @@ async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
             await console.note(f"stopped: {received[0].name} received before any rank had started")
             return 128 + received[0]
         finally:
-            for number in STOP_SIGNALS:
+            for number in (*STOP_SIGNALS, FORWARDED):
                 loop.remove_signal_handler(number)
         if result.outcome is Outcome.FAILED:
             await story.failed(result)

@@ -43,6 +43,7 @@ from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.narration import RunTeller
 from zbmd.tools.node.run import (
+    FORWARDED,
     MORE_PRELOADS,
     STOP_SIGNALS,
     JobCommand,
@@ -251,6 +252,7 @@ class _NodeRun:
         """Until the job is over and this node has left; the exit code."""
         for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
+        self._loop.add_signal_handler(FORWARDED, self._jobs.forward, self._spec.job, FORWARDED)
         if superseded is not None:
             superseded.add_done_callback(self._superseded)
         try:
@@ -267,7 +269,7 @@ class _NodeRun:
         finally:
             if superseded is not None:
                 superseded.remove_done_callback(self._superseded)
-            for number in STOP_SIGNALS:
+            for number in (*STOP_SIGNALS, FORWARDED):
                 self._loop.remove_signal_handler(number)
             self._capture.close("the run is over")
 

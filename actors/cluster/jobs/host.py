@@ -129,6 +129,10 @@ class Host:
             return False
         return self._jobs.send_signal(RankKey(self.job, rank, info.incarnation), number)
 
+    def forward(self, number: signal.Signals) -> int:
+        """Send a signal to the ranks that take it; return how many do."""
+        return 0 if self._jobs is None else self._jobs.forward(self.job, number)
+
     def stop(self, reason: str, *, kill: bool = False) -> None:
         """End the run: SIGTERM, then SIGKILL after the grace period, or with `kill` at once."""
         if self._jobs is not None:

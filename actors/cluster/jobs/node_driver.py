@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections import deque
@@ -355,6 +356,14 @@ class JobHost:
             return False
         return self._processes.signal((key.job, key.rank, key.incarnation), number)
 
+    def forward(self, job: int, number: signal.Signals) -> int:
+        """Send a signal to the ranks of this node that take it, and would not be ended by it.
+
+        Returns how many do.
+        """
+        takers = [info for info in self.ranks(job).values() if info.pid and _takes(info.pid, number)]
+        return sum(self.send_signal(RankKey(job, one.rank, one.incarnation), number) for one in takers)
+
     async def status(self, job: int) -> NodeStatus:
         """Return the status of a job that is open here."""
         await asyncio.shield(self._opened[job])
@@ -476,3 +485,13 @@ async def _close_once_empty(processes: RankProcesses) -> None:
     await processes.empty()
     await processes.settle()
     await processes.close()
+
+
+def _takes(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal; see SigCgt in proc(5)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)

@@ -229,10 +229,14 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_and_goes_on_later(
     run = ("run", "-n", "2", "-m", "zbmd", "train", *small)
     with launcher.start(*run, "--out", "a", "--steps", "100000") as running:
         running.until("^step 3 ")
+        os.kill(running.pid, signal.SIGUSR1)  # saves, and goes on
+        (first,) = running.until(r"step (\d+) saved: a/checkpoint.json")
         os.kill(running.pid, signal.SIGTERM)
         assert running.end() == 128 + signal.SIGTERM
-    saved = re.search(r"step (\d+) saved: a/checkpoint.json", running.text)
-    assert saved is not None and running.text.endswith("[zbmd]: stopped: SIGTERM received\n"), running.text
+    saved = list(re.finditer(r"step (\d+) saved: a/checkpoint.json", running.text))[-1]
+    assert int(saved[1]) > int(first[1]) and running.text.endswith("[zbmd]: stopped: SIGTERM received\n"), (
+        running.text
+    )
     assert read_names(launcher.directory / "a/checkpoint.json").version == int(saved[1]) >= 3
     steps = str(int(saved[1]) + 2)
     further = launcher.run(*run, "--resume", "a", "--out", "a", "--steps", steps)

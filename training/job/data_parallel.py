@@ -158,7 +158,8 @@ async def run_task(
     """Train `task` on this rank, in the directory `out`; the first rank returns the result, the others None.
 
     A killed rank is replaced, or the others go on without it, as the launcher has it. `resume`: a checkpoint
-    to go on from. `*_every`: in steps, 0: only at the end. SIGTERM writes a checkpoint and ends the run.
+    to go on from. `*_every`: in steps, 0: only at the end. SIGTERM writes a checkpoint and ends the run: the
+    result is None then.
 
     Raises `UserError` for what only a person can mend.
     """

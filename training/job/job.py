@@ -103,9 +103,7 @@ class Job(Generic[ResultT]):
             self._saved = open_state(options.resume, plan=task.plan)
         first = 0 if self._saved is None else self._saved.version
         self._following: Following | None = None
-        self._wishes = Wish.NOTHING
-        self.stopped_at: int | None = None
-        """The version that was saved when the run was stopped on request."""
+        self._wishes, self._asking = Wish.NOTHING, threading.Lock()
         self._log = RunLog(
             options.out,
             run_id=f"{worker.job:016x}",
@@ -125,7 +123,10 @@ class Job(Generic[ResultT]):
         """The last version that was evaluated, and its loss."""
 
     async def run(self) -> ResultT | None:
-        """Train to the end. Raises `StepFailed` if the state is lost, and `TrainingDiverged`."""
+        """Train to the end; return the result on the first rank, and None on others or if it was stopped.
+
+        Raises `StepFailed` if the state is lost, and `TrainingDiverged`.
+        """
         forget = report_losses(self._worker)
         loop, signals = asyncio.get_running_loop(), _signals_taken()
         for number in signals:
@@ -149,7 +150,8 @@ class Job(Generic[ResultT]):
 
     def ask(self, wish: Wish) -> None:
         """Ask all ranks to save the state, or to stop then, after the step that is under way."""
-        self._wishes |= wish
+        with self._asking:
+            self._wishes |= wish
 
     async def _epoch(self, view: View | None, following: Following | None) -> JobEnd[ResultT] | None:
         await self._leave_groups()
@@ -273,9 +275,10 @@ class Job(Generic[ResultT]):
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
                 self._reached(groups.world, trainer, keeper, save=bool(agreed.wishes))
-                self._wishes &= ~agreed.wishes
+                with self._asking:
+                    self._wishes &= ~agreed.wishes
                 if agreed.wishes & Wish.STOP and trainer.step < self._task.steps:
-                    return self._stopped(groups, trainer)
+                    return self._stopped(groups)
                 if agreed.epoch > groups.world.epoch:
                     return None  # all members leave, to enter the view that follows
         self._tell(profiler, profiler.end_step())
@@ -294,9 +297,8 @@ class Job(Generic[ResultT]):
         is_there = following is not None and following.done() and not following.cancelled()
         keeper.asked = Agenda(following.result().view.epoch if following and is_there else 0, self._wishes)
 
-    def _stopped(self, groups: MeshGroups, trainer: Trainer) -> JobEnd[ResultT]:
+    def _stopped(self, groups: MeshGroups) -> JobEnd[ResultT]:
         """End the run before its last step, as was asked for: its state is in a checkpoint."""
-        self.stopped_at = trainer.step
         groups.world.blocking.barrier()
         self._remove_state()
         return JobEnd(None)

@@ -50,6 +50,7 @@ class _Host:
         self.task = asyncio.create_task(self._run(), name=f"output of {name}")
 
     async def _run(self) -> None:
+        reason = ""
         for _ in range(SILENT_LOOKS_MAX):
             try:
                 async with connect_admin(self._address) as admin:

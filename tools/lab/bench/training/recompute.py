@@ -1,6 +1,6 @@
 """Measure activation checkpointing (`--recompute on`): the largest batch under a limit, and what it costs.
 
-    python -m zbmd.tools.lab.bench.training.recompute                  a process may have 512 MiB
+    python -m zbmd.tools.lab.bench.training.recompute                  a process may have 768 MiB
     python -m zbmd.tools.lab.bench.training.recompute --limit-mib 1024 --width 512
 
 Each trial is a process of its own that trains on one rank, two steps or more, under RLIMIT_DATA: all of its
@@ -200,9 +200,7 @@ def _be_trial(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print the result. Exit code 1: a goal is missed."""
     parser = script_parser("lab.bench.training.recompute", __doc__)
-    parser.add_argument(
-        "--limit-mib", type=int, default=768, help="private memory of a process (%(default)s)"
-    )
+    parser.add_argument("--limit-mib", type=int, default=768, help="of a process (%(default)s)")
     parser.add_argument("--width", type=int, default=192, help="of the model (%(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--heads", type=int, default=8, help="(%(default)s)")

@@ -107,6 +107,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/replicated/workload.py": ("commit.handle",),
     "training/redundancy/state_file.py": ("zero.state",),
     "training/checkpoint/plan.py": ("ledger.plan",),
+    "training/job/data_parallel.py": ("ledger.task",),
     "training/run/repeated_oom.py": ("memory.note",),
     "tools/node/up.py": ("node.token",),
     "tools/runs/plot_data.py": ("metrics",),

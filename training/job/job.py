@@ -165,12 +165,15 @@ class Job(Generic[ResultT]):
         """This rank's groups; None if the view does not last so long.
 
         A rank that loses any member of the view gives up, not only one of the sub-group being made: the
-        others there may have lost one elsewhere, and will not come.
+        others there may have lost one elsewhere, and will not come. A late notice of a member's predecessor
+        does not count: nobody else would give up then, and no other view come.
         """
         making = asyncio.ensure_future(self._make_groups(view))
+        members = frozenset((member.rank, member.incarnation) for member in view.members)
 
-        def lost(_rank: int, _incarnation: int, _notice: DeathNotice) -> None:
-            making.cancel()
+        def lost(rank: int, incarnation: int, _notice: DeathNotice) -> None:
+            if (rank, incarnation) in members:
+                making.cancel()
 
         undo = self._worker.on_peer_lost(lost)
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from programs import PROGRAMS
 from support.processes.launcher import Launcher
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
@@ -244,6 +245,16 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_and_goes_on_later(
     found = [result([line.partition(": ")[2] for line in one.out]) for one in (further, whole)]
     assert found[0].weights_sha256 == found[1].weights_sha256
     assert audited(launcher.directory / "a") == (int(steps), 0, 0, 0)
+
+
+def test_a_late_notice_of_a_replaced_rank_holds_nobody_up(launcher: Launcher) -> None:
+    write_text(launcher.directory / "text")
+    small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]
+    program = str(PROGRAMS / "training/late_notice.py")
+    options = ("--on-loss", "replace", program, "train", "--data", "text", "--out", "run", *small)
+    done = launcher.run("run", "-n", "2", *options, "--mesh", "tp=2", ZBMD_FAULT="rank1:job.begin:3")
+    assert done.code == 0 and any("hears of it late" in line for line in done.out), done
+    assert audited(launcher.directory / "run") == (6, 0, 0, 0)
 
 
 def test_the_directory_of_a_run_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
+from zbmd.training.job.data_parallel import TaskPlan
 from zbmd.training.job.records import last_steps
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
@@ -332,6 +333,7 @@ def _result_seeds() -> tuple[bytes, ...]:
     return (_written(RESULT_NAME, lambda d: save_result(d, found, [])), death)
 
 
+_TASK_PLAN = b'{"task":"Spirals","order":{"examples":2048,"shards":8,"samples":16,"seed":0},"steps":600}'
 _PLAN = (
     '{"corpus":"00","model":{"width":8,"heads":2,"layers":1,"context":4,"activation":"gelu"},"reduction":"r",'
     '"training":{"steps":3,"shards":2,"learning_rate":0.001,"seed":1,"optimizer":{"type":"adamw"}}}'
@@ -443,6 +445,7 @@ file_target(
     (b'{"step":1,"loss":2.5}\n{"step":2.0,"held_out_loss":2.4}\n{"step":3,"lo',),
 )(last_steps)
 text_target("ledger.plan", "the plan in a commit log", lambda: (_PLAN.encode(),), UserError)(read_plan)
+text_target("ledger.task", "the plan of a task of the user's own", lambda: (_TASK_PLAN,))(TaskPlan.read)
 file_target(
     "memory.note",
     "the note of a rank that ran out of memory",

@@ -118,6 +118,13 @@ SETTINGS: Final = (
     RecipeSetting("vocabulary", "data", _WHOLE, _OPTIONS.vocabulary, "tokens that bpe learns"),
     RecipeSetting("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
     RecipeSetting("ranks", "mesh", _WHOLE, 1, "processes to start"),
+    RecipeSetting(
+        "on_loss",
+        "mesh",
+        _one_of("replace", "shrink", "stop"),
+        "replace",
+        "of a rank: replace, shrink or stop",
+    ),
     RecipeSetting("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, pp and tp, such as dp=2,pp=2,tp=2"),
     RecipeSetting(
         "schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"
@@ -322,10 +329,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if launched is not None:
         uvloop.run(train(options))
         return 0
-    ranks = str(found["ranks"][0])
-    return node_cli.main(
-        ["run", "-n", ranks, "--on-loss", "replace", "-m", "zbmd.training.sharded", options.encode()]
-    )
+    start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]
+    return node_cli.main([*start, "-m", "zbmd.training.sharded", options.encode()])
 
 
 def write_recipe(found: Found) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
+from zbmd.training.run.ledger import LOG_NAME, read_log
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.task import HUGGING_FACE_DIRECTORY, TrainResult
 from zbmd.transport import kill_points as faults
@@ -255,6 +257,22 @@ def test_a_late_notice_of_a_replaced_rank_holds_nobody_up(launcher: Launcher) ->
     done = launcher.run("run", "-n", "2", *options, "--mesh", "tp=2", ZBMD_FAULT="rank1:job.begin:3")
     assert done.code == 0 and any("hears of it late" in line for line in done.out), done
     assert audited(launcher.directory / "run") == (6, 0, 0, 0)
+
+
+def test_a_run_that_may_shrink_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
+    data, small = str(write_text(tmp_path / "text")), list[str]()
+    for name, value in SMALL.items():
+        small += [f"--{name.replace('_', '-')}", value]
+    command = [sys.executable, "-m", "zbmd", "train", "--data", data, "--ranks", "3", *small]
+    killed = {**os.environ, "ZBMD_FAULT": "rank0:job.begin:3"}
+    for out, more, variables in (("a", [], os.environ), ("b", ["--on-loss", "shrink"], killed)):
+        run = [*command, *more, "--out", str(tmp_path / out)]
+        done = subprocess.run(run, capture_output=True, text=True, env=variables, check=False)
+        assert done.returncode == 0, done.stderr
+    found = [load_weights(tmp_path / out / WEIGHTS_NAME)[0].tobytes() for out in "ab"]
+    assert found[0] == found[1] and audited(tmp_path / "b") == (6, 0, 0, 0)
+    members = [record.members for record in read_log(tmp_path / "b" / LOG_NAME)[1]]
+    assert members[0] == (0, 1, 2) and members[-1] == (1, 2)
 
 
 def test_the_directory_of_a_run_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import signal
@@ -40,9 +41,12 @@ from zbmd.transport.native._native import Mapping
 
 KINDS = {
     **{"dp": (), "zero1": ("--zero", "1"), "zero2": ("--zero", "2"), "zero3": ("--zero", "3")},
-    **{mesh: ("--mesh", mesh) for mesh in ("dp=2", "pp=2", "tp=2")},
+    **{
+        mesh: ("--mesh", mesh)
+        for mesh in ("dp=2", "pp=2", "tp=2", "dp=4", "pp=4", "tp=4", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2")
+    },
 }
-"""Options of `zbmd train`; those of dp, which has none, are of `python -m zbmd.training`."""
+"""Options of `zbmd train`, or none for the job of `python -m zbmd.training`. A mesh says its ranks."""
 GIB = 1 << 30
 STEPS_BEFORE = 4
 """Undisturbed steps before each kill, of which the median counts."""
@@ -168,6 +172,12 @@ async def measure(
     )
 
 
+def _ranks_of(kind: str, ranks: int) -> int:
+    """Return the ranks of a mesh, or `ranks` if the kind is none."""
+    sizes = [int(size) for _, _, size in (axis.partition("=") for axis in kind.split(",")) if size]
+    return math.prod(sizes) if sizes else ranks
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a row for each kind. Exit code 1: a run failed."""
     parser = argparse.ArgumentParser(
@@ -176,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["dp", "zero3"])
-    parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="of dp and ZeRO (%(default)s)")
+    parser.add_argument("--shards", type=int, default=2, help="logical shards (%(default)s)")
     parser.add_argument("--kills", type=int, default=3, help="in each run (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the victims and moments (%(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="of the model (%(default)s)")
@@ -189,14 +200,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parameters = 12 * layers * width * width
     shape = (
         *("--width", str(width), "--layers", str(layers), "--context", "64", "--heads", "8"),
-        *("--shards", "2", "--sequences-per-shard", "1"),
+        *("--shards", str(arguments.shards), "--sequences-per-shard", "1"),
     )
     for kind in arguments.kinds:
         with tempfile.TemporaryDirectory(prefix="zbmd-recovery-") as scratch:
             run = measure(
                 Path(scratch),
                 kind=kind,
-                ranks=arguments.ranks,
+                ranks=_ranks_of(kind, arguments.ranks),
                 kills=arguments.kills,
                 seed=arguments.seed,
                 shape=shape,

@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from zbmd.tools.cli.options import add_command
 from zbmd.tools.runs.plot_draw import FORMATS, PICTURE_NAME, plot_run
-from zbmd.training.checkpoint.plan import Plan, read_plan
+from zbmd.training.checkpoint.plan import Plan, TaskPlan, read_plan
 from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.config import VOCABULARY
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus
 from zbmd.training.data.token_corpus import TokenCorpus, read_manifest
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
-from zbmd.training.job.data_parallel import TaskPlan
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
 from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log

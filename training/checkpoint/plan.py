@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from zbmd.training.autograd.rng import Permutation
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision
 from zbmd.transport.errors import UserError
@@ -153,3 +156,40 @@ def _leaves(value: object, name: str = "") -> dict[str, object]:
 def _shortened(value: object) -> str:
     text = str(value)
     return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[:VALUE_CHARACTERS_MAX]}…"
+
+
+class ExampleOrder(msgspec.Struct, frozen=True):
+    """The order of the examples: a permutation for each pass over them, which follows from the seed."""
+
+    examples: int
+    shards: int
+    samples: int
+    seed: int
+
+    def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the examples of a step (from 0), (shards, samples)."""
+        each = self.shards * self.samples
+        passes, places = np.divmod(np.arange(step * each, (step + 1) * each), self.examples)
+        ids = np.empty(each, np.int64)
+        for number in np.unique(passes).tolist():
+            here = passes == number
+            ids[here] = Permutation(self.examples, seed=self.seed, index=number)(places[here])
+        return ids.reshape(self.shards, self.samples)
+
+
+class TaskPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The plan of a task of the user's own."""
+
+    task: str
+    order: ExampleOrder
+    steps: int
+
+    @classmethod
+    def read(cls, text: str) -> TaskPlan | None:
+        """Return the plan in a log; None if it is another kind of plan."""
+        try:
+            found = msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        order = found.order
+        return found if min(order.examples, order.shards, order.samples) > 0 else None

@@ -27,7 +27,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
-from zbmd.training.autograd.rng import Permutation
+from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, shared_out
 from zbmd.training.files import write_atomically
 from zbmd.training.job.job import Job, RunOptions, errors_explained
@@ -59,43 +59,6 @@ class TaskResult(msgspec.Struct, kw_only=True):
     held_out_loss: float
     state_sha256: str
     directory: str
-
-
-class ExampleOrder(msgspec.Struct, frozen=True):
-    """The order of the examples: a permutation for each pass over them, which follows from the seed."""
-
-    examples: int
-    shards: int
-    samples: int
-    seed: int
-
-    def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the examples of a step (from 0), (shards, samples)."""
-        each = self.shards * self.samples
-        passes, places = np.divmod(np.arange(step * each, (step + 1) * each), self.examples)
-        ids = np.empty(each, np.int64)
-        for number in np.unique(passes).tolist():
-            here = passes == number
-            ids[here] = Permutation(self.examples, seed=self.seed, index=number)(places[here])
-        return ids.reshape(self.shards, self.samples)
-
-
-class TaskPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The plan of a task of the user's own."""
-
-    task: str
-    order: ExampleOrder
-    steps: int
-
-    @classmethod
-    def read(cls, text: str) -> TaskPlan | None:
-        """Return the plan in a log; None if it is another kind of plan."""
-        try:
-            found = msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            return None
-        order = found.order
-        return found if min(order.examples, order.shards, order.samples) > 0 else None
 
 
 class DataParallelTask(ABC):

@@ -33,7 +33,7 @@ from zbmd.tools.runs.plot_data import picture_of_metrics, read_metrics
 from zbmd.tools.runs.profile import table_of
 from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
-from zbmd.training.checkpoint.plan import read_plan
+from zbmd.training.checkpoint.plan import TaskPlan, read_plan
 from zbmd.training.checkpoint.sharded import (
     SHARDS_FORMAT,
     SHARDS_NAME,
@@ -47,7 +47,6 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
-from zbmd.training.job.data_parallel import TaskPlan
 from zbmd.training.job.records import last_steps
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2

@@ -13,7 +13,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -141,7 +140,7 @@ async def run_task(
     layout = ParameterLayout.of({name: array.shape for name, array in initial.items()})
     ranks = 1 if launched is None else launched.world_size
     grads = ParameterLayout.of({name: initial[name].shape for name in task.parameters or initial})
-    buffers = buffers_most(task.shards, range(1, ranks + 1)) + (ranks > 1)
+    buffers = buffers_most(task.shards, range(1, ranks + 1)) + 1  # and room for the sum
     arena = 4 * (SLOTS * layout.size + buffers * grads.size) + ARENA_SPARE_BYTES
     options = RunOptions(
         out=out,
@@ -153,7 +152,7 @@ async def run_task(
     )
     with errors_explained(out, launched, memory=f"the state of {type(task).__name__} needs {arena} bytes"):
         async with join(arena=arena, enter=False) as worker:
-            own = _Own(worker, task, initial, layout, grads, out, ranks)
+            own = _Own(worker, task, initial, layout, grads, out=out, ranks=ranks, buffers=buffers)
             return await Job(worker, own, options, again=again).run()
 
 
@@ -172,11 +171,13 @@ class _Own(Task[TaskResult]):
         initial: State,
         layout: ParameterLayout,
         grads: ParameterLayout,
+        *,
         out: Path,
         ranks: int,
+        buffers: int,
     ) -> None:
         self.plan, self.seed, self.steps, self.windows = task.plan, task.seed, task.steps, 0
-        self.mesh = Mesh.of(ranks, {DATA_AXIS: ranks})
+        self._ranks, self._buffers = ranks, buffers
         self.row = ResultRow(task.shards, task.samples)
         self._worker, self._task, self._initial, self._out = worker, task, initial, out
         self._layout, self._grads = layout, grads
@@ -185,7 +186,7 @@ class _Own(Task[TaskResult]):
         return groups.mesh.state_keys()
 
     def fits(self, ranks: int) -> bool:
-        return 1 <= ranks <= self.mesh.world_size
+        return 1 <= ranks <= self._ranks
 
     async def groups(self, world: Group) -> MeshGroups:
         return await MeshGroups.of(world, Mesh.of(world.size, {DATA_AXIS: world.size}))
@@ -195,8 +196,6 @@ class _Own(Task[TaskResult]):
 
     def trainer(self, groups: MeshGroups) -> _OwnTrainer:
         zeros = self._worker.segment.arena.zeros
-        sizes = range(1, self.mesh.world_size + 1)
-        buffers = buffers_most(self._task.shards, sizes) + (len(sizes) > 1)
         return _OwnTrainer(
             self._task,
             self._initial,
@@ -204,7 +203,7 @@ class _Own(Task[TaskResult]):
             self._layout,
             self._grads,
             slots=[zeros(self._layout.size, np.float32) for _ in range(SLOTS)],
-            buffers=[zeros(self._grads.size, np.float32) for _ in range(buffers)],
+            buffers=[zeros(self._grads.size, np.float32) for _ in range(self._buffers)],
         )
 
     def copies(self, trainer: Trainer) -> list[Array]:
@@ -350,7 +349,7 @@ class _OwnTrainer(Trainer):
         self.slot, self.step = 1 - self.slot, self.step + 1
         return done
 
-    def _differentiate(self, ids: Any) -> dict[int, float]:
+    def _differentiate(self, ids: npt.NDArray[np.int64]) -> dict[int, float]:
         """Compute this rank's shards; return their parts of the loss."""
         losses, state, everything = dict[int, float](), self.state, slice(0, self._grads.size)
         for leaf in self._plan.leaves:

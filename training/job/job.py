@@ -301,7 +301,7 @@ class Job(Generic[ResultT]):
         keeper.asked = Agenda(following.result().view.epoch if following and is_there else 0, self._wishes)
 
     def _stopped(self, groups: MeshGroups) -> JobEnd[ResultT]:
-        """End the run before its last step, as was asked for: its state is in a checkpoint."""
+        """End the run before its last step, as was asked for; its state is saved, if it can be."""
         groups.world.blocking.barrier()
         self._remove_state()
         return JobEnd(None)
@@ -325,8 +325,8 @@ class Job(Generic[ResultT]):
             with spans.EVALUATE:
                 loss = trainer.held_out_loss(windows_max=self._task.windows)
             self._held_out = version, loss
-            if self._is_lowest():
-                self._opened_records().put(version, held_out_loss=loss)
+            if self._is_lowest() and self._opened_records().put(version, held_out_loss=loss):
+                Records.tell(version, held_out_loss=loss)
         if options.checkpoints and (save or self._due(version, options.checkpoint_every)):
             with spans.CHECKPOINT:
                 keeper.settle()  # nobody goes back behind what the files hold
@@ -338,8 +338,11 @@ class Job(Generic[ResultT]):
                     plan=self._task.plan,
                     loss_scale=trainer.scale,
                 )
-            if save and self._is_lowest():
-                print(f"step {version} saved: {checkpoint_in(options.out)}", file=sys.stderr, flush=True)
+        if save and self._is_lowest():
+            what = (
+                f"saved: {checkpoint_in(options.out)}" if options.checkpoints else "not saved: no checkpoints"
+            )
+            print(f"step {version} {what}", file=sys.stderr, flush=True)
 
     def _due(self, version: int, every: int) -> bool:
         return version == self._task.steps or (every > 0 and version % every == 0)

@@ -19,7 +19,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import Piece, SavedState
-from zbmd.training.job.mesh import Mesh, MeshGroups
+from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.file import SegmentedState
@@ -206,7 +206,6 @@ class Task(Protocol, Generic[ResultT_co]):
     row: ResultRow
     windows: int
     """Held-out windows of an evaluation."""
-    mesh: Mesh
 
     def state_keys(self, groups: MeshGroups) -> Sequence[int]:
         """Return the keys of all ranks' shards, in the order of ranks; empty: all differ."""

@@ -249,6 +249,18 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_and_goes_on_later(
     assert audited(launcher.directory / "a") == (int(steps), 0, 0, 0)
 
 
+def test_a_run_without_checkpoints_says_that_it_saves_nothing(launcher: Launcher) -> None:
+    write_text(launcher.directory / "text")
+    small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]
+    small += ["--data", "text", "--checkpoint-every", "0", "--precision", "float64", "--steps", "100000"]
+    with launcher.start("run", "-n", "2", "-m", "zbmd", "train", *small, "--out", "run") as running:
+        running.until("held_out_loss")
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.end() == 128 + signal.SIGTERM
+    assert re.search(r"step \d+ not saved: no checkpoints", running.text), running.text
+    assert not list((launcher.directory / "run").glob("checkpoint*"))
+
+
 def test_a_late_notice_of_a_replaced_rank_holds_nobody_up(launcher: Launcher) -> None:
     write_text(launcher.directory / "text")
     small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]

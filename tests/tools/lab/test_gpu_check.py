@@ -54,10 +54,12 @@ def test_verdicts_and_exit_codes() -> None:
     bad = Check(name="bad", needs=Needs(), would="break", run=broken)
     two = Check(name="two", needs=Needs(gpus=2), would="use both", run=broken)
     card = Check(name="card", needs=Needs(rdma=True), would="use a card", run=broken)
+    other = Check(name="other", needs=Needs(module="no_such_module"), would="use it", run=broken)
     here = GpuMachine(gpus=1, rdma_devices=0)
-    rows = run_checks([bad, good, two, card], here)
-    assert [row.verdict for row in rows] == ["failed", "ok", "not run", "not run"]
+    rows = run_checks([bad, good, two, card, other], here)
+    assert [row.verdict for row in rows] == ["failed", "ok", "not run", "not run", "not run"]
     assert "the bus is gone" in rows[0].told and "1 of 2" in rows[2].told and "RDMA" in rows[3].told
+    assert rows[4].told.startswith("no_such_module is not installed")
     assert exit_code(rows) == EXIT_FAILED
     assert exit_code(rows[1:]) == EXIT_OK and exit_code(rows[2:]) == EXIT_NONE_RAN
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -52,7 +53,10 @@ class GpuMachine:
             return self.why_none
         if self.gpus < needs.gpus:
             return f"{self.gpus} of {needs.gpus} GPUs are visible"
-        return "there is no RDMA device" if needs.rdma and not self.rdma_devices else ""
+        if needs.rdma and not self.rdma_devices:
+            return "there is no RDMA device"
+        missing = needs.module and importlib.util.find_spec(needs.module) is None
+        return f"{needs.module} is not installed" if missing else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

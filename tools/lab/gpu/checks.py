@@ -25,6 +25,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
+from zbmd.tools.lab.gpu.job import survive_kills
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
@@ -52,10 +53,12 @@ class Needs:
 
     gpus: int = 1
     rdma: bool = False
+    module: str = ""
 
     def __str__(self) -> str:
         """Such as `2 GPUs` or `1 GPU, RDMA`."""
-        return f"{self.gpus} GPU{'s' * (self.gpus > 1)}" + ", RDMA" * self.rdma
+        module = f", {self.module}" if self.module else ""
+        return f"{self.gpus} GPU{'s' * (self.gpus > 1)}" + ", RDMA" * self.rdma + module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +391,12 @@ CHECKS: Final = (
         needs=Needs(),
         would="let the GPU fail under operator actors, which move to the processor",
         run=operators_leave_a_failed_device,
+    ),
+    Check(
+        name="job",
+        needs=Needs(module="torch"),
+        would="train a PyTorch model on two ranks, kill each once, and compare the state's bits",
+        run=survive_kills,
     ),
     Check(
         name="dma-buf",

@@ -59,7 +59,7 @@ def test_verdicts_and_exit_codes() -> None:
     rows = run_checks([bad, good, two, card, other], here)
     assert [row.verdict for row in rows] == ["failed", "ok", "not run", "not run", "not run"]
     assert "the bus is gone" in rows[0].told and "1 of 2" in rows[2].told and "RDMA" in rows[3].told
-    assert rows[4].told.startswith("no_such_module is not installed")
+    assert "no_such_module is not installed" in rows[4].told
     assert exit_code(rows) == EXIT_FAILED
     assert exit_code(rows[1:]) == EXIT_OK and exit_code(rows[2:]) == EXIT_NONE_RAN
 

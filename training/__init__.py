@@ -3,7 +3,7 @@
 The engine is `autograd`, `ops`, `model`, `optim` and `step`; `data` and `checkpoint` read and write files;
 `replicated`, `zero`, `pipeline`, `tensor` and `sharded` distribute a run; `redundancy` keeps state beyond the
 end of a rank; `profiler` measures; `model_actors` supervises parts of a model.
-May import collectives, actors and transport. Begin with `config`, `step.recipe` and `replicated.plain`.
+May import collectives, actors and transport. Begin with `config`, `step.recipe` and `run.plain`.
 The public names are re-exported here, lazily.
 """
 
@@ -68,13 +68,13 @@ with lazy_imports(globals()):
     from zbmd.training.replicated.job import JobResult as JobResult
     from zbmd.training.replicated.job import run_job as run_job
     from zbmd.training.replicated.job import run_plain as run_plain
-    from zbmd.training.replicated.plain import PlainStep as PlainStep
-    from zbmd.training.replicated.plain import PlainTrainer as PlainTrainer
     from zbmd.training.run.ledger import Audit as Audit
     from zbmd.training.run.ledger import CommitRecord as CommitRecord
     from zbmd.training.run.ledger import LogHeader as LogHeader
     from zbmd.training.run.ledger import audit as audit
     from zbmd.training.run.ledger import read_log as read_log
+    from zbmd.training.run.plain import PlainStep as PlainStep
+    from zbmd.training.run.plain import PlainTrainer as PlainTrainer
     from zbmd.training.sharded.options import TrainOptions as TrainOptions
     from zbmd.training.sharded.run import train as train
     from zbmd.training.sharded.task import TrainResult as TrainResult

@@ -27,7 +27,7 @@ import uvloop
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.training.config import TrainingConfig
 from zbmd.training.replicated.job import JobOptions, open_recipe, run_job
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.transport.errors import UserError
 
 WARMUP_ROUNDS = 3

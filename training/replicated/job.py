@@ -43,7 +43,6 @@ from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, Storage
 from zbmd.training.profiler.profiler import open_profiler
-from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.workload import TrainingWorkload, arena_bytes_needed
 from zbmd.training.run.journal import Journal, report_losses
 from zbmd.training.run.ledger import (
@@ -56,6 +55,7 @@ from zbmd.training.run.ledger import (
     read_log,
     require_no_log,
 )
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.run.repeated_oom import raise_for
 from zbmd.training.step.memory_estimate import (
     RankMemory,

@@ -3,7 +3,7 @@
 Every rank holds two slots of weights and moments, computes the gradients of its shards and combines them
 along the shard tree. The programs of the all-reduce run in `zbmd.collectives.programs.simulate`, where a
 member that has died in the meantime dies at some instruction. Slots are torn while they are written. Each
-version must have the bits that one plain process computes (`zbmd.training.replicated.plain`), whatever died,
+version must have the bits that one plain process computes (`zbmd.training.run.plain`), whatever died,
 came back or left.
 """
 
@@ -29,7 +29,7 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, Source, write_corpus
 from zbmd.training.model.gpt import GPT
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.two_slot_store import Store, own_memory

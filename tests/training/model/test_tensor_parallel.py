@@ -23,7 +23,7 @@ from zbmd.training.model.tensor_shards import TensorShards
 from zbmd.training.optim import MuonConfig
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision, Storage
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError

@@ -20,7 +20,7 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.ops.norm import EPSILON
 from zbmd.training.optim.clip import clip_scale, global_norm
 from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")

@@ -26,7 +26,7 @@ from zbmd.training.optim import (
 from zbmd.training.optim.clip import TrainingDiverged, non_finite
 from zbmd.training.optim.elementwise import AdamWConfig, AdamWState
 from zbmd.training.optim.muon import orthogonalized
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 

@@ -27,7 +27,7 @@ from zbmd.training.optim.mixed_precision import (
     Storage,
     storage_dtype,
 )
-from zbmd.training.replicated.plain import PlainStep, PlainTrainer
+from zbmd.training.run.plain import PlainStep, PlainTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from zbmd.collectives.programs.simulate import Outcome as End
 from zbmd.collectives.scenarios.commit import build
 from zbmd.collectives.scenarios.commit_world import CommitOptions
-from zbmd.training.replicated.plain import PlainTrainer
 from zbmd.training.replicated.scenario import TrainingContents, TrainingScenario, TrainingSlots, plain_job
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.transport.sim import Options, RunOutcome, Simulation, SimulationFailure, run_scenario
 
 SCENARIO = TrainingScenario()

@@ -23,7 +23,7 @@ from zbmd.training.model.weights import load_weights
 from zbmd.training.optim import MuonConfig, hidden_matrices
 from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.replicated.job import open_recipe, run_plain
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.run import train
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.trainer import shards_of

@@ -26,7 +26,7 @@ from zbmd.training.config import TrainingConfig
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.profiler.ring import read_ring, ring_path
 from zbmd.training.replicated.job import JobOptions, open_recipe
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 
 WARM_UP_ROUNDS = 3
 CALLS = 20_000

@@ -32,7 +32,7 @@ from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.model.gpt import GPT
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.memory_estimate import activation_bytes
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError

@@ -36,7 +36,7 @@ from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.training import __main__ as training
 from zbmd.training.config import GPTConfig
 from zbmd.training.replicated.job import JobOptions, open_recipe, run_job
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 

@@ -13,7 +13,7 @@ from zbmd.training.data.corpus import Corpus, bigram_loss, fit_bigram, prepare_c
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.elementwise import AdamWState
-from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 

@@ -51,7 +51,7 @@ with lazy_imports(globals()):
     from zbmd.training.model_actors.slot import RestartsExhausted as RestartsExhausted
     from zbmd.training.model_actors.slot import SlotActor as SlotActor
     from zbmd.training.model_actors.slot import SlotDescription as SlotDescription
-    from zbmd.training.model_actors.tensor_actor import OptimizerActor as OptimizerActor
+    from zbmd.training.model_actors.tensor_actor import ComputingActor as ComputingActor
     from zbmd.training.model_actors.tensor_actor import TensorActor as TensorActor
     from zbmd.training.model_actors.tensor_actor import read_tensor as read_tensor
     from zbmd.training.optim import OPTIMIZERS as OPTIMIZERS

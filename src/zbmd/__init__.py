@@ -58,7 +58,7 @@ with lazy_imports(globals(), "__version__", "run"):
     from zbmd.training.model_actors.slot import ActorSlot as ActorSlot
     from zbmd.training.model_actors.slot import RestartsExhausted as RestartsExhausted
     from zbmd.training.model_actors.slot import SlotActor as SlotActor
-    from zbmd.training.model_actors.tensor_actor import OptimizerActor as OptimizerActor
+    from zbmd.training.model_actors.tensor_actor import ComputingActor as ComputingActor
     from zbmd.training.model_actors.tensor_actor import TensorActor as TensorActor
     from zbmd.transport.errors import DeadlineExceeded as DeadlineExceeded
     from zbmd.transport.errors import PeerLost as PeerLost

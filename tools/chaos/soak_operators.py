@@ -22,6 +22,7 @@ import structlog
 
 from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
 from zbmd.tools.cli.options import script_parser
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Backward, Parameter, Tape, Tensor
@@ -32,7 +33,6 @@ from zbmd.training.model_actors.slot import RestartsExhausted
 from zbmd.training.replicated.scenario import plain_job
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.two_slot_store import Store, own_memory
 
 STEPS: Final = 6
 SHARDS: Final = 3
@@ -151,13 +151,13 @@ async def _run_seed(seed: int) -> Soaked:
     dropout, recompute = random.choice((0.0, 0.2)), random.random() < 0.3
     recipe = _recipe(dropout, recompute=recompute)
     devices = _devices(random)
-    store = Store(recipe.model.layout, own_memory)
     system = ActorSystem(f"soak{seed}")
-    actors = ModelActors(recipe, store, devices=devices)
+    supervised = SupervisedRecipe(recipe, devices=devices)
+    actors = supervised.actors
     kills = 0
     try:
         await actors.start(system)
-        trainer = PlainTrainer(actors.recipe)
+        trainer = PlainTrainer(supervised)
         for _ in range(STEPS):
             for device in devices:
                 device.flakes_left = 0
@@ -173,7 +173,7 @@ async def _run_seed(seed: int) -> Soaked:
         same=_bits(trainer) == run_plain(dropout, recompute=recompute),
         failures=sum(device.failures for device in devices),
         kills=kills,
-        moves=actors.model.moves,
+        moves=actors.moves,
         restarts=sum(slot.incarnations - 1 for slot in actors.slots),
     )
 

@@ -104,7 +104,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/data/tokenizers.py": ("tokenizer",),
     "training/model/hugging_face.py": ("gpt2.config", "gpt2.weights"),
     "training/model/weights.py": ("weights",),
-    "training/replicated/workload.py": ("commit.handle",),
+    "training/redundancy/pull.py": ("commit.handle",),
     "training/redundancy/state_file.py": ("zero.state",),
     "training/checkpoint/plan.py": ("ledger.plan", "ledger.task"),
     "training/run/repeated_oom.py": ("memory.note",),

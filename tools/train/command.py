@@ -149,6 +149,7 @@ SETTINGS: Final = (
     ),
     RecipeSetting("loss_scale", "model", _REAL, _OPTIONS.loss_scale, "that f16 begins with"),
     RecipeSetting("recompute", "model", _switch, False, "blocks keep their input alone: on or off"),
+    RecipeSetting("actors", "model", _switch, False, "layers and operators are supervised actors: on or off"),
     RecipeSetting("steps", "batch and schedule", _WHOLE, _TRAINING.steps, "steps"),
     RecipeSetting("shards", "batch and schedule", _WHOLE, _TRAINING.shards, "logical shards of a batch"),
     RecipeSetting(

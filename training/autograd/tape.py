@@ -137,7 +137,16 @@ class Parameter:
 class Tape:
     """The record of one forward pass. With `recording=False` it keeps nothing and `backward` is refused."""
 
-    __slots__ = ("_nodes", "_parameters", "_units", "_unrecorded", "recording", "xp")
+    __slots__ = (
+        "_nodes",
+        "_parameters",
+        "_units",
+        "_unrecorded",
+        "labels",
+        "recording",
+        "unit_running",
+        "xp",
+    )
 
     def __init__(self, xp: ModuleType, *, recording: bool = True) -> None:
         self.xp = xp
@@ -146,6 +155,10 @@ class Tape:
         self._parameters: list[Parameter] = []
         self._units: list[tuple[int, int]] = []
         self._unrecorded = 0
+        self.labels: dict[int, str] = {}
+        """The ops at some positions, by name; see `zbmd.training.model_actors`."""
+        self.unit_running = 0
+        """The unit that is computed, in both directions."""
 
     @property
     def position(self) -> int:
@@ -163,6 +176,7 @@ class Tape:
     def unit(self, number: int) -> AbstractContextManager[None]:
         """Attribute what is recorded from here on to the model's unit `number`; enter the result around
         it."""
+        self.unit_running = number
         if not self.recording:
             return _NO_SPAN
         self._units.append((len(self._nodes), number))
@@ -241,6 +255,7 @@ class Tape:
         output.accumulate(grad)
         while self._units:
             floor, number = self._units.pop()
+            self.unit_running = number
             watching = active_probe()
             if watching is not None:
                 watching.at(ProbePoint.BACKWARD, number)

@@ -12,6 +12,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,8 @@ from zbmd.training.files import write_atomically
 from zbmd.training.job.job import Job, RunOptions, errors_explained
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer, share_step
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.clip import global_norm
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.redundancy.machine import SLOTS
@@ -116,12 +119,14 @@ async def run_task(
     checkpoint_every: int = 0,
     evaluate_every: int = 0,
     tensorboard: bool = False,
+    actors: bool = False,
 ) -> TaskResult | None:
     """Train `task` on this rank, in the directory `out`; the first rank returns the result, the others None.
 
     A killed rank is replaced, or the others go on without it, as the launcher has it. `resume`: a checkpoint
-    to go on from. `*_every`: in steps, 0: only at the end. SIGTERM writes a checkpoint and ends the run: the
-    result is None then.
+    to go on from. `*_every`: in steps, 0: only at the end. `actors`: supervised actors compute the gradient
+    and the update, and compute again what fails. SIGTERM writes a checkpoint and ends the run: the result is
+    None then.
 
     Raises `UserError` for what only a person can mend.
     """
@@ -152,7 +157,9 @@ async def run_task(
     )
     with errors_explained(out, launched, memory=f"the state of {type(task).__name__} needs {arena} bytes"):
         async with join(arena=arena, enter=False) as worker:
-            own = _Own(worker, task, initial, layout, grads, out=out, ranks=ranks, buffers=buffers)
+            own = _Own(
+                worker, task, initial, layout, grads, out=out, ranks=ranks, buffers=buffers, actors=actors
+            )
             return await Job(worker, own, options, again=again).run()
 
 
@@ -175,7 +182,9 @@ class _Own(Task[TaskResult]):
         out: Path,
         ranks: int,
         buffers: int,
+        actors: bool,
     ) -> None:
+        self._by_actors = actors
         self.plan, self.seed, self.steps, self.windows = task.plan, task.seed, task.steps, 0
         self._ranks, self._buffers = ranks, buffers
         self.row = ResultRow(task.shards, task.samples)
@@ -205,6 +214,9 @@ class _Own(Task[TaskResult]):
             slots=[zeros(self._layout.size, np.float32) for _ in range(SLOTS)],
             buffers=[zeros(self._grads.size, np.float32) for _ in range(self._buffers)],
         )
+
+    def actors(self, trainer: Trainer) -> ModelActors | None:
+        return ModelActors(trainer, seed=self.seed) if self._by_actors else None
 
     def copies(self, trainer: Trainer) -> list[Array]:
         return []
@@ -258,6 +270,7 @@ class _OwnTrainer(Trainer):
         self._task, self._initial, self._layout, self._grads = task, initial, layout, grads
         self._room, self._buffers = buffers[-1], buffers
         self._saved: SavedState | None = None
+        self._actors: ModelActors | None = None
         self._divide()
 
     @property
@@ -282,6 +295,13 @@ class _OwnTrainer(Trainer):
 
     def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
         yield [self.slots[slot]]
+
+    def tensors(self, version: int) -> Iterator[HeldTensor]:
+        for name, view in self._state_in(version % SLOTS).items():
+            yield HeldTensor(name, flat_slice(view.size, 0, view.size), view)
+
+    def supervised(self, actors: ModelActors) -> None:
+        self._actors = actors
 
     def begin_from(self, saved: SavedState) -> None:
         self._saved, self.step, self.first = saved, saved.version, saved.version
@@ -326,7 +346,8 @@ class _OwnTrainer(Trainer):
             norm = global_norm(total, xp=np)
             with spans.OPTIMIZER:
                 new = self._state_in(1 - self.slot)
-                task.update(self.state, new, _named(self._grads, total), self.step)
+                update = partial(task.update, self.state, new, _named(self._grads, total), self.step)
+                update() if self._actors is None else self._actors.update(update)
             watch.prepared()
             consumed = {shard: ids[shard] for shard in losses}
             row = ResultRow(task.shards, task.samples)
@@ -353,7 +374,8 @@ class _OwnTrainer(Trainer):
         """Compute this rank's shards; return their parts of the loss."""
         losses, state, everything = dict[int, float](), self.state, slice(0, self._grads.size)
         for leaf in self._plan.leaves:
-            loss, found = self._task.gradient(state, ids[leaf.shard])
+            gradient = partial(self._task.gradient, state, ids[leaf.shard])
+            loss, found = gradient() if self._actors is None else self._actors.gradient(gradient)
             losses[leaf.shard] = float(loss) / self._task.shards
             into = self._buffers[leaf.buffer]
             for slot, view in zip(self._grads.slots, self._grads.views(into), strict=True):

@@ -32,6 +32,7 @@ from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_sta
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.records import Records
 from zbmd.training.job.task import StepResult, Task, Trainer
+from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler
@@ -97,6 +98,7 @@ class Job(Generic[ResultT]):
         self._groups: MeshGroups | None = None
         self._trainer: Trainer | None = None
         self._keeper: Redundancy | None = None
+        self._actors: ModelActors | None = None
         self._profiler: Profiler | None = None
         self._saved: SavedState | None = None
         if options.resume is not None:
@@ -142,6 +144,8 @@ class Job(Generic[ResultT]):
             for number in signals:
                 loop.remove_signal_handler(number)
             await self._leave_groups()
+            if self._actors is not None:
+                await self._actors.stop()
             if self._keeper is not None:
                 await asyncio.to_thread(self._keeper.close)
             for opened in (self._profiler, self._records, self._saved, self._log):
@@ -228,7 +232,20 @@ class Job(Generic[ResultT]):
             if trainer.file is not None:
                 self._take_notes(trainer.file)
             self._keeper = self._keeper_of(trainer, groups.world)
+            starting = self._start_actors(trainer)
+            asyncio.run_coroutine_threadsafe(starting, self._worker.system.loop).result()
         return self._trainer, self._keeper
+
+    def _require_members(self) -> None:
+        if self._groups is not None:
+            self._groups.require_members()
+
+    async def _start_actors(self, trainer: Trainer) -> None:
+        actors = self._actors = self._task.actors(trainer)
+        if actors is not None:
+            trainer.supervised(actors)
+            actors.while_waiting(self._require_members)
+            await actors.start(self._worker.system)
 
     def _keeper_of(self, trainer: Trainer, world: Group) -> Redundancy:
         place, known = world.members.index(self._worker.rank), self._log.last_version()

@@ -17,7 +17,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import ParallelGPT
-from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,13 @@ class MeshGroups:
         """Return the coordinate of this rank on an axis."""
         here = self.mesh.coordinates(self.world.rank)
         return here.get(axis, 0)
+
+    def require_members(self) -> None:
+        """Raise `PeerLost` if a member is lost."""
+        lost = self.worker.segment.lost_mask()
+        for member in self.world.members:
+            if lost >> member & 1:
+                raise PeerLost(member, "wait for the next view, and go on from what all hold")
 
     def give_up(self) -> None:
         """End running operations in all groups, and notify their members: a lost rank is only in some of

@@ -7,7 +7,7 @@ job does, it does for every task.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +20,8 @@ from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.file import SegmentedState
@@ -161,6 +163,14 @@ class Trainer(Protocol):
         """Loss scale of the next step, and attempts that overflowed so far; empty where there is none."""
         ...
 
+    def tensors(self, version: int) -> Iterable[HeldTensor]:
+        """Yield this rank's weights of a version, which is in use or was last."""
+        ...
+
+    def supervised(self, actors: ModelActors) -> None:
+        """Compute by actors from now on. On the event loop, before the first step."""
+        ...
+
     def begin_from(self, saved: SavedState) -> None:
         """Begin with the version in a checkpoint, which is read when that is needed."""
         ...
@@ -225,6 +235,10 @@ class Task(Protocol, Generic[ResultT_co]):
 
     def trainer(self, groups: MeshGroups) -> Trainer:
         """Return this rank's trainer, whose state is not initialised. Called once, by each for itself."""
+        ...
+
+    def actors(self, trainer: Trainer) -> ModelActors | None:
+        """Return the actors that are to compute; None: the trainer computes by itself. On the event loop."""
         ...
 
     def copies(self, trainer: Trainer) -> list[Array]:

@@ -102,6 +102,10 @@ class Batch:
     """The position of the first of `inputs`."""
 
 
+UnitRunner = Callable[[Tape, int, Tensor, list[Parameter], Batch], Tensor]
+"""Computes a unit as `GPT.unit` does."""
+
+
 class GPT:
     """The model of one configuration. It holds no weights: they are arguments."""
 
@@ -119,6 +123,8 @@ class GPT:
         )
         self.distance_bias = self._distance_bias(np.float32)
         """The relative positions, (heads, context): see `ops.causal_distance_bias`."""
+        self.computed_by: UnitRunner | None = None
+        """Computes units in the place of `unit`, if something else is to do it."""
 
     @property
     def is_tied(self) -> bool:
@@ -309,8 +315,10 @@ class GPT:
         With `recompute`, only the input of a block is kept.
         """
 
+        compute = self.computed_by or self.unit
+
         def run(tape: Tape, source: Tensor) -> Tensor:
-            return self.unit(tape, number, source, parameters, batch)
+            return compute(tape, number, source, parameters, batch)
 
         with tape.unit(number):
             if self.recompute and 0 < number <= self.config.layers:

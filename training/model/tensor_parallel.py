@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.collectives.group.group import Group
 from zbmd.training import ops
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
@@ -15,6 +14,7 @@ from zbmd.training.autograd.non_finite_probe import probe_received, probe_sent
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT, Batch, Tokens
+from zbmd.training.model.tensor_group import TensorGroup
 from zbmd.training.model.tensor_shards import TensorShards, cut_of, span_of
 from zbmd.transport.errors import UserError
 
@@ -30,7 +30,7 @@ class SharedParameter(Parameter):
 
     __slots__ = ("_group",)
 
-    def __init__(self, parameter: Parameter, group: Group) -> None:
+    def __init__(self, parameter: Parameter, group: TensorGroup) -> None:
         super().__init__(parameter.stored, parameter.grad, parameter.index, parameter.on_ready)
         self._group = group
 
@@ -47,7 +47,7 @@ class SharedParameter(Parameter):
         super().receive(reduced, lasting=lasting)
 
 
-def gather_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
+def gather_rows(tape: Tape, x: Tensor, group: TensorGroup) -> Tensor:
     """Return all ranks' rows, in rank order. x: (rows / ranks, features); result: (rows, features)."""
 
     def backward(dy: Array) -> None:
@@ -56,7 +56,7 @@ def gather_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
     return tape.record(_gathered(x.data, group), backward)
 
 
-def scatter_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
+def scatter_rows(tape: Tape, x: Tensor, group: TensorGroup) -> Tensor:
     """Return this rank's rows of the sum over all ranks. x: (rows, features); result: (rows / ranks,
     features).
     """
@@ -67,7 +67,7 @@ def scatter_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
     return tape.record(_reduced(x.data, group), backward)
 
 
-def _gathered(rows: Array, group: Group) -> Array:
+def _gathered(rows: Array, group: TensorGroup) -> Array:
     probe_sent(rows)
     with spans.COMM:
         every: Array = group.blocking.all_gather(np.ascontiguousarray(rows))
@@ -75,7 +75,7 @@ def _gathered(rows: Array, group: Group) -> Array:
     return every.reshape(-1, rows.shape[1])
 
 
-def _reduced(rows: Array, group: Group) -> Array:
+def _reduced(rows: Array, group: TensorGroup) -> Array:
     probe_sent(rows)
     with spans.COMM:
         mine: Array = group.blocking.reduce_scatter(
@@ -86,7 +86,7 @@ def _reduced(rows: Array, group: Group) -> Array:
 
 
 def vocabulary_embedding(
-    tape: Tape, tokens: Array, table: Parameter, own: tuple[int, int], group: Group
+    tape: Tape, tokens: Array, table: Parameter, own: tuple[int, int], group: TensorGroup
 ) -> Tensor:
     """Return this rank's rows of the result of `ops.embedding`, with a table divided by the vocabulary.
 
@@ -106,7 +106,7 @@ def _kept(tape: Tape, x: Tensor, mask: Array) -> Tensor:
 
 
 def vocabulary_cross_entropy(
-    tape: Tape, logits: Tensor, targets: Array, own: tuple[int, int], group: Group, *, weight: float
+    tape: Tape, logits: Tensor, targets: Array, own: tuple[int, int], group: TensorGroup, *, weight: float
 ) -> Tensor:
     """Return `ops.cross_entropy` of logits that are divided by the vocabulary; the same bits on all ranks.
 
@@ -167,7 +167,7 @@ class ParallelGPT(PartOfGPT):
     view.
     """
 
-    def __init__(self, config: GPTConfig, group: Group, *, recompute: bool = False) -> None:
+    def __init__(self, config: GPTConfig, group: TensorGroup, *, recompute: bool = False) -> None:
         super().__init__(config, group.rank, group.size, recompute=recompute)
         self.group = group
 

@@ -1,23 +1,40 @@
-"""Several slots that compute together: one shard of a step is one message to all of them.
+"""Several slots that compute together: one pass of a step is one message to all of them.
 
 They share one turn, and nothing stands between a unit and its operators: the unit calls the kernel of the
-attached actor. A direct call for each of the hundred ops of a shard cost 4 µs each, because everything that a
+attached actor. A direct call for each of the hundred ops of a pass cost 4 µs each, because everything that a
 call touches had left the caches. Which op failed is determined after a failure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from zbmd.training.autograd.tape import Tape
+from zbmd.collectives.errors import OperationAborted
+from zbmd.training.autograd.tape import Parameter, Tape
 from zbmd.training.model_actors.slot import ATTEMPTS_MAX, CALLER_ERRORS, ActorSlot, RestartsExhausted, Turn
+from zbmd.transport.errors import DeadlineExceeded, PeerLost
 
 R = TypeVar("R")
+
+GROUP_ERRORS: Final = (PeerLost, OperationAborted, DeadlineExceeded)
+"""Raised by collectives inside a unit: they end the step, and are no failure of an actor."""
 
 
 class SlotVacated(Exception):
     """An actor detached during a joint call: the result does not count."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One run of a joint computation. number: from 0; tape, parameters: those that it computes with;
+    unit: what is computed, if nothing is on a tape."""
+
+    number: int
+    unit: int = 0
+    tape: Tape | None = None
+    parameters: Sequence[Parameter] = ()
 
 
 class JointCall:
@@ -39,47 +56,42 @@ class JointCall:
             assert slot.turn is self.turn, f"{slot.name} has a turn of its own"
             slot.on_change.append(self._changed)
 
-    def call(
-        self,
-        work: Callable[[Tape], R],
-        new_tape: Callable[[], Tape],
-        blame: Callable[[Tape], ActorSlot[Any] | None],
-    ) -> R:
-        """Return `work(new_tape())`, computed by all attached actors while none of them handles other calls.
+    def call(self, work: Callable[[Attempt], R], blame: Callable[[Attempt], ActorSlot[Any] | None]) -> R:
+        """Return `work(attempt)`, computed by all attached actors while none of them handles other calls.
 
-        If an op or a unit fails, the actor in the slot `blame(tape)` ends (None: the error is the caller's).
-        Once its next incarnation is attached, all of `work` is repeated on a new tape, because backward rules
-        overwrite their inputs. Raises `RestartsExhausted`, and what `ActorSlot.call` raises.
+        If an op or a unit fails, the actor in the slot `blame(attempt)` ends (None: the error is the
+        caller's). Once its next incarnation is attached, all of `work` is repeated: it must not have changed
+        what it computes from. Raises `RestartsExhausted`, and what `ActorSlot.call` raises.
         """
-        last, failed = "an actor ended", set[ActorSlot[Any]]()
-        for _ in range(ATTEMPTS_MAX):
+        last, failed = "an actor ended", list[ActorSlot[Any]]()
+        for number in range(ATTEMPTS_MAX):
             if self._absent:
                 self._wait_for_all()
             if not self.turn.lock.acquire(False):
                 self.turn.take()
             self._vacated = False
-            tape = new_tape()
+            attempt = Attempt(number)
             try:
                 if self._absent:
                     continue
-                result = work(tape)
+                result = work(attempt)
                 if not self._vacated:
-                    for slot in failed:
+                    for slot in set(failed):
                         slot.worked()
                     return result
                 continue
             except SlotVacated:
                 continue
-            except CALLER_ERRORS:
+            except (*CALLER_ERRORS, *GROUP_ERRORS):
                 raise
             except Exception as error:  # let it crash: it is told to its supervisor
-                at_work = blame(tape)
+                at_work = blame(attempt)
                 if at_work is None:
                     raise
                 actor = at_work.actor
                 if actor is not None:
                     at_work.failed(actor, error)
-                    failed.add(at_work)
+                    failed.append(at_work)
                     last = at_work.last_failure
             finally:
                 self.turn.give()

@@ -1,39 +1,45 @@
-"""The actors of one model in one process, as a supervised tree, and the recipe whose steps pass through them.
+"""The actors of one model in one process, as a supervised tree through which the steps of a trainer pass.
 
 model
-  ├─ model.tensors        TensorActor: the transactional store
-  ├─ model.optimizer      OptimizerActor
+  ├─ model.tensors        TensorActor: weights, by name
+  ├─ model.optimizer      ComputingActor
   ├─ model.operators      SupervisorActor: model.linear, model.rms_norm, … (OperatorActor)
   └─ model.layers         SupervisorActor: model.embed, model.blocks.0, …, model.head (LayerActor)
+
+A task without such a model has one actor for its gradient in the place of the last two.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, Final, TypeVar
 
 from zbmd.actors.core.ref import Down, Ref
 from zbmd.actors.supervision.events import BackOff, Strategy
 from zbmd.actors.supervision.supervisor import ChildSpec, Supervisor
 from zbmd.actors.system import ActorSystem
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.rng import Noise
-from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor
-from zbmd.training.model.gpt import GPT, Batch, Operator, Operators, Tokens
-from zbmd.training.model_actors.joint_call import JointCall, SlotVacated
-from zbmd.training.model_actors.layer_actor import DryPass, LayerActor
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
+from zbmd.training.model.gpt import GPT, Batch, Operator, Operators
+from zbmd.training.model.tensor_group import TensorGroup
+from zbmd.training.model_actors.collective_log import Log, RecordedGroup, Recorder
+from zbmd.training.model_actors.joint_call import GROUP_ERRORS, Attempt, JointCall, SlotVacated
+from zbmd.training.model_actors.layer_actor import LayerActor
 from zbmd.training.model_actors.operator_actor import OperatorActor, OperatorPlacement
 from zbmd.training.model_actors.operator_devices import HostDevice, OperatorDevice
 from zbmd.training.model_actors.slot import ActorSlot, SlotActor, no_check
-from zbmd.training.model_actors.tensor_actor import OptimizerActor, TensorActor
+from zbmd.training.model_actors.supervised_part import SupervisedPart
+from zbmd.training.model_actors.tensor_actor import ComputingActor, StateSource, TensorActor
 from zbmd.training.optim.clip import TrainingDiverged
-from zbmd.training.optim.elementwise import AdamWState
-from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.two_slot_store import Store
+from zbmd.training.pipeline.part import GPTPart
 
+R = TypeVar("R")
+
+STEP_ERRORS: Final = (TrainingDiverged, *GROUP_ERRORS)
+"""They end the step, and are no failure of an actor."""
 INTENSITY = 32
 PERIOD_S = 10.0
 BACK_OFF = BackOff(first_ns=5_000_000, max_ns=2_000_000_000)
@@ -78,165 +84,65 @@ def slots_of(children: Sequence[ChildSpec]) -> Iterator[ActorSlot[SlotActor]]:
             yield child.args[0]
 
 
-class SupervisedGPT(GPT):
-    """`plain`, with each unit computed by the actor in its slot, and operators likewise.
-
-    The bits are the same if all `devices` are of one kind. An operator starts on the first of them.
-    """
-
-    def __init__(self, plain: GPT, devices: Sequence[OperatorDevice], name: str = "model") -> None:
-        vars(self).update(vars(plain))
-        self._plain = plain
-        self._devices = tuple(devices)
-        self._neighbours: set[OperatorActor] = set()
-        self.places = {
-            field.name: OperatorPlacement(self._devices, self._neighbours) for field in fields(Operators)
-        }
-        self._computing = copy.copy(plain)
-        self.joint_call = joint_call = JointCall(name)
-        self.operator_slots = {
-            field.name: ActorSlot[OperatorActor](f"{name}.{field.name}", turn=joint_call.turn)
-            for field in fields(Operators)
-        }
-        self.layer_slots = {
-            unit: ActorSlot[LayerActor](f"{name}.{unit}", turn=joint_call.turn) for unit in self.unit_names
-        }
-        self._by_number = tuple(self.layer_slots.values())
-        joint_call.join((*self._by_number, *self.operator_slots.values()))
-
-    @property
-    def moves(self) -> int:
-        """Return how often operators have moved to another device."""
-        return sum(place.choice.moves for place in self.places.values())
-
-    def operator_children(self) -> list[ChildSpec]:
-        """Return the child specifications of the operators."""
-        return [
-            slot.child(
-                OperatorActor,
-                getattr(self._plain.operators, name),
-                self.places[name],
-                partial(self._install, name),
-            )
-            for name, slot in self.operator_slots.items()
-        ]
-
-    def layer_children(self, tensors: ActorSlot[TensorActor]) -> list[ChildSpec]:
-        """Return the child specifications of the layers."""
-        return [
-            slot.child(LayerActor, number, self._computing, tensors, self.joint_call, self.operator_slots)
-            for number, slot in enumerate(self._by_number)
-        ]
-
-    def unit(self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch) -> Tensor:
-        """See `GPT`; on the thread that has the turn of the joint call. Raises `SlotVacated`."""
-        actor = self._by_number[number].actor
-        if actor is None:
-            raise SlotVacated(self._by_number[number].name)
-        return actor.compute(tape, x, parameters, batch)
-
-    def loss_and_grads(
-        self,
-        params: Array,
-        grads: Array,
-        tokens: Tokens,
-        *,
-        global_batch: int,
-        on_grad_ready: GradReady | None = None,
-        noise: Noise | None = None,
-        loss_scale: float = 1.0,
-    ) -> float:
-        """See `GPT`; after a failure it is computed again from the start.
-
-        Gradients that were final keep their bits and are not written again: they may already be in transit.
-        Raises `RestartsExhausted`.
-        """
-        data, into = self.layout.views(params), self.layout.views(grads)
-        batch = self.batch(tokens, global_batch=global_batch, noise=noise)
-        attempt: list[Parameter] = []
-        handed: set[int] = set()
-
-        def work(tape: Tape) -> float:
-            handed.update(parameter.index for parameter in attempt if parameter.handed)
-            spare = self.layout.views(self.xp.empty_like(grads)) if handed else into
-            attempt[:] = [
-                Parameter(value, spare[i], i, None)
-                if i in handed
-                else Parameter(value, grad, i, on_grad_ready)
-                for i, (value, grad) in enumerate(zip(data, into, strict=True))
-            ]
-            return self.differentiate(tape, attempt, batch, loss_scale=loss_scale)
-
-        def blame(tape: Tape) -> ActorSlot[Any] | None:
-            if any(parameter.handing for parameter in attempt):
-                return None  # what the hook raised concerns its caller alone
-            return self._blame(batch, tape)
-
-        return self.joint_call.call(work, partial(Tape, self.xp), blame)
-
-    def evaluate(self, params: Array, batch: Batch) -> Tensor:
-        """See `GPT`. Raises `RestartsExhausted`."""
-        leaves = self.leaves(params)
-        return self.joint_call.call(
-            lambda tape: self.run(tape, leaves, batch),
-            partial(Tape, self.xp, recording=False),
-            partial(self._blame, batch),
-        )
-
-    def _install(self, name: str, kernel: Operator) -> None:
-        self._computing.operators = replace(self._computing.operators, **{name: kernel})
-
-    def _blame(self, batch: Batch, tape: Tape) -> ActorSlot[Any]:
-        """Return the slot of the op at the current position of `tape`."""
-        dry = DryPass(self._plain, batch, recording=tape.recording)
-        operator = dry.operator_at(tape.position)
-        return (
-            self._by_number[dry.unit_at(tape.position)] if operator is None else self.operator_slots[operator]
-        )
-
-
-class SupervisedRecipe(Recipe):
-    """`plain`, with steps that are computed by actors."""
-
-    def __init__(self, plain: Recipe, model: SupervisedGPT, optimizer: ActorSlot[OptimizerActor]) -> None:
-        super().__init__(model, plain.corpus, plain.config)
-        self._optimizer_slot = optimizer
-
-    def update(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int) -> float:
-        """See `Recipe`. Raises `RestartsExhausted`."""
-        return self._optimizer_slot.call(OptimizerActor.update, old, new, grads, step=step)
-
-
 class ModelActors:
-    """The actors of `recipe`'s model and `store`, named `name` and below. Call `start` to spawn them.
+    """The actors of the model that `source` trains, named `name` and below. Call `start` to spawn them.
 
-    `devices`: where operators compute; each uses the first one until it fails.
+    While they run, `model` computes its units and operators by them: in a `compute`, which repeats what fails
+    with the same bits, if all `devices` are of one kind. An operator starts on the first of them. Without a
+    model there is one actor for the whole gradient (`gradient`).
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        store: Store,
+        source: StateSource,
+        model: GPT | None = None,
         *,
+        seed: int = 0,
         name: str = "model",
         devices: Sequence[OperatorDevice] = (HostDevice(),),
     ) -> None:
-        self.name = name
-        self.model = SupervisedGPT(recipe.model, devices, name)
+        self.name, self.source, self.model = name, source, model
+        self.joint_call = JointCall(name)
         self.tensors = ActorSlot[TensorActor](f"{name}.tensors")
-        self.optimizer = ActorSlot[OptimizerActor](f"{name}.optimizer", caller_errors=(TrainingDiverged,))
-        self.recipe = SupervisedRecipe(recipe, self.model, self.optimizer)
-        back_off = replace(BACK_OFF, seed=recipe.config.seed)
-        self.children = [
-            self.tensors.child(TensorActor, store),
-            self.optimizer.child(OptimizerActor, recipe),
-            _nested(f"{name}.operators", self.model.operator_children(), back_off),
-            _nested(f"{name}.layers", self.model.layer_children(self.tensors), back_off),
-        ]
+        self.optimizer = ActorSlot[ComputingActor](f"{name}.optimizer", caller_errors=STEP_ERRORS)
+        self._whole = ActorSlot[ComputingActor](f"{name}.gradient", caller_errors=STEP_ERRORS)
+        self._plain = Operators() if model is None else model.operators
+        operators = () if model is None else tuple(field.name for field in fields(Operators))
+        neighbours = set[OperatorActor]()
+        self.places = {one: OperatorPlacement(devices, neighbours) for one in operators}
+        turn = self.joint_call.turn
+        self.operator_slots = {one: ActorSlot[OperatorActor](f"{name}.{one}", turn=turn) for one in operators}
+        units = () if model is None else model.unit_names
+        self.layer_slots = {one: ActorSlot[LayerActor](f"{name}.{one}", turn=turn) for one in units}
+        self._units = tuple(self.layer_slots.values())
+        self.joint_call.join((*self._units, *self.operator_slots.values()))
+        self._recorder = Recorder()
+        self._back_off = replace(BACK_OFF, seed=seed)
+        self.children = self._tree()
         self.slots = tuple(slots_of(self.children))
-        self._back_off = back_off
         self._system: ActorSystem | None = None
         self.root: Ref | None = None
+
+    def _tree(self) -> list[ChildSpec]:
+        held = self.tensors.child(TensorActor, self.source), self.optimizer.child(ComputingActor)
+        model = self.model
+        if model is None:
+            return [*held, self._whole.child(ComputingActor)]
+        operators = [
+            slot.child(
+                OperatorActor, getattr(self._plain, one), self.places[one], partial(self._install, one)
+            )
+            for one, slot in self.operator_slots.items()
+        ]
+        layers = [
+            slot.child(LayerActor, number, model, self._unit_weights, self.compute)
+            for number, slot in enumerate(self._units)
+        ]
+        return [
+            *held,
+            _nested(f"{self.name}.operators", operators, self._back_off),
+            _nested(f"{self.name}.layers", layers, self._back_off),
+        ]
 
     async def start(self, system: ActorSystem) -> None:
         """Spawn all actors. Raises `ActorStartFailed`, `NameTaken`."""
@@ -244,16 +150,102 @@ class ModelActors:
         options: dict[str, Any] = {"back_off": self._back_off}
         self.root = await system.spawn(SupervisorActor, *arguments, name=self.name, **options)
         self._system = system
+        if self.model is not None:
+            self.model.computed_by = self._unit
 
     async def stop(self) -> None:
-        """End all actors."""
+        """End all actors; the model computes by itself again."""
         if self._system is not None and self.root is not None:
             await self._system.terminate(self.root)
+        if self.model is not None:
+            self.model.computed_by, self.model.operators = None, self._plain
 
     def while_waiting(self, check: Callable[[], None] = no_check) -> None:
         """Call `check` while a step waits for an actor's next incarnation; an exception ends the step."""
         for slot in self.slots:
             slot.check = check
+
+    @property
+    def moves(self) -> int:
+        """Return how often operators have moved to another device."""
+        return sum(place.choice.moves for place in self.places.values())
+
+    # ---- for the training thread
+
+    def compute(self, work: Callable[[Attempt], R]) -> R:
+        """Return `work(attempt)`, which computes with the model; repeated if an actor fails.
+
+        Raises `RestartsExhausted`, and what collectives raise.
+        """
+        return self.joint_call.call(work, self._blame)
+
+    def gradient(self, work: Callable[[], R]) -> R:
+        """Return `work()`, the gradient of a task without a model; as `compute`."""
+        return self._whole.call(ComputingActor.run, work)
+
+    def update(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which computes the next version of the state beside this one; as `compute`."""
+        log, attempts = Log(), count()
+
+        def recorded() -> R:
+            with self._recorder.recording(log, again=next(attempts) > 0):
+                return work()
+
+        return self.optimizer.call(ComputingActor.run, recorded)
+
+    def part(self, plain: GPTPart) -> GPTPart:
+        """Return `plain`, computed by the actors."""
+        return SupervisedPart(plain, self.compute, self._recorder)
+
+    def group(self, group: TensorGroup) -> TensorGroup:
+        """Return `group` for collectives inside a computation, which are not repeated with it."""
+        return RecordedGroup(group, self._recorder)
+
+    # ---- of the actors
+
+    def _unit(self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch) -> Tensor:
+        """Compute a unit by its actor; see `GPT.unit`. Raises `SlotVacated`."""
+        slot = self._units[number]
+        if slot.actor is None:
+            raise SlotVacated(slot.name)
+        return slot.actor.compute(tape, x, parameters, batch)
+
+    def _install(self, name: str, kernel: Operator) -> None:
+        assert self.model is not None
+        self.model.operators = replace(self.model.operators, **{name: _labelled(name, kernel)})
+
+    def _unit_weights(self, number: int) -> list[Array] | None:
+        assert self.model is not None
+        layout = self.model.layout
+        slots = [layout.slots[index] for index in self.model.unit_parameters(number)]
+        held = {
+            one.name: one.array
+            for one in self.source.tensors(self.source.step)
+            if one.cut.stop - one.cut.start == one.cut.each
+        }
+        if any(slot.name not in held for slot in slots):
+            return None
+        return [held[slot.name].reshape(slot.shape) for slot in slots]
+
+    def _blame(self, attempt: Attempt) -> ActorSlot[Any] | None:
+        """Return the slot of the op that runs, or of the unit; None: a hook of the caller has failed."""
+        if any(parameter.handing for parameter in attempt.parameters):
+            return None
+        tape = attempt.tape
+        if tape is None:
+            return self._units[attempt.unit]
+        operator = tape.labels.get(tape.position)
+        return self._units[tape.unit_running] if operator is None else self.operator_slots[operator]
+
+
+def _labelled(name: str, kernel: Operator) -> Operator:
+    """`kernel`, which writes its name at its position of the tape: after a failure one sees whose it was."""
+
+    def run(tape: Tape, *arguments: Any, **options: Any) -> Tensor:
+        tape.labels[tape.position] = name
+        return kernel(tape, *arguments, **options)
+
+    return run
 
 
 def _nested(name: str, children: list[ChildSpec], back_off: BackOff) -> ChildSpec:

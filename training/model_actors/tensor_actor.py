@@ -1,10 +1,10 @@
-"""State and optimizer of a model as actors: the transactional store, read by parameter name, and its
-update."""
+"""State and optimizer of a model as actors: weights that are read by name, and what is run by an actor."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,26 +12,25 @@ import numpy as np
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import on
 from zbmd.training.autograd.array_module import Array, to_host
+from zbmd.training.autograd.parameter_layout import ParameterSlice
 from zbmd.training.model_actors.slot import ActorSlot, RestartsExhausted, SlotActor
-from zbmd.training.optim.elementwise import AdamWState
-from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.two_slot_store import SLOTS, Store
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 
+R = TypeVar("R")
 
-class OptimizerActor(SlotActor):
-    """Updates out of place, so that an update that failed half-way is repeated from the same state."""
 
-    def __init__(self, slot: ActorSlot[Any], recipe: Recipe) -> None:
-        super().__init__(slot)
-        self.recipe = recipe
+class ComputingActor(SlotActor):
+    """Runs what it is given: a model's gradient, or its update. If that fails half-way, it is run again from
+    the start, so it must not change what it computes from.
+    """
 
-    def update(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int) -> float:
-        """Update the state; a direct call. See `Recipe.update`."""
-        return self.recipe.update(old, new, grads, step=step)
+    def run(self, work: Callable[[], R]) -> R:
+        """Return `work()`; a direct call."""
+        return work()
 
 
 AXES_MAX: Final = 8
+NAMES_TOLD: Final = 4
 PART_BYTES_MAX: Final = 512 << 10
 """Array bytes per message: a whole message has less than 1 MiB."""
 DTYPES: Final = ("float16", "float32", "float64", "int32", "int64", "uint8", "bool")
@@ -76,20 +75,6 @@ READS_MAX: Final = 16
 """Attempts to read a whole parameter."""
 
 
-class CommitSlot(Contract, id="zbmd.training.commit"):
-    """Commit: the slot holds version `version`."""
-
-    version: int
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=SLOTS)]
-
-
-class Committed(Contract, id="zbmd.training.committed"):
-    """The committed version."""
-
-    version: int
-    slot: int
-
-
 class ReadTensor(Contract, id="zbmd.training.read_tensor"):
     """Ask for `count` elements of a parameter from element `start` on; the reply is `TensorPart`."""
 
@@ -99,61 +84,71 @@ class ReadTensor(Contract, id="zbmd.training.read_tensor"):
 
 
 class TensorPart(Contract, id="zbmd.training.tensor_part"):
-    """A part of one version of a parameter. `shape`: of the whole; `problem`: empty if the part was found."""
+    """A part of one version of a parameter. `shape`: of what this rank holds of it, `cut`: which slice that
+    is, in the terms of `ParameterSlice`; `problem`: empty if the part was found.
+    """
 
     version: int
     shape: list[int]
     part: ArrayData | None
+    cut: ParameterSlice | None = None
     problem: str = ""
 
 
+class HeldTensor(NamedTuple):
+    """What a rank holds of parameter `name`: the slice `cut`."""
+
+    name: str
+    cut: ParameterSlice
+    array: Array
+
+
+class StateSource(Protocol):
+    """What has the weights: a `Trainer`."""
+
+    step: int
+    """The version in use."""
+
+    def tensors(self, version: int) -> Iterable[HeldTensor]:
+        """Yield this rank's weights of a version, which is in use or was last."""
+        ...
+
+
 class TensorActor(SlotActor):
-    """Holds weights and moments. They lie in `store`, which outlives the actor: all incarnations hold the
-    same.
+    """Reads weights for whoever asks. They lie in `source`, which outlives the actor: all incarnations read
+    the same.
     """
 
-    def __init__(self, slot: ActorSlot[Any], store: Store) -> None:
+    def __init__(self, slot: ActorSlot[Any], source: StateSource) -> None:
         super().__init__(slot)
-        self.store = store
-
-    def state(self, slot: int) -> AdamWState:
-        """Return the arrays of a slot, by reference; a direct call. Only the step that computes its version
-        writes them.
-        """
-        return self.store.slots[slot].state
-
-    def weights(self) -> Array:
-        """Return the committed weights, (layout.size,), by reference; a direct call. They are read-only."""
-        return self.store.current.state.weights
-
-    def digest(self, slot: int) -> bytes:
-        """Return the digest of a slot; a direct call. See `Store.digest`."""
-        return self.store.digest(slot)
-
-    @on(CommitSlot)
-    async def commit(self, message: CommitSlot) -> Committed:
-        """Commit a slot, between two direct calls."""
-        async with self.turn:
-            self.store.commit(message.slot, version=message.version)
-            return Committed(message.version, message.slot)
+        self.source = source
 
     @on(ReadTensor)
     async def read(self, message: ReadTensor) -> TensorPart:
         """Reply with a part of the committed version."""
-        async with self.turn:
-            store = self.store
-            slot = next((s for s in store.layout.slots if s.name == message.name), None)
-            if slot is None:
-                names = ", ".join(s.name for s in store.layout.slots[:4])
-                return TensorPart(
-                    store.version, [], None, f"unknown parameter {message.name!r}; there are {names} …"
-                )
-            flat = store.current.state.weights[slot.span][message.start : message.start + message.count]
-            return TensorPart(store.version, list(slot.shape), pack(flat))
+        version = self.source.step
+        for _ in range(READS_MAX):
+            found = self._read(message, version)
+            if self.source.step == version:  # else a step may have begun to overwrite it
+                return found
+            version = self.source.step
+        return TensorPart(version, [], None, problem="steps follow each other faster than it can be read")
+
+    def _read(self, message: ReadTensor, version: int) -> TensorPart:
+        names = list[str]()
+        for held in self.source.tensors(version):
+            if held.name == message.name:
+                flat = held.array.reshape(-1)[message.start : message.start + message.count]
+                return TensorPart(version, list(held.array.shape), pack(flat.copy()), held.cut)
+            names.append(held.name)
+        known = ", ".join(names[:NAMES_TOLD])
+        return TensorPart(
+            version, [], None, problem=f"unknown parameter {message.name!r}; there are {known} …"
+        )
 
 
 async def read_tensor(slot: ActorSlot[TensorActor], name: str, *, timeout: float) -> tuple[int, Array]:
-    """Read a whole parameter in parts, all of one version; return the version and the array.
+    """Read all that a rank holds of a parameter, of one version; return the version and the array.
 
     `timeout`: seconds for each part. Raises `UserError` for an unknown name, `RestartsExhausted` also if
     commits keep arriving between the parts, and what `ActorSlot.ask` raises.

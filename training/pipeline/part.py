@@ -11,7 +11,7 @@ import numpy as np
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout
-from zbmd.training.autograd.tape import GradReady, Tape, Tensor
+from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.pipeline.program import Shape
@@ -137,11 +137,12 @@ class OwnParts:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pass:
     """A forward pass that waits for its backward pass, with everything that this needs."""
 
     tape: Tape
+    parameters: Sequence[Parameter]
     input: Tensor | None
     output: Tensor
     weight_gradients: list[Callable[[], None]]
@@ -181,6 +182,7 @@ class GPTPart:
         *,
         on_grad_ready: GradReady | None = None,
         splits: bool = False,
+        tape: Tape | None = None,
     ) -> Pass:
         """Run the layers on one micro-batch; its backward pass will write the gradient to `grads`.
 
@@ -188,8 +190,9 @@ class GPTPart:
         before, or None for the first. The output has that shape, and is the loss for the last part.
         `on_grad_ready(index)` is called as parameter `index` of this part gets its final gradient. With
         `splits`, `backward` computes the gradient of the input alone, and `weight_gradient` does the rest.
+        `tape`: an empty one to use.
         """
-        tape = Tape(self.model.xp)
+        tape = tape or Tape(self.model.xp)
         parameters = self.model.parameters_in(self.layout, params, grads, on_grad_ready)
         later: list[Callable[[], None]] = []
         if splits:
@@ -197,11 +200,14 @@ class GPTPart:
                 parameter.deferred = later
         source = None if activations is None else Tensor(activations)
         x = source or Tensor(self.model.xp.zeros(0))
-        return Pass(tape, source, self.model.run_units(tape, self.layers, x, parameters, batch), later)
+        output = self.model.run_units(tape, self.layers, x, parameters, batch)
+        return Pass(tape, parameters, source, output, later)
 
-    def evaluate(self, params: Array, batch: Batch, activations: Array | None) -> Array:
+    def evaluate(
+        self, params: Array, batch: Batch, activations: Array | None, *, tape: Tape | None = None
+    ) -> Array:
         """Return the output of a forward pass only."""
-        tape = Tape(self.model.xp, recording=False)
+        tape = tape or Tape(self.model.xp, recording=False)
         x = Tensor(self.model.xp.zeros(0) if activations is None else activations)
         parameters = self.model.parameters_in(self.layout, params, None, None)
         return self.model.run_units(tape, self.layers, x, parameters, batch).data

@@ -25,7 +25,7 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
 from zbmd.training.redundancy.machine import SLOTS, Copy, Held
-from zbmd.training.replicated.workload import FETCH_ELEMENTS, pull
+from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError

@@ -38,7 +38,6 @@ from zbmd.training.data.corpus import (
 from zbmd.training.files import DiskFull
 from zbmd.training.model.gpt import GPT, parameter_shapes
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
-from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, Storage
@@ -274,11 +273,10 @@ async def _train(
         report=worker.report,
         checkpoint_every=options.checkpoint_every,
     )
-    actors = ModelActors(recipe, store)
     profiler = open_profiler(options.out, recipe.model, sequences=recipe.config.sequences_per_shard)
     workload = TrainingWorkload(
         worker,
-        actors,
+        recipe,
         store,
         journal,
         profiler,
@@ -294,7 +292,6 @@ async def _train(
         known_version=known_version,
     )
     forget = report_losses(worker)
-    await actors.start(worker.system)
     try:
         await CommitDriver(worker, machine, workload).run()
         profiler.end_step()
@@ -303,13 +300,11 @@ async def _train(
             return None
         # From the log: this rank may have come up when the last step was done.
         loss_last = loss_of(read_log(journal.log.path)[1][-1])
-        actors.while_waiting()  # the last step and its cancellation are over
         weights = store.current.state.weights
-        result = await asyncio.to_thread(result_of, options, actors.recipe, weights, loss_last)
+        result = await asyncio.to_thread(result_of, options, recipe, weights, loss_last)
     finally:
         forget()
         profiler.close()
-        await actors.stop()
     worker.report({"kind": "result", **asdict(result)})
     return result
 

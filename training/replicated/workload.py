@@ -23,11 +23,10 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import TrainingConfig
-from zbmd.training.model_actors.model_actors import ModelActors
-from zbmd.training.model_actors.tensor_actor import CommitSlot, Committed, TensorActor
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import TrainingDiverged, non_finite
 from zbmd.training.profiler.profiler import Profiler
+from zbmd.training.redundancy.pull import FETCH_ELEMENTS, open_state, pull
 from zbmd.training.run.journal import Journal
 from zbmd.training.run.ledger import VotePart
 from zbmd.training.step.accumulate import AccumulationPlan, Buckets
@@ -37,19 +36,10 @@ from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardReduction
 from zbmd.training.step.two_slot_store import Store
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
-from zbmd.transport.memory.region import RegionHandle, RemoteRegion
-from zbmd.transport.memory.segment import PeerMemory, Segment
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.memory.region import RemoteRegion
+from zbmd.transport.memory.segment import PeerMemory
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.rdma.remote_memory import RemoteMemory
-
-FETCH_ELEMENTS = 1 << 18
-"""A pull checks for cancellation after every MiB."""
-FETCH_LOOK_NS = 100_000_000
-"""And this often while no data arrives."""
-
-COMMIT_S = 30.0
-"""Longest time in which the actor that holds the state swaps its slots."""
 
 AHEAD_NS = 20_000_000
 """If a step takes longer, the samples of the next are drawn half-way, when the event loop is idle."""
@@ -86,15 +76,12 @@ class _Rehearsed(Exception):
 
 
 class TrainingWorkload:
-    """Trains on `worker`, with `actors` whose state is in `store`; `journal` records what is committed.
-
-    Computation goes through the actors; the store describes the memory that peers read.
-    """
+    """Trains on `worker`, with the state in `store`; `journal` records what is committed."""
 
     def __init__(
         self,
         worker: Worker,
-        actors: ModelActors,
+        recipe: Recipe,
         store: Store,
         journal: Journal,
         profiler: Profiler,
@@ -104,8 +91,7 @@ class TrainingWorkload:
     ) -> None:
         self.worker = worker
         self._arena = worker.segment.arena
-        self.actors = actors
-        self.recipe: Recipe = actors.recipe
+        self.recipe = recipe
         self.store = store
         self.journal = journal
         self.profiler = profiler
@@ -142,7 +128,6 @@ class TrainingWorkload:
 
     def _run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
         faults.hit(STEP_BEGIN)
-        self.actors.while_waiting(cancellation.check)
         step, shards = work.version - 1, self.recipe.config.shards
         assignment = assign_to(shards, work.members, work.workers)
         plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.worker.rank)])
@@ -166,8 +151,7 @@ class TrainingWorkload:
         cancellation.check()
         faults.hit(STEP_UPDATE)
         self._arena.ready(self.store.slots[work.slot].flat)
-        tensors = self.actors.tensors
-        old, new = tensors.call(TensorActor.state, 1 - work.slot), tensors.call(TensorActor.state, work.slot)
+        old, new = self.store.slots[1 - work.slot].state, self.store.slots[work.slot].state
         try:
             norm = self.recipe.update(old, new, reduction.total, step=step)
         except TrainingDiverged as error:
@@ -182,7 +166,7 @@ class TrainingWorkload:
         # A core that has slept for long takes 0.1 ms to wake up: have the loop's do so meanwhile.
         self.worker.system.loop.call_soon_threadsafe(_awake)
         with spans.DIGEST:
-            digest = tensors.call(TensorActor.digest, work.slot)
+            digest = self.store.digest(work.slot)
         faults.hit(STEP_PREPARED)
         return StepOutcome(digest, msgspec.msgpack.encode(part))
 
@@ -206,7 +190,7 @@ class TrainingWorkload:
         model, plan, watching = self.recipe.model, reduction.plan, NonFiniteProbe()
         partials = [reduction.buffers[place] for place in plan.partials.values()]
         gradient = bad_gradient([non_finite(model.layout, grads, xp=np) for grads in partials], model)
-        weights = self.actors.tensors.call(TensorActor.weights)
+        weights = self.store.current.state.weights
         watching.first = bad_weights(model.layout, weights, model)
         with watching.on():
             for leaf in plan.leaves:
@@ -235,7 +219,7 @@ class TrainingWorkload:
                 AccumulationPlan.perform(leaf.additions, buffers, span)
                 reduction.submit(span)
 
-        weights = self.actors.tensors.call(TensorActor.weights)
+        weights = self.store.current.state.weights
         on_grad_ready = send if hands_over else cancellation.check_between
         grads = buffers[leaf.buffer]
         loss = self.recipe.shard_gradient(weights, grads, ids, step=step, on_grad_ready=on_grad_ready)
@@ -257,7 +241,7 @@ class TrainingWorkload:
         if lo == hi:
             return
         plan = AccumulationPlan.of(shards, lo, hi)
-        leaf, weights = plan.leaves[0], self.actors.tensors.call(TensorActor.weights)
+        leaf, weights = plan.leaves[0], self.store.current.state.weights
 
         def check(_: int) -> None:
             cancellation.check()
@@ -283,7 +267,7 @@ class TrainingWorkload:
         ids = self.recipe.corpus.evaluation_ids(HELD_OUT_WINDOWS)[index::size]
         if len(ids) == 0:
             return (0.0, 0)
-        weights = self.actors.tensors.call(TensorActor.weights)
+        weights = self.store.current.state.weights
         with spans.EVALUATE:
             loss = self.recipe.model.loss(weights, self.recipe.corpus.windows(ids))
         return (loss * len(ids), len(ids))
@@ -353,9 +337,7 @@ class TrainingWorkload:
         self.profiler.add(spans.CHECKPOINT, began_ns, now_ns())
 
     async def _commit(self, version: int, slot: int) -> None:
-        await self.actors.tensors.ask(
-            CommitSlot(version=version, slot=slot), reply=Committed, timeout=COMMIT_S
-        )
+        self.store.commit(slot, version=version)
 
     async def adopted(self, adopted: cm.Adopted) -> None:
         """Swap the slots: the pulled version is ours."""
@@ -367,43 +349,3 @@ class TrainingWorkload:
         began_ns = now_ns()
         await self.journal.preserve(version, self.store.current)
         self.profiler.add(spans.CHECKPOINT, began_ns, now_ns())
-
-
-def pull(
-    region: RemoteRegion,
-    memory: PeerMemory,
-    into: Array,
-    offset: int,
-    cancellation: Cancellation,
-    *,
-    source: int,
-) -> None:
-    """Fill `into` from byte `offset`; a source that hangs delays us only until our epoch ends."""
-    transfer = region.get(into, offset)
-    try:
-        while not transfer.done:
-            cancellation.check()
-            with contextlib.suppress(DeadlineExceeded):
-                transfer.wait(now_ns() + FETCH_LOOK_NS)
-        transfer.wait()
-    except LinkClosed as error:
-        raise PeerLost(source, str(error)) from error
-    finally:
-        if not transfer.done and isinstance(memory, RemoteMemory):
-            memory.let_go((transfer,))
-
-
-def open_state(
-    handle: bytes, slot: int, peer: PeerMemory, own: Segment, *, rank: int, nbytes: int
-) -> RemoteRegion:
-    """Return the state in a slot of `rank`, which must have `nbytes`; `handle`: its description of its slots.
-
-    Raises `RemoteProtocolError` if the description is invalid.
-    """
-    try:
-        described = msgspec.msgpack.decode(handle, type=list[RegionHandle])[slot]
-    except (IndexError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
-        raise RemoteProtocolError(f"rank {rank} sent an invalid handle: {error}") from error
-    if described.nbytes != nbytes:
-        raise RemoteProtocolError(f"rank {rank} holds {described.nbytes} bytes of state, this rank {nbytes}")
-    return peer.open_region(described, own)

@@ -23,18 +23,21 @@ from zbmd.transport.errors import RemoteProtocolError
 RELAY_TAG = 2
 
 
-def relayed_loss(own: OwnParts, weights: Array, batch: Batch, pipeline: Group) -> float | None:
+def relayed_loss(own: OwnParts, weights: Array, batch: Batch, pipeline: Group | None) -> float | None:
     """Run one pass through all parts, in their order; the last one's stage has the loss, the others None.
 
-    weights: (own.layout.size,).
+    weights: (own.layout.size,). Without a pipeline this rank has all parts.
     """
     came: Array | None = None
     for number, part in own.parts.items():
-        if number:
+        if number and pipeline is not None:
             came = pipeline.blocking.recv((number - 1) % own.stages, tag=RELAY_TAG).array
         made = part.evaluate(weights[own.spans[number]], batch, came)
         if part.is_last:
             return float(made)
+        if pipeline is None:
+            came = made
+            continue
         behind = (number + 1) % own.stages
         pipeline.blocking.send(np.ascontiguousarray(made), behind, tag=RELAY_TAG)
     return None

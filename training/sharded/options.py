@@ -24,7 +24,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     `loss_scale`: the initial scale of float16. `weights`: a GPT-2 in Hugging Face's layout to start from.
     `zero`: the stage that shards the state along `dp`, 0 for none; `prefetch`: units that stage 3 gathers
     ahead. `balance`: divide layers over stages by what they cost. `resume`: a checkpoint to continue from.
-    `offload`: a folder, on a disk of each host, for files with the ranks' states.
+    `offload`: a folder, on a disk of each host, for files with the ranks' states. `actors`: whether
+    supervised actors compute.
     """
 
     out: Path
@@ -38,6 +39,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision = "float32"
     loss_scale: float = SCALE_FIRST
     recompute: bool = False
+    actors: bool = False
     overlap: bool = True
     schedule: str = "1f1b"
     chunks: int = 1

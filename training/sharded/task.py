@@ -21,6 +21,7 @@ from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
+from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.costs import measured_costs
 from zbmd.training.pipeline.part import balanced_cuts, layers_in
@@ -178,6 +179,13 @@ class EngineTask(Task[TrainResult]):
             return StateFile(folder, name, again=self._again)
 
         return made
+
+    def actors(self, trainer: Trainer) -> ModelActors | None:
+        """See `Task`."""
+        if not self._options.actors:
+            return None
+        assert isinstance(trainer, MeshTrainer | ZeroTrainer), "another task's trainer"
+        return ModelActors(trainer, trainer.recipe.model, seed=self.seed)
 
     def copies(self, trainer: Trainer) -> list[Array]:
         """See `Task`."""

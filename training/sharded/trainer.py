@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ from zbmd.training.job.task import ResultRow, StepResult, Told, Trainer, share_s
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.training.model.tensor_shards import cut_of
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_matrices
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
@@ -118,6 +121,7 @@ class MeshTrainer(Trainer):
         self._saved: SavedState | None = None
         self._begins_later = begins_later or self.file is not None
         self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file, self._held_matrices())
+        self._actors: ModelActors | None = None
         self._begin()
         self._ring_memory: RingMemory | None = None
         self._passes_or_none: StagePasses | None = None
@@ -154,7 +158,13 @@ class MeshTrainer(Trainer):
         return HeldMatrices(matrices=tuple(held), gather=self._gathered)
 
     def _gathered(self, piece: Array) -> Sequence[Array]:
-        return [piece] if self.groups.tensor is None else gather_pieces(self.groups.tensor, piece)
+        model = self.recipe.model
+        return gather_pieces(model.group, piece) if isinstance(model, ParallelGPT) else [piece]
+
+    def supervised(self, actors: ModelActors) -> None:
+        """See `Trainer`."""
+        self._actors = actors
+        self.own.parts = {number: actors.part(part) for number, part in self.own.parts.items()}
 
     # ---- the state
 
@@ -222,6 +232,12 @@ class MeshTrainer(Trainer):
         mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
         return [pieces[at] for at in mine]
 
+    def tensors(self, version: int) -> Iterator[HeldTensor]:
+        """See `StateSource`."""
+        views = self.own.layout.views(self._state_in(version % SLOTS).weights)
+        for (slot, cut), view in zip(self._cuts, views, strict=True):
+            yield HeldTensor(slot.name, cut, view)
+
     def _begin(self) -> None:
         if not self._begins_later:
             self.begin_anew()
@@ -277,12 +293,9 @@ class MeshTrainer(Trainer):
         totals, place, ranks = np.zeros(len(chunks)), groups.place(DATA_AXIS), groups.size(DATA_AXIS)
         for number in range(place, len(chunks), ranks):
             tokens = self.recipe.corpus.windows(chunks[number])
-            if groups.pipeline is None:
-                totals[number] = self.recipe.model.loss(weights, tokens) * len(tokens)
-            else:
-                batch = self.recipe.model.batch(tokens, global_batch=len(tokens))
-                loss = relayed_loss(self.own, weights, batch, groups.pipeline)
-                totals[number] = 0.0 if loss is None else loss * len(tokens)
+            batch = self.recipe.model.batch(tokens, global_batch=len(tokens))
+            loss = relayed_loss(self.own, weights, batch, groups.pipeline)
+            totals[number] = 0.0 if loss is None else loss * len(tokens)
         if groups.pipeline is not None:
             totals = groups.pipeline.blocking.broadcast(totals, (len(self.own.every) - 1) % self.own.stages)
         every = [totals] if groups.data is None else groups.data.blocking.all_gather(totals)
@@ -297,7 +310,8 @@ class MeshTrainer(Trainer):
         self.groups, self.step = groups, version
         self._divide()
         if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
-            self.recipe.model.group = groups.tensor
+            actors = self._actors
+            self.recipe.model.group = groups.tensor if actors is None else actors.group(groups.tensor)
         self._round()
 
     def close(self, *, gave_up: bool = False) -> None:
@@ -488,15 +502,17 @@ class MeshTrainer(Trainer):
         """Write the next version into the slot that is not in use."""
         config, target = self.recipe.config, 1 - self.slot
         self._ready(self.slots[target])
+        update = partial(
+            self._optimizer.update,
+            self.state,
+            self._state_in(target),
+            self._total,
+            step=self.step,
+            learning_rate=self.recipe.learning_rate(self.step),
+            grad_scale=clip_scale(norm, limit=config.clip_norm) / scale.scale,
+        )
         with spans.OPTIMIZER:
-            self._optimizer.update(
-                self.state,
-                self._state_in(target),
-                self._total,
-                step=self.step,
-                learning_rate=self.recipe.learning_rate(self.step),
-                grad_scale=clip_scale(norm, limit=config.clip_norm) / scale.scale,
-            )
+            update() if self._actors is None else self._actors.update(update)
         scale.after(finite=True).write(self._scale_room(target))
         self._optimizer.paging.wrote(self._scale_room(target))
 

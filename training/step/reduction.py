@@ -18,6 +18,7 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, is_narrow
+from zbmd.training.model.tensor_group import TensorGroup
 from zbmd.training.step.accumulate import AccumulationPlan, add_onto
 from zbmd.transport import kill_points as faults
 
@@ -82,7 +83,7 @@ GATHER_POINT: Final = faults.declare(
 )
 
 
-def gather_pieces(group: Group, piece: Array) -> Sequence[Array]:
+def gather_pieces(group: TensorGroup, piece: Array) -> Sequence[Array]:
     """Return the `piece` of each member, in member order; called by all members together. Pieces have one
     length.
 

@@ -11,8 +11,10 @@ that has all shards, whatever the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlo
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.model_actors.joint_call import Attempt
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim import (
     Gather,
     HeldMatrices,
@@ -39,6 +44,8 @@ from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage,
 from zbmd.training.redundancy.state_file import Paging, StateFile, state_in
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout, Unit
+
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -122,6 +129,8 @@ class ZeroRank:
                 self._grads[number] = take(MemoryKind.GRADIENTS, shards.ranks * unit.part, self.dtype)
                 self._grad_parts[number] = self._own(self._grads[number], unit)
         self._optimizers = self._optimizers_of(optimizer, gather)
+        self.actors: ModelActors | None = None
+        """What computes, if not this thread by itself."""
         self._seed = seed
         self.first = 0
         self._initial: Array | None = None
@@ -180,6 +189,12 @@ class ZeroRank:
         self.slot = saved.version % len(self.slots)
         if not self._begins_later:
             self.begin_anew()
+
+    def tensors(self, version: int) -> Iterator[HeldTensor]:
+        """See `StateSource`."""
+        weights = self._state_in(version % len(self.slots)).weights
+        for slot, cut, at in self._held():
+            yield HeldTensor(slot.name, cut, weights[at : at + cut.stop - cut.start])
 
     def pieces(self) -> list[Piece]:
         """Return this rank's share of a checkpoint: its shard."""
@@ -312,7 +327,9 @@ class ZeroRank:
 
     def forward(self, unit: int) -> None:
         """Compute `unit` of what the unit before it returned."""
-        self._passes[unit] = [self._forward(unit, leaf) for leaf in range(len(self._batches))]
+        self._passes[unit] = [
+            self._compute(partial(self._forward, unit, leaf)) for leaf in range(len(self._batches))
+        ]
         if unit == len(self.shards.units) - 1:
             last = [one.y.data for one in self._passes[unit]]
             self.losses = {shard: float(loss) for shard, loss in zip(self.leaves, last, strict=True)}
@@ -321,28 +338,48 @@ class ZeroRank:
     def evaluate(self, unit: int, weights: Array, x: Tensor, batch: Batch) -> Tensor:
         """Run `unit` forwards only, with all of its weights, from what the unit before it returned."""
         parameters = [Parameter(view, None, i, None) for i, view in self._views(unit, weights)]
-        return self.model.unit(Tape(np, recording=False), unit, x, parameters, batch)
 
-    def _forward(self, unit: int, leaf: int) -> _Pass:
+        def work(attempt: Attempt) -> Tensor:
+            tape = attempt.tape = Tape(np, recording=False)
+            return self.model.run_unit(tape, unit, x, parameters, batch)
+
+        return self._compute(work)
+
+    def _forward(self, unit: int, leaf: int, attempt: Attempt) -> _Pass:
         x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))
-        tape = Tape(np)
+        tape = attempt.tape = Tape(np)
         parameters = [Parameter(view, None, i, None) for i, view in self._views(unit, self._whole[unit])]
         y = self.model.run_unit(tape, unit, x, parameters, self._batches[leaf])
         return _Pass(tape, x, y, parameters)
+
+    def _backward(self, unit: int, number: int, done: _Pass, grads: Array) -> None:
+        """Play the pass of a leaf backwards; if that fails, do both passes again."""
+        given = None if self.actors is None else self._slopes[number].copy()
+
+        def work(attempt: Attempt) -> _Pass:
+            now, slope = done, self._slopes[number]
+            if attempt.number and given is not None:
+                now, slope = self._forward(unit, number, attempt), given.copy()
+            attempt.tape = now.tape
+            views = zip(self._views(unit, self._whole[unit]), self._views(unit, grads), strict=True)
+            for parameter, ((_, weights), (_, into)) in zip(now.parameters, views, strict=True):
+                parameter.stored, parameter.grad = weights, into
+            now.tape.play(now.y, slope)
+            return now
+
+        played = self._compute(work)
+        if played.x.grad is not None:
+            self._slopes[number] = played.x.grad
+
+    def _compute(self, work: Callable[[Attempt], R]) -> R:
+        return work(Attempt(0)) if self.actors is None else self.actors.compute(work)
 
     def backward(self, unit: int) -> None:
         """Compute `unit` backwards; the partial sums of its gradient are then whole in memory."""
         buffers = self._buffers(unit)
         size = self.shards.units[unit].size
         for number, (leaf, done) in enumerate(zip(self._plan.leaves, self._passes.pop(unit), strict=True)):
-            views = zip(
-                self._views(unit, self._whole[unit]), self._views(unit, buffers[leaf.buffer]), strict=True
-            )
-            for parameter, ((_, weights), (_, grads)) in zip(done.parameters, views, strict=True):
-                parameter.stored, parameter.grad = weights, grads
-            done.tape.play(done.y, self._slopes[number])
-            if done.x.grad is not None:
-                self._slopes[number] = done.x.grad
+            self._backward(unit, number, done, buffers[leaf.buffer])
             self._plan.perform(leaf.additions, buffers, slice(0, size))
         self._hand_out(unit, buffers)
 
@@ -470,6 +507,14 @@ class ZeroRank:
         scale = self.loss_scale if loss_scale is None else loss_scale
         target = (self.slot + 1) % len(self.slots)
         self.memory.ready(self.slots[target])
+        write = partial(self._write, target, step=step, learning_rate=learning_rate, grad_scale=grad_scale)
+        write() if self.actors is None else self.actors.update(write)
+        self.slot = target
+        scale.write(self._scale_room)
+        self._paging.wrote(self._scale_room)
+
+    def _write(self, target: int, *, step: int, learning_rate: float, grad_scale: float) -> None:
+        """Write the next version into a slot, and round its weights."""
         for number, unit in enumerate(self.shards.units):
             old, new = (state_in(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
             for ahead in self.shards.units[number + 1 : number + 2]:
@@ -484,9 +529,6 @@ class ZeroRank:
             )
             self._parts[number][:] = new.weights
             self._paging.let_go(old, new)
-        self.slot = target
-        scale.write(self._scale_room)
-        self._paging.wrote(self._scale_room)
 
     def round_weights(self) -> None:
         """Make this rank's parts of the weights from its masters, as behind every change of `state_flat`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, assert_never
@@ -30,6 +30,9 @@ from zbmd.training.config import TrainingConfig
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.task import StepResult, Trainer
 from zbmd.training.model.gpt import GPT
+from zbmd.training.model.tensor_group import TensorGroup
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
@@ -155,8 +158,10 @@ class ZeroTrainer(Trainer):
             keep_previous=keep_previous,
             loss_scale=options.loss_scale,
             offload=self.file,
-            gather=lambda piece: gather_pieces(self.group, piece),
+            gather=lambda piece: gather_pieces(self._update_group, piece),
         )
+        self._update_group: TensorGroup = group
+        """What an optimizer gathers whole matrices in."""
         self.step = 0
         units = len(self.own.shards.units)
         config = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
@@ -452,7 +457,8 @@ class ZeroTrainer(Trainer):
 
     def enter(self, groups: MeshGroups, version: int) -> None:
         """See `Trainer`. The view has as many members; under stages 1 and 2 weights are gathered."""
-        self.group, self.step = groups.world, version
+        self.group, self.step, actors = groups.world, version, self.own.actors
+        self._update_group = self.group if actors is None else actors.group(self.group)
         self.own.round_weights()
         for unit in range(len(self.own.shards.units) if self.options.stage < 3 else 0):
             self._gather_all(self.own.part(unit), self.own.room(unit))
@@ -482,6 +488,14 @@ class ZeroTrainer(Trainer):
         every = self.group.blocking.all_gather(totals)
         found = [float(every[number % ranks][number]) for number in range(len(chunks))]
         return sum(found) / sum(map(len, chunks))
+
+    def tensors(self, version: int) -> Iterator[HeldTensor]:
+        """See `Trainer`."""
+        yield from self.own.tensors(version)
+
+    def supervised(self, actors: ModelActors) -> None:
+        """See `Trainer`."""
+        self.own.actors = actors
 
     def pieces(self) -> list[Piece]:
         """See `Trainer`."""

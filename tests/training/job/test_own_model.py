@@ -101,6 +101,41 @@ async def test_a_run_that_is_stopped_goes_on_from_its_checkpoint(
         await run_task(other, out=tmp_path / "other", resume=tmp_path / "run")
 
 
+class Failing(Mean):
+    """Computes half of something, and fails, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = {"gradient": 2, "update": 2}
+
+    def fail(self, what: str) -> None:
+        if self.left[what]:
+            self.left[what] -= 1
+            raise RuntimeError(what)
+
+    def gradient(self, state: State, ids: np.ndarray) -> tuple[float, State]:
+        found = super().gradient(state, ids)
+        self.fail("gradient")
+        return found
+
+    def update(self, old: State, new: State, gradient: State, step: int) -> None:
+        new["mean"][:] = np.nan
+        self.fail("update")
+        super().update(old, new, gradient, step)
+
+
+async def test_actors_compute_again_what_fails(tmp_path: Path) -> None:
+    calm = await run_task(Mean(), out=tmp_path / "calm")
+    task = Failing()
+    task.name = "Mean"
+    failed = await run_task(task, out=tmp_path / "failing", actors=True)
+    assert calm is not None and failed is not None
+    assert failed.state_sha256 == calm.state_sha256
+    assert task.left == {"gradient": 0, "update": 0}
+    with pytest.raises(RuntimeError, match="gradient"):
+        await run_task(Failing(), out=tmp_path / "without")
+
+
 async def test_bad_tasks_are_told_in_words(tmp_path: Path) -> None:
     task = Mean()
     task.examples = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,37 +13,32 @@ import numpy as np
 import pytest
 from programs import flaky_job
 from support.devices.flaky_operators import Flaky
+from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.core.ref import Reason, ReasonKind
-from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.supervision.supervisor import Children, WhichChildren
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
+from zbmd.tools.train.command import recipe_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Tensor
-from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.model.gpt import GPT, Operators
 from zbmd.training.model_actors.layer_actor import Activations, Forward, LayerActor
-from zbmd.training.model_actors.model_actors import ModelActors
-from zbmd.training.model_actors.operator_actor import OperatorActor
 from zbmd.training.model_actors.slot import RestartsExhausted
-from zbmd.training.model_actors.tensor_actor import (
-    ArrayData,
-    CommitSlot,
-    Committed,
-    TensorActor,
-    pack,
-    read_tensor,
-    unpack,
-)
+from zbmd.training.model_actors.tensor_actor import ArrayData, pack, read_tensor, unpack
 from zbmd.training.optim.clip import TrainingDiverged
-from zbmd.training.replicated import job
+from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.replicated.scenario import plain_job
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.two_slot_store import Store, own_memory
-from zbmd.transport.errors import RemoteProtocolError, UserError
+from zbmd.transport.errors import PeerLost, RemoteProtocolError, UserError
 
 TEXT = " ".join(str(n) for n in range(2000))
+SHAPE = (
+    *("--context", "12", "--width", "16", "--heads", "2", "--layers", "2", "--shards", "3"),
+    *("--sequences-per-shard", "1", "--warmup", "2", "--steps", "6", "--evaluate-every", "2"),
+)
 
 
 @pytest.fixture
@@ -51,31 +48,17 @@ def recipe() -> Recipe:
     return Recipe(GPT(made.model.config), made.corpus, made.config)
 
 
-def options_of(directory: Path, name: str) -> job.JobOptions:
-    (directory / name).mkdir()
-    return job.JobOptions(
-        out=directory / name,
-        data=str(directory / "text"),
-        model=GPTConfig(context=12, width=16, heads=2, layers=2),
-        training=TrainingConfig(steps=6, shards=3, sequences_per_shard=1, warmup_steps=2),
-        checkpoint_every=0,
-    )
+def made_of(recipe: Recipe) -> SupervisedRecipe:
+    return SupervisedRecipe(recipe, recipe.model.init(recipe.config.seed))
 
 
-def store_of(recipe: Recipe) -> Store:
-    store = Store(recipe.model.layout, own_memory)
-    store.current.state.weights[:] = recipe.model.init(recipe.config.seed)
-    return store
-
-
-def gradient(recipe: Recipe, store: Store) -> tuple[float, bytes, list[int]]:
+def gradient(recipe: Recipe, weights: Array) -> tuple[float, bytes, list[int]]:
     grads: Array = np.full(recipe.model.layout.size, np.nan, np.float32)
     for slot in recipe.model.layout.slots:
         grads[slot.offset + slot.size : slot.offset + -(-slot.size // 16) * 16] = 0.0
     order: list[int] = []
-    loss = recipe.shard_gradient(
-        store.current.state.weights, grads, recipe.sample_ids(0)[0], step=0, on_grad_ready=order.append
-    )
+    ids = recipe.sample_ids(0)[0]
+    loss = recipe.shard_gradient(weights, grads, ids, step=0, on_grad_ready=order.append)
     return loss, grads.tobytes(), order
 
 
@@ -84,14 +67,15 @@ async def test_failures_forwards_and_backwards_leave_no_trace(
     system: ActorSystem, recipe: Recipe, seed: int, dropout: float, recompute: bool
 ) -> None:
     recipe.model = GPT(replace(recipe.model.config, dropout=dropout), recompute=recompute)
-    store = store_of(recipe)
-    plain = gradient(recipe, store)
+    weights = recipe.model.init(recipe.config.seed)
+    plain = gradient(recipe, weights)
     flaky = Flaky(seed, share=0.03, failures_max=6)
     recipe.model.operators = flaky.around(recipe.model.operators)
-    actors = ModelActors(recipe, store)
+    made = made_of(recipe)
+    actors = made.actors
     await actors.start(system)
     for _ in range(4):
-        found = await asyncio.to_thread(gradient, actors.recipe, store)
+        found = await asyncio.to_thread(gradient, made, weights)
         assert found == plain, flaky.failed
     assert sum(slot.failures for slot in actors.slots) == len(flaky.failed)
     await actors.stop()
@@ -103,12 +87,16 @@ async def test_who_fails_is_who_ends(
     system: ActorSystem, recipe: Recipe, seed: int, name: str, when: str
 ) -> None:
     recipe.model = GPT(replace(recipe.model.config, dropout=0.2))
-    store, flaky = store_of(recipe), Flaky(seed, share=0.3, failures_max=1, only=f"{name}, {when}")
+    weights, flaky = (
+        recipe.model.init(recipe.config.seed),
+        Flaky(seed, share=0.3, failures_max=1, only=f"{name}, {when}"),
+    )
     recipe.model.operators = flaky.around(recipe.model.operators)
-    actors = ModelActors(recipe, store)
+    made = made_of(recipe)
+    actors = made.actors
     await actors.start(system)
     while not flaky.failed:
-        await asyncio.to_thread(gradient, actors.recipe, store)
+        await asyncio.to_thread(gradient, made, weights)
     assert {slot.name: slot.incarnations for slot in actors.slots if slot.incarnations > 1} == {
         f"model.{name}": 2
     }
@@ -119,9 +107,10 @@ async def test_a_layer_that_fails_beside_its_operators_is_restarted(
     system: ActorSystem, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe.model = GPT(recipe.model.config, recompute=True)
-    store = store_of(recipe)
-    plain = gradient(recipe, store)
-    actors, left = ModelActors(recipe, store), [2, 1]
+    weights = recipe.model.init(recipe.config.seed)
+    plain = gradient(recipe, weights)
+    made, left = made_of(recipe), [2, 1]
+    actors = made.actors
     await actors.start(system)
     compute = LayerActor.compute
 
@@ -131,32 +120,34 @@ async def test_a_layer_that_fails_beside_its_operators_is_restarted(
         return compute(self, *arguments)
 
     monkeypatch.setattr(LayerActor, "compute", failing)
-    assert await asyncio.to_thread(gradient, actors.recipe, store) == plain
+    assert await asyncio.to_thread(gradient, made, weights) == plain
     lives = {slot.name: slot.incarnations for slot in actors.slots if slot.incarnations > 1}
     assert lives == {"model.blocks.0": 3}
     await actors.stop()
 
 
 async def test_an_operator_that_never_works_is_given_up(system: ActorSystem, recipe: Recipe) -> None:
-    store, flaky = store_of(recipe), Flaky(0, share=1.0, failures_max=1000)
+    weights, flaky = recipe.model.init(recipe.config.seed), Flaky(0, share=1.0, failures_max=1000)
     recipe.model.operators = flaky.around(recipe.model.operators)
-    actors = ModelActors(recipe, store)
+    made = made_of(recipe)
+    actors = made.actors
     await actors.start(system)
     with pytest.raises(
         RestartsExhausted, match="model was interrupted 8 times in a row; the last: Broken: embedding"
     ):
-        await asyncio.to_thread(gradient, actors.recipe, store)
+        await asyncio.to_thread(gradient, made, weights)
     await actors.stop()
 
 
 async def test_any_actor_may_be_killed_while_it_works(system: ActorSystem, recipe: Recipe, seed: int) -> None:
-    store = store_of(recipe)
-    plain = gradient(recipe, store)
-    actors = ModelActors(recipe, store)
+    weights = recipe.model.init(recipe.config.seed)
+    plain = gradient(recipe, weights)
+    made = made_of(recipe)
+    actors = made.actors
     await actors.start(system)
     rng = np.random.default_rng(seed)
     for _ in range(10):
-        working = asyncio.create_task(asyncio.to_thread(gradient, actors.recipe, store))
+        working = asyncio.create_task(asyncio.to_thread(gradient, made, weights))
         slot = actors.slots[rng.integers(len(actors.slots))]
         for _ in range(int(rng.integers(20))):
             await asyncio.sleep(0)
@@ -167,17 +158,17 @@ async def test_any_actor_may_be_killed_while_it_works(system: ActorSystem, recip
 
 
 async def test_what_the_hook_raises_is_the_callers(system: ActorSystem, recipe: Recipe) -> None:
-    store = store_of(recipe)
-    actors = ModelActors(recipe, store)
+    made = made_of(recipe)
+    actors = made.actors
     await actors.start(system)
 
     def hook(_: int) -> None:
         raise InterruptedError("the epoch is over")
 
     def run() -> None:
-        weights = actors.tensors.call(TensorActor.weights)
-        ids = actors.recipe.sample_ids(0)[0]
-        actors.recipe.shard_gradient(weights, np.zeros_like(weights), ids, step=0, on_grad_ready=hook)
+        weights = made.weights.weights
+        ids = made.sample_ids(0)[0]
+        made.shard_gradient(weights, np.zeros_like(weights), ids, step=0, on_grad_ready=hook)
 
     with pytest.raises(InterruptedError):
         await asyncio.to_thread(run)
@@ -185,26 +176,51 @@ async def test_what_the_hook_raises_is_the_callers(system: ActorSystem, recipe: 
     await actors.stop()
 
 
-async def test_the_optimizer_tells_of_a_gradient_that_is_not_finite(
-    system: ActorSystem, recipe: Recipe
+async def test_an_update_that_fails_half_way_is_computed_again(
+    system: ActorSystem, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = store_of(recipe)
-    actors = ModelActors(recipe, store)
-    await actors.start(system)
-    old, new = (actors.tensors.call(TensorActor.state, slot) for slot in range(2))
-    grads = np.full(recipe.model.layout.size, np.inf, np.float32)
-    with pytest.raises(TrainingDiverged):
-        await asyncio.to_thread(actors.recipe.update, old, new, grads, step=0)
-    assert actors.optimizer.failures == 0
-    await actors.stop()
+    size, wanted, left = recipe.model.layout.size, PlainTrainer(recipe), [1]
+    wanted.run_step()
+    made = made_of(recipe)
+    await made.actors.start(system)
+    trainer, apply = PlainTrainer(made), Recipe.apply
+
+    def failing(self: Recipe, old: AdamWState, new: AdamWState, *arguments: Any, **options: Any) -> None:
+        apply(self, old, new, *arguments, **options)
+        if left:
+            left.pop()
+            new.weights[: size // 2] = np.nan
+            raise RuntimeError("half an update")
+
+    monkeypatch.setattr(Recipe, "apply", failing)
+    await asyncio.to_thread(trainer.run_step)
+    assert trainer.state.weights.tobytes() == wanted.state.weights.tobytes()
+    assert (made.actors.optimizer.failures, made.actors.optimizer.incarnations) == (1, 2)
+    await made.actors.stop()
+
+
+async def test_what_ends_the_step_is_no_failure_of_the_optimizer(system: ActorSystem, recipe: Recipe) -> None:
+    made = made_of(recipe)
+    await made.actors.start(system)
+
+    def diverged() -> None:
+        raise TrainingDiverged("not finite")
+
+    def lost() -> None:
+        raise PeerLost(1, "gone")
+
+    for work, error in ((diverged, TrainingDiverged), (lost, PeerLost)):
+        with pytest.raises(error):
+            await asyncio.to_thread(made.actors.update, work)
+    assert made.actors.optimizer.failures == 0
+    await made.actors.stop()
 
 
 async def test_state_outlives_the_actor_that_holds_it(system: ActorSystem, recipe: Recipe) -> None:
-    store = store_of(recipe)
-    actors = ModelActors(recipe, store)
+    made = made_of(recipe)
+    actors = made.actors
     await actors.start(system)
-    store.slots[1].state.weights[:] = 0.5
-    await actors.tensors.ask(CommitSlot(7, 1), reply=Committed, timeout=5)
+    made.weights.weights[:], made.weights.step = 0.5, 7
     first = actors.tensors.actor
     assert first is not None
     system.exit(first.ref, Reason(ReasonKind.KILLED, "a test"))
@@ -226,22 +242,20 @@ async def test_state_outlives_the_actor_that_holds_it(system: ActorSystem, recip
 
 
 async def test_layers_answer_messages_with_the_committed_weights(system: ActorSystem, recipe: Recipe) -> None:
-    store = store_of(recipe)
-    rng = np.random.default_rng(1)
-    store.current.state.weights[:] += rng.standard_normal(len(store.current.state.weights), np.float32)
-    actors = ModelActors(recipe, store)
+    rng, made = np.random.default_rng(1), made_of(recipe)
+    weights, actors = made.weights.weights, made.actors
+    weights += rng.standard_normal(len(weights), np.float32)
+    wanted = recipe.model.logits(weights, tokens := rng.integers(0, 256, (3, 4)))
     await actors.start(system)
-    tokens = rng.integers(0, 256, (3, 4))
-    x, layers = tokens.reshape(-1), actors.model.layer_slots.values()
+    x, layers = tokens.reshape(-1), actors.layer_slots.values()
     for slot in layers:
-        made = await slot.ask(Forward(pack(x), 3), reply=Activations, timeout=10)
-        assert made.y is not None, made.problem
-        x = unpack(made.y)
-    wanted = recipe.model.logits(store.current.state.weights, tokens)
+        found = await slot.ask(Forward(pack(x), 3), reply=Activations, timeout=10)
+        assert found.y is not None, found.problem
+        x = unpack(found.y)
     assert x.tobytes() == wanted.tobytes()
-    wrong = await actors.model.layer_slots["head"].ask(Forward(pack(tokens)), reply=Activations, timeout=10)
+    wrong = await actors.layer_slots["head"].ask(Forward(pack(tokens)), reply=Activations, timeout=10)
     assert wrong.y is None and "head: unexpected int64 of shape" in wrong.problem
-    high = await actors.model.layer_slots["embed"].ask(
+    high = await actors.layer_slots["embed"].ask(
         Forward(pack(np.array([256]))), reply=Activations, timeout=10
     )
     assert "expected tokens from 0 to 255" in high.problem
@@ -256,71 +270,44 @@ def test_arrays_of_a_message_are_checked() -> None:
             unpack(wrong)
 
 
-@pytest.mark.parametrize("failing", [0, 9])
-async def test_a_job_whose_operators_fail_has_the_bits_of_the_plain_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, failing: int
-) -> None:
+CASES = {
+    "dp=1": (),
+    "dp=2": ("--mesh", "dp=2"),
+    "pp=2": ("--mesh", "pp=2", "--schedule", "zb-h1"),
+    "tp=2": ("--mesh", "tp=2", "--recompute", "on"),
+    "zero 3": ("--zero", "3"),
+    "tp=2, muon": ("--mesh", "tp=2", "--optimizer", "muon"),
+    "zero 1, muon": ("--zero", "1", "--optimizer", "muon"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+async def test_ranks_whose_actors_fail_and_that_are_killed(tmp_path: Path, seed: int, case: str) -> None:
     (tmp_path / "text").write_text(TEXT)
-    wanted = job.run_plain(options_of(tmp_path, "plain"))
-    flaky, opened = Flaky(seed, share=0.005, failures_max=failing), job.open_recipe
 
-    def flaky_recipe(options: job.JobOptions, *, prepare: bool = True) -> Recipe:
-        made = opened(options, prepare=prepare)
-        made.model.operators = flaky.around(made.model.operators)
-        return made
+    async def run(name: str, words: Sequence[str], fault: str = "") -> tuple[str, int]:
+        output = Lines()
+        recipe = recipe_of(
+            [*SHAPE, *words, "--data", str(tmp_path / "text"), "--out", str(tmp_path / name)], ranks=ranks
+        )
+        flaky = "" if not name.startswith("flaky") else str(seed)
+        config = HostConfig(
+            target=flaky_job.__file__,
+            arguments=(flaky, recipe.encode()),
+            world_size=ranks,
+            environment={"ZBMD_FAULT": fault},
+            preload=("zbmd.training.sharded.run",),
+        )
+        ended = await Host(config, output=output).run()
+        told = "\n".join(output.lines)
+        assert ended.exit_code == 0, f"{ended.reason}\n{told}"
+        (digest,) = re.findall(r'"weights_sha256":"(\w+)"', told)
+        return digest, told.count("actor failed in a direct call")
 
-    called: list[str] = []
-    sit_down = OperatorActor.ready
-
-    async def counted(self: OperatorActor) -> None:
-        op = self.op
-
-        def run(*arguments: Any, **options: Any) -> Tensor:
-            called.append(self.slot.name)
-            return op(*arguments, **options)
-
-        self.op = run
-        await sit_down(self)
-
-    monkeypatch.setattr(OperatorActor, "ready", counted)
-    monkeypatch.setattr(job, "open_recipe", flaky_recipe)
-    found = await job.run_job(options_of(tmp_path, "through"))
-    assert found is not None
-    assert found.weights_sha256 == wanted.weights_sha256, flaky.failed
-    assert bool(flaky.failed) == bool(failing)
-    assert len(called) >= 6 * 3 * 19, "all of a step's operators are actors"
-
-
-async def test_ranks_whose_operators_fail_and_that_are_killed(tmp_path: Path, seed: int) -> None:
-    (tmp_path / "text").write_text(TEXT)
-    plain = options_of(tmp_path, "plain")
-    wanted = job.run_plain(plain)
-    digests: list[str] = []
-
-    async def keep(event: HostEvent) -> None:
-        if isinstance(event, RankReport) and event.payload.get("kind") == "result":
-            digests.append(event.payload["weights_sha256"])
-
-    shape, training = plain.model, plain.training
-    settings = {
-        "--width": shape.width,
-        "--heads": shape.heads,
-        "--layers": shape.layers,
-        "--context": shape.context,
-        "--shards": training.shards,
-        "--sequences-per-shard": training.sequences_per_shard,
-        "--warmup": training.warmup_steps,
-        "--steps": training.steps,
-        "--data": plain.data,
-        "--out": tmp_path / "ranks",
-    }
-    config = HostConfig(
-        target=flaky_job.__file__,
-        arguments=(str(seed), *(str(word) for setting in settings.items() for word in setting)),
-        world_size=2,
-        environment={"ZBMD_FAULT": "rank1:step.reduce:2"},
-        preload=(job.__name__,),
-    )
-    ended = await Host(config, observer=keep).run()
-    assert ended.exit_code == 0, ended.reason
-    assert digests == [wanted.weights_sha256]
+    ranks = 1 if case == "dp=1" else 2
+    wanted, _ = await run("plain", CASES[case])
+    fault = "rank1:job.begin:3" if ranks == 2 else ""
+    found, failures = await run("flaky", (*CASES[case], "--actors", "on"), fault)
+    assert found == wanted
+    assert failures >= 4

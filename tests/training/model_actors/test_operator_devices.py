@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos import soak_operators as soak
+from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
 from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model_actors.device_choice import (
@@ -27,7 +28,6 @@ from zbmd.training.model_actors.device_choice import (
     MessageHandled,
     UseDevice,
 )
-from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import (
     DeviceFault,
     HostDevice,
@@ -38,7 +38,6 @@ from zbmd.training.model_actors.operator_devices import (
 from zbmd.training.model_actors.slot import DescribeSlot, SlotDescription
 from zbmd.training.replicated.scenario import plain_job
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.errors import LocalProtocolError
 
 
@@ -55,45 +54,46 @@ def gradient(recipe: Recipe) -> bytes:
     return np.float64(loss).tobytes() + grads.tobytes()
 
 
-async def started(system: ActorSystem, recipe: Recipe, *devices: OperatorDevice) -> ModelActors:
-    store = Store(recipe.model.layout, own_memory)
-    actors = ModelActors(recipe, store, devices=devices)
-    await actors.start(system)
-    return actors
+async def started(system: ActorSystem, recipe: Recipe, *devices: OperatorDevice) -> SupervisedRecipe:
+    made = SupervisedRecipe(recipe, devices=devices)
+    await made.actors.start(system)
+    return made
 
 
 async def test_another_module_computes_the_same_bits(system: ActorSystem, recipe: Recipe) -> None:
     plain = gradient(recipe)
-    actors = await started(system, recipe, ModuleDevice("cpu:1", np))
-    assert await asyncio.to_thread(gradient, actors.recipe) == plain
     weights, tokens = recipe.model.init(0), recipe.corpus.windows(recipe.sample_ids(0)[0])
-    assert await asyncio.to_thread(actors.model.loss, weights, tokens) == recipe.model.loss(weights, tokens)
+    loss = recipe.model.loss(weights, tokens)
+    made = await started(system, recipe, ModuleDevice("cpu:1", np))
+    assert await asyncio.to_thread(gradient, made) == plain
+    batch = recipe.model.batch(tokens, global_batch=len(tokens))
+    assert float(await asyncio.to_thread(made.part.evaluate, weights, batch, None)) == loss
 
 
 async def test_a_fault_moves_all_who_compute_there(system: ActorSystem, recipe: Recipe) -> None:
     plain = gradient(recipe)
     broken = soak.FlakyDevice(HostDevice("cpu:0"), Random(0), share=0.0, fault_after=5)
     sick = soak.FlakyDevice(HostDevice("cpu:1"), Random(0), share=0.0, fault_after=0)
-    actors = await started(system, recipe, broken, sick, HostDevice("cpu:2"))
+    made = await started(system, recipe, broken, sick, HostDevice("cpu:2"))
     for _ in range(2):
-        assert await asyncio.to_thread(gradient, actors.recipe) == plain
+        assert await asyncio.to_thread(gradient, made) == plain
     assert broken.failures == 1, "nobody tries it again"
     assert sick.failures == 0, "nobody goes where the check has found something"
     for name in ("linear", "embedding", "cross_entropy"):
         told = await system.ref(f"here/model.{name}").ask(DescribeSlot(), reply=SlotDescription, timeout=5)
         assert (told.kind, told.place, told.moves, told.life) == ("OperatorActor", "cpu:2", 1, 2)
-    assert actors.model.moves == len(actors.model.places)
+    assert made.actors.moves == len(made.actors.places)
 
 
 async def test_an_operator_that_keeps_failing_moves_alone(system: ActorSystem, recipe: Recipe) -> None:
     plain = gradient(recipe)
     flaky = soak.FlakyDevice(HostDevice("cpu:0"), Random(0), share=1.0, fault_after=None)
     flaky.flakes_left = RETRIES_MAX + 1
-    actors = await started(system, recipe, flaky, HostDevice("cpu:1"))
-    assert await asyncio.to_thread(gradient, actors.recipe) == plain
-    moved = {name: place.choice.device for name, place in actors.model.places.items()}
+    made = await started(system, recipe, flaky, HostDevice("cpu:1"))
+    assert await asyncio.to_thread(gradient, made) == plain
+    moved = {name: place.choice.device for name, place in made.actors.places.items()}
     assert [name for name, device in moved.items() if device == "cpu:1"] == ["embedding"]
-    assert actors.model.moves == 1
+    assert made.actors.moves == 1
 
 
 def test_faults_of_a_module_are_told_as_faults_of_the_device() -> None:

@@ -53,7 +53,7 @@ from zbmd.training.pipeline.rings import RingOffer, decode_offers, encode_offers
 from zbmd.training.pipeline.schedules import programs_of
 from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.pipeline.verifier import verify
-from zbmd.training.replicated.workload import open_state
+from zbmd.training.redundancy.pull import open_state
 from zbmd.training.run.journal import read_parts
 from zbmd.training.run.ledger import VotePart
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError

@@ -25,14 +25,13 @@ from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
+from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
 from zbmd.tools.lab.gpu.job import survive_kills
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import HostDevice, cuda_device
 from zbmd.training.replicated.scenario import plain_job
-from zbmd.training.step.two_slot_store import Store, own_memory
 from zbmd.transport.cuda.api import choose_copy_route, why_no_ipc
 from zbmd.transport.cuda.array import DeviceHandle, DeviceSpan, decode_handle, encode_handle
 from zbmd.transport.cuda.peer import CudaPeer
@@ -284,10 +283,10 @@ def operators_leave_a_failed_device() -> str:
 
     async def run(device: FlakyDevice) -> tuple[Any, int]:
         system = ActorSystem("gpu-check")
-        actors = ModelActors(recipe, Store(recipe.model.layout, own_memory), devices=(device, HostDevice()))
-        await actors.start(system)
+        made = SupervisedRecipe(recipe, devices=(device, HostDevice()))
+        await made.actors.start(system)
         try:
-            return await asyncio.to_thread(gradients, actors.recipe), actors.model.moves
+            return await asyncio.to_thread(gradients, made), made.actors.moves
         finally:
             await system.stop()
 

@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
 from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.tools.demo.overhead import median_interval
-from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model.gpt import GPT
 from zbmd.training.replicated.job import JobOptions, open_recipe
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.two_slot_store import Store, own_memory
 
 WARMUP_ROUNDS = 5
 SIDES = ("actors", "plain", "twin")
@@ -79,13 +79,13 @@ def _rounds(sides: dict[str, _Clocked], rounds: int) -> list[dict[str, tuple[flo
 async def measure(options: JobOptions, rounds: int) -> ActorsCost:
     """Time `rounds` of the job's model. Raises `UserError`."""
     recipe = open_recipe(options)
-    store = Store(recipe.model.layout, own_memory)
-    store.current.state.weights[:] = recipe.model.init(recipe.config.seed)
-    weights = store.current.state.weights
-    system, actors = ActorSystem("bench"), ModelActors(recipe, store)
-    await actors.start(system)
+    weights = recipe.model.init(recipe.config.seed)
+    # The actors compute with a model of their own: they put themselves in the place of its units.
+    own = Recipe(GPT(recipe.model.config), recipe.corpus, recipe.config)
+    system, made = ActorSystem("bench"), SupervisedRecipe(own, weights)
+    await made.actors.start(system)
     try:
-        recipes = {"actors": actors.recipe, "plain": recipe, "twin": recipe}
+        recipes = {"actors": made, "plain": recipe, "twin": recipe}
         # One array for all: which pages gradients lie in made 1 % between the two plain ones.
         grads = np.zeros_like(weights)
         sides = {name: _Clocked(one, weights, grads) for name, one in recipes.items()}

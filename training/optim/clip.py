@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -15,44 +16,45 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 
 Pieces = NDArray[np.float64]
+NORM_BLOCK = 16_384  # elements
 
 
-def _whole_blocks(span: slice) -> range:
-    """Return the blocks that lie entirely in the elements `span` of the whole array."""
-    return range(-(-span.start // NORM_BLOCK), span.stop // NORM_BLOCK)
+def _runs(span: slice, size: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield the start and stop of each run of `span` in one block, and whether the run is all of the block.
+
+    The blocks are those of an array of `size` elements, of which the last one may be shorter.
+    """
+    for start in range(span.start // NORM_BLOCK * NORM_BLOCK, span.stop, NORM_BLOCK):
+        stop = min(start + NORM_BLOCK, size)
+        yield max(start, span.start), min(stop, span.stop), start >= span.start and stop <= span.stop
 
 
-def pieces_of(grads: Array, span: slice) -> Pieces:
+def pieces_of(grads: Array, span: slice, *, size: int = sys.maxsize) -> Pieces:
     """Return what other ranks need of a slice of the gradient for the global norm: float64, exact.
 
     `global_norm` sums squares in blocks of the whole flat array, and slices do not end at block boundaries.
-    So the pieces are: the elements of `grads`, which are the elements `span` of the whole, before its first
-    whole block; the sum of squares of each whole block; the elements after the last.
+    So the pieces of `grads`, which are the elements `span` of the whole, are in their order: the sum of
+    squares of each whole block, and the elements of each other one. size: of the whole, if it is known; its
+    last block is then whole, too.
     """
-    blocks = _whole_blocks(span)
-    if not blocks:
-        return grads.astype(np.float64)
-    first, last = blocks.start * NORM_BLOCK - span.start, blocks.stop * NORM_BLOCK - span.start
-    sums = [
-        float(np.dot(block, block))
-        for block in (widened(grads[at : at + NORM_BLOCK]) for at in range(first, last, NORM_BLOCK))
-    ]
-    return np.concatenate([grads[:first].astype(np.float64), sums, grads[last:].astype(np.float64)])
+    found = [np.zeros(0)]
+    for start, stop, is_whole in _runs(span, size):
+        values = grads[start - span.start : stop - span.start]
+        found.append(np.array([_squared(values)]) if is_whole else values.astype(np.float64))
+    return np.concatenate(found)
 
 
-def pieces_length(span: slice) -> int:
+def pieces_length(span: slice, *, size: int = sys.maxsize) -> int:
     """Return the length of the pieces for `span`."""
-    blocks = _whole_blocks(span)
-    size: int = span.stop - span.start
-    return size - len(blocks) * (NORM_BLOCK - 1)
+    return sum(1 if is_whole else stop - start for start, stop, is_whole in _runs(span, size))
 
 
-def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]) -> float:
-    """Return the norm of the whole gradient, given the pieces of all slices in order; same bits as
-    `global_norm`.
+def squares_from(
+    pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating], *, size: int = sys.maxsize
+) -> float:
+    """Return the sum of squares of the whole gradient, given the pieces of all slices in order.
 
-    `dtype`: of the computation. Raises `TrainingDiverged` if the norm is not finite, `RemoteProtocolError` if
-    pieces have a wrong length.
+    `dtype`: of the computation. Raises `RemoteProtocolError` if pieces have a wrong length.
     """
     total, open_block = 0.0, list[Pieces]()
 
@@ -62,28 +64,29 @@ def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]
         return float(np.dot(block, block))
 
     for span, values in pieces:
-        blocks = _whole_blocks(span)
-        head = blocks.start * NORM_BLOCK - span.start if blocks else span.stop - span.start
-        if len(values) != pieces_length(span):
+        if len(values) != pieces_length(span, size=size):
             raise RemoteProtocolError(f"{len(values)} pieces of a gradient came for elements {span}")
-        if not blocks and span.start // NORM_BLOCK != span.stop // NORM_BLOCK:
-            cut = span.stop // NORM_BLOCK * NORM_BLOCK - span.start
-            open_block.append(values[:cut])
-            total += close_block()
-            open_block.append(values[cut:])
-            continue
-        open_block.append(values[:head])
-        if blocks:
-            if span.start % NORM_BLOCK or open_block:
+        at = 0
+        for start, stop, is_whole in _runs(span, size):
+            if is_whole:
+                total += float(values[at])
+                at += 1
+                continue
+            open_block.append(values[at : at + stop - start])
+            at += stop - start
+            if stop == size or stop % NORM_BLOCK == 0:
                 total += close_block()
-            for value in values[head : head + len(blocks)]:
-                total += float(value)
-            open_block.append(values[head + len(blocks) :])
-    total += close_block()
-    return norm_from(total)
+    return total + close_block()
 
 
-NORM_BLOCK = 16_384  # elements
+def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]) -> float:
+    """Return the norm of the whole gradient, given the pieces of all slices in order; same bits as
+    `global_norm`.
+
+    `dtype`: of the computation. Raises `TrainingDiverged` if the norm is not finite, `RemoteProtocolError` if
+    pieces have a wrong length.
+    """
+    return norm_from(squares_from(pieces, dtype))
 
 
 class TrainingDiverged(ZbmdError):
@@ -97,11 +100,20 @@ def global_norm(grads: Array, *, xp: ModuleType) -> float:
     and the sums of blocks in order in double precision: the same bits wherever the array lies. Raises
     `TrainingDiverged` if the norm is not finite.
     """
+    return norm_from(squares_of(grads, xp=xp))
+
+
+def squares_of(grads: Array, *, xp: ModuleType) -> float:
+    """Return the sum of squares of `grads`, as `global_norm` computes it."""
     total = 0.0
     for start in range(0, len(grads), NORM_BLOCK):
-        block = widened(grads[start : start + NORM_BLOCK])
-        total += float(xp.dot(block, block))
-    return norm_from(total)
+        total += _squared(grads[start : start + NORM_BLOCK], xp)
+    return total
+
+
+def _squared(block: Array, xp: ModuleType = np) -> float:
+    values = widened(block)
+    return float(xp.dot(values, values))
 
 
 def norm_from(squares: float) -> float:

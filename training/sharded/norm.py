@@ -1,8 +1,9 @@
 """The norm of a gradient that lies in parts on the ranks of a mesh, the same on all of them.
 
 Without tensor parallelism it has the bits of `zbmd.training.optim.clip.global_norm` over the whole flat
-array. With it, squares are summed parameter by parameter, in double precision, each over the ranks that hold
-a part of it, and then in the order of the parameters: so the bits do not depend on the number of stages.
+array. With it, squares are summed parameter by parameter, block by block, in double precision, then over
+the ranks that hold a part of it, in their order, and then in the order of the parameters: so the bits do not
+depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import numpy as np
 
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array, widened
+from zbmd.training.autograd.array_module import Array
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_shards import cut_of
-from zbmd.training.optim.clip import global_norm, norm_from, norm_of, pieces_length, pieces_of
+from zbmd.training.optim.clip import global_norm, norm_from, norm_of, pieces_length, pieces_of, squares_of
 from zbmd.training.optim.mixed_precision import computing_dtype
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.step.reduction import gather_rows
@@ -66,10 +67,9 @@ def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: 
     squares = np.zeros(len(own.layout.slots))
     for index, (slot, view) in enumerate(zip(own.layout.slots, own.layout.views(total), strict=True)):
         if is_first or cut_of(slot.name)[1]:  # what is whole on all ranks counts once
-            flat = widened(view.reshape(-1))
-            squares[index] = float(np.dot(flat, flat))
+            squares[index] = squares_of(view.reshape(-1), xp=np)
     with spans.COMM:
-        tensor.blocking.all_reduce(squares)
+        squares = sum(tensor.blocking.all_gather(squares))
     if pipeline is not None:
         lengths = {number: len(own.every[number].layout.slots) for number in own.order}
         found = _by_part(gather_rows(pipeline, squares), lengths)

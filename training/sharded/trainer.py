@@ -22,11 +22,10 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
-from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
-from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
+from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, Mesh, MeshGroups
 from zbmd.training.job.task import ResultRow, StepResult, Told, Trainer, share_step
-from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.training.model.tensor_shards import cut_of
 from zbmd.training.model_actors.model_actors import ModelActors
@@ -35,26 +34,20 @@ from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_matr
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, attempted, computing_dtype
-from zbmd.training.pipeline.part import OwnParts
-from zbmd.training.pipeline.passes import StagePasses
-from zbmd.training.pipeline.program import Op
-from zbmd.training.pipeline.rings import RingMemory, StageRings, traffic_of
-from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
-from zbmd.training.sharded.norm import mesh_norm, relayed_loss
+from zbmd.training.sharded.model_part import ModelPart, reporters
+from zbmd.training.sharded.norm import mesh_norm
+from zbmd.training.sharded.stage_of_view import StageOfView
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
 from zbmd.training.step.loader import BatchLoader
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.reduction import ShardReduction, gather_pieces, gather_rows, is_alone
+from zbmd.training.step.reduction import ShardReduction, gather_pieces, is_alone
 from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.transport.native._native import now_ns
-
-COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
-"""The rows in which ranks tell what these take."""
 
 
 class MeshTrainer(Trainer):
@@ -95,15 +88,15 @@ class MeshTrainer(Trainer):
         self._initial_scale = LossScale.of(dtype, first=loss_scale)
         config, model = recipe.config, recipe.model
         self._arrays = arrays_of(config.optimizer)
-        count, stage = groups.size(PIPELINE_AXIS), groups.place(PIPELINE_AXIS)
-        self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
-        self._cuts = _cuts_of(model, self.own.layout)
-        size, self._stages = self.own.layout.size, stages
+        self.part = ModelPart(model, groups, stages)
+        self.own, self._cuts = self.part.own, self.part.cuts
+        size = self.own.layout.size
         sizes = range(1, largest.size(DATA_AXIS) + 1) if largest else [groups.size(DATA_AXIS)]
         buffers = buffers_most(config.shards, sizes)
         self._buffers = [zeros(size, dtype) for _ in range(buffers)]
         is_apart = not is_alone(assign_shards(config.shards, (largest or groups.mesh).size(DATA_AXIS)))
         self._room = zeros(size, dtype) if is_apart else None
+        self._stage = StageOfView(recipe, self.own, stages, self._buffers, dtype=self.state_dtype)
         self._divide()
         elements = state_elements(size, dtype, config.optimizer)
         self.file = None if offload is None else offload(elements)
@@ -123,8 +116,6 @@ class MeshTrainer(Trainer):
         self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file, self._held_matrices())
         self._actors: ModelActors | None = None
         self._begin()
-        self._ring_memory: RingMemory | None = None
-        self._passes_or_none: StagePasses | None = None
         self._consumed: Mapping[int, npt.NDArray[np.int64]] = {}
         """Ids of the samples of the last attempt, by logical shard."""
         self._loader = BatchLoader(recipe)
@@ -135,11 +126,10 @@ class MeshTrainer(Trainer):
     def _divide(self) -> None:
         """Divide the logical shards over the ranks along `dp` of this view."""
         groups, config, place = self.groups, self.recipe.config, self.groups.place(DATA_AXIS)
-        self._programs = self._stages.programs(config, groups.mesh)[place]
         self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
         self._plan = AccumulationPlan.of(config.shards, *self._assignment[place])
-        last = (len(self.own.every) - 1) % groups.size(PIPELINE_AXIS)
-        self._reporters = _reporters(groups.mesh, self._assignment, last=last)
+        self._stage.enter(groups, self._plan)
+        self._reporters = reporters(self.own, groups.mesh, self._assignment)
         self._total = self._reduction().total
         """The gradient, of this rank's part, once an attempt has computed it."""
 
@@ -206,7 +196,7 @@ class MeshTrainer(Trainer):
 
     def begin_with(self, weights: Array) -> None:
         """Begin with the whole model's weights, not with the seed's."""
-        self._initial = self._mine(weights).copy()
+        self._initial = self.part.of(weights)
         self._begin()
 
     def begin_from(self, saved: SavedState) -> None:
@@ -222,11 +212,10 @@ class MeshTrainer(Trainer):
         """
         state, layout = self.state, self.own.layout
         views = (layout.views(getattr(state, name)) for name in self._arrays)
-        is_first = self.groups.place(TENSOR_AXIS) == 0
         pieces = [
             Piece(slot.name, cut, tuple(held))
-            for (slot, cut), *held in zip(self._cuts, *views, strict=True)
-            if is_first or cut_of(slot.name)[1]
+            for (slot, cut), writes, *held in zip(self._cuts, self.part.writes, *views, strict=True)
+            if writes
         ]
         sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
         mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
@@ -262,51 +251,23 @@ class MeshTrainer(Trainer):
         elif self._initial is not None:
             self.state.weights[:] = self._initial
         else:
-            self.state.weights[:] = self.own.cut(recipe.model.init(recipe.config.seed))
+            self.state.weights[:] = self.part.initial(recipe.config.seed)
         scale.write(self._scale_room(self.slot))
         self._round()
 
-    def _mine(self, flat: Array) -> Array:
-        """This rank's part of the whole model's flat array."""
-        model = self.recipe.model
-        return self.own.cut(model.shards.cut(flat, model.part) if isinstance(model, ParallelGPT) else flat)
-
     def weights(self) -> Array:
         """The weights of the whole model, on all ranks; all together."""
-        return self.whole(self.state.weights)
-
-    def whole(self, flat: Array) -> Array:
-        """The whole flat array of which each rank holds the part `flat`; all ranks together."""
-        model, pipeline, tensor = self.recipe.model, self.groups.pipeline, self.groups.tensor
-        if pipeline is not None:
-            flat = self.own.joined(gather_rows(pipeline, np.ascontiguousarray(flat)))
-        if tensor is None or not isinstance(model, ParallelGPT):
-            return flat.copy()
-        every = gather_rows(tensor, np.ascontiguousarray(flat))
-        sizes = [model.shards.layout(part).size for part in range(tensor.size)]
-        return model.shards.joined(np.split(every, np.cumsum(sizes)[:-1]))
+        return self.part.whole(self.state.weights, self.groups)
 
     def held_out_loss(self, *, windows_max: int) -> float:
         """See `Trainer`. Ranks along `dp` share the windows."""
-        groups, weights = self.groups, self.state.weights
-        chunks = self.recipe.evaluation_chunks(windows_max)
-        totals, place, ranks = np.zeros(len(chunks)), groups.place(DATA_AXIS), groups.size(DATA_AXIS)
-        for number in range(place, len(chunks), ranks):
-            tokens = self.recipe.corpus.windows(chunks[number])
-            batch = self.recipe.model.batch(tokens, global_batch=len(tokens))
-            loss = relayed_loss(self.own, weights, batch, groups.pipeline)
-            totals[number] = 0.0 if loss is None else loss * len(tokens)
-        if groups.pipeline is not None:
-            totals = groups.pipeline.blocking.broadcast(totals, (len(self.own.every) - 1) % self.own.stages)
-        every = [totals] if groups.data is None else groups.data.blocking.all_gather(totals)
-        found = [float(every[number % ranks][number]) for number in range(len(chunks))]
-        return sum(found) / sum(map(len, chunks))
+        return self.part.held_out_loss(self.recipe, self.state.weights, self.groups, windows_max=windows_max)
 
     # ---- epochs
 
     def enter(self, groups: MeshGroups, version: int) -> None:
         """See `Trainer`."""
-        self.close()
+        self._loader.close()
         self.groups, self.step = groups, version
         self._divide()
         if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
@@ -320,63 +281,16 @@ class MeshTrainer(Trainer):
         Ours is there for them until this process ends.
         """
         self._loader.close()
-        if self._passes_or_none is not None:
-            self._passes_or_none.close(gave_up=gave_up)
-            self._passes_or_none = None
+        self._stage.close(gave_up=gave_up)
 
     @property
     def held_most(self) -> ActivationPeak | None:
         """The peak of this rank's activations in the last step; None if it computed none in this view."""
-        return None if self._passes_or_none is None else self._passes_or_none.held_most
+        return self._stage.held_most
 
     def bubble_of_times(self) -> float:
-        """The bubble that the schedule has if each computation takes the median of what it took here.
-
-        Transfers and wake-ups take no time: what a step waits for beyond that is not the schedule's. Of a
-        pipeline alone, the whole world: 0 for a single stage. All ranks together.
-        """
-        if self.groups.pipeline is None:
-            return 0.0
-        mine = np.zeros((len(COSTS), len(self.own.every)))
-        for (operation, part), times in self._passes.took_ns.items():
-            mine[COSTS[operation], part] = np.median(times)
-        forward, whole, half, weight = self.groups.pipeline.blocking.all_gather(mine).sum(axis=0)
-        costs = Costs(
-            forward=tuple(forward), input_gradient=tuple(whole + half), weight_gradient=tuple(weight)
-        )
-        return float(simulate(self._programs, costs).bubble)
-
-    @property
-    def _passes(self) -> StagePasses:
-        """The way to the other stages, made by all of them together in the first step of a view."""
-        if self._passes_or_none is None:
-            self._passes_or_none = self._new_passes()
-        return self._passes_or_none
-
-    def _new_passes(self) -> StagePasses:
-        groups, rings = self.groups, None
-        if groups.pipeline is not None:
-            if self._ring_memory is None:
-                traffic = traffic_of(
-                    self.recipe.model.config,
-                    self.recipe.config,
-                    tensor_ranks=groups.size(TENSOR_AXIS),
-                    dtype=self.state_dtype,
-                )
-                self._ring_memory = RingMemory(groups.worker.segment, self._programs[self.own.stage], traffic)
-            rings = StageRings(
-                groups.worker, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
-            )
-        return StagePasses(
-            self.own,
-            self._programs,
-            self._plan,
-            self._buffers,
-            groups.pipeline,
-            rings,
-            groups.worker,
-            groups.world.epoch,
-        )
+        """See `StageOfView`."""
+        return self._stage.bubble_of_times()
 
     # ---- steps
 
@@ -446,7 +360,7 @@ class MeshTrainer(Trainer):
     def _differentiated(self, scale: LossScale, held: _Held, reduction: ShardReduction) -> float:
         started_ns = now_ns()
         if self._plan.leaves:
-            self._passes.run(
+            self._stage.passes.run(
                 self.params,
                 self._batches(),
                 deadline_ns=self.groups.world.deadline_ns(),
@@ -456,7 +370,7 @@ class MeshTrainer(Trainer):
             )
         computed_ns = now_ns()
         if not self.overlap or not self._plan.leaves:
-            for span in self._passes.spans:
+            for span in self._stage.passes.spans:
                 reduction.submit(span)
         reduction.finish()
         self._compute_ns += computed_ns - started_ns
@@ -487,7 +401,7 @@ class MeshTrainer(Trainer):
 
     def _meet(self, watch: StepHook) -> Told:
         shards = {leaf.shard: at for at, leaf in enumerate(self._plan.leaves)}
-        config, passes = self.recipe.config, self._passes
+        config, passes = self.recipe.config, self._stage.passes
         return share_step(
             self.groups.world,
             ResultRow(config.shards, config.sequences_per_shard),
@@ -517,16 +431,6 @@ class MeshTrainer(Trainer):
         self._optimizer.paging.wrote(self._scale_room(target))
 
 
-def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, ParameterSlice]]:
-    """Each parameter in `own`, as it is in the whole model, and which part of it a rank of `model` holds."""
-    if isinstance(model, ParallelGPT):
-        whole, shards, part = model.shards.whole, model.shards, model.part
-        cuts = {slot.name: (slot, shards.piece(slot, part)) for slot in whole.slots}
-    else:
-        cuts = {slot.name: (slot, flat_slice(slot.size, 0, slot.size)) for slot in model.layout.slots}
-    return [cuts[slot.name] for slot in own.slots]
-
-
 def _begun(world: Group) -> Future[None]:
     """An operation that ends when all have begun it."""
     end_ns = world.deadline_ns()
@@ -551,12 +455,3 @@ class _Held:
             with spans.COMM:
                 begun.result()
             self._watch.all_hold(self._version)
-
-
-def _reporters(mesh: Mesh, assignment: Sequence[tuple[int, int]], *, last: int) -> list[int]:
-    """The place in the world of who tells the loss of each logical shard."""
-    found: list[int] = []
-    for data, (start, stop) in enumerate(assignment):
-        places = {DATA_AXIS: data, PIPELINE_AXIS: last, TENSOR_AXIS: 0}
-        found += [mesh.rank({axis: places[axis] for axis in mesh.axes})] * (stop - start)
-    return found

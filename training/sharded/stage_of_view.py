@@ -1,0 +1,119 @@
+"""The passes of this rank's stage in one view of a mesh, for any trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
+from zbmd.training.pipeline.part import OwnParts
+from zbmd.training.pipeline.passes import StagePasses
+from zbmd.training.pipeline.program import Op, StageProgram
+from zbmd.training.pipeline.rings import RingMemory, StageRings, traffic_of
+from zbmd.training.pipeline.simulate import Costs, simulate
+from zbmd.training.profiler.lines import ActivationPeak
+from zbmd.training.sharded.stages import Stages
+from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.step.recipe import Recipe
+
+COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
+"""The rows in which ranks tell what these take."""
+
+
+class StageOfView:
+    """Makes the passes of a stage, once in each view, and keeps the memory of its rings over views.
+
+    `own`: the layers of this rank; `buffers`: the gradients, flat arrays of `own.layout`, in which a step may
+    replace arrays; dtype: of activations.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        own: OwnParts,
+        stages: Stages,
+        buffers: list[Array],
+        *,
+        dtype: np.dtype[np.floating],
+    ) -> None:
+        self._recipe, self._own, self._stages, self._dtype = recipe, own, stages, dtype
+        self._buffers = buffers
+        self._groups: MeshGroups | None = None
+        self._programs: Sequence[StageProgram] = ()
+        self._plan: AccumulationPlan | None = None
+        self._ring_memory: RingMemory | None = None
+        self._made: StagePasses | None = None
+
+    def enter(self, groups: MeshGroups, plan: AccumulationPlan) -> None:
+        """Go on in the groups of a new view, where this rank computes the shards of `plan`."""
+        self.close()
+        self._groups, self._plan = groups, plan
+        self._programs = self._stages.programs(self._recipe.config, groups.mesh)[groups.place(DATA_AXIS)]
+
+    def close(self, *, gave_up: bool = False) -> None:
+        """Leave the neighbours' memory; with `gave_up` their waits for this rank end. Idempotent.
+
+        This rank's own memory is there for them until the process ends.
+        """
+        if self._made is not None:
+            self._made.close(gave_up=gave_up)
+            self._made = None
+
+    @property
+    def held_most(self) -> ActivationPeak | None:
+        """The peak of this rank's activations in the last step; None if it computed none in this view."""
+        return None if self._made is None else self._made.held_most
+
+    @property
+    def passes(self) -> StagePasses:
+        """The passes, made by all stages together in the first step of a view."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> StagePasses:
+        groups, rings, recipe = self._groups, None, self._recipe
+        assert groups is not None and self._plan is not None, "a step is in a view"
+        if groups.pipeline is not None:
+            if self._ring_memory is None:
+                traffic = traffic_of(
+                    recipe.model.config,
+                    recipe.config,
+                    tensor_ranks=groups.size(TENSOR_AXIS),
+                    dtype=self._dtype,
+                )
+                self._ring_memory = RingMemory(
+                    groups.worker.segment, self._programs[self._own.stage], traffic
+                )
+            rings = StageRings(
+                groups.worker, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
+            )
+        return StagePasses(
+            self._own,
+            self._programs,
+            self._plan,
+            self._buffers,
+            groups.pipeline,
+            rings,
+            groups.worker,
+            groups.world.epoch,
+        )
+
+    def bubble_of_times(self) -> float:
+        """Return the bubble of the schedule if each computation takes the median of what it took here.
+
+        Transfers and wake-ups take no time: what a step waits for beyond that is not the schedule's. 0 for a
+        single stage. All ranks together.
+        """
+        if self._groups is None or self._groups.pipeline is None:
+            return 0.0
+        mine = np.zeros((len(COSTS), len(self._own.every)))
+        for (operation, part), times in self.passes.took_ns.items():
+            mine[COSTS[operation], part] = np.median(times)
+        forward, whole, half, weight = self._groups.pipeline.blocking.all_gather(mine).sum(axis=0)
+        costs = Costs(
+            forward=tuple(forward), input_gradient=tuple(whole + half), weight_gradient=tuple(weight)
+        )
+        return float(simulate(self._programs, costs).bubble)

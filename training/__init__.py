@@ -80,4 +80,4 @@ with lazy_imports(globals()):
     from zbmd.training.sharded.task import TrainResult as TrainResult
     from zbmd.training.step.memory_estimate import StepOutOfMemory as StepOutOfMemory
     from zbmd.training.step.recipe import Recipe as Recipe
-    from zbmd.training.zero.trainer import ZeroOptions as ZeroOptions
+    from zbmd.training.zero.options import ZeroOptions as ZeroOptions

@@ -26,7 +26,9 @@ from zbmd.training.model.gpt import Operator
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.sharded.trainer import MeshTrainer
+from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.zero.options import ZeroOptions
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -43,34 +45,52 @@ class Case(msgspec.Struct, kw_only=True):
     schedule: str = "1f1b"
     chunks: int = 1
     loss_scale: float = SCALE_FIRST
+    zero: int = 0
+    """The stage that shards the state along dp; 0: none does."""
     poisoned: int = -1
     """The rank that finds a NaN, and no other."""
     poison: Literal["weight", "forward", "backward"] = "weight"
     """What it finds in the block that it has first."""
 
 
-def run_case(case: Case, groups: MeshGroups, worker: Worker) -> tuple[np.ndarray, list[float]]:
+def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.ndarray]:
     model = groups.model(case.model, recompute=case.recompute)
     recipe = Recipe(model, Corpus(Path(case.corpus), context=case.model.context), case.training)
-    trainer = MeshTrainer(
-        recipe,
-        groups,
-        stages=Stages(schedule=case.schedule, chunks=case.chunks),
-        dtype=storage_dtype(case.dtype),
-        loss_scale=case.loss_scale,
-        zeros=worker.segment.arena.zeros,
-        overlap=case.overlap,
-    )
+    stages = Stages(schedule=case.schedule, chunks=case.chunks)
+    trainer: MeshTrainer | ZeroTrainer
+    if case.zero:
+        assert case.dtype != "float64"
+        options = ZeroOptions(stage=case.zero, storage=case.dtype, loss_scale=case.loss_scale)
+        trainer = ZeroTrainer(groups, recipe, options, stages=stages)
+        trainer.enter(groups, 0)
+    else:
+        trainer = MeshTrainer(
+            recipe,
+            groups,
+            stages=stages,
+            dtype=storage_dtype(case.dtype),
+            loss_scale=case.loss_scale,
+            zeros=worker.segment.arena.zeros,
+            overlap=case.overlap,
+        )
     if case.poisoned == worker.rank and case.poison == "weight":
+        assert isinstance(trainer, MeshTrainer)
         slot = next(one for one in trainer.own.layout.slots if one.name.endswith("blocks.0.mlp.out.weight"))
         trainer.params[slot.offset] = np.nan
     elif case.poisoned == worker.rank:
         model.operators = replace(model.operators, activation=poisoned_activation(case.poison == "forward"))
-    losses = [trainer.run_step().loss for _ in range(case.training.steps)]
-    losses.append(trainer.held_out_loss(windows_max=20))
-    weights = trainer.weights()
+    done = [trainer.run_step() for _ in range(case.training.steps)]
+    losses = [one.loss for one in done] + [trainer.held_out_loss(windows_max=20)]
+    told = {
+        "weights": trainer.weights(),
+        "losses": np.array(losses),
+        "norms": np.array([one.grad_norm for one in done]),
+        "parameters": np.array(trainer.part.own.layout.parameter_count),
+    }
+    if isinstance(trainer, ZeroTrainer):
+        told["state_bytes"] = np.array(trainer.memory.state_bytes_most)
     trainer.close()
-    return weights, losses
+    return told
 
 
 def poisoned_activation(forwards: bool) -> Operator:
@@ -93,10 +113,12 @@ def poisoned_activation(forwards: bool) -> Operator:
 
 async def run_cases(world: Group, worker: Worker, cases: list[Case]) -> None:
     for case in cases:
-        groups = await MeshGroups.of(world, Mesh.parse(case.mesh, world.size))
-        weights, losses = await asyncio.to_thread(run_case, case, groups, worker)
-        path = Path(os.environ["MESH_OUT"]) / f"{case.name}.{worker.rank}.npz"
-        np.savez(path, weights=weights, losses=np.array(losses))
+        mesh = Mesh.parse(case.mesh, world.size)
+        along_data = case.zero and mesh.size("dp") == world.size
+        groups = MeshGroups.along_data(world) if along_data else await MeshGroups.of(world, mesh)
+        told = await asyncio.to_thread(run_case, case, groups, worker)
+        with (Path(os.environ["MESH_OUT"]) / f"{case.name}.{worker.rank}.npz").open("wb") as file:
+            np.savez(file, allow_pickle=False, **told)
         await world.barrier()
         await groups.close()
 

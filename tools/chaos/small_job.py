@@ -165,7 +165,7 @@ def small_recipe(
         precision=precision,
         offload=offload,
         loss_scale=SCALE_MOST,
-        model=GPTConfig(width=32, heads=2, layers=1 if zero else 2, context=16),
+        model=GPTConfig(width=32, heads=2, layers=1 if zero and not mesh else 2, context=16),
         training=TrainingConfig(
             **{"steps": STEPS, "shards": 6, "optimizer": OPTIMIZERS[optimizer], **changes}  # type: ignore[arg-type]
         ),

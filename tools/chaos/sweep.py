@@ -3,7 +3,7 @@
     python -m zbmd.tools.chaos.sweep                              three ranks, each with the whole state
     python -m zbmd.tools.chaos.sweep --second                     and a second kill in the recovery
     python -m zbmd.tools.chaos.sweep --zero 3                     the job with sharded state
-    python -m zbmd.tools.chaos.sweep --mesh dp=2,pp=2             a run on a mesh
+    python -m zbmd.tools.chaos.sweep --mesh dp=2,pp=2             a run on a mesh, or with both
     python -m zbmd.tools.chaos.sweep --every --second --ledger FILE --minutes 60
                                                                  all of ZeRO and meshes, an hour of it; again,
                                                                  and it goes on from where it was
@@ -49,11 +49,13 @@ RECOVERY_BOUNDARIES: Final = 30
 """Instruction boundaries of a replacement that are tried: its first barrier and its first step."""
 ZERO_STAGES: Final = (1, 2, 3)
 MESHES: Final = ("pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2")
+SHARDED_MESHES: Final = ((3, "dp=2,tp=2"), (2, "dp=2,pp=2"), (3, "dp=2,pp=2"))
+"""Those of which the state is sharded along `dp`, by their stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A job: with sharded state (`zero`, its stage), on a `mesh`, or neither; on `ranks` ranks."""
+    """A job: with sharded state (`zero`, its stage), on a `mesh`, both, or neither; on `ranks` ranks."""
 
     zero: int = 0
     mesh: str = ""
@@ -65,8 +67,6 @@ class Setting:
         cls, *, zero: int = 0, mesh: str = "", ranks: int | None = None, optimizer: str = "adamw"
     ) -> Setting:
         """The ranks of a mesh are those that it has. Raises `UserError` for what is no job."""
-        if zero and mesh:
-            raise UserError("a job has --zero or --mesh: not both.")
         if mesh:
             sizes = [size for _, _, size in (axis.partition("=") for axis in mesh.split(","))]
             if not all(size.isdecimal() and int(size) for size in sizes):
@@ -76,7 +76,8 @@ class Setting:
         return cls(zero=zero, mesh=mesh, ranks=ranks, optimizer=optimizer)
 
     def __str__(self) -> str:
-        what = f"zero={self.zero}" if self.zero else self.mesh or "replicas"
+        kinds = (f"zero={self.zero}" if self.zero else "", self.mesh)
+        what = " ".join(kind for kind in kinds if kind) or "replicas"
         return f"{what} n={self.ranks}{'' if self.optimizer == 'adamw' else f' {self.optimizer}'}"
 
     @property
@@ -87,7 +88,9 @@ class Setting:
 
 def every_setting() -> list[Setting]:
     """All that the sweep of training is about."""
-    return [Setting.of(zero=stage) for stage in ZERO_STAGES] + [Setting.of(mesh=mesh) for mesh in MESHES]
+    kinds: list[tuple[int, str]] = [(stage, "") for stage in ZERO_STAGES]
+    kinds += [(0, mesh) for mesh in MESHES]
+    return [Setting.of(zero=stage, mesh=mesh) for stage, mesh in (*kinds, *SHARDED_MESHES)]
 
 
 def spread(count: int) -> list[int]:
@@ -381,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="stage; 0: none")
     parser.add_argument("--mesh", default="", help="of a run of zbmd train, such as dp=2,pp=2")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="(%(default)s)")
-    parser.add_argument("--every", action="store_true", help="every stage of ZeRO, and five meshes")
+    parser.add_argument("--every", action="store_true", help="every stage of ZeRO, five meshes, and both")
     parser.add_argument("-n", type=int, help=f"ranks ({RANKS_DEFAULT}, or those of the mesh)")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="keep what was found, and go on from it")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="cases at a time (%(default)s)")

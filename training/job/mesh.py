@@ -52,6 +52,11 @@ class MeshGroups:
             raise
         return cls(world, mesh, *made)
 
+    @classmethod
+    def along_data(cls, world: Group) -> MeshGroups:
+        """Return those of a mesh of `dp` alone: its group is `world`, and no other is made."""
+        return cls(world, Mesh.of(world.size, {DATA_AXIS: world.size}), world, None, None)
+
     @property
     def worker(self) -> Worker:
         """Return the worker of the groups."""
@@ -81,7 +86,7 @@ class MeshGroups:
 
         Returns once they are drained. Ranks that wait for this rank, now or later, get an abort.
         """
-        groups = [group for group in (self.world, self.data, self.pipeline, self.tensor) if group is not None]
+        groups = [self.world, *self._made()]
         for group in groups:
             group.abort()
         for group in groups:
@@ -89,9 +94,13 @@ class MeshGroups:
 
     async def close(self) -> None:
         """Close the groups, except the world's."""
-        for group in (self.data, self.pipeline, self.tensor):
-            if group is not None:
-                await group.close()
+        for group in self._made():
+            await group.close()
+
+    def _made(self) -> list[Group]:
+        """Return the groups beside the world's."""
+        made = (self.data, self.pipeline, self.tensor)
+        return [group for group in made if group is not None and group is not self.world]
 
     def model(self, config: GPTConfig, *, recompute: bool = False) -> GPT:
         """Return this rank's part of the model, of all stages."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from zbmd.training.redundancy.state_file import Note, StateFile
 from zbmd.training.step.step_hook import VOTE_NUMBERS, StepHook, Vote
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
+_NOTHING: npt.NDArray[np.float64] = np.zeros(0)
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,31 +104,72 @@ class Told(NamedTuple):
     samples: tuple[tuple[int, ...], ...]
     votes: list[Vote]
     busy_ns: tuple[int, ...]
+    beside: list[npt.NDArray[np.float64]]
+
+
+class AllBegun:
+    """Tells `watch` once that all ranks have begun the step, so that each holds `version`, that before it.
+
+    begun: an operation that ends when they have; None if the trainer calls `tell`.
+    """
+
+    def __init__(self, watch: StepHook, version: int, begun: Future[None] | None) -> None:
+        self._watch, self._version, self._begun = watch, version, begun
+        self._told = False
+
+    def look(self) -> None:
+        """Tell it if it is so by now. Raises as the operation."""
+        if self._begun is not None and self._begun.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Tell it as soon as it is so."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with spans.COMM:
+                begun.result()
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell it: it is so."""
+        if not self._told:
+            self._told = True
+            self._watch.all_hold(self._version)
+
+
+def all_begin(world: Group) -> Future[None]:
+    """Return an operation that ends when all have begun it."""
+    end_ns = world.deadline_ns()
+    return world.submit(lambda c: c.barrier(deadline_ns=end_ns))
 
 
 def share_step(
     world: Group,
     row: ResultRow,
-    watch: StepHook,
+    watch: StepHook | None,
     *,
     losses: Mapping[int, float],
     samples: Mapping[int, npt.NDArray[np.int64]],
     reporters: Sequence[int],
     busy_ns: int = 0,
+    beside: npt.NDArray[np.float64] = _NOTHING,
 ) -> Told:
     """Tell all ranks this one's vote, and of its shards the losses and samples: one operation.
 
-    reporters: the place in `world` of the rank that reports each logical shard. Raises as the operation.
+    watch: votes, unless it is None. reporters: the place in `world` of the rank that reports each logical
+    shard. beside: more numbers for all ranks to see, as many on each. Raises as the operation.
     """
     at, each = VOTE_NUMBERS + row.shards, row.samples
-    mine = np.zeros(at + row.shards * each + 1)
-    with spans.COMM:  # it may wait for the copy of a state
-        mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
+    busy = at + row.shards * each
+    mine = np.zeros(busy + 1 + len(beside))
+    if watch is not None:
+        with spans.COMM:  # it may wait for the copy of a state
+            mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
     for shard, loss in losses.items():
         mine[VOTE_NUMBERS + shard] = loss
     for shard, ids in samples.items():
         mine[at + shard * each :][:each] = ids
-    mine[-1] = float(busy_ns)
+    mine[busy], mine[busy + 1 :] = float(busy_ns), beside
     with spans.COMM:
         every = world.blocking.all_gather(mine)
     told = list(enumerate(reporters))
@@ -136,7 +179,8 @@ def share_step(
             tuple(every[place][at + shard * each :][:each].astype(np.int64).tolist()) for shard, place in told
         ),
         votes=[one[:VOTE_NUMBERS].view(np.uint64) for one in every],
-        busy_ns=tuple(int(one[-1]) for one in every),
+        busy_ns=tuple(int(one[busy]) for one in every),
+        beside=[one[busy + 1 :] for one in every],
     )
 
 
@@ -194,7 +238,7 @@ class Trainer(Protocol):
         ...
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's share of a checkpoint."""
+        """* Return this rank's share of a checkpoint."""
         ...
 
     def close(self, *, gave_up: bool = False) -> None:

@@ -228,12 +228,12 @@ class GPT:
         views = layout.views(params)
         into = [None] * len(views) if grads is None else layout.views(grads)
         return [
-            self._parameter(slot.name, Parameter(data, grad, index, on_grad_ready))
+            self.leaf(slot.name, Parameter(data, grad, index, on_grad_ready))
             for index, (slot, data, grad) in enumerate(zip(layout.slots, views, into, strict=True))
         ]
 
-    def _parameter(self, name: str, parameter: Parameter) -> Parameter:
-        """Return the leaf of the parameter `name`."""
+    def leaf(self, name: str, parameter: Parameter) -> Parameter:
+        """Return `parameter`, named `name`, as the leaf of a forward and backward pass."""
         return parameter
 
     def differentiate(

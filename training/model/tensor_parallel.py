@@ -171,7 +171,7 @@ class ParallelGPT(PartOfGPT):
         super().__init__(config, group.rank, group.size, recompute=recompute)
         self.group = group
 
-    def _parameter(self, name: str, parameter: Parameter) -> Parameter:
+    def leaf(self, name: str, parameter: Parameter) -> Parameter:
         """See `GPT`."""
         return parameter if cut_of(name)[1] else SharedParameter(parameter, self.group)
 

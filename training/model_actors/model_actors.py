@@ -193,6 +193,13 @@ class ModelActors:
 
         return self.optimizer.call(ComputingActor.run, recorded)
 
+    def recording(self, log: Log, *, again: bool) -> Recorder:
+        """Keep in `log` what collectives return inside a `with` of the result; `again`: take that from there.
+
+        For a computation that is repeated with its `compute`, and calls collectives of `group`.
+        """
+        return self._recorder.recording(log, again=again)
+
     def part(self, plain: GPTPart) -> GPTPart:
         """Return `plain`, computed by the actors."""
         return SupervisedPart(plain, self.compute, self._recorder)

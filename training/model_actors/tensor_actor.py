@@ -96,7 +96,10 @@ class TensorPart(Contract, id="zbmd.training.tensor_part"):
 
 
 class HeldTensor(NamedTuple):
-    """What a rank holds of parameter `name`: the slice `cut`."""
+    """The slice `cut` of parameter `name`, held by a rank.
+
+    If a state is sharded, and the model divided along `tp`, it is a slice of this rank's slice.
+    """
 
     name: str
     cut: ParameterSlice

@@ -57,13 +57,16 @@ class HeldMatrix:
 
     `shape`: of the whole matrix. `span`: where its piece lies in the arrays that are updated. `cuts`: the
     slices of the ranks that hold the matrix together, by position; None: nothing. `place`: the position of
-    this rank.
+    this rank. `inner`: if this rank's slice is itself divided, over other ranks, the slices of it that they
+    hold, in its memory order, by position; `inner_place`: this rank's position there.
     """
 
     shape: tuple[int, ...]
     span: slice
     cuts: tuple[ParameterSlice | None, ...]
     place: int = 0
+    inner: tuple[ParameterSlice | None, ...] = ()
+    inner_place: int = 0
 
     @property
     def held(self) -> ParameterSlice | None:
@@ -83,6 +86,8 @@ class HeldMatrices:
 
     matrices: tuple[HeldMatrix, ...]
     gather: Gather = gather_alone
+    gather_inner: Gather = gather_alone
+    """Among the ranks that hold `inner` slices."""
 
     @classmethod
     def whole(cls, layout: ParameterLayout) -> HeldMatrices:
@@ -103,6 +108,7 @@ class HeldMatrices:
                 for one in found
             ),
             gather=self.gather,
+            gather_inner=self.gather_inner,
         )
 
 
@@ -168,17 +174,36 @@ class Muon:
 
     def _orthogonal(self, matrix: HeldMatrix, slope: Array) -> Array | None:
         """Return this rank's slice of the orthogonalised matrix; None if it holds none."""
+        if matrix.inner:
+            return self._orthogonal_inner(matrix, slope)
         if not matrix.is_apart:
             return None if matrix.held is None else orthogonalized(slope.reshape(matrix.shape), xp=self.xp)
-        whole = self._gathered(matrix, slope)
+        whole = self._gathered(matrix.cuts, slope, matrix.shape, self._held.gather)
         return None if matrix.held is None else matrix.held.of(orthogonalized(whole, xp=self.xp))
 
-    def _gathered(self, matrix: HeldMatrix, slope: Array) -> Array:
-        xp, sizes = self.xp, [0 if cut is None else math.prod(cut.shape) for cut in matrix.cuts]
+    def _orthogonal_inner(self, matrix: HeldMatrix, slope: Array) -> Array | None:
+        """Return the same of a slice that is divided: all ranks take part in both gathers."""
+        assert matrix.held is not None, "each rank along the outer axis holds a slice"
+        mine = self._gathered(matrix.inner, slope, (math.prod(matrix.held.shape),), self._held.gather_inner)
+        whole = self._gathered(matrix.cuts, mine, matrix.shape, self._held.gather)
+        own = matrix.inner[matrix.inner_place]
+        if own is None:
+            return None
+        return own.of(self.xp.ascontiguousarray(matrix.held.of(orthogonalized(whole, xp=self.xp))))
+
+    def _gathered(
+        self,
+        cuts: Sequence[ParameterSlice | None],
+        slope: Array,
+        shape: tuple[int, ...],
+        gather: Gather,
+    ) -> Array:
+        """Return the whole array of `shape` of which ranks hold the slices `cuts`, this one `slope`."""
+        xp, sizes = self.xp, [0 if cut is None else math.prod(cut.shape) for cut in cuts]
         mine = xp.zeros(max(sizes), dtype=slope.dtype)
         mine[: len(slope)] = slope
-        whole: Array = xp.empty(matrix.shape, dtype=slope.dtype)
-        for cut, size, piece in zip(matrix.cuts, sizes, self._held.gather(mine), strict=True):
+        whole: Array = xp.empty(shape, dtype=slope.dtype)
+        for cut, size, piece in zip(cuts, sizes, gather(mine), strict=True):
             if cut is not None:
                 cut.of(whole)[...] = piece[:size].reshape(cut.shape)
         return whole

@@ -192,13 +192,16 @@ class StagePasses:
         self._held_most = self._bytes_held = self._bytes_most = 0
         self._weights, self._batches, self._final = weights, batches, final
         self._deadline_ns, self._loss_scale = deadline_ns, loss_scale
-        actions = deque(self._handle(StepBegun()))
-        while actions:
-            actions += self._perform(actions.popleft())
-            between()
-        if self._rings_or_none is not None:
-            with spans.COMM:
-                self._rings.drain(deadline_ns)
+        try:
+            actions = deque(self._handle(StepBegun()))
+            while actions:
+                actions += self._perform(actions.popleft())
+                between()
+            if self._rings_or_none is not None:
+                with spans.COMM:
+                    self._rings.drain(deadline_ns)
+        finally:
+            self._weights = None  # who gathered them gives them back
 
     def close(self, *, gave_up: bool) -> None:
         """Leave the neighbours' rings; with `gave_up` their waits end. Idempotent."""

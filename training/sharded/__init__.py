@@ -1,5 +1,6 @@
 """Training on a mesh of `dp × pp × tp` ranks, from a recipe: what `zbmd train` runs on every rank.
 
-`mesh` names ranks and groups; `options` is the recipe, `stages` its pipeline, `trainer` runs steps, `job` and
-`run` the job. Imports `pipeline`, `tensor`, `redundancy` and below. Begin with `mesh` and `options`.
+`options` is the recipe, `stages` its pipeline. `trainer` runs steps of state that is whole along `dp`, and
+`zero_trainer` of sharded state, both over `model_part` and `stage_of_view`; `task` and `run` are the job.
+Imports `zero`, `job` and below. Begin with `options` and `trainer`.
 """

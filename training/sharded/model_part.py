@@ -12,6 +12,7 @@ from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, 
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.model.tensor_shards import cut_of
+from zbmd.training.optim import HeldMatrix, hidden_matrices
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.sharded.norm import relayed_loss
 from zbmd.training.sharded.stages import Stages
@@ -37,6 +38,8 @@ class ModelPart:
             groups.place(TENSOR_AXIS) == 0 or bool(cut_of(slot.name)[1]) for slot in self.own.layout.slots
         ]
         """Of each parameter, whether this rank's slice is in a checkpoint: the first of equal ones is."""
+        self.matrices = _held_matrices(model, self.own.layout, self.cuts)
+        """This rank's slices of hidden matrices that are divided along `tp`, by name."""
 
     def of(self, flat: Array) -> Array:
         """Return this rank's part of the whole model's flat array: a copy."""
@@ -81,6 +84,21 @@ def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, Para
     else:
         cuts = {slot.name: (slot, flat_slice(slot.size, 0, slot.size)) for slot in model.layout.slots}
     return [cuts[slot.name] for slot in own.slots]
+
+
+def _held_matrices(
+    model: GPT, own: ParameterLayout, cuts: Sequence[tuple[ParameterSlot, ParameterSlice]]
+) -> dict[str, HeldMatrix]:
+    if not isinstance(model, PartOfGPT):
+        return {}
+    shards, hidden, found = model.shards, hidden_matrices(own), dict[str, HeldMatrix]()
+    for (slot, cut), here in zip(cuts, own.slots, strict=True):
+        if here in hidden:
+            is_cut = bool(cut_of(slot.name)[1])
+            every = tuple(shards.piece(slot, part) for part in range(shards.parts)) if is_cut else (cut,)
+            place = model.part if is_cut else 0
+            found[slot.name] = HeldMatrix(shape=slot.shape, span=here.span, cuts=every, place=place)
+    return found
 
 
 def reporters(own: OwnParts, mesh: Mesh, assignment: Sequence[tuple[int, int]]) -> list[int]:

@@ -69,12 +69,18 @@ def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: 
         if is_first or cut_of(slot.name)[1]:  # what is whole on all ranks counts once
             squares[index] = squares_of(view.reshape(-1), xp=np)
     with spans.COMM:
-        squares = sum(tensor.blocking.all_gather(squares))
+        every = tensor.blocking.all_gather(squares)
+    squares = np.zeros(len(squares))
+    for row in every:
+        squares += row
     if pipeline is not None:
         lengths = {number: len(own.every[number].layout.slots) for number in own.order}
         found = _by_part(gather_rows(pipeline, squares), lengths)
         squares = np.concatenate([found[number] for number in range(len(own.every))])
-    return norm_from(sum(squares.tolist()))
+    found_in_all = 0.0
+    for value in squares.tolist():
+        found_in_all += value
+    return norm_from(found_in_all)
 
 
 def _by_part(every: Array, lengths: dict[int, int]) -> dict[int, Array]:

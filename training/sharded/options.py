@@ -10,7 +10,7 @@ import msgspec
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
-from zbmd.training.zero.trainer import STAGES, ZeroOptions
+from zbmd.training.zero.options import STAGES, ZeroOptions
 from zbmd.transport.errors import UserError
 
 Tokens = Literal["bytes", "bpe"]
@@ -95,8 +95,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError(f"--zero: expected one of 0, 1, 2, 3, got {self.zero}")
         if self.zero:
             self.zero_options  # noqa: B018 -- it raises
-            if self.chunks != 1 or self.balance:
-                raise UserError("--zero has no stages to divide: omit --chunks and --balance.")
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
         for name in ("evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:

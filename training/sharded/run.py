@@ -25,16 +25,23 @@ from zbmd.training.redundancy.buddy import COPIES
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import begin_log
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.stages import SLOTS, RankBytes, bytes_needed, elements_most, state_elements
-from zbmd.training.sharded.task import EngineTask, TrainResult, plan_of
+from zbmd.training.sharded.stages import (
+    SLOTS,
+    RankBytes,
+    bytes_needed,
+    elements_most,
+    inbox_needed,
+    shard_layouts,
+    state_elements,
+)
+from zbmd.training.sharded.task import EngineTask, TrainResult, plan_of, shard_elements
 from zbmd.training.step.memory_estimate import (
     RankMemory,
     activation_bytes,
     require_memory,
     too_large,
 )
-from zbmd.training.zero.rank import slot_elements
-from zbmd.training.zero.trainer import arena_bytes_needed, shards_of
+from zbmd.training.zero.options import arena_bytes_needed
 from zbmd.transport.errors import UserError
 
 ARENA_SPARE_BYTES = 4 << 20
@@ -48,8 +55,10 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     options.check()
     mesh = Mesh.parse(options.mesh, world_size)
     require_axes(mesh)
-    if options.zero and mesh.size(DATA_AXIS) != mesh.world_size:
-        raise UserError(f"--zero shards the state along dp alone: omit it, or the other axes of {mesh}.")
+    if options.zero and mesh.size(DATA_AXIS) == 1 and mesh.world_size > 1:
+        raise UserError(f"--zero shards the state along dp, and {mesh} has one rank there: omit it.")
+    if options.zero and mesh.size(PIPELINE_AXIS) == 1 and (options.chunks != 1 or options.balance):
+        raise UserError("--zero has no stages to divide: omit --chunks and --balance, or give pp.")
     if options.tensorboard:
         require_board()
     model = options.model
@@ -88,7 +97,7 @@ def check_recipe(options: TrainOptions, ranks: int) -> None:
     training, dtype = options.training, storage_dtype(options.precision)
     if options.offload is not None:
         if options.zero:
-            elements = slot_elements(shards_of(GPT(model), ranks), training.optimizer, dtype)
+            elements = shard_elements(options, model, mesh)
         else:
             elements = state_elements(elements_most(model, mesh, options.stages), dtype, training.optimizer)
         note = ResultRow(training.shards, training.sequences_per_shard).numbers
@@ -110,7 +119,9 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     stages, training = options.stages, options.training
     microbatches = -(-training.shards // mesh.size(DATA_AXIS))
     shape = Shape(stages=mesh.size(PIPELINE_AXIS), chunks=stages.chunks, microbatches=microbatches)
-    held = schedule_named(stages.schedule).activations_max(shape, 0) if not options.zero else microbatches
+    held = schedule_named(stages.schedule).activations_max(shape, 0)
+    if options.zero and shape.stages == 1:  # all wait at each unit
+        held = microbatches
     needs = RankMemory(
         state_bytes=needed.arena + needed.inbox,
         activation_bytes=activation_bytes(
@@ -133,11 +144,9 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
     """Return the memory that a rank needs. Raises `UserError` for what the mesh does not divide."""
     ranks, training, offloaded = mesh.size(TENSOR_AXIS), options.training, options.offload is not None
     if options.zero:
-        model, zero = GPT(config), options.zero_options
-        arena = arena_bytes_needed(
-            model, training, zero, ranks=mesh.world_size, copies=COPIES, offloaded=offloaded
-        )
-        return RankBytes(arena=arena, inbox=0)
+        layouts, zero = shard_layouts(config, mesh, options.stages), options.zero_options
+        arena = arena_bytes_needed(layouts, training, zero, copies=COPIES, offloaded=offloaded)
+        return RankBytes(arena=arena, inbox=inbox_needed(config, training, mesh, options.stages))
     return bytes_needed(
         GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks),
         training,

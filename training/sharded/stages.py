@@ -17,6 +17,7 @@ from zbmd.training.pipeline.part import OwnParts, balanced_cuts, even_cuts, laye
 from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed, runnable_programs, traffic_of
 from zbmd.training.step.accumulate import buffers_most
+from zbmd.training.zero.layout import ShardLayout, shards_of
 from zbmd.transport.errors import UserError
 
 FLOAT32: np.dtype[np.floating] = np.dtype(np.float32)
@@ -92,19 +93,58 @@ def bytes_needed(
 
     Raises `UserError` for layers or shards that cannot be shared out over the mesh.
     """
-    count = mesh.size(PIPELINE_AXIS)
     most = elements_most(model.config, mesh, stages)
     data_ranks = mesh.size(DATA_AXIS)
     buffers = buffers_most(training.shards, range(1, data_ranks + 1) if shrinks else [data_ranks])
     computing = computing_dtype(dtype)
     stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
     state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize
-    every = stages.programs(training, mesh)
-    inbox = 0
-    if count > 1:
-        traffic = traffic_of(model.config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=computing)
-        inbox = max(inbox_bytes_needed(programs, traffic) for programs in every)
+    inbox = inbox_needed(model.config, training, mesh, stages, dtype=computing)
     return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
+
+
+def inbox_needed(
+    config: GPTConfig,
+    training: TrainingConfig,
+    mesh: Mesh,
+    stages: Stages,
+    *,
+    dtype: np.dtype[np.floating] = FLOAT32,
+) -> int:
+    """Return the bytes that stages write to a rank. Raises `UserError` as `bytes_needed`.
+
+    dtype: of activations.
+    """
+    every = stages.programs(training, mesh)
+    if mesh.size(PIPELINE_AXIS) == 1:
+        return 0
+    traffic = traffic_of(config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=dtype)
+    return max(inbox_bytes_needed(programs, traffic) for programs in every)
+
+
+def shard_layouts(config: GPTConfig, mesh: Mesh, stages: Stages) -> list[ShardLayout]:
+    """Return how the part of each stage and slice of the model is sharded along `dp`.
+
+    Raises `UserError` as `bytes_needed`.
+    """
+    count, ranks = mesh.size(PIPELINE_AXIS), mesh.size(DATA_AXIS)
+    cuts, models = stages.cuts_of(config, count), models_along_tp(config, mesh)
+    if stages.balance:  # until layers are measured, a stage may have any of them
+        return [
+            ShardLayout.of(model.layout, (slice(0, len(model.layout.slots)),), ranks=ranks)
+            for model in models
+        ]
+    return [
+        shards_of(OwnParts(model, cuts, stages=count, stage=stage), ranks)
+        for model in models
+        for stage in range(count)
+    ]
+
+
+def models_along_tp(config: GPTConfig, mesh: Mesh) -> list[GPT]:
+    """Return the slices of a model that ranks along `tp` hold. Raises `UserError` if it is not divided."""
+    parts = mesh.size(TENSOR_AXIS)
+    return [PartOfGPT(config, part, parts) for part in range(parts)] if parts > 1 else [GPT(config)]
 
 
 def state_elements(size: int, dtype: np.dtype[np.floating], optimizer: OptimizerConfig) -> int:
@@ -114,9 +154,8 @@ def state_elements(size: int, dtype: np.dtype[np.floating], optimizer: Optimizer
 
 def elements_most(config: GPTConfig, mesh: Mesh, stages: Stages) -> int:
     """Parameters, with padding, of the rank that holds most. Raises `UserError` as `bytes_needed`."""
-    count, parts = mesh.size(PIPELINE_AXIS), mesh.size(TENSOR_AXIS)
+    count, models = mesh.size(PIPELINE_AXIS), models_along_tp(config, mesh)
     cuts = stages.cuts_of(config, count)
-    models = [PartOfGPT(config, part, parts) for part in range(parts)] if parts > 1 else [GPT(config)]
     if stages.balance:
         return max(model.layout.size for model in models)
     return max(OwnParts(model, cuts, stages=count, stage=0).size_most for model in models)

@@ -30,10 +30,11 @@ from zbmd.training.redundancy.state_file import StateFile, StateName
 from zbmd.training.replicated.job import weights_sha256
 from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.stages import SLOTS, elements_most, state_elements
+from zbmd.training.sharded.stages import SLOTS, elements_most, shard_layouts, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
+from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe, learning_rate_of
-from zbmd.training.zero.trainer import ZeroTrainer
+from zbmd.training.zero.rank import slot_elements
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 
@@ -74,6 +75,12 @@ def plan_of(options: TrainOptions, config: GPTConfig, corpus: Corpus) -> str:
     )
 
 
+def shard_elements(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> int:
+    """Return the float32 numbers of the largest shard of a state that is sharded."""
+    optimizer, dtype = options.training.optimizer, storage_dtype(options.precision)
+    return max(slot_elements(one, optimizer, dtype) for one in shard_layouts(config, mesh, options.stages))
+
+
 class EngineTask(Task[TrainResult]):
     """A recipe as a `Task`. again: this rank is a replacement; shrinks: views may have fewer ranks."""
 
@@ -111,9 +118,9 @@ class EngineTask(Task[TrainResult]):
         return self._shrinks and 1 <= ranks <= self.mesh.world_size
 
     async def groups(self, world: Group) -> MeshGroups:
-        """See `Task`. A sharded state is that of the whole world: it needs no other group."""
-        if self._options.zero:
-            return MeshGroups(world, self.mesh, None, None, None)
+        """See `Task`. A state that is sharded over the whole world needs no other group."""
+        if self._options.zero and self.mesh.size(DATA_AXIS) == world.size:
+            return MeshGroups(world, self.mesh, world, None, None)
         mesh = (
             self.mesh if world.size == self.mesh.world_size else Mesh.of(world.size, {DATA_AXIS: world.size})
         )
@@ -145,7 +152,12 @@ class EngineTask(Task[TrainResult]):
         trainer: MeshTrainer | ZeroTrainer
         if options.zero:
             trainer = ZeroTrainer(
-                self._worker, groups.world, recipe, options.zero_options, keep_previous=True, offload=offload
+                groups,
+                recipe,
+                options.zero_options,
+                stages=self._stages,
+                keep_previous=True,
+                offload=offload,
             )
         else:
             trainer = MeshTrainer(
@@ -190,7 +202,7 @@ class EngineTask(Task[TrainResult]):
     def copies(self, trainer: Trainer) -> list[Array]:
         """See `Task`."""
         if isinstance(trainer, ZeroTrainer):
-            return trainer.own.mirror_copies()
+            return trainer.own.mirror_copies(shard_elements(self._options, self._config, self.mesh))
         options, dtype = self._options, storage_dtype(self._options.precision)
         most = elements_most(self._config, self.mesh, self._stages)
         size = state_elements(most, dtype, options.training.optimizer)
@@ -230,8 +242,8 @@ class EngineTask(Task[TrainResult]):
         assert isinstance(trainer, MeshTrainer | ZeroTrainer), "another task's trainer"
         took_s = max(1e-9, (now_ns() - self._began_ns) / 1e9)
         weights = trainer.weights().astype(np.float32)
-        pipeline = isinstance(trainer, MeshTrainer) and self.mesh.size(PIPELINE_AXIS) > 1
-        of_times = trainer.bubble_of_times() if pipeline and isinstance(trainer, MeshTrainer) else None
+        pipeline = self.mesh.size(PIPELINE_AXIS) > 1
+        of_times = trainer.bubble_of_times() if pipeline else None
         if not is_first:
             return None
         self._save(weights)

@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards
-from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
-from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, Mesh, MeshGroups
-from zbmd.training.job.task import ResultRow, StepResult, Told, Trainer, share_step
+from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
+from zbmd.training.job.task import AllBegun, ResultRow, StepResult, Told, Trainer, all_begin, share_step
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_parallel import ParallelGPT
-from zbmd.training.model.tensor_shards import cut_of
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
-from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_matrices
+from zbmd.training.optim import HeldMatrices, arrays_of
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, attempted, computing_dtype
@@ -135,17 +132,8 @@ class MeshTrainer(Trainer):
 
     def _held_matrices(self) -> HeldMatrices | None:
         """Return the parts of this stage's hidden matrices along tp; None: they are whole."""
-        if not isinstance(self.recipe.model, ParallelGPT):
-            return None
-        place, parts = self.groups.place(TENSOR_AXIS), self.groups.size(TENSOR_AXIS)
-        shards, hidden, held = self.recipe.model.shards, hidden_matrices(self.own.layout), list[HeldMatrix]()
-        for (slot, own), here in zip(self._cuts, self.own.layout.slots, strict=True):
-            is_cut = bool(cut_of(slot.name)[1])
-            cuts = tuple(shards.piece(slot, part) for part in range(parts)) if is_cut else (own,)
-            if here in hidden:
-                at = place if is_cut else 0
-                held.append(HeldMatrix(shape=slot.shape, span=here.span, cuts=cuts, place=at))
-        return HeldMatrices(matrices=tuple(held), gather=self._gathered)
+        found = self.part.matrices
+        return HeldMatrices(matrices=tuple(found.values()), gather=self._gathered) if found else None
 
     def _gathered(self, piece: Array) -> Sequence[Array]:
         model = self.recipe.model
@@ -316,7 +304,7 @@ class MeshTrainer(Trainer):
     def _run_step(self, watch: StepHook) -> StepResult:
         world = self.groups.world
         first = watch.applies_first
-        held = _Held(watch, self.step, None if watch is NO_HOOK or first else _begun(world))
+        held = AllBegun(watch, self.step, None if watch is NO_HOOK or first else all_begin(world))
         self._compute_ns = self._waited_ns = 0
         try:
             norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
@@ -349,7 +337,7 @@ class MeshTrainer(Trainer):
             watch.updated(done)
         return done
 
-    def _attempt(self, scale: LossScale, held: _Held) -> float:
+    def _attempt(self, scale: LossScale, held: AllBegun) -> float:
         """Compute the gradient, times `scale`, and its norm, on all ranks the same."""
         self._scale, reduction = scale, self._reduction()
         try:
@@ -357,7 +345,7 @@ class MeshTrainer(Trainer):
         finally:
             reduction.drain()
 
-    def _differentiated(self, scale: LossScale, held: _Held, reduction: ShardReduction) -> float:
+    def _differentiated(self, scale: LossScale, held: AllBegun, reduction: ShardReduction) -> float:
         started_ns = now_ns()
         if self._plan.leaves:
             self._stage.passes.run(
@@ -388,7 +376,7 @@ class MeshTrainer(Trainer):
         with spans.GRAD_CLIP:
             return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
 
-    def _named(self, error: TrainingDiverged, held: _Held) -> TrainingDiverged:
+    def _named(self, error: TrainingDiverged, held: AllBegun) -> TrainingDiverged:
         """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
         model, layout, watching = self.recipe.model, self.own.layout, NonFiniteProbe()
         partials = [self._buffers[place] for place in self._plan.partials.values()]
@@ -429,29 +417,3 @@ class MeshTrainer(Trainer):
             update() if self._actors is None else self._actors.update(update)
         scale.after(finite=True).write(self._scale_room(target))
         self._optimizer.paging.wrote(self._scale_room(target))
-
-
-def _begun(world: Group) -> Future[None]:
-    """An operation that ends when all have begun it."""
-    end_ns = world.deadline_ns()
-    return world.submit(lambda c: c.barrier(deadline_ns=end_ns))
-
-
-class _Held:
-    """Tells the watch once that all ranks have begun the step, so that each holds the version before it."""
-
-    def __init__(self, watch: StepHook, version: int, begun: Future[None] | None) -> None:
-        self._watch, self._version, self._begun = watch, version, begun
-
-    def look(self) -> None:
-        """Tell it if it is so by now. Raises as the operation."""
-        if self._begun is not None and self._begun.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Tell it as soon as it is so."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            with spans.COMM:
-                begun.result()
-            self._watch.all_hold(self._version)

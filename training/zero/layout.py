@@ -32,6 +32,7 @@ from zbmd.training.autograd.parameter_layout import (
     ParameterSlot,
     flat_slice,
 )
+from zbmd.training.pipeline.part import OwnParts
 from zbmd.transport.errors import UserError
 
 
@@ -195,3 +196,19 @@ class ShardLayout:
                 span = unit.of_rank(rank)
                 flat[span] = shard[unit.shard_start : unit.shard_start + span.stop - span.start]
         return flat
+
+
+def shards_of(own: OwnParts, ranks: int) -> ShardLayout:
+    """Return how the parameters of a stage are divided over `ranks` ranks.
+
+    A model in one part has a unit for each of its layers. Micro-batches of a pipeline pass all layers of a
+    stage in turn, and a tied head uses the first unit's table: there, all is one unit.
+    """
+    model = own.every[0].model
+    units = model.units if is_by_layers(own) else (slice(0, len(own.layout.slots)),)
+    return ShardLayout.of(own.layout, units, ranks=ranks)
+
+
+def is_by_layers(own: OwnParts) -> bool:
+    """Return whether a step walks from unit to unit, with all micro-batches at a time."""
+    return len(own.every) == 1 and not own.every[0].model.is_tied

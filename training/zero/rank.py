@@ -11,8 +11,9 @@ that has all shards, whatever the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,10 +21,11 @@ import numpy as np
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, active_probe
-from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot
+from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.model_actors.collective_log import Log, Recorder
 from zbmd.training.model_actors.joint_call import Attempt
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
@@ -38,7 +40,6 @@ from zbmd.training.optim import (
     optimizer_for,
     whole_parameters,
 )
-from zbmd.training.optim.clip import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.optim.elementwise import AdamWState, Shard, update_blocks
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
 from zbmd.training.redundancy.state_file import Paging, StateFile, state_in
@@ -56,11 +57,36 @@ class _Pass:
     x: Tensor
     y: Tensor
     parameters: list[Parameter]
+    log: Log
+    """Results of collectives along `tp`, if actors compute."""
+
+
+Walk = Callable[[Array, list[Array], Sequence[Batch], float], Mapping[int, float]]
+"""Does all passes of a step with these weights, buffers for gradients, batches and loss scale.
+
+Returns the losses that are known here, by logical shard. Arrays may be longer than the shards' layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOfModel:
+    """The part of a model, divided along `pp` or `tp`, that is sharded.
+
+    initial: returns its weights of the seed, in the shards' layout. cuts: of each of its parameters, the slot
+    in the whole model and the slice of it. matrices: slices of hidden matrices that ranks along `tp` share,
+    by name; gather: collects pieces of these. walk: does the passes, if all is one unit.
+    """
+
+    initial: Callable[[], Array]
+    cuts: Sequence[tuple[ParameterSlot, ParameterSlice]]
+    matrices: Mapping[str, HeldMatrix]
+    gather: Gather
+    walk: Walk | None
 
 
 class ZeroRank:
     """Rank `rank` of `shards.ranks`, with the initial weights of `seed`. `memory` makes and counts arrays.
 
+    `part`: what `shards` divides, if it is not the whole model.
     `loss_scale` is what float16 begins with. With `keep_previous` there are two slots of the shard, and an
     update writes the one that is not in use. With `offload`, the two slots lie in that file, of
     `slot_elements`. Either way they hold the initial state only after `begin_anew`: a predecessor or a
@@ -84,12 +110,13 @@ class ZeroRank:
         loss_scale: float = SCALE_FIRST,
         offload: StateFile | None = None,
         gather: Gather = gather_alone,
+        part: PartOfModel | None = None,
     ) -> None:
         self.model = model
-        self.shards = shards
-        self.sums = sums
-        self.rank = rank
-        self.stage = stage
+        self._part = _whole(model, seed) if part is None else part
+        self._index = {slot.name: index for index, slot in enumerate(model.layout.slots)}
+        """Of parameters in the model, by name: a stage has some of them."""
+        self.shards, self.sums, self.rank, self.stage = shards, sums, rank, stage
         self.memory = Accountant() if memory is None else memory
         self.losses: dict[int, float] = {}
         """Of the logical shards of the last forward pass."""
@@ -101,9 +128,9 @@ class ZeroRank:
         self._slopes: list[Array] = []
         self.initial_scale = LossScale.of(self.dtype, first=loss_scale)
         """That of the first step, before the state has one."""
-        self._arrays = arrays_of(optimizer)
+        self.arrays = arrays_of(optimizer)
         size, take = slot_elements(shards, optimizer, self.dtype), self.memory.allocate
-        self._offload, self._paging = offload, Paging(offload, self._arrays)
+        self._offload, self._paging = offload, Paging(offload, self.arrays)
         if offload is not None:
             self.slots = offload.slots
             for slot in self.slots:
@@ -130,8 +157,7 @@ class ZeroRank:
                 self._grad_parts[number] = self._own(self._grads[number], unit)
         self._optimizers = self._optimizers_of(optimizer, gather)
         self.actors: ModelActors | None = None
-        """What computes, if not this thread by itself."""
-        self._seed = seed
+        """Compute units, if this thread does not by itself."""
         self.first = 0
         self._initial: Array | None = None
         self._saved: SavedState | None = None
@@ -141,7 +167,7 @@ class ZeroRank:
 
     def _optimizers_of(self, config: OptimizerConfig, gather: Gather) -> list[Optimizer]:
         """That of each unit, for this rank's part of it."""
-        layout = self.model.layout
+        layout = self.shards.layout
         whole = whole_parameters(config, layout)
         blocks = update_blocks(layout, whole)
         return [
@@ -149,7 +175,7 @@ class ZeroRank:
                 config,
                 layout,
                 shard=Shard(unit.part, self._blocks(unit, blocks)),
-                held=HeldMatrices(matrices=self._matrices(unit, whole), gather=gather),
+                held=self._matrices(unit, whole, gather),
             )
             for unit in self.shards.units
         ]
@@ -165,12 +191,14 @@ class ZeroRank:
         scale = self.initial_scale
         if saved is not None:
             scale = scale.read(np.array(saved.loss_scale))
-            for name in self._arrays:
+            for name in self.arrays:
                 flat = getattr(self.state, name)
-                for slot, cut, at in self._held():
-                    flat[at : at + cut.stop - cut.start] = cut.of(saved.parameter(name, slot)).reshape(-1)
+                for index, cut, at in self._held():
+                    slot, own = self._part.cuts[index]
+                    held = cut.of(own.of(saved.parameter(name, slot)).reshape(-1))
+                    flat[at : at + cut.stop - cut.start] = held.reshape(-1)
         else:
-            flat = self.model.init(self._seed) if self._initial is None else self._initial
+            flat = self._part.initial() if self._initial is None else self._initial
             self.state.weights[:] = self.shards.shard_of(flat, self.rank)
             for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
                 self._whole[number][: unit.size] = flat[unit.span]
@@ -178,7 +206,7 @@ class ZeroRank:
         self.round_weights()
 
     def begin_with(self, weights: Array) -> None:
-        """Begin with the whole model's weights, not with the seed's."""
+        """Begin with these weights, in the layout of the shards, not with the seed's."""
         self._initial = weights
         if not self._begins_later:
             self.begin_anew()
@@ -193,51 +221,59 @@ class ZeroRank:
     def tensors(self, version: int) -> Iterator[HeldTensor]:
         """See `StateSource`."""
         weights = self._state_in(version % len(self.slots)).weights
-        for slot, cut, at in self._held():
-            yield HeldTensor(slot.name, cut, weights[at : at + cut.stop - cut.start])
+        for index, cut, at in self._held():
+            name = self.shards.layout.slots[index].name
+            yield HeldTensor(name, cut, weights[at : at + cut.stop - cut.start])
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's share of a checkpoint: its shard."""
-        state = self.state
+        """Return this rank's share of a checkpoint: its shard, of parameters that are whole along `tp`."""
+        state, slots = self.state, self.shards.layout.slots
         return [
             Piece(
-                slot.name,
+                slots[index].name,
                 cut,
-                tuple(getattr(state, name)[at : at + cut.stop - cut.start] for name in self._arrays),
+                tuple(getattr(state, name)[at : at + cut.stop - cut.start] for name in self.arrays),
             )
-            for slot, cut, at in self._held()
+            for index, cut, at in self._held()
         ]
 
-    def _held(self) -> Iterator[tuple[ParameterSlot, ParameterSlice, int]]:
+    def _held(self) -> Iterator[tuple[int, ParameterSlice, int]]:
         """Each parameter that this rank holds a part of, which part, and where in the shard it lies."""
         for unit in self.shards.units:
-            for slot, cut, at in self._held_in(unit):
-                yield slot, cut, unit.shard_start + at
+            for index, cut, at in self._held_in(unit):
+                yield index, cut, unit.shard_start + at
 
-    def _held_in(self, unit: Unit) -> Iterator[tuple[ParameterSlot, ParameterSlice, int]]:
+    def _held_in(self, unit: Unit) -> Iterator[tuple[int, ParameterSlice, int]]:
         """The same of one unit, and where in this rank's part of it."""
-        for slot in self.model.layout.slots[unit.parameters]:
-            cut = unit.cut_of(slot, self.rank)
+        slots, own = self.shards.layout.slots, unit.of_rank(self.rank)
+        for index in range(unit.parameters.start, unit.parameters.stop):
+            cut = unit.cut_of(slots[index], self.rank)
             if cut is not None:
-                yield slot, cut, slot.offset + cut.start - unit.of_rank(self.rank).start
+                yield index, cut, slots[index].offset + cut.start - own.start
 
-    def _matrices(self, unit: Unit, slots: Sequence[ParameterSlot]) -> tuple[HeldMatrix, ...]:
+    def _matrices(self, unit: Unit, slots: Sequence[ParameterSlot], gather: Gather) -> HeldMatrices:
         """Return the parts, on all ranks, of those of these parameters that are in a unit."""
-        at = {slot.name: slice(at, at + cut.stop - cut.start) for slot, cut, at in self._held_in(unit)}
-        return tuple(
-            HeldMatrix(
-                shape=slot.shape,
-                span=at.get(slot.name, slice(0, 0)),
-                cuts=tuple(unit.cut_of(slot, rank) for rank in range(self.shards.ranks)),
-                place=self.rank,
-            )
-            for slot in slots
-            if unit.span.start <= slot.offset < unit.span.stop
-        )
+        layout, found = self.shards.layout, list[HeldMatrix]()
+        at = {
+            layout.slots[index].name: slice(at, at + cut.stop - cut.start)
+            for index, cut, at in self._held_in(unit)
+        }
+        for slot in slots:
+            if unit.span.start <= slot.offset < unit.span.stop:
+                span, beside = at.get(slot.name, slice(0, 0)), self._part.matrices.get(slot.name)
+                cuts = tuple(unit.cut_of(slot, rank) for rank in range(self.shards.ranks))
+                found.append(
+                    HeldMatrix(shape=slot.shape, span=span, cuts=cuts, place=self.rank)
+                    if beside is None
+                    else replace(beside, span=span, inner=cuts, inner_place=self.rank)
+                )
+        if not self._part.matrices:
+            return HeldMatrices(matrices=tuple(found), gather=gather)
+        return HeldMatrices(matrices=tuple(found), gather=self._part.gather, gather_inner=gather)
 
-    def mirror_copies(self) -> list[Array]:
-        """Room for both versions of another rank's shard."""
-        size, reserve = self.slots[0].size, self.memory.reserve
+    def mirror_copies(self, elements: int | None = None) -> list[Array]:
+        """Return room for both versions of another rank's shard: of `elements`, or as large as this."""
+        size, reserve = self.slots[0].size if elements is None else elements, self.memory.reserve
         return [reserve(MemoryKind.MIRROR, size, np.float32) for _ in self.slots]
 
     @property
@@ -247,7 +283,7 @@ class ZeroRank:
 
     @property
     def _scale_room(self) -> Array:
-        return self.state_flat[len(self._arrays) * self.shards.shard_size :]
+        return self.state_flat[len(self.arrays) * self.shards.shard_size :]
 
     @property
     def loss_scale(self) -> LossScale:
@@ -263,10 +299,10 @@ class ZeroRank:
         """Views that together are all of a slot, unit by unit, the loss scale last."""
         for unit in self.shards.units:
             yield self._paging.arrays(state_in(self._state_in(slot), unit.in_shard))
-        yield [self.slots[slot][len(self._arrays) * self.shards.shard_size :]]
+        yield [self.slots[slot][len(self.arrays) * self.shards.shard_size :]]
 
     def _state_in(self, slot: int) -> AdamWState:
-        return AdamWState.of(self.slots[slot], self.shards.shard_size, len(self._arrays))
+        return AdamWState.of(self.slots[slot], self.shards.shard_size, len(self.arrays))
 
     def _sharded(self, kind: MemoryKind) -> dict[int, Array]:
         shard = self.memory.allocate(kind, self.shards.shard_size, self.dtype)
@@ -275,15 +311,23 @@ class ZeroRank:
     def _own(self, whole: Array, unit: Unit) -> Array:
         return whole[self.rank * unit.part : (self.rank + 1) * unit.part]
 
+    @property
+    def gradients(self) -> list[Array]:
+        """This rank's parts of the summed gradient, by unit: (part,)."""
+        return [self._grad_parts[number] for number in range(len(self.shards.units))]
+
     def _blocks(self, unit: Unit, blocks: list[tuple[slice, bool]]) -> list[tuple[slice, bool]]:
         own = unit.of_rank(self.rank)
         cut = ((max(b.start, own.start), min(b.stop, own.stop), decayed) for b, decayed in blocks)
         return [(slice(lo - own.start, hi - own.start), decayed) for lo, hi, decayed in cut if lo < hi]
 
     def _gradient(self, unit: int) -> Array:
-        """Return room for a gradient of `unit`, to be overwritten; what follows its elements is zero."""
-        whole = self._unit_room(unit)
-        whole[self.shards.units[unit].size :] = 0
+        """Return room for a gradient of `unit`, to be overwritten; what follows its parameters is zero."""
+        whole, held = self._unit_room(unit), self.shards.units[unit]
+        ends = [slot.span.stop for slot in self.shards.layout.slots[held.parameters]]
+        starts = [slot.offset for slot in self.shards.layout.slots[held.parameters]][1:]
+        for end, start in zip(ends, [*starts, held.span.start + len(whole)], strict=True):
+            whole[end - held.span.start : start - held.span.start] = 0
         return whole
 
     def _unit_room(self, unit: int) -> Array:
@@ -326,9 +370,11 @@ class ZeroRank:
         self._batches, self.losses, self._loss_scale = list(batches), {}, loss_scale
 
     def forward(self, unit: int) -> None:
-        """Compute `unit` of what the unit before it returned."""
+        """Compute `unit` of what the unit before it returned. A walk has passes backwards in between."""
+        if self._part.walk is not None:
+            return
         self._passes[unit] = [
-            self._compute(partial(self._forward, unit, leaf)) for leaf in range(len(self._batches))
+            self._compute(partial(self._forward, unit, leaf, Log())) for leaf in range(len(self._batches))
         ]
         if unit == len(self.shards.units) - 1:
             last = [one.y.data for one in self._passes[unit]]
@@ -337,20 +383,25 @@ class ZeroRank:
 
     def evaluate(self, unit: int, weights: Array, x: Tensor, batch: Batch) -> Tensor:
         """Run `unit` forwards only, with all of its weights, from what the unit before it returned."""
-        parameters = [Parameter(view, None, i, None) for i, view in self._views(unit, weights)]
+        parameters, log = self._leaves(unit, weights), Log()
 
         def work(attempt: Attempt) -> Tensor:
             tape = attempt.tape = Tape(np, recording=False)
-            return self.model.run_unit(tape, unit, x, parameters, batch)
+            with self._recording(log, again=True):
+                return self.model.run_unit(tape, unit, x, parameters, batch)
 
         return self._compute(work)
 
-    def _forward(self, unit: int, leaf: int, attempt: Attempt) -> _Pass:
+    def _forward(self, unit: int, leaf: int, log: Log, attempt: Attempt) -> _Pass:
+        with self._recording(log, again=True):
+            return self._run(unit, leaf, log, attempt)
+
+    def _run(self, unit: int, leaf: int, log: Log, attempt: Attempt) -> _Pass:
         x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))
-        tape = attempt.tape = Tape(np)
-        parameters = [Parameter(view, None, i, None) for i, view in self._views(unit, self._whole[unit])]
+        tape, parameters = Tape(np), self._leaves(unit, self._whole[unit])
+        attempt.tape = tape
         y = self.model.run_unit(tape, unit, x, parameters, self._batches[leaf])
-        return _Pass(tape, x, y, parameters)
+        return _Pass(tape, x, y, parameters, log)
 
     def _backward(self, unit: int, number: int, done: _Pass, grads: Array) -> None:
         """Play the pass of a leaf backwards; if that fails, do both passes again."""
@@ -358,18 +409,22 @@ class ZeroRank:
 
         def work(attempt: Attempt) -> _Pass:
             now, slope = done, self._slopes[number]
-            if attempt.number and given is not None:
-                now, slope = self._forward(unit, number, attempt), given.copy()
-            attempt.tape = now.tape
-            views = zip(self._views(unit, self._whole[unit]), self._views(unit, grads), strict=True)
-            for parameter, ((_, weights), (_, into)) in zip(now.parameters, views, strict=True):
-                parameter.stored, parameter.grad = weights, into
-            now.tape.play(now.y, slope)
+            with self._recording(done.log, again=attempt.number > 0):
+                if attempt.number and given is not None:
+                    now, slope = self._run(unit, number, done.log, attempt), given.copy()
+                attempt.tape = now.tape
+                views = zip(self._views(unit, self._whole[unit]), self._views(unit, grads), strict=True)
+                for parameter, ((_, weights), (_, into)) in zip(now.parameters, views, strict=True):
+                    parameter.stored, parameter.grad = weights, into
+                now.tape.play(now.y, slope)
             return now
 
         played = self._compute(work)
         if played.x.grad is not None:
             self._slopes[number] = played.x.grad
+
+    def _recording(self, log: Log, *, again: bool) -> Recorder | nullcontext[None]:
+        return nullcontext() if self.actors is None else self.actors.recording(log, again=again)
 
     def _compute(self, work: Callable[[Attempt], R]) -> R:
         return work(Attempt(0)) if self.actors is None else self.actors.compute(work)
@@ -378,6 +433,11 @@ class ZeroRank:
         """Compute `unit` backwards; the partial sums of its gradient are then whole in memory."""
         buffers = self._buffers(unit)
         size = self.shards.units[unit].size
+        self._outgoing[unit] = buffers  # to be dropped, if the passes are cut short
+        if self._part.walk is not None:
+            self.losses = dict(self._part.walk(self._whole[unit], buffers, self._batches, self._loss_scale))
+            self._hand_out(unit, buffers)
+            return
         for number, (leaf, done) in enumerate(zip(self._plan.leaves, self._passes.pop(unit), strict=True)):
             self._backward(unit, number, done, buffers[leaf.buffer])
             self._plan.perform(leaf.additions, buffers, slice(0, size))
@@ -416,8 +476,8 @@ class ZeroRank:
     def look_at_weights(self, watching: NonFiniteProbe) -> None:
         """Look at this rank's own weights, and at what it has of others' between steps."""
         for number, unit in enumerate(self.shards.units):
-            for slot, cut, at in self._held_in(unit):
-                watching.at(ProbePoint.WEIGHTS, self.model.layout.slots.index(slot))
+            for index, cut, at in self._held_in(unit):
+                watching.at(ProbePoint.WEIGHTS, self._index[self.shards.layout.slots[index].name])
                 watching.look(self._parts[number][at : at + cut.stop - cut.start])
         for number in sorted(self._whole):
             self.look_at_gathered(watching, number)
@@ -428,12 +488,20 @@ class ZeroRank:
             watching.at(ProbePoint.WEIGHTS, index)
             watching.look(view, received=True)
 
-    def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
-        unit, slots = self.shards.units[number], self.model.layout.slots
-        places = range(unit.parameters.start, unit.parameters.stop)
-        start = unit.span.start
+    def _leaves(self, unit: int, weights: Array) -> list[Parameter]:
+        slots = self.model.layout.slots
         return [
-            (i, whole[slots[i].offset - start :][: slots[i].size].reshape(slots[i].shape)) for i in places
+            self.model.leaf(slots[index].name, Parameter(view, None, index, None))
+            for index, view in self._views(unit, weights)
+        ]
+
+    def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
+        """Each parameter of a unit: its index in the model, and its view of the unit's array."""
+        unit = self.shards.units[number]
+        start, slots = unit.span.start, self.shards.layout.slots[unit.parameters]
+        return [
+            (self._index[slot.name], whole[slot.offset - start :][: slot.size].reshape(slot.shape))
+            for slot in slots
         ]
 
     def outgoing(self, unit: int) -> list[Array]:
@@ -455,47 +523,6 @@ class ZeroRank:
                 self.memory.free(MemoryKind.WORKING, array)
 
     # ---- the update
-
-    def norm_pieces(self) -> Pieces:
-        """Return this rank's contribution to the norm of the whole gradient; see `norm`."""
-        pieces = [
-            pieces_of(self._grad_parts[number][: span.stop - span.start], span)
-            for number, span in enumerate(self._spans(self.rank))
-        ]
-        return np.concatenate(pieces)
-
-    def pieces_lengths(self) -> tuple[int, ...]:
-        """The length of `norm_pieces` of each rank."""
-        return tuple(sum(map(pieces_length, self._spans(rank))) for rank in range(self.shards.ranks))
-
-    def norm(self, pieces: Sequence[Pieces]) -> float:
-        """The norm of the whole gradient from all ranks' `norm_pieces`: the bits of `clip.global_norm`.
-
-        Raises `TrainingDiverged` if it is not finite.
-        """
-        found = [(span, piece) for _, _, span, piece in self._apart(pieces)]
-        return norm_of(found, np.dtype(np.float32))
-
-    def not_finite(self, pieces: Sequence[Pieces]) -> tuple[int, int] | None:
-        """The first unit, as the backward pass goes, whose gradient is not finite, and a rank that sums it.
-
-        Of all ranks' `norm_pieces`; None if every piece is finite, and their sum alone is too large.
-        """
-        seen = [(unit, rank) for unit, rank, _, piece in self._apart(pieces) if not np.isfinite(piece).all()]
-        return max(seen, key=lambda one: (one[0], -one[1]), default=None)
-
-    def _apart(self, pieces: Sequence[Pieces]) -> Iterator[tuple[int, int, slice, Pieces]]:
-        """Unit, rank, span and piece of all of the gradient, from all ranks' `norm_pieces`."""
-        at = [0] * self.shards.ranks
-        for number, unit in enumerate(self.shards.units):
-            for rank in range(self.shards.ranks):
-                span = unit.of_rank(rank)
-                length = pieces_length(span)
-                yield number, rank, span, pieces[rank][at[rank] : at[rank] + length]
-                at[rank] += length
-
-    def _spans(self, rank: int) -> list[slice]:
-        return [unit.of_rank(rank) for unit in self.shards.units]
 
     def update(
         self, *, step: int, learning_rate: float, grad_scale: float, loss_scale: LossScale | None = None
@@ -549,6 +576,13 @@ class ZeroRank:
                 self.release(unit)
         for unit in list(self._outgoing):
             self._drop(unit)
+
+
+def _whole(model: GPT, seed: int) -> PartOfModel:
+    cuts = [(slot, flat_slice(slot.size, 0, slot.size)) for slot in model.layout.slots]
+    return PartOfModel(
+        initial=lambda: model.init(seed), cuts=cuts, matrices={}, gather=gather_alone, walk=None
+    )
 
 
 def slot_elements(shards: ShardLayout, optimizer: OptimizerConfig, dtype: np.dtype[np.generic]) -> int:

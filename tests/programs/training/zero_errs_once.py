@@ -7,15 +7,18 @@ import sys
 
 import zbmd
 from zbmd.training.__main__ import options_of, parser
+from zbmd.training.job.mesh import Mesh, MeshGroups
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import LossScale
 from zbmd.training.replicated.job import open_recipe
+from zbmd.training.sharded.stages import ONE_EACH, shard_layouts
+from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+from zbmd.training.zero.options import ZeroOptions, arena_bytes_needed
 
 
 def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe, zero: ZeroOptions) -> None:
-    trainer = ZeroTrainer(worker, group, recipe, zero)
+    trainer = ZeroTrainer(MeshGroups.along_data(group), recipe, zero)
     trainer.run_step()
     attempt, part = trainer._attempt, trainer.own.part(1)
 
@@ -38,7 +41,8 @@ def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe, zero: ZeroOpti
 async def main() -> None:
     recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
     zero = ZeroOptions(stage=1)
-    async with zbmd.join(arena=arena_bytes_needed(recipe.model, recipe.config, zero, ranks=2)) as worker:
+    layouts = shard_layouts(recipe.model.config, Mesh.of(2, {"dp": 2}), ONE_EACH)
+    async with zbmd.join(arena=arena_bytes_needed(layouts, recipe.config, zero)) as worker:
         group = await zbmd.group(worker)
         await asyncio.to_thread(train, worker, group, recipe, zero)
         await group.close()

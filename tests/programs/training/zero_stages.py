@@ -10,12 +10,15 @@ from dataclasses import replace
 
 import zbmd
 from zbmd.training.__main__ import options_of, parser
+from zbmd.training.job.mesh import Mesh, MeshGroups
 from zbmd.training.optim import MuonConfig
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.replicated.job import open_recipe
+from zbmd.training.sharded.stages import ONE_EACH, shard_layouts
+from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+from zbmd.training.zero.options import ZeroOptions, arena_bytes_needed
 
 FEW = os.environ["WORLD_SIZE"] == "2"
 KINDS: dict[Storage, int] = {"float32": 50} if FEW else {"float32": 50, "bfloat16": 6, "float16": 6}
@@ -28,7 +31,7 @@ OPTIONS = [
 
 def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
     for zero, steps in OPTIONS:
-        trainer = ZeroTrainer(worker, group, recipe, zero)
+        trainer = ZeroTrainer(MeshGroups.along_data(group), recipe, zero)
         done = [trainer.run_step() for _ in range(steps)][-1]
         digest = hashlib.sha256(trainer.weights().data).hexdigest()
         if worker.rank == 0:
@@ -37,7 +40,7 @@ def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
     group.blocking.barrier()
     # Of stage 1 each rank has weights of its own; of stage 3 all gather those of their owner.
     stage = 1 if FEW else 3
-    trainer = ZeroTrainer(worker, group, recipe, OPTIONS[stage - 1][0])
+    trainer = ZeroTrainer(MeshGroups.along_data(group), recipe, OPTIONS[stage - 1][0])
     if worker.rank == 1:
         trainer.own.part(1)[0] = float("nan")
     try:
@@ -51,7 +54,8 @@ async def main() -> None:
     if os.environ["OPTIMIZER"] == "muon":
         recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
     ranks = int(os.environ["WORLD_SIZE"])
-    sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
+    layouts = shard_layouts(recipe.model.config, Mesh.of(ranks, {"dp": ranks}), ONE_EACH)
+    sizes = [arena_bytes_needed(layouts, recipe.config, zero) for zero, _ in OPTIONS]
     async with zbmd.join(arena=sum(sizes) + sizes[0]) as worker:
         group = await zbmd.group(worker)
         await asyncio.to_thread(train, worker, group, recipe)

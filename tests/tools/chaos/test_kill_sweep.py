@@ -73,8 +73,6 @@ def test_a_ledger_goes_on_from_where_a_killed_sweep_was(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_is_no_job_is_refused() -> None:
-    with pytest.raises(UserError, match="not both"):
-        Setting.of(zero=1, mesh="pp=2")
     with pytest.raises(UserError, match="say the size"):
         Setting.of(mesh="pp=-1")
 

@@ -27,7 +27,7 @@ ZERO_STAGES, MESHES = ("1", "3", "2"), (("pp=2", 2), ("dp=2", 2), ("dp=2,pp=2", 
 async def go_on(
     kind: str, number: int, out: Path, resume: Path | None, *, storage: str, **given: str
 ) -> None:
-    """Train up to step `number` by P (plain), J (the job), Z (ZeRO) or M (a mesh), whose sizes vary."""
+    """Train up to step `number` by P (plain), J (the job), Z (ZeRO), M (a mesh) or X (both); sizes vary."""
     shared = {**SHAPE, "steps": str(number), "out": str(out), **given}
     if resume is not None:
         shared["resume"] = str(resume)
@@ -36,11 +36,13 @@ async def go_on(
         assert training.main([*flags, "--plain", "--storage", storage]) == 0
         return
     target, ranks, arguments = "zbmd.training", 2, tuple(flags)
-    if kind in "ZM":
+    if kind in "ZMX":
         mesh, ranks = MESHES[number % len(MESHES)] if kind == "M" else ("dp=3", 3)
+        if kind == "X":
+            mesh, ranks = "dp=2,pp=2", 4
         mesh = given.get("mesh", mesh)
         flags += ["--mesh", mesh, "--precision", storage]
-        if kind == "Z":
+        if kind in "ZX":
             flags += ["--zero", ZERO_STAGES[number % len(ZERO_STAGES)]]
         target, arguments = "zbmd.training.sharded", (recipe_of(flags, ranks=ranks).encode(),)
     output = Lines()
@@ -62,7 +64,9 @@ def digest(path: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("storage", "kinds"), [("float32", "PJPZPMJZJMZMP"), ("float16", "PZPMZMP")], ids=["float32", "float16"]
+    ("storage", "kinds"),
+    [("float32", "PJPZPMJZJMZMPXJXZXMXP"), ("float16", "PZPMZMPXZXMXP")],
+    ids=["float32", "float16"],
 )
 async def test_each_goes_on_from_each(storage: str, kinds: str, tmp_path: Path) -> None:
     """A step by each in turn, so that each ordered pair of kinds is there once."""
@@ -95,6 +99,16 @@ async def test_what_tensor_parallel_ranks_wrote_is_read_by_one_and_by_a_mesh(
     await go_on("P", 4, tmp_path / "plain", out, storage="float32", data=data)
     await go_on("M", 4, tmp_path / "mesh", out, storage="float32", data=data)
     assert digest(tmp_path / "plain") == digest(tmp_path / "mesh")
+    sharded = tmp_path / "sharded"
+    await go_on("X", 2, sharded, None, storage="float32", data=data, mesh="dp=2,tp=2")
+    assert digest(sharded) == digest(out)
+    await go_on("P", 4, tmp_path / "further", sharded, storage="float32", data=data)
+    assert digest(tmp_path / "further") == digest(tmp_path / "plain")
+    for place, mesh in enumerate(("dp=2,tp=2", "dp=2,pp=2")):
+        beyond = tmp_path / f"beyond{place}"
+        await go_on("X", 3, beyond, sharded, storage="float32", data=data, mesh=mesh)
+        await go_on("P", 4, tmp_path / f"last{place}", beyond, storage="float32", data=data)
+    assert digest(tmp_path / "last1") == digest(tmp_path / "plain")
 
     # Text is made of a checkpoint as of the weights, which a run that was killed has not written.
     weights = load_weights(out / WEIGHTS_NAME)[0]

@@ -9,12 +9,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 import pytest
-from programs import mesh_ranks
 from programs.mesh_ranks import Case
-from support.processes.kept_lines import Lines
+from support.jobs.mesh_cases import Result, on_ranks
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
@@ -32,34 +29,12 @@ STEPS = 50
 OURS = GPTConfig(context=8, width=16, heads=4, layers=1)
 GPT2 = GPTConfig(family="gpt2", activation="gelu", vocabulary=259, context=8, width=16, heads=4, layers=1)
 TRAINING = TrainingConfig(steps=STEPS, shards=2, sequences_per_shard=2, learning_rate=3e-4, warmup_steps=5)
-Result = tuple[np.ndarray, list[float]]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("corpus")
     return prepare_corpus(str(write_text(directory / "text")), directory, context=OURS.context)
-
-
-async def on_ranks(out: Path, ranks: int, *cases: Case) -> dict[str, Result]:
-    """Train the cases one after the other on as many processes; all ranks must end with the same."""
-    lines = Lines()
-    config = HostConfig(
-        target=mesh_ranks.__file__,
-        world_size=ranks,
-        on_loss=OnLoss.SHRINK,
-        environment={"MESH_OUT": str(out), "MESH_CASES": msgspec.json.encode(cases).decode()},
-        preload=("zbmd.training.sharded.trainer",),
-    )
-    exit_code = (await Host(config, output=lines).run()).exit_code
-    assert exit_code == 0, "\n".join(lines.lines)
-    found: dict[str, Result] = {}
-    for case in cases:
-        files = [np.load(out / f"{case.name}.{rank}.npz") for rank in range(ranks)]
-        assert len({file["weights"].tobytes() for file in files}) == 1, case.name
-        assert len({file["losses"].tobytes() for file in files}) == 1, case.name
-        found[case.name] = files[0]["weights"], files[0]["losses"].tolist()
-    return found
 
 
 def alone(case: Case) -> Result:

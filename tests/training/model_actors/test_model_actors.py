@@ -278,6 +278,8 @@ CASES = {
     "zero 3": ("--zero", "3"),
     "tp=2, muon": ("--mesh", "tp=2", "--optimizer", "muon"),
     "zero 1, muon": ("--zero", "1", "--optimizer", "muon"),
+    "zero 2, tp": ("--mesh", "dp=2,tp=2", "--zero", "2", "--optimizer", "muon"),
+    "zero 3, pp": ("--mesh", "dp=2,pp=2", "--zero", "3", "--schedule", "zb-h1"),
 }
 
 
@@ -305,9 +307,10 @@ async def test_ranks_whose_actors_fail_and_that_are_killed(tmp_path: Path, seed:
         (digest,) = re.findall(r'"weights_sha256":"(\w+)"', told)
         return digest, told.count("actor failed in a direct call")
 
-    ranks = 1 if case == "dp=1" else 2
+    ranks = 2 ** " ".join(CASES[case]).count("p=2") if "--mesh" in CASES[case] else 2
+    ranks = 1 if case == "dp=1" else ranks
     wanted, _ = await run("plain", CASES[case])
-    fault = "rank1:job.begin:3" if ranks == 2 else ""
+    fault = "rank1:job.begin:3" if ranks > 1 else ""
     found, failures = await run("flaky", (*CASES[case], "--actors", "on"), fault)
     assert found == wanted
     assert failures >= 4

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout
 from zbmd.training.config import GPTConfig
+from zbmd.training.job.mesh import Mesh
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import LionConfig, OptimizerConfig, SGDConfig
 from zbmd.training.optim.clip import clip_scale, global_norm
@@ -23,6 +24,7 @@ from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.layout import MemoryKind, ShardLayout
+from zbmd.training.zero.norm import ShardedNorm
 from zbmd.training.zero.rank import ZeroRank
 from zbmd.transport.errors import LocalProtocolError, UserError
 
@@ -135,6 +137,7 @@ class World:
     """Ranks in one process. An operation ends, for each rank when luck wants, once all have sent it."""
 
     ranks: list[ZeroRank]
+    norms: ShardedNorm
     prefetch: int
     luck: random.Random
     step: int = 0
@@ -224,7 +227,7 @@ class World:
         elif isinstance(action, zm.Reduce):
             self.values[rank, number] = [array.copy() for array in own.outgoing(action.unit)]
         else:
-            self.values[rank, number] = [own.norm_pieces()]
+            self.values[rank, number] = [self.norms.pieces(rank, own.gradients)]
         if all(len(self.sent[other]) > number for other in self.sent):
             assert all(self.sent[other][number] == action for other in self.sent), (
                 "ranks sent other operations"
@@ -244,7 +247,7 @@ class World:
             received = [np.stack([value[k][mine] for value in values]) for k in range(own.sums.width)]
             own.take_reduced(action.unit, own.sums.fold(received))
             return zm.Reduced(unit=action.unit)
-        self.norm = own.norm([value[0].astype(np.float64) for value in values])
+        self.norm = self.norms.norm([value[0].astype(np.float64) for value in values])
         return zm.NormShared(usable=bool(np.isfinite(self.norm)))
 
 
@@ -265,7 +268,8 @@ def world_of(
         ZeroRank(model, shards, sums, rank=r, stage=stage, storage=storage, optimizer=optimizer, seed=1)
         for r in range(size)
     ]
-    return World(ranks, prefetch, random.Random(seed))
+    norms = ShardedNorm(Mesh.of(size, {"dp": size}), model, [range(config.layers + 2)])
+    return World(ranks, norms, prefetch, random.Random(seed))
 
 
 def weights_of(world: World) -> npt.NDArray[np.float32]:

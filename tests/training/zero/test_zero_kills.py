@@ -10,6 +10,7 @@ from support.processes.captures import Captures
 
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
 from zbmd.training import __main__ as training
+from zbmd.training.optim.mixed_precision import Precision
 from zbmd.training.replicated.job import run_plain
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -22,6 +23,18 @@ CASES = (
     (2, "auto", "rank0:job.parted"),  # it alone tells the result, and its peers are gone
 )
 """All of them: `python -m zbmd.tools.chaos.sweep --zero 3 --second`."""
+
+MESH_CASES: tuple[tuple[str, int, Precision, str, str], ...] = (
+    ("dp=2,tp=2", 3, "float32", "auto", "rank0:collective.point:1500"),  # other ranks are in a unit
+    ("dp=2,tp=2", 1, "float32", "auto", "rank3:zero.updated:2"),
+    ("dp=2,tp=2", 2, "float32", "tcp", "rank1:zero.backward:9,rank1#2:collective.point:12"),
+    ("dp=2,pp=2", 2, "float32", "auto", "rank1:pipeline.compute:20"),
+    ("dp=2,pp=2", 3, "float32", "tcp", "rank2:zero.update:3,rank2#2:mirror.restore_middle"),
+    ("dp=2,pp=2", 3, "float32", "auto", "rank0:shards.written,rank0#2:job.parted"),
+    ("dp=2,pp=2", 1, "float16", "auto", "rank3:mirror.middle:3"),  # while attempts overflow
+    ("dp=2,pp=2,tp=2", 3, "float32", "auto", "rank5:zero.norm:3"),
+)
+"""All of them: `python -m zbmd.tools.chaos.sweep --zero 3 --mesh dp=2,tp=2 --second`, and so for others."""
 
 
 def test_kills_leave_no_trace_in_the_weights(
@@ -37,6 +50,34 @@ def test_kills_leave_no_trace_in_the_weights(
         assert found.digest == calm.weights_sha256, fault
         exit_code, kinds = captures.played(captured)
         assert (exit_code, kinds >= {"zero-step", "mirror"}) == (0, True), (fault, kinds)
+
+
+def test_kills_on_a_mesh_leave_no_trace_in_the_weights(
+    small_jobs: SmallJobs, tmp_path: Path, captures: Captures
+) -> None:
+    data, calm = write_text(tmp_path / "text"), dict[tuple[bool, Precision], str]()
+    plain: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
+    for mesh, precision in plain:  # neither dp, pp nor a stage of ZeRO changes a bit
+        out, ranks = tmp_path / f"{mesh}-{precision}", int(mesh[-1])
+        done = small_jobs.run(out, data, mesh=mesh, world_size=ranks, precision=precision)
+        calm["tp" in mesh, precision] = done.digest
+    for number, (mesh, stage, precision, links, fault) in enumerate(MESH_CASES):
+        captured = captures.into(tmp_path / f"{number}.zlog")
+        found = small_jobs.run(
+            tmp_path / str(number),
+            data,
+            fault=fault,
+            links=links,
+            zero=stage,
+            mesh=mesh,
+            world_size=2 ** len(mesh.split(",")),
+            precision=precision,
+        )
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm["tp" in mesh, precision], (mesh, fault)
+        exit_code, kinds = captures.played(captured)
+        wanted = {"zero-step", "mirror"} | ({"pipeline-stage"} if "pp" in mesh else set())
+        assert (exit_code, kinds >= wanted) == (0, True), (fault, kinds)
 
 
 def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:

@@ -25,10 +25,12 @@ CASES = (
     (1, "rank1:file.stamp:2"),
     (2, "rank2:file.stamped:3,rank2#2:job.met"),
 )
-MESH_CASES: tuple[tuple[str, Precision, str], ...] = (
-    ("dp=2,pp=2", "float32", ",".join(f"rank{rank}:job.begin:3" for rank in range(4))),  # all of them
-    ("dp=2,tp=2", "float32", "rank1:file.stamp:2,rank1#2:job.met"),
-    ("dp=2", "float16", "rank0:file.stamped:3,rank1:pipeline.compute:9"),
+MESH_CASES: tuple[tuple[str, int, Precision, str], ...] = (
+    ("dp=2,pp=2", 0, "float32", ",".join(f"rank{rank}:job.begin:3" for rank in range(4))),  # all of them
+    ("dp=2,tp=2", 0, "float32", "rank1:file.stamp:2,rank1#2:job.met"),
+    ("dp=2", 0, "float16", "rank0:file.stamped:3,rank1:pipeline.compute:9"),
+    ("dp=2,tp=2", 3, "float32", ",".join(f"rank{rank}:job.begin:3" for rank in range(4))),
+    ("dp=2,pp=2", 1, "float16", "rank2:file.stamped:3,rank1:pipeline.compute:15"),
 )
 NAME = StateName(run=7, place=1, ranks=2, elements=3000)
 
@@ -79,12 +81,13 @@ async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> 
             tmp_path / f"{mesh}-{precision}", data, mesh=mesh, world_size=int(mesh[-1]), precision=precision
         )
         calm[mesh, precision] = done.digest
-    for number, (mesh, precision, fault) in enumerate(MESH_CASES):
+    for number, (mesh, stage, precision, fault) in enumerate(MESH_CASES):
         found = await run_small_job(
             tmp_path / str(number),
             data,
             fault=fault,
             mesh=mesh,
+            zero=stage,
             world_size=2 ** len(mesh.split(",")),
             precision=precision,
             offload=files / str(number),

@@ -22,14 +22,16 @@ from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
 from zbmd.training.model.weights import load_weights
 from zbmd.training.optim import MuonConfig, hidden_matrices
 from zbmd.training.optim.mixed_precision import Storage
+from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.replicated.job import open_recipe, run_plain
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.run import train
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.zero.trainer import shards_of
+from zbmd.training.zero.layout import shards_of
 from zbmd.transport import kill_points as faults
 
 STEPS = 50
+LAYERS = range(4)
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--sequences-per-shard", "1")
 
 
@@ -39,7 +41,7 @@ async def test_what_does_not_come_again_is_told_with_what_is_known_of_it(tmp_pat
     arguments = (*SHAPE, "--steps", "3", "--shards", "8", "--data", str(data), "--out", str(tmp_path))
     open_recipe(training.options_of(training.parser().parse_args(arguments)))
     script, output = PROGRAMS / "training/zero_errs_once.py", Lines()
-    preload = ("zbmd.training.zero.trainer",)
+    preload = ("zbmd.training.sharded.zero_trainer",)
     config = HostConfig(target=str(script), arguments=arguments, world_size=2, preload=preload)
     ended = await Host(config, output=output).run()
     assert ended.exit_code == 0, output.lines
@@ -71,7 +73,7 @@ async def test_every_stage_has_the_bits_of_one_process(
         recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
         cut = [
             unit.cut_of(slot, 0)
-            for unit in shards_of(recipe.model, ranks).units
+            for unit in shards_of(OwnParts(recipe.model, (LAYERS,), stages=1, stage=0), ranks).units
             for slot in hidden_matrices(recipe.model.layout)
         ]
         assert any(one is not None and 0 < one.stop < one.each for one in cut), "no matrix is cut"
@@ -85,7 +87,7 @@ async def test_every_stage_has_the_bits_of_one_process(
         arguments=arguments,
         world_size=ranks,
         environment={LINKS_VARIABLE: links, "OPTIMIZER": optimizer},
-        preload=("zbmd.training.zero.trainer",),
+        preload=("zbmd.training.sharded.zero_trainer",),
     )
     ended = await Host(config, output=output).run()
     told = "\n".join(output.lines)

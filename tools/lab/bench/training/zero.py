@@ -41,14 +41,12 @@ from zbmd.training.redundancy.interface import Digests
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.state_file import NO_NOTE, StateFile, StateName
 from zbmd.training.replicated.job import open_recipe
+from zbmd.training.sharded.stages import ONE_EACH, shard_layouts
+from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero.layout import MemoryKind
-from zbmd.training.zero.trainer import (
-    ZeroOptions,
-    ZeroTrainer,
-    arena_bytes_needed,
-)
+from zbmd.training.zero.options import ZeroOptions, arena_bytes_needed
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
@@ -78,9 +76,10 @@ class RankCost:
 
 def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, folder: Path) -> RankCost:
     """Do the recipe's steps with all trainers, after one of each to warm up."""
-    plain = ZeroTrainer(worker, made, recipe, options)
+    groups = MeshGroups.along_data(made)
+    plain = ZeroTrainer(groups, recipe, options)
     filed = ZeroTrainer(
-        worker, made, recipe, options, offload=lambda elements: _file(folder, plain, made.size, elements)
+        groups, recipe, options, offload=lambda elements: _file(folder, plain, made.size, elements)
     )
     file = filed.file
     assert file is not None, "it was given one"
@@ -95,7 +94,7 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
         on_commit=_ignore_commit,
         note=lambda _: NO_NOTE,
     )
-    kept = ZeroTrainer(worker, made, recipe, options, keep_previous=True)
+    kept = ZeroTrainer(groups, recipe, options, keep_previous=True)
     mirror = BuddyReplica(
         worker,
         kept.own,
@@ -107,7 +106,6 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
         on_commit=_ignore_commit,
     )
     try:
-        groups = MeshGroups(made, Mesh.of(made.size, {DATA_AXIS: made.size}), None, None, None)
         kept.enter(groups, mirror.meet(made))
         filed.enter(groups, keeper.meet(made))
         turns = ((plain, NO_HOOK), (kept, mirror), (filed, keeper))
@@ -172,10 +170,8 @@ async def run_rank() -> None:
     launched = RankEnvironment.read(os.environ)
     folder = arguments.offload or arguments.out / "offload"
     ranks, config = 1 if launched is None else launched.world_size, recipe.config
-    arena_bytes = sum(
-        arena_bytes_needed(recipe.model, config, options, ranks=ranks, copies=copies)
-        for copies in (0, COPIES)
-    )
+    layouts = shard_layouts(recipe.model.config, Mesh.of(ranks, {DATA_AXIS: ranks}), ONE_EACH)
+    arena_bytes = sum(arena_bytes_needed(layouts, config, options, copies=copies) for copies in (0, COPIES))
     async with join(arena=arena_bytes) as worker:
         made = await group(worker)
         cost = await asyncio.to_thread(measured, worker, made, recipe, options, folder)
@@ -230,7 +226,7 @@ async def measure(
             *(("--offload", str(offload)) if offload is not None else ()),
         ),
         world_size=ranks,
-        preload=("zbmd.training.zero.trainer",),
+        preload=("zbmd.training.sharded.zero_trainer",),
     )
     costs = [
         msgspec.convert(report["cost"], RankCost) for report in await run_ranks(config) if "cost" in report

@@ -1,8 +1,9 @@
-"""ZeRO over a group: the driver of `ZeroStep`. It performs what the machine says, and decides nothing.
+"""ZeRO on a mesh: the driver of `ZeroStep`. It performs what the machine says, and decides nothing.
 
-Operations of the group run on its data-plane thread, in the machine's order, while this thread computes:
-weights are gathered ahead, and gradients reduced behind, the passes. What the machine hears of an operation
-it hears between two computations, or when there is nothing to compute.
+The state of each part of the model is sharded along `dp`. Operations of that group run on its data-plane
+thread, in the machine's order, while this thread computes: weights are gathered ahead, and gradients reduced
+behind, the passes. What the machine hears of an operation it hears between two computations, or when there is
+nothing to compute. Along `pp`, a stage is one unit, whose backward pass is all passes of the step.
 """
 
 from __future__ import annotations
@@ -12,52 +13,51 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any, Final, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.actors.rank.member import Worker
+from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, active_probe
 from zbmd.training.autograd.tape import Tensor
-from zbmd.training.checkpoint.sharded import Piece, SavedState
-from zbmd.training.config import TrainingConfig
-from zbmd.training.job.mesh import MeshGroups
-from zbmd.training.job.task import StepResult, Trainer
-from zbmd.training.model.gpt import GPT
+from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
+from zbmd.training.job.mesh import DATA_AXIS, MeshGroups
+from zbmd.training.job.task import AllBegun, ResultRow, StepResult, Told, Trainer, all_begin, share_step
+from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_group import TensorGroup
+from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
-from zbmd.training.optim import arrays_of
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
-from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
+from zbmd.training.optim.mixed_precision import LossScale, attempted, storage_dtype
+from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import captured_machine
+from zbmd.training.sharded.model_part import ModelPart, reporters
+from zbmd.training.sharded.stage_of_view import StageOfView
+from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, Stages
 from zbmd.training.step.loader import BatchLoader
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardSum, gather_pieces
-from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook
+from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero import machine as zm
-from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout
+from zbmd.training.zero.layout import Accountant, MemoryKind, is_by_layers, shards_of
 from zbmd.training.zero.machine import ZERO_STEP
-from zbmd.training.zero.rank import ZeroRank, slot_elements
+from zbmd.training.zero.norm import ShardedNorm
+from zbmd.training.zero.options import ZeroOptions
+from zbmd.training.zero.rank import PartOfModel, ZeroRank, slot_elements
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.native._native import now_ns
 
-STAGES: Final = (1, 2, 3)
 RANKS_NAMED_MAX: Final = 4
-ARENA_SLACK: Final = 1.25
-"""Holes between arrays that come and go."""
-ARENA_ROOM_BYTES: Final = 8 << 20
-"""For what the group's operations stage."""
 
 FORWARD_POINT = faults.declare("zero.forward", "before a unit is computed forwards")
 BACKWARD_POINT = faults.declare("zero.backward", "before a unit is computed backwards")
@@ -66,129 +66,114 @@ UPDATE_POINT = faults.declare("zero.update", "before the shard is updated in pla
 UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroOptions:
-    """How the state is sharded. prefetch: units whose weights are gathered ahead, with stage 3.
-
-    loss_scale: what float16 begins with.
-
-    Raises `UserError` for a stage or storage that there is not.
-    """
-
-    stage: int = 3
-    storage: Storage = "float32"
-    prefetch: int = 1
-    loss_scale: float = SCALE_FIRST
-
-    def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise UserError(f"unknown ZeRO stage {self.stage}: use 1, 2 or 3.")
-        if not 1 <= self.prefetch <= zm.PREFETCH_MAX:
-            raise UserError(f"prefetch is {self.prefetch}: it must be 1 to {zm.PREFETCH_MAX}.")
-        LossScale.of(storage_dtype(self.storage), first=self.loss_scale)
-
-
-def shards_of(model: GPT, ranks: int) -> ShardLayout:
-    """How `model` is cut for `ranks` ranks."""
-    return ShardLayout.of(model.layout, model.units, ranks=ranks)
-
-
-def arena_bytes_needed(
-    model: GPT,
-    config: TrainingConfig,
-    options: ZeroOptions,
-    *,
-    ranks: int,
-    copies: int = 0,
-    offloaded: bool = False,
-) -> int:
-    """Bytes of arena that a rank needs, with room for `copies` of shards beside its own, unless in files."""
-    shards, sums = shards_of(model, ranks), ShardSum.of(config.shards, ranks)
-    dtype, arrays = storage_dtype(options.storage), len(arrays_of(config.optimizer))
-    itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
-    whole = ranks * sum(unit.part for unit in shards.units)
-    largest = ranks * max(unit.part for unit in shards.units)
-    weights = shards.shard_size if options.stage == 3 else whole
-    grads = whole if options.stage == 1 else shards.shard_size
-    buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
-    reducing = (zm.REDUCING_MAX + 1) * itemsize * (buffers + 2 * sums.width)
-    gathered = (options.prefetch + 1) * itemsize
-    held = 0 if offloaded else 1 + copies
-    state_bytes = held * (4 * arrays * shards.shard_size + scale_bytes) + itemsize * (weights + grads)
-    return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES
-
-
 class ZeroTrainer(Trainer):
-    """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
+    """Trains `recipe` on a mesh, the state of each part of the model sharded along `dp`.
 
-    All members make it and call its methods together. `worker` was joined with an arena of at least
-    `arena_bytes_needed`. keep_previous: see `ZeroRank`; offload: makes the file of so many float32
+    For one thread, not the loop's. All ranks make it and call its methods together; the model is of
+    `groups.model`. The worker was joined with an arena of at least `arena_bytes_needed`. stages: how the
+    model is divided along `pp`. keep_previous: see `ZeroRank`; offload: makes the file of so many float32
     numbers.
     """
 
     def __init__(
         self,
-        worker: Worker,
-        group: Group,
+        groups: MeshGroups,
         recipe: Recipe,
         options: ZeroOptions,
         *,
+        stages: Stages = ONE_EACH,
         keep_previous: bool = False,
         offload: Callable[[int], StateFile] | None = None,
     ) -> None:
-        self.recipe, self.options, self.group = recipe, options, group
-        place, ranks = group.members.index(worker.rank), group.size
+        self.recipe, self.options, self.groups = recipe, options, groups
+        config, worker, ranks = recipe.config, groups.worker, groups.size(DATA_AXIS)
         arena = worker.segment.arena
         self.memory = Accountant(
             make=arena.empty, make_zeros=arena.zeros, make_lazy=arena.lazy_zeros, ready=arena.ready
         )
-        self.sums, shards = ShardSum.of(recipe.config.shards, ranks), shards_of(recipe.model, ranks)
-        elements = slot_elements(shards, recipe.config.optimizer, storage_dtype(options.storage))
+        self.part = ModelPart(recipe.model, groups, stages)
+        self.sums, shards = ShardSum.of(config.shards, ranks), shards_of(self.part.own, ranks)
+        elements = slot_elements(shards, config.optimizer, storage_dtype(options.storage))
         self.file = None if offload is None else offload(elements)
+        self._buffers: list[Array] = []
+        """Gradients of the passes that are under way."""
+        self._stage: StageOfView | None = None
+        """The passes of a stage; None: units are computed in turn."""
+        if not is_by_layers(self.part.own):
+            self._stage = StageOfView(recipe, self.part.own, stages, self._buffers, dtype=FLOAT32)
         self.own = ZeroRank(
             recipe.model,
             shards,
             self.sums,
-            rank=place,
+            rank=groups.place(DATA_AXIS),
             stage=options.stage,
             storage=options.storage,
-            optimizer=recipe.config.optimizer,
-            seed=recipe.config.seed,
+            optimizer=config.optimizer,
+            seed=config.seed,
             memory=self.memory,
             keep_previous=keep_previous,
             loss_scale=options.loss_scale,
             offload=self.file,
             gather=lambda piece: gather_pieces(self._update_group, piece),
+            part=self._sharded_part(),
         )
-        self._update_group: TensorGroup = group
-        """What an optimizer gathers whole matrices in."""
+        self._update_group: TensorGroup = self._group
+        """The group in which an optimizer gathers whole matrices."""
         self.step = 0
-        units = len(self.own.shards.units)
-        config = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
-        self._machine = captured_machine(worker, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
+        units = len(shards.units)
+        machine = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
+        self._machine = captured_machine(worker, ZERO_STEP, "zero", zm.ZeroStep(**machine), machine)
         self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
         self._watch: StepHook = NO_HOOK
-        self._told = self._voted = False
+        self._begun = AllBegun(NO_HOOK, 0, None)
+        self._voted = False
         self._usable: bool | None = None
         """Whether the attempt under way came to an end that changed the state; None: it is under way."""
         self._scale = self.own.initial_scale
         """Loss scale of the attempt under way, with the skips before it."""
-        self._norm, self._began_ns = 0.0, 0
-        self._losses: dict[int, float] = {}
-        self._samples: dict[int, tuple[int, ...]] = {}
+        self._norm, self._began_ns, self._passes_ns = 0.0, 0, 0
+        self._told: Told | None = None
+        """Losses and samples of the last attempt."""
         self._consumed: Mapping[int, NDArray[np.int64]] = {}
         """Ids of the samples that this rank consumed in the last attempt, by logical shard."""
         self._loader = BatchLoader(recipe)
         self._pieces: list[Pieces] = []
         """Of all ranks' gradients, of the last attempt."""
-        self._lengths = self.own.pieces_lengths()
+        self._norms = ShardedNorm(groups.mesh, recipe.model, [part.layers for part in self.part.own.every])
+        self._reporters = reporters(self.part.own, groups.mesh, assign_shards(config.shards, ranks))
+        self._enter_stage()
+
+    def _sharded_part(self) -> PartOfModel:
+        part, seed = self.part, self.recipe.config.seed
+        return PartOfModel(
+            initial=lambda: part.initial(seed),
+            cuts=part.cuts,
+            matrices=part.matrices,
+            gather=self._gathered_along_tp,
+            walk=None if self._stage is None else self._walk,
+        )
+
+    def _gathered_along_tp(self, piece: Array) -> Sequence[Array]:
+        model = self.recipe.model
+        return gather_pieces(model.group, piece) if isinstance(model, ParallelGPT) else [piece]
+
+    @property
+    def _group(self) -> Group:
+        """The ranks that share the state of this part of the model."""
+        if self.groups.data is None:
+            raise LocalProtocolError("a state is sharded along dp: the mesh needs a group there")
+        return self.groups.data
+
+    def _enter_stage(self) -> None:
+        if self._stage is not None:
+            self._stage.enter(self.groups, self.sums.plan(self.own.rank))
 
     # ---- steps
 
     def run_step(self, watch: StepHook = NO_HOOK) -> StepResult:
         """See `Trainer`."""
-        self._watch, self._told, self._voted, self._began_ns = watch, False, False, now_ns()
-        with naming_step(self.group.members[self.group.rank], self.step):
+        self._watch, self._voted, self._began_ns, self._passes_ns = watch, False, now_ns(), 0
+        with naming_step(self.groups.worker.rank, self.step):
             try:
                 return self._run_step()
             except BaseException as error:
@@ -196,8 +181,11 @@ class ZeroTrainer(Trainer):
                 raise
 
     def _run_step(self) -> StepResult:
-        if self.options.stage < 3:  # the last step ended with weights that all ranks have updated
-            self._tell()
+        world, alone = self.groups.world, self.groups.data is self.groups.world
+        asks = self._watch is not NO_HOOK and not alone
+        self._begun = AllBegun(self._watch, self.step, all_begin(world) if asks else None)
+        if alone and self.options.stage < 3:  # the last step ended with weights that all ranks have updated
+            self._begun.tell()
         try:
             attempted(self.own.loss_scale, self._attempt)
         except TrainingDiverged as error:
@@ -215,29 +203,29 @@ class ZeroTrainer(Trainer):
                 f"It did not come again when the step was computed once more. The first time {known}. "
                 "The same numbers give the same bits, so look for a processor or memory that errs there."
             )
-        began = describe_first_non_finite(self.group, self.recipe.model, watching.first, otherwise=otherwise)
+        began = describe_first_non_finite(
+            self.groups.world, self.recipe.model, watching.first, otherwise=otherwise
+        )
         return TrainingDiverged(f"step {step}: {error} {began}")
 
     def _known_of_attempt(self) -> str:
         """Describe an attempt whose norm was not finite, the same on all ranks."""
-        bad = {shard for shard, loss in self._losses.items() if not math.isfinite(loss)}
-        ranks = [
-            member
-            for place, member in enumerate(self.group.members)
-            if bad & {leaf.shard for leaf in self.sums.plan(place).leaves}
-        ]
+        members, told = self.groups.world.members, self._told
+        losses = () if told is None else told.losses
+        bad = [shard for shard, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
+            ranks = [members[place] for place in sorted({self._reporters[shard] for shard in bad})]
             return (
-                f"the losses that {_ranks(ranks)} computed were not finite, of logical shard {min(bad)} first"
+                f"the losses that {_ranks(ranks)} computed were not finite, of logical shard {bad[0]} first"
             )
-        first = self.own.not_finite(self._pieces)
+        first = self._norms.not_finite(self._pieces)
         if first is None:
             return "all losses and all parts of the gradient were finite, and its norm was not"
-        unit, place = first
-        name = self.recipe.model.unit_names[unit]
+        stage, unit, place = first
+        name = self.recipe.model.unit_names[unit] if self._stage is None else f"stage {stage}"
         return (
             "the losses of all ranks were finite, and the summed gradient was not: of "
-            f"{name} first, in the part of {_ranks([self.group.members[place]])}"
+            f"{name} first, in the part of {_ranks([members[place]])}"
         )
 
     def _attempt(self, scale: LossScale) -> float:
@@ -257,6 +245,7 @@ class ZeroTrainer(Trainer):
     def _drive(self, actions: deque[zm.Action]) -> bool:
         """Perform `actions`, and what follows, until the attempt has ended; whether it changed the state."""
         while self._usable is None:
+            self._begun.look()
             event = self._perform(actions.popleft()) if actions else self._heard(wait_for_it=True)
             while event is not None:
                 actions += self._handle(event)
@@ -281,7 +270,7 @@ class ZeroTrainer(Trainer):
             case zm.Reduce(unit=unit):
                 self._reduce(unit)
             case zm.ShareNorm():
-                self._share_norm()
+                return self._share_norm()
             case zm.Release(unit=unit):
                 self.own.release(unit)
             case zm.Forward(unit=unit):
@@ -315,29 +304,50 @@ class ZeroTrainer(Trainer):
         return take(result)
 
     def _submit(self, operation: Callable[[Communicator], Any], take: Callable[[Any], zm.Event]) -> None:
-        self._pending.append((self.group.submit(operation), take))
+        self._pending.append((self._group.submit(operation), take))
 
     def _give_up(self, reason: str) -> None:
         """Drain what is under way, and drop the step: others wait for us no longer."""
-        self.group.abort()
+        self.groups.give_up()
         wait([future for future, _ in self._pending])
         self._pending.clear()
+        if self._stage is not None:
+            self._stage.close(gave_up=True)
         for action in self._handle(zm.Lost(reason=reason)):
             self._perform(action)
 
-    def _tell(self) -> None:
-        if not self._told:
-            self._told = True
-            self._watch.all_hold(self.step)
+    def _walk(
+        self, weights: Array, buffers: list[Array], batches: Sequence[Batch], loss_scale: float
+    ) -> Mapping[int, float]:
+        """Pass all micro-batches through this rank's stage; see `Walk`."""
+        assert self._stage is not None, "units are computed in turn"
+        if not batches:
+            return {}
+        self._buffers[:], began_ns = buffers, now_ns()
+        try:
+            passes = self._stage.passes
+            passes.run(
+                weights,
+                batches,
+                deadline_ns=self.groups.world.deadline_ns(),
+                final=None,
+                between=self._begun.look,
+                loss_scale=loss_scale,
+            )
+        finally:
+            self._buffers.clear()
+        self._passes_ns += now_ns() - began_ns
+        return {self.own.leaves[at]: loss for at, loss in passes.losses.items()}
 
     # ---- operations of the group
 
     def _gather(self, unit: int) -> None:
-        part, end_ns = self.own.part(unit), self.group.deadline_ns()
-        out = self.own.room(unit).reshape(self.group.size, len(part))
+        part, end_ns = self.own.part(unit), self._group.deadline_ns()
+        out = self.own.room(unit).reshape(self._group.size, len(part))
 
         def gathered(_: Any) -> zm.Event:
-            self._tell()
+            if self.groups.data is self.groups.world:
+                self._begun.tell()
             watching = active_probe()
             if watching is not None:
                 self.own.look_at_gathered(watching, unit)
@@ -346,7 +356,7 @@ class ZeroTrainer(Trainer):
         self._submit(lambda c: c.all_gather(part, out, deadline_ns=end_ns), gathered)
 
     def _reduce(self, unit: int) -> None:
-        ranks, end_ns = self.group.size, self.group.deadline_ns()
+        ranks, end_ns = self._group.size, self._group.deadline_ns()
         sent = [array.reshape(ranks, -1) for array in self.own.outgoing(unit)]
         received = [self.memory.take(MemoryKind.WORKING, array.size, array.dtype) for array in sent]
 
@@ -364,43 +374,32 @@ class ZeroTrainer(Trainer):
 
         self._submit(operation, reduced)
 
-    def _share_norm(self) -> None:
+    def _share_norm(self) -> zm.Event:
         """Share the vote, the losses and samples of shards and the pieces of the norm, in one operation."""
         faults.hit(NORM_POINT)
-        each, room = self.recipe.config.sequences_per_shard, self._shard_room()
-        head, end_ns = VOTE_NUMBERS + room * (1 + each), self.group.deadline_ns()
-        mine = np.zeros(head + max(self._lengths))
-        with spans.COMM:  # it waits for the copy of a shard
-            if not self._voted:  # an attempt before this one has told it
-                mine[:VOTE_NUMBERS] = self._watch.vote().view(np.float64)
-        for at, shard in enumerate(self.own.leaves):
-            mine[VOTE_NUMBERS + at] = self.own.losses[shard]
-            mine[VOTE_NUMBERS + room + at * each :][:each] = self._consumed[shard]
+        self._begun.wait()
+        world, config, lengths = self.groups.world, self.recipe.config, self._norms.lengths
+        mine = np.zeros(max(lengths))
         with spans.GRAD_CLIP:
-            pieces = self.own.norm_pieces()
-        mine[head:][: len(pieces)] = pieces
-        self._submit(lambda c: c.all_gather(mine, deadline_ns=end_ns), self._norm_shared)
-
-    def _shard_room(self) -> int:
-        """Logical shards of the rank that has most."""
-        return -(-self.recipe.config.shards // self.group.size)
-
-    def _norm_shared(self, every: NDArray[np.float64]) -> zm.Event:
+            pieces = self._norms.pieces(world.rank, self.own.gradients)
+        mine[: len(pieces)] = pieces
+        told = self._told = share_step(
+            world,
+            ResultRow(config.shards, config.sequences_per_shard),
+            None if self._voted else self._watch,  # an attempt before this one has told it
+            losses=self.own.losses,
+            samples=self._consumed,
+            reporters=self._reporters,
+            busy_ns=0 if self._stage is None else self._stage.passes.busy_ns,
+            beside=mine,
+        )
         if not self._voted:
             self._voted = True
-            self._watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
-        each, room = self.recipe.config.sequences_per_shard, self._shard_room()
-        samples, at = VOTE_NUMBERS + room, VOTE_NUMBERS + room * (1 + each)
-        self._losses, self._samples = {}, {}
-        for rank, row in enumerate(every):
-            for number, leaf in enumerate(self.sums.plan(rank).leaves):
-                self._losses[leaf.shard] = float(row[VOTE_NUMBERS + number])
-                ids = row[samples + number * each :][:each].astype(np.int64)
-                self._samples[leaf.shard] = tuple(ids.tolist())
-        self._pieces = [row[at : at + length] for row, length in zip(every, self._lengths, strict=True)]
+            self._watch.voted(told.votes)
+        self._pieces = [row[:length] for row, length in zip(told.beside, lengths, strict=True)]
         try:
             with spans.GRAD_CLIP:
-                self._norm = self.own.norm(self._pieces)
+                self._norm = self._norms.norm(self._pieces)
         except TrainingDiverged:
             return zm.NormShared(usable=False)
         return zm.NormShared(usable=True)
@@ -420,14 +419,19 @@ class ZeroTrainer(Trainer):
         faults.hit(UPDATED_POINT)
 
     def _result(self) -> StepResult:
+        assert self._told is not None, "the norm was shared"
+        took_ns = now_ns() - self._began_ns
+        of_stage = self._stage is not None
         return StepResult(
             version=self.step,
-            losses=tuple(self._losses[shard] for shard in sorted(self._losses)),
-            samples=tuple(self._samples[shard] for shard in sorted(self._samples)),
+            losses=self._told.losses,
+            samples=self._told.samples,
             grad_norm=self._norm / self._scale.scale,
             loss_scale=self._scale.scale,
             skipped=self._scale.skipped,
-            compute_ns=now_ns() - self._began_ns,
+            compute_ns=self._passes_ns if of_stage else took_ns,
+            waited_ns=took_ns - self._passes_ns if of_stage else 0,
+            busy_ns=self._told.busy_ns if of_stage else (),
         )
 
     # ---- between steps
@@ -438,8 +442,13 @@ class ZeroTrainer(Trainer):
         return self.own
 
     @property
-    def held_most(self) -> None:
-        """See `Trainer`: activations of units are not counted."""
+    def held_most(self) -> ActivationPeak | None:
+        """See `Trainer`: activations of units that are computed in turn are not counted."""
+        return None if self._stage is None else self._stage.held_most
+
+    def bubble_of_times(self) -> float:
+        """See `StageOfView`."""
+        return 0.0 if self._stage is None else self._stage.bubble_of_times()
 
     @property
     def scale(self) -> tuple[float, ...]:
@@ -448,7 +457,7 @@ class ZeroTrainer(Trainer):
 
     def begin_with(self, weights: Array) -> None:
         """Begin with the whole model's weights, not with the seed's."""
-        self.own.begin_with(weights)
+        self.own.begin_with(self.part.of(weights))
 
     def begin_from(self, saved: SavedState) -> None:
         """Begin with the state in a checkpoint, of any mesh; go on with `enter`."""
@@ -457,20 +466,35 @@ class ZeroTrainer(Trainer):
 
     def enter(self, groups: MeshGroups, version: int) -> None:
         """See `Trainer`. The view has as many members; under stages 1 and 2 weights are gathered."""
-        self.group, self.step, actors = groups.world, version, self.own.actors
-        self._update_group = self.group if actors is None else actors.group(self.group)
+        self.groups, self.step, actors = groups, version, self.own.actors
+        self._update_group = self._group if actors is None else actors.group(self._group)
+        self._enter_stage()
+        model, tensor = self.recipe.model, groups.tensor
+        if isinstance(model, ParallelGPT) and tensor is not None:
+            model.group = tensor if actors is None else actors.group(tensor)
         self.own.round_weights()
         for unit in range(len(self.own.shards.units) if self.options.stage < 3 else 0):
             self._gather_all(self.own.part(unit), self.own.room(unit))
 
     def _gather_all(self, part: Array, room: Array) -> None:
         with spans.COMM:
-            self.group.blocking.all_gather(part, out=room.reshape(self.group.size, len(part)))
+            self._group.blocking.all_gather(part, out=room.reshape(self._group.size, len(part)))
+
+    def _wholes(self, flat: Array) -> Iterator[tuple[int, Array]]:
+        """Yield each unit with all elements of it, and then zeros, from the shards `flat` of all ranks."""
+        for number, unit in enumerate(self.own.shards.units):
+            whole = np.empty(self._group.size * unit.part, np.float32)
+            self._gather_all(np.ascontiguousarray(flat[unit.in_shard]), whole)
+            yield number, whole
 
     def held_out_loss(self, *, windows_max: int) -> float:
-        """See `Trainer`. Ranks share the windows, and gather the masters of a unit at a time."""
-        recipe, own, ranks = self.recipe, self.own, self.group.size
-        chunks, masters = recipe.evaluation_chunks(windows_max), own.state.weights
+        """See `Trainer`. Ranks along `dp` share the windows, and gather the masters of a unit at a time."""
+        recipe, own, ranks, masters = self.recipe, self.own, self._group.size, self.own.state.weights
+        if self._stage is not None:
+            ((_, whole),) = self._wholes(masters)
+            weights = whole[: own.shards.layout.size]
+            return self.part.held_out_loss(recipe, weights, self.groups, windows_max=windows_max)
+        chunks = recipe.evaluation_chunks(windows_max)
         totals = np.zeros(len(chunks))
         for start in range(0, len(chunks), ranks):
             mine, x = range(start + own.rank, len(chunks))[:1], Tensor(np.zeros(0))
@@ -478,14 +502,12 @@ class ZeroTrainer(Trainer):
                 recipe.model.batch(recipe.corpus.windows(chunks[at]), global_batch=len(chunks[at]))
                 for at in mine
             ]
-            for number, unit in enumerate(own.shards.units):
-                whole = np.empty(ranks * unit.part, np.float32)
-                self._gather_all(np.ascontiguousarray(masters[unit.in_shard]), whole)
+            for number, whole in self._wholes(masters):
                 for batch in batches:
                     x = own.evaluate(number, whole, x, batch)
             for at in mine:
                 totals[at] = float(x.data) * len(chunks[at])
-        every = self.group.blocking.all_gather(totals)
+        every = self._group.blocking.all_gather(totals)
         found = [float(every[number % ranks][number]) for number in range(len(chunks))]
         return sum(found) / sum(map(len, chunks))
 
@@ -496,20 +518,37 @@ class ZeroTrainer(Trainer):
     def supervised(self, actors: ModelActors) -> None:
         """See `Trainer`."""
         self.own.actors = actors
+        if self._stage is not None:
+            own = self.part.own
+            own.parts = {number: actors.part(part) for number, part in own.parts.items()}
 
     def pieces(self) -> list[Piece]:
-        """See `Trainer`."""
-        return self.own.pieces()
+        """See `Trainer`. A shard of a slice along `tp` is no slice: ranks along `dp` share out whole ones."""
+        if self.groups.tensor is None:
+            return self.own.pieces()
+        own, slots = self.own, self.own.shards.layout.slots
+        written = [index for index, writes in enumerate(self.part.writes) if writes]
+        shares = shared_out([slots[index].size for index in written], self._group.size)
+        held: dict[int, list[Array]] = {written[at]: [] for at in shares[own.rank]}
+        for name in own.arrays:
+            for number, whole in self._wholes(getattr(own.state, name)):
+                unit = own.shards.units[number]
+                for index in range(unit.parameters.start, unit.parameters.stop):
+                    if index in held:
+                        start = slots[index].offset - unit.span.start
+                        held[index].append(whole[start : start + slots[index].size].copy())
+        return [Piece(slots[index].name, self.part.cuts[index][1], tuple(held[index])) for index in held]
 
     def close(self, *, gave_up: bool = False) -> None:
-        """See `Trainer`: nothing is held of the neighbours between steps."""
+        """See `Trainer`."""
         self._loader.close()
+        if self._stage is not None:
+            self._stage.close(gave_up=gave_up)
 
     def weights(self) -> Array:
-        """The masters of all ranks, (layout.size,) float32; all ranks together."""
-        mine = np.ascontiguousarray(self.own.state.weights)
-        every = self.group.blocking.all_gather(mine)
-        return self.own.shards.whole(list(every))
+        """Return the masters of the whole model, float32; all ranks together."""
+        every = self._group.blocking.all_gather(np.ascontiguousarray(self.own.state.weights))
+        return self.part.whole(self.own.shards.whole(list(every)), self.groups)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

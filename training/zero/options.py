@@ -1,0 +1,76 @@
+"""The options of sharded state, and the memory that a rank needs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from zbmd.training.config import TrainingConfig
+from zbmd.training.optim import arrays_of
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
+from zbmd.training.step.reduction import ShardSum
+from zbmd.training.zero.layout import ShardLayout
+from zbmd.training.zero.machine import PREFETCH_MAX, REDUCING_MAX
+from zbmd.transport.errors import UserError
+
+STAGES: Final = (1, 2, 3)
+ARENA_SLACK: Final = 1.25
+"""Holes between arrays that come and go."""
+ARENA_ROOM_BYTES: Final = 8 << 20
+"""For what the group's operations stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroOptions:
+    """The stage of ZeRO and its settings. prefetch: units whose weights are gathered ahead, with stage 3.
+
+    loss_scale: what float16 begins with.
+
+    Raises `UserError` for a stage or storage that there is not.
+    """
+
+    stage: int = 3
+    storage: Storage = "float32"
+    prefetch: int = 1
+    loss_scale: float = SCALE_FIRST
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise UserError(f"unknown ZeRO stage {self.stage}: use 1, 2 or 3.")
+        if not 1 <= self.prefetch <= PREFETCH_MAX:
+            raise UserError(f"prefetch is {self.prefetch}: it must be 1 to {PREFETCH_MAX}.")
+        LossScale.of(storage_dtype(self.storage), first=self.loss_scale)
+
+
+def arena_bytes_needed(
+    layouts: Sequence[ShardLayout],
+    config: TrainingConfig,
+    options: ZeroOptions,
+    *,
+    copies: int = 0,
+    offloaded: bool = False,
+) -> int:
+    """Return the bytes of arena that any rank needs, with room for `copies` of shards beside its own.
+
+    layouts: those of all stages and slices of the model. offloaded: shards are in files, and not in memory.
+    """
+    ranks = layouts[0].ranks
+    sums, dtype, arrays = (
+        ShardSum.of(config.shards, ranks),
+        storage_dtype(options.storage),
+        len(arrays_of(config.optimizer)),
+    )
+    itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
+    shard = max(one.shard_size for one in layouts)
+    whole = ranks * shard
+    largest = ranks * max(unit.part for one in layouts for unit in one.units)
+    units = max(len(one.units) for one in layouts)
+    weights = shard if options.stage == 3 else whole
+    grads = whole if options.stage == 1 else shard
+    buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
+    reducing = min(units, REDUCING_MAX + 1) * itemsize * (buffers + 2 * sums.width)
+    gathered = min(units, options.prefetch + 1) * itemsize
+    held = 0 if offloaded else 1 + copies
+    state_bytes = held * (4 * arrays * shard + scale_bytes) + itemsize * (weights + grads)
+    return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES

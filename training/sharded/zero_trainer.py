@@ -466,7 +466,7 @@ class ZeroTrainer(Trainer):
 
     def enter(self, groups: MeshGroups, version: int) -> None:
         """See `Trainer`. The view has as many members; under stages 1 and 2 weights are gathered."""
-        self.groups, self.step, actors = groups, version, self.own.actors
+        self.groups, self.step, actors = groups, version, self.own.passes.actors
         self._update_group = self._group if actors is None else actors.group(self._group)
         self._enter_stage()
         model, tensor = self.recipe.model, groups.tensor
@@ -504,7 +504,7 @@ class ZeroTrainer(Trainer):
             ]
             for number, whole in self._wholes(masters):
                 for batch in batches:
-                    x = own.evaluate(number, whole, x, batch)
+                    x = own.passes.evaluate(number, whole, x, batch)
             for at in mine:
                 totals[at] = float(x.data) * len(chunks[at])
         every = self._group.blocking.all_gather(totals)
@@ -517,7 +517,7 @@ class ZeroTrainer(Trainer):
 
     def supervised(self, actors: ModelActors) -> None:
         """See `Trainer`."""
-        self.own.actors = actors
+        self.own.passes.actors = actors
         if self._stage is not None:
             own = self.part.own
             own.parts = {number: actors.part(part) for number, part in own.parts.items()}

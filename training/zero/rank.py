@@ -12,22 +12,16 @@ that has all shards, whatever the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, active_probe
 from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot, flat_slice
-from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.model.gpt import GPT, Batch
-from zbmd.training.model_actors.collective_log import Log, Recorder
-from zbmd.training.model_actors.joint_call import Attempt
-from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim import (
     Gather,
@@ -45,21 +39,7 @@ from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage,
 from zbmd.training.redundancy.state_file import Paging, StateFile, state_in
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout, Unit
-
-R = TypeVar("R")
-
-
-@dataclass(slots=True)
-class _Pass:
-    """One unit's forward pass of one logical shard, kept for its backward pass."""
-
-    tape: Tape
-    x: Tensor
-    y: Tensor
-    parameters: list[Parameter]
-    log: Log
-    """Results of collectives along `tp`, if actors compute."""
-
+from zbmd.training.zero.unit_passes import UnitPasses
 
 Walk = Callable[[Array, list[Array], Sequence[Batch], float], Mapping[int, float]]
 """Does all passes of a step with these weights, buffers for gradients, batches and loss scale.
@@ -114,8 +94,7 @@ class ZeroRank:
     ) -> None:
         self.model = model
         self._part = _whole(model, seed) if part is None else part
-        self._index = {slot.name: index for index, slot in enumerate(model.layout.slots)}
-        """Of parameters in the model, by name: a stage has some of them."""
+        self.passes = UnitPasses(model, shards)
         self.shards, self.sums, self.rank, self.stage = shards, sums, rank, stage
         self.memory = Accountant() if memory is None else memory
         self.losses: dict[int, float] = {}
@@ -124,8 +103,6 @@ class ZeroRank:
         self._plan = sums.plan(rank)
         self._batches: list[Batch] = []
         self._loss_scale = 1.0
-        self._passes: dict[int, list[_Pass]] = {}
-        self._slopes: list[Array] = []
         self.initial_scale = LossScale.of(self.dtype, first=loss_scale)
         """That of the first step, before the state has one."""
         self.arrays = arrays_of(optimizer)
@@ -156,8 +133,6 @@ class ZeroRank:
                 self._grads[number] = take(MemoryKind.GRADIENTS, shards.ranks * unit.part, self.dtype)
                 self._grad_parts[number] = self._own(self._grads[number], unit)
         self._optimizers = self._optimizers_of(optimizer, gather)
-        self.actors: ModelActors | None = None
-        """Compute units, if this thread does not by itself."""
         self.first = 0
         self._initial: Array | None = None
         self._saved: SavedState | None = None
@@ -349,9 +324,7 @@ class ZeroRank:
 
     def release(self, unit: int) -> None:
         """Give the gathered weights of `unit` back."""
-        for one in self._passes.get(unit, ()):
-            for parameter in one.parameters:
-                parameter.stored = parameter.stored[:0]
+        self.passes.let_go(unit)
         self.memory.free(MemoryKind.WORKING, self._whole.pop(unit))
 
     # ---- passes
@@ -368,66 +341,16 @@ class ZeroRank:
         """
         assert len(batches) == len(self._plan.leaves), "a batch a logical shard"
         self._batches, self.losses, self._loss_scale = list(batches), {}, loss_scale
+        self.passes.begin(self._batches)
 
     def forward(self, unit: int) -> None:
         """Compute `unit` of what the unit before it returned. A walk has passes backwards in between."""
         if self._part.walk is not None:
             return
-        self._passes[unit] = [
-            self._compute(partial(self._forward, unit, leaf, Log())) for leaf in range(len(self._batches))
-        ]
+        made = self.passes.forward(unit, self._whole[unit])
         if unit == len(self.shards.units) - 1:
-            last = [one.y.data for one in self._passes[unit]]
-            self.losses = {shard: float(loss) for shard, loss in zip(self.leaves, last, strict=True)}
-            self._slopes = [np.full_like(loss, self._loss_scale) for loss in last]
-
-    def evaluate(self, unit: int, weights: Array, x: Tensor, batch: Batch) -> Tensor:
-        """Run `unit` forwards only, with all of its weights, from what the unit before it returned."""
-        parameters, log = self._leaves(unit, weights), Log()
-
-        def work(attempt: Attempt) -> Tensor:
-            tape = attempt.tape = Tape(np, recording=False)
-            with self._recording(log, again=True):
-                return self.model.run_unit(tape, unit, x, parameters, batch)
-
-        return self._compute(work)
-
-    def _forward(self, unit: int, leaf: int, log: Log, attempt: Attempt) -> _Pass:
-        with self._recording(log, again=True):
-            return self._run(unit, leaf, log, attempt)
-
-    def _run(self, unit: int, leaf: int, log: Log, attempt: Attempt) -> _Pass:
-        x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))
-        tape, parameters = Tape(np), self._leaves(unit, self._whole[unit])
-        attempt.tape = tape
-        y = self.model.run_unit(tape, unit, x, parameters, self._batches[leaf])
-        return _Pass(tape, x, y, parameters, log)
-
-    def _backward(self, unit: int, number: int, done: _Pass, grads: Array) -> None:
-        """Play the pass of a leaf backwards; if that fails, do both passes again."""
-        given = None if self.actors is None else self._slopes[number].copy()
-
-        def work(attempt: Attempt) -> _Pass:
-            now, slope = done, self._slopes[number]
-            with self._recording(done.log, again=attempt.number > 0):
-                if attempt.number and given is not None:
-                    now, slope = self._run(unit, number, done.log, attempt), given.copy()
-                attempt.tape = now.tape
-                views = zip(self._views(unit, self._whole[unit]), self._views(unit, grads), strict=True)
-                for parameter, ((_, weights), (_, into)) in zip(now.parameters, views, strict=True):
-                    parameter.stored, parameter.grad = weights, into
-                now.tape.play(now.y, slope)
-            return now
-
-        played = self._compute(work)
-        if played.x.grad is not None:
-            self._slopes[number] = played.x.grad
-
-    def _recording(self, log: Log, *, again: bool) -> Recorder | nullcontext[None]:
-        return nullcontext() if self.actors is None else self.actors.recording(log, again=again)
-
-    def _compute(self, work: Callable[[Attempt], R]) -> R:
-        return work(Attempt(0)) if self.actors is None else self.actors.compute(work)
+            self.losses = {shard: float(loss) for shard, loss in zip(self.leaves, made, strict=True)}
+            self.passes.slopes = [np.full_like(loss, self._loss_scale) for loss in made]
 
     def backward(self, unit: int) -> None:
         """Compute `unit` backwards; the partial sums of its gradient are then whole in memory."""
@@ -438,9 +361,10 @@ class ZeroRank:
             self.losses = dict(self._part.walk(self._whole[unit], buffers, self._batches, self._loss_scale))
             self._hand_out(unit, buffers)
             return
-        for number, (leaf, done) in enumerate(zip(self._plan.leaves, self._passes.pop(unit), strict=True)):
-            self._backward(unit, number, done, buffers[leaf.buffer])
+        for number, leaf in enumerate(self._plan.leaves):
+            self.passes.backward(unit, number, self._whole[unit], buffers[leaf.buffer])
             self._plan.perform(leaf.additions, buffers, slice(0, size))
+        self.passes.drop(unit)
         self._hand_out(unit, buffers)
 
     def _buffers(self, unit: int) -> list[Array]:
@@ -466,9 +390,11 @@ class ZeroRank:
 
     def _look(self, watching: NonFiniteProbe, unit: int, partials: list[Array]) -> None:
         """Look at what `unit` passes back, and at its gradients, the last parameter's first."""
-        for slope in self._slopes:
+        for slope in self.passes.slopes:
             watching.look(slope)
-        for every in reversed(list(zip(*(self._views(unit, grads) for grads in partials), strict=True))):
+        for every in reversed(
+            list(zip(*(self.passes.views(unit, grads) for grads in partials), strict=True))
+        ):
             for index, view in every:
                 watching.at(ProbePoint.GRADIENT, index)
                 watching.look(view)
@@ -477,32 +403,16 @@ class ZeroRank:
         """Look at this rank's own weights, and at what it has of others' between steps."""
         for number, unit in enumerate(self.shards.units):
             for index, cut, at in self._held_in(unit):
-                watching.at(ProbePoint.WEIGHTS, self._index[self.shards.layout.slots[index].name])
+                watching.at(ProbePoint.WEIGHTS, self.passes.indices[self.shards.layout.slots[index].name])
                 watching.look(self._parts[number][at : at + cut.stop - cut.start])
         for number in sorted(self._whole):
             self.look_at_gathered(watching, number)
 
     def look_at_gathered(self, watching: NonFiniteProbe, unit: int) -> None:
         """Look at the weights of `unit` that came from all ranks."""
-        for index, view in self._views(unit, self._whole[unit]):
+        for index, view in self.passes.views(unit, self._whole[unit]):
             watching.at(ProbePoint.WEIGHTS, index)
             watching.look(view, received=True)
-
-    def _leaves(self, unit: int, weights: Array) -> list[Parameter]:
-        slots = self.model.layout.slots
-        return [
-            self.model.leaf(slots[index].name, Parameter(view, None, index, None))
-            for index, view in self._views(unit, weights)
-        ]
-
-    def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
-        """Each parameter of a unit: its index in the model, and its view of the unit's array."""
-        unit = self.shards.units[number]
-        start, slots = unit.span.start, self.shards.layout.slots[unit.parameters]
-        return [
-            (self._index[slot.name], whole[slot.offset - start :][: slot.size].reshape(slot.shape))
-            for slot in slots
-        ]
 
     def outgoing(self, unit: int) -> list[Array]:
         """The partial sums of the gradient of `unit`, each (ranks * part,): `sums.width` of them.
@@ -535,7 +445,8 @@ class ZeroRank:
         target = (self.slot + 1) % len(self.slots)
         self.memory.ready(self.slots[target])
         write = partial(self._write, target, step=step, learning_rate=learning_rate, grad_scale=grad_scale)
-        write() if self.actors is None else self.actors.update(write)
+        actors = self.passes.actors
+        write() if actors is None else actors.update(write)
         self.slot = target
         scale.write(self._scale_room)
         self._paging.wrote(self._scale_room)
@@ -570,7 +481,7 @@ class ZeroRank:
 
     def abandon(self, units: Sequence[int]) -> None:
         """Drop the step: its passes, the gathered weights of `units`, gradients that are not kept."""
-        self._passes.clear()
+        self.passes.clear()
         for unit in units:
             if unit in self._whole:
                 self.release(unit)

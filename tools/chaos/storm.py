@@ -64,6 +64,8 @@ def kinds() -> list[StormSetting]:
         StormSetting(setting=Setting.of(zero=3), links="tcp"),
         StormSetting(setting=Setting.of(mesh="dp=2,pp=2"), links="tcp"),
         StormSetting(setting=Setting.of(zero=2), offload=True),
+        StormSetting(setting=Setting.of(zero=3, mesh="dp=2,pp=2,tp=2")),
+        StormSetting(setting=Setting.of(zero=1, mesh="dp=2,tp=2"), offload=True),
         StormSetting(setting=Setting.of(mesh="pp=2"), offload=True),
     ]
     return [StormSetting(setting=setting) for setting in settings] + others

@@ -33,6 +33,11 @@ SHAPE: Final = (
 )
 RUN_S_MAX: Final = 300.0
 MESHES: Final = ("dp=1", "dp=2", "pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2")
+SHARDED_MESHES: Final = (
+    *(("dp=2,tp=2", stage, "float32") for stage in (1, 2, 3)),
+    *(("dp=2,pp=2", stage, "float32") for stage in (1, 2, 3)),
+    *(("dp=2,tp=2", 3, "bfloat16"), ("dp=2,pp=2", 1, "float16"), ("dp=2,pp=2,tp=2", 2, "float32")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,10 @@ def settings() -> list[Setting]:
             (("float32", "adamw"), ("bfloat16", "adamw"), ("float16", "adamw"), ("float32", "muon")),
         )
     ]
+    found += [
+        Setting(f"zero{stage} {mesh} {storage}", 0, _zero(stage, storage, "adamw", mesh))
+        for mesh, stage, storage in SHARDED_MESHES
+    ]
     plain = [(mesh, ()) for mesh in MESHES]
     varied: list[tuple[str, tuple[str, ...]]] = [
         (mesh, option)
@@ -74,8 +83,8 @@ OPTIONS: Final = (
 )
 
 
-def _zero(stage: int, storage: str, optimizer: str) -> tuple[str, ...]:
-    return ("--mesh", "dp=2", "--zero", str(stage), "--precision", storage, "--optimizer", optimizer)
+def _zero(stage: int, storage: str, optimizer: str, mesh: str = "dp=2") -> tuple[str, ...]:
+    return ("--mesh", mesh, "--zero", str(stage), "--precision", storage, "--optimizer", optimizer)
 
 
 def command_of(setting: Setting, tree: Path, data: Path, out: Path) -> list[str]:
@@ -86,14 +95,17 @@ def command_of(setting: Setting, tree: Path, data: Path, out: Path) -> list[str]
         launch = ("run", "-n", str(setting.ranks), "-m", "zbmd.training")
         return [sys.executable, "-c", start, *launch, *shared, *setting.arguments]
     if "--zero" in setting.arguments and (tree / "training/zero/job.py").exists():  # it was another job's
-        given = [text.replace("--precision", "--storage") for text in setting.arguments[2:]]
-        return [sys.executable, "-c", start, "run", "-n", "2", "-m", "zbmd.training", *shared, *given]
+        words = [text.replace("--precision", "--storage") for text in setting.arguments[2:]]
+        return [sys.executable, "-c", start, "run", "-n", "2", "-m", "zbmd.training", *shared, *words]
+    given = setting.arguments
+    if "--zero" in given and "," in given[1] and not (tree / "training/sharded/zero_trainer.py").exists():
+        given = (*given[:2], *given[4:])  # ZeRO changes no bit of a mesh
     if "--zero" in setting.arguments:
         shared = (*shared, "--evaluate-windows", "512")
     ranks = 1
-    for axis in setting.arguments[1].split(","):
+    for axis in given[1].split(","):
         ranks *= int(axis.partition("=")[2])
-    return [sys.executable, "-m", "zbmd", "train", "--ranks", str(ranks), *shared, *setting.arguments]
+    return [sys.executable, "-m", "zbmd", "train", "--ranks", str(ranks), *shared, *given]
 
 
 OF_RUN: Final = """

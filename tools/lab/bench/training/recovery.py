@@ -45,6 +45,11 @@ KINDS = {
         mesh: ("--mesh", mesh)
         for mesh in ("dp=2", "pp=2", "tp=2", "dp=4", "pp=4", "tp=4", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2")
     },
+    **{
+        f"zero{stage} {mesh}": ("--zero", str(stage), "--mesh", mesh)
+        for mesh in ("dp=2,pp=2", "dp=2,tp=2")
+        for stage in (1, 3)
+    },
 }
 """Options of `zbmd train`, or none for the job of `python -m zbmd.training`. A mesh says its ranks."""
 GIB = 1 << 30

@@ -12,14 +12,11 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
-
-import numpy as np
-import xxhash
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker
@@ -31,6 +28,7 @@ from zbmd.training.autograd import spans
 from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.records import Records
+from zbmd.training.job.results import StepResults
 from zbmd.training.job.task import StepResult, Task, Trainer
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
@@ -68,8 +66,6 @@ PARTED_POINT = faults.declare("job.parted", "when the ranks part, before this on
 
 SIGNALS = {signal.SIGTERM: Wish.STOP | Wish.SAVE, signal.SIGUSR1: Wish.SAVE}
 """The requests of signals. A run that is stopped can be resumed."""
-RECORDS_KEPT = 3
-"""Last steps whose results a rank keeps; the next one to be logged is among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +91,8 @@ class Job(Generic[ResultT]):
     def __init__(self, worker: Worker, task: Task[ResultT], options: RunOptions, *, again: bool) -> None:
         self._worker, self._task, self._options = worker, task, options
         self._world: Group | None = None
+        self._keys: Sequence[int] = ()
+        """Of all members' shards in this epoch."""
         self._groups: MeshGroups | None = None
         self._trainer: Trainer | None = None
         self._keeper: Redundancy | None = None
@@ -117,10 +115,7 @@ class Job(Generic[ResultT]):
         )
         self._again = again
         self._records: Records | None = None
-        self._results: dict[int, StepResult] = {}
-        self._logged = 0
-        """The last version that this rank knows to be logged: one that is kept at once is voted for twice."""
-        self._record: CommitRecord | None = None
+        self._results = StepResults(task.row, task.seed)
         self._held_out: tuple[int, float] | None = None
         """The last version that was evaluated, and its loss."""
 
@@ -257,7 +252,7 @@ class Job(Generic[ResultT]):
                 place=place,
                 ranks=world.size,
                 known=known,
-                on_update=self._keep,
+                on_update=self._results.keep,
                 on_commit=self._committed,
                 note=self._task.row.encoded,
             )
@@ -268,7 +263,7 @@ class Job(Generic[ResultT]):
             ranks=world.size,
             copies=[] if self._options.replicas else self._task.copies(trainer),
             known=known,
-            on_update=self._keep,
+            on_update=self._results.keep,
             on_commit=self._committed,
         )
 
@@ -278,7 +273,9 @@ class Job(Generic[ResultT]):
 
     def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT] | None:
         faults.hit(MEET_POINT)
-        version = keeper.meet(groups.world, self._task.state_keys(groups))
+        self._keys = self._task.state_keys(groups)
+        self._share_records(groups.world)
+        version = keeper.meet(groups.world, self._keys)
         self._agree_on_log(groups.world, version)
         faults.hit(MET_POINT)
         trainer.enter(groups, version)
@@ -304,7 +301,7 @@ class Job(Generic[ResultT]):
         self._tell(profiler, profiler.end_step())
         keeper.settle()
         held_out_loss = 0.0 if self._held_out is None else self._held_out[1]
-        last, is_first = self._results.get(trainer.step), self._is_lowest()
+        last, is_first = self._results.result(trainer.step), self._is_lowest()
         result = self._task.finish(trainer, last, held_out_loss, is_first=is_first)
         faults.hit(SAVED_POINT)
         groups.world.blocking.barrier()
@@ -366,26 +363,24 @@ class Job(Generic[ResultT]):
 
     # ---- results of steps
 
-    def _keep(self, done: StepResult) -> None:
-        self._results[done.version] = done
-        self._results.pop(done.version - RECORDS_KEPT, None)
-
     def _take_notes(self, file: StateFile) -> None:
         """Know of a predecessor's file what its last steps reported: all ranks may be new at once."""
         for slot in range(SLOTS):
             done = self._task.row.decoded(file.noted(slot).tolist())
             if done is not None and done.version == file.version_in(slot):
-                self._keep(done)
+                self._results.keep(done)
 
     def _share(self, world: Group, version: int) -> None:
         """Tell who has not done the last step what it reported: any member may log it."""
-        for later in [one for one in self._results if one > version]:
-            del self._results[later]
-        row = self._task.row
-        for one in world.blocking.all_gather(row.encoded(self._results.get(version))).tolist():
-            done = row.decoded(one)
-            if done is not None and done.version == version and version not in self._results:
-                self._keep(done)
+        mine = self._results.go_on_from(version)
+        self._results.learn(version, world.blocking.all_gather(mine).tolist())
+
+    def _share_records(self, world: Group) -> None:
+        """Give all members the record of the last version that one of them saw committed.
+
+        Before they learn from each other what is committed: who saw it, or logs it, may be lost then.
+        """
+        self._results.learn_records(world.blocking.all_gather(self._results.share()).tolist())
 
     def _is_lowest(self) -> bool:
         return self._world is not None and self._world.members[0] == self._worker.rank
@@ -399,24 +394,20 @@ class Job(Generic[ResultT]):
 
     def _committed(self, version: int, digests: Digests) -> None:
         """Every shard of `version` is safe: the lowest rank logs it, and all know what it is to log."""
-        done, world = self._results.get(version), self._world
-        if done is None or world is None or version <= self._logged:
-            return
-        loss, self._logged = self._held_out, version
-        self._record = CommitRecord(
-            version=version,
+        world, loss = self._world, self._held_out
+        assert world is not None, "a version is committed in an epoch"
+        found = self._results.committed(
+            version,
+            digests,
             epoch=world.epoch,
-            members=tuple(world.members),
-            shards=dict(enumerate(done.samples)),
-            losses=dict(enumerate(done.losses)),
-            rng_key=(self._task.seed, version - 1),
-            digest=xxhash.xxh3_128_hexdigest(np.array(digests, np.uint64).data),
+            members=world.members,
+            keys=self._keys,
             at_ns=now_ns(),
             held_out_loss=loss[1] if loss is not None and loss[0] == version - 1 else None,
         )
-        if self._is_lowest():
-            self._log.append(self._record)
-            self._note(self._record, done)
+        if found is not None and self._is_lowest():
+            self._log.append(found.record)
+            self._note(found.record, found.done)
 
     def _note(self, record: CommitRecord, done: StepResult) -> None:
         """Report a step that is logged, and note what it took."""
@@ -427,18 +418,18 @@ class Job(Generic[ResultT]):
         self._opened_records().put(record.version, **values)
 
     def _agree_on_log(self, world: Group, version: int) -> None:
-        """Log `version`, if the last writer did not live to do it, and tell newcomers what it reported.
+        """Log what is committed, if the last writer did not live to do it; tell newcomers what it reported.
 
-        Any member may have to log it later.
+        That may be the version before `version`, if all ranks have come that far; any member may have to log
+        the next one.
         """
-        is_missing = self._is_lowest() and self._log.last_version() < version
         self._share(world, version)
-        if self._record is not None and self._record.version == version:
-            self._log.append(self._record)  # one that is there is not written again
+        if self._is_lowest():
+            missing = self._results.missing(self._log.last_version())
+            if missing is not None:
+                self._log.append(missing.record)
+                self._note(missing.record, missing.done)
         world.blocking.barrier()
-        if is_missing and self._log.last_version() == version:
-            self._logged = version
-            self._note(self._log.record(version), self._results[version])
 
 
 def _signals_taken() -> list[signal.Signals]:

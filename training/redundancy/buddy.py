@@ -34,7 +34,7 @@ from zbmd.transport.native._native import now_ns
 
 HANDLES: Final = 2 * SLOTS
 """The slots of the own shard, then those of copies."""
-_HEAD: Final = 2 + SLOTS
+_HEAD: Final = 3 + SLOTS
 _PER_COPY: Final = 3
 ROW_NUMBERS: Final = _HEAD + _PER_COPY * SLOTS + 2 * HANDLES
 VERSION_MAX: Final = 1 << 40
@@ -57,7 +57,7 @@ class HoldingsRow:
         """
         held = self.held
         numbers = [0 if version is None else version + 1 for version in held.own]
-        numbers += [held.known, held.first]
+        numbers += [held.known, held.first, held.digest]
         for copy in held.copies:
             numbers += [0, 0, 0] if copy is None else [copy.ward + 1, copy.version, copy.digest]
         for handle in self.handles:
@@ -81,7 +81,7 @@ class HoldingsRow:
             copies.append(None if ward == 0 else Copy(ward=ward - 1, version=version, digest=digest))
         said = [(place, version) for place, version in enumerate(own) if version is not None]
         said += [(place, copy.version) for place, copy in enumerate(copies) if copy is not None]
-        known, first = numbers[SLOTS:_HEAD]
+        known, first, digest = numbers[SLOTS:_HEAD]
         places = numbers[_HEAD + _PER_COPY * SLOTS :]
         if max(known, first) > VERSION_MAX or any(v > VERSION_MAX or v % SLOTS != at for at, v in said):
             raise RemoteProtocolError(f"slot {slot} reports impossible versions: {numbers}")
@@ -91,7 +91,9 @@ class HoldingsRow:
             RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=False)
             for offset, nbytes in zip(places[::2], places[1::2], strict=True)
         )
-        held = Held(own=(own[0], own[1]), known=known, copies=(copies[0], copies[1]), first=first)
+        held = Held(
+            own=(own[0], own[1]), known=known, copies=(copies[0], copies[1]), first=first, digest=digest
+        )
         return cls(held=held, handles=handles)
 
 
@@ -197,7 +199,7 @@ class BuddyReplica(RedundancyDriver):
     def vote(self) -> Vote:
         """See `StepHook`."""
         if self.applies_first:
-            return self._said(_digest(self._own.slots[(self._machine.version + 1) % zm.SLOTS]), 0)
+            return self.asked.vote(_digest(self._own.slots[(self._machine.version + 1) % zm.SLOTS]), 0)
         began_ns = now_ns()
         found = self._ended()
         self.waited_ns += now_ns() - began_ns
@@ -209,7 +211,7 @@ class BuddyReplica(RedundancyDriver):
             kept = self._machine.copies[self._machine.version % zm.SLOTS]
             copied = own if kept is None else kept.digest
         faults.hit(COPIED_POINT)
-        return self._said(own, copied)
+        return self.asked.vote(own, copied)
 
     def _start_copy(self, work: zm.CopyWard) -> None:
         self._under_way = self._pool.submit(self._copy, work)

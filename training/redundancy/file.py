@@ -82,7 +82,7 @@ class FileRedundancy(RedundancyDriver):
     def vote(self) -> Vote:
         """See `StepHook`."""
         digest = self._file.digest_in(self._own.slot)
-        return self._said(digest, digest)
+        return self.asked.vote(digest, digest)
 
     def voted(self, votes: Sequence[Vote]) -> None:
         """See `StepHook`. An update follows, so the slot that it overwrites is no longer complete."""

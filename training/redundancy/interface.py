@@ -10,7 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from enum import IntFlag
+from enum import Enum, IntFlag
 from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 import numpy as np
@@ -62,10 +62,10 @@ async def through_epochs(
             view = worker.enter(coming)
             if not worker.alone:
                 following = asyncio.ensure_future(worker.coming_view(after=view.epoch))
-            ready = not view.finished and can_train(worker, view, fits)
-            ended = await epoch(view if ready else None, following)
-            if view.finished:
-                return None  # nobody leaves before what the job makes is on disk
+            use = use_of(view, worker.world_size, fits)
+            ended = await epoch(view if use is ViewUse.TRAIN else None, following)
+            if use is ViewUse.END:
+                return None
             if ended is not None:
                 return ended.result
             coming = await (worker.coming_view(after=view.epoch) if following is None else following)
@@ -75,22 +75,34 @@ async def through_epochs(
             await asyncio.wait([following])
 
 
-def can_train(worker: Worker, view: View, fits: Callable[[int], bool]) -> bool:
-    """Return whether the job can go on with the members of a view, or waits for more.
+class ViewUse(Enum):
+    """What a job does with a view."""
 
-    Raises `StepFailed` if these are too few, and the others will not come.
+    TRAIN = "train"
+    WAIT = "wait"
+    """For more members."""
+    END = "end"
+    """A member has left, and nobody leaves before what the job makes is on disk."""
+
+
+def use_of(view: View, world_size: int, fits: Callable[[int], bool]) -> ViewUse:
+    """Return what a job of `world_size` ranks does with a view.
+
+    Raises `StepFailed` if its members are too few, and the others will not come.
     """
+    if view.finished:
+        return ViewUse.END
     ranks = len(view.members)
-    if ranks == worker.world_size or fits(ranks):
-        return True
+    if ranks == world_size or fits(ranks):
+        return ViewUse.TRAIN
     if view.lost:
         lost = ", ".join(map(str, view.lost))
         raise StepFailed(
             FailureKind.STATE_LOST,
-            f"rank {lost} is lost and will not be replaced, and the state is cut for {worker.world_size}: "
+            f"rank {lost} is lost and will not be replaced, and the state is cut for {world_size}: "
             "run with --on-loss replace",
         )
-    return False
+    return ViewUse.WAIT
 
 
 COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")
@@ -131,6 +143,23 @@ class Agenda:
 
     epoch: int = 0
     wishes: Wish = Wish.NOTHING
+
+    def vote(self, own: int, copied: int) -> Vote:
+        """Return a vote for two digests, with what this rank asks for."""
+        return np.array([own, copied, self.epoch, self.wishes], np.uint64)
+
+    @classmethod
+    def agreed(cls, votes: Sequence[Vote]) -> Agenda:
+        """Return what all ranks do, given all their votes."""
+        wishes = Wish.NOTHING
+        for vote in votes:
+            wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP))
+        return cls(min(int(vote[2]) for vote in votes), wishes)
+
+
+def digests_in(votes: Sequence[Vote]) -> zm.Voted:
+    """Return the machine's event for all ranks' votes."""
+    return zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))
 
 
 class Redundancy(StepHook, Protocol):
@@ -215,11 +244,8 @@ class RedundancyDriver(Redundancy):
 
     def voted(self, votes: Sequence[Vote]) -> None:
         """See `StepHook`. Raises `StepFailed` if a replica differs from its original."""
-        wishes = Wish.NOTHING
-        for vote in votes:
-            wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP))
-        self.agreed = Agenda(min(int(vote[2]) for vote in votes), wishes)
-        self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
+        self.agreed = Agenda.agreed(votes)
+        self._perform(self._handle(digests_in(votes)))
 
     def updated(self, done: Any) -> None:
         """See `StepHook`."""
@@ -230,11 +256,6 @@ class RedundancyDriver(Redundancy):
     def close(self) -> None:
         """See `Redundancy`."""
         self._tap.close("closed")
-
-    def _said(self, own: int, copied: int) -> Vote:
-        """Return a vote for two digests, with what this rank asks for."""
-        asked = self.asked
-        return np.array([own, copied, asked.epoch, asked.wishes], np.uint64)
 
     # ---- the machine
 

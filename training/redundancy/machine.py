@@ -84,21 +84,23 @@ class Copy:
 class Held:
     """The versions that a rank holds at the start of an epoch. `own`: of its shard by slot; None: incomplete.
 
-    `known`: the highest version that it knows to be committed. `first`: the version that it can begin with,
-    from a seed or a checkpoint.
+    `known`: the highest version that it knows to be committed, `digest`: of its shard of it, if it voted for
+    that. `first`: the version that it can begin with, from a seed or a checkpoint.
     """
 
     own: tuple[int | None, int | None]
     known: int
     copies: tuple[Copy | None, Copy | None]
     first: int = 0
+    digest: int = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """The location of a shard: a slot of the rank at `place`.
 
-    `own`: whether it is a slot of that rank's own shard, and not of a copy; its digest is not known.
+    `own`: whether it is a slot of that rank's own shard, and not of a copy; `digest` is `NO_DIGEST` if nobody
+    here voted for it.
     """
 
     place: int
@@ -183,6 +185,9 @@ def _sources(held: Sequence[Held], keys: Sequence[int], version: int) -> list[So
     found: list[Source | _Here | None] = [
         _Here.HERE if version == one.first or version in one.own else None for one in held
     ]
+    voted = {
+        key: one.digest for key, one in zip(keys, held, strict=True) if one.known == version and one.digest
+    }
     holders: dict[int, list[int]] = {}
     for place, source in enumerate(found):
         if source is not None:
@@ -191,7 +196,8 @@ def _sources(held: Sequence[Held], keys: Sequence[int], version: int) -> list[So
         alike = holders.get(keys[place])
         if source is None and alike is not None:  # several readers spread over the holders
             whose = alike[place % len(alike)]
-            found[place] = Source(place=whose, slot=version % SLOTS, digest=NO_DIGEST, own=True)
+            digest = voted.get(keys[place], NO_DIGEST)
+            found[place] = Source(place=whose, slot=version % SLOTS, digest=digest, own=True)
     for place, one in enumerate(held):
         for slot, copy in enumerate(one.copies):
             if copy is not None and copy.version == version and found[copy.ward] is None:
@@ -356,6 +362,8 @@ class Mirror:
         self.ward = place
         self.copies: list[Copy | None] = [None] * SLOTS
         self._buddies: tuple[int, ...] = ()
+        self._voted_for = (0, NO_DIGEST)
+        """The last version that was committed here, and the digest of this rank's shard of it."""
         self._target = 0
         self._expected = NO_DIGEST
         self._slot = 0
@@ -364,7 +372,14 @@ class Mirror:
     def held(self) -> Held:
         """Return this rank's report at the start of an epoch."""
         copies = (self.copies[0], self.copies[1])
-        return Held(own=(self.own[0], self.own[1]), known=self.known, copies=copies, first=self.first)
+        voted, digest = self._voted_for
+        return Held(
+            own=(self.own[0], self.own[1]),
+            known=self.known,
+            copies=copies,
+            first=self.first,
+            digest=digest if voted == self.known else NO_DIGEST,
+        )
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take `event` and return the actions. Raises `LocalProtocolError` for one out of place."""
@@ -449,8 +464,8 @@ class Mirror:
         self._expect(Restored(digest=digest), State.RESTORING)
         if self._expected not in (NO_DIGEST, digest):
             return self._fail(
-                f"the shard of version {self._target} that was pulled has digest {digest:016x}, and its copy "
-                f"{self._expected:016x}: memory or a link has erred",
+                f"the shard of version {self._target} that place {self.place} pulled has digest "
+                f"{digest:016x}, and the original {self._expected:016x}: memory or a link has erred",
                 lost=False,
             )
         return self._resume()
@@ -500,12 +515,13 @@ class Mirror:
             keeper = votes[self._buddies[place]]
             if self.copied and keeper[1] != own:
                 return self._fail(
-                    f"the copy of version {self.version} of place {place} has digest {keeper[1]:016x}, and "
-                    f"what it is a copy of {own:016x}: memory or a link has erred",
+                    f"the copy at place {self._buddies[place]} of version {self.version} of place {place} "
+                    f"has digest {keeper[1]:016x}, and the original {own:016x}: memory or a link has erred",
                     lost=False,
                 )
         self.state = State.HOLDING if self.replicas else State.COMMITTED
         self.version = self.known = version
+        self._voted_for = version, votes[self.place][0]
         return [Commit(version=version, digests=tuple(own for own, _ in votes))]
 
     def _fail(self, reason: str, *, lost: bool) -> list[Action]:
@@ -543,5 +559,5 @@ def _build_mirror(config: Mapping[str, Any]) -> Mirror:
 
 
 MIRROR: MachineKind[Event, Action] = register(
-    "mirror", 4, _build_mirror, events=Event, actions=Action, states=(Mirror,)
+    "mirror", 5, _build_mirror, events=Event, actions=Action, states=(Mirror,)
 )

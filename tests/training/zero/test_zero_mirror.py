@@ -524,7 +524,7 @@ def test_a_copy_with_other_bits_ends_the_run() -> None:
     mirror.handle(zm.Copied(digest=5), now_ns=0)
     (action,) = mirror.handle(zm.Voted(votes=((4, 5), (6, 4))), now_ns=0)
     assert isinstance(action, zm.Fail) and not action.lost
-    assert "place 1 has digest 0000000000000005" in action.reason
+    assert "at place 0 of version 0 of place 1 has digest 0000000000000005" in action.reason
 
 
 def test_events_out_of_place_are_refused() -> None:

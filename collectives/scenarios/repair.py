@@ -22,11 +22,10 @@ from zbmd.actors.view import RANKS_MAX, MemberId, View
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair.machine import RepairMachine, RepairState
-from zbmd.collectives.scenarios.commit import NodeProcess, draw_conditions
-from zbmd.collectives.scenarios.commit_world import (
+from zbmd.collectives.scenarios.hosted_job import (
     NODE,
-    CommitOptions,
     Enter,
+    JobOptions,
     JobScenario,
     Message,
     Parted,
@@ -36,6 +35,7 @@ from zbmd.collectives.scenarios.commit_world import (
     linked,
     member_of,
 )
+from zbmd.collectives.scenarios.node import NodeProcess, draw_conditions
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
@@ -86,7 +86,7 @@ Key: TypeAlias = tuple[int, str, int]
 class RepairWorld:
     """The state that outlives a process."""
 
-    options: CommitOptions
+    options: JobOptions
     seed: int | str
     state_lost: bool = False
     memory: dict[MemberId, Memory] = field(default_factory=dict[MemberId, Memory])
@@ -419,7 +419,7 @@ def conditions_of(seed: int | str) -> sim.Conditions:
     return draw_conditions(random.Random(f"{seed}/conditions"))
 
 
-def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], RepairWorld]:
+def build(seed: int | str, options: JobOptions) -> tuple[sim.Simulation[Message], RepairWorld]:
     """The simulation of one group, without its kills. `options.steps` counts operations."""
     simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
     world = RepairWorld(options, seed)
@@ -433,17 +433,17 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
 
 
 @dataclass(frozen=True)
-class RepairScenario(JobScenario[RepairWorld]):
+class RepairScenario(JobScenario[JobOptions, RepairWorld]):
     """The repair machine and a node's, over meetings. `length` counts operations."""
 
     name: str = "repair"
     description: str = "operations that members finish together when some die in them, in every mode"
 
-    def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
+    def options_of(self, seed: int | str, options: sim.Options) -> JobOptions:
         """See `JobScenario`."""
         return group_of(seed, options, RANKS_MAX)
 
-    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], RepairWorld]:
+    def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], RepairWorld]:
         """See `JobScenario`."""
         return build(seed, job)
 

@@ -24,10 +24,9 @@ from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.elastic.views_machine import ViewsMachine
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.machine import RepairState
-from zbmd.collectives.scenarios.commit import NodeProcess
-from zbmd.collectives.scenarios.commit_world import (
-    CommitOptions,
+from zbmd.collectives.scenarios.hosted_job import (
     Enter,
+    JobOptions,
     JobScenario,
     Message,
     Parted,
@@ -36,6 +35,7 @@ from zbmd.collectives.scenarios.commit_world import (
     joined,
     linked,
 )
+from zbmd.collectives.scenarios.node import NodeProcess
 from zbmd.collectives.scenarios.repair import RankProcess, RepairWorld, conditions_of
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
@@ -66,7 +66,7 @@ class SubgroupWorld(RepairWorld):
 class Mesh:
     """The state that outlives processes: the worlds of all groups, by name."""
 
-    options: CommitOptions
+    options: JobOptions
     state_lost: bool = False
     parts: dict[str, SubgroupWorld] = field(default_factory=dict[str, SubgroupWorld])
 
@@ -300,7 +300,7 @@ class MeshProcess:
         return [*effects, *self._come(now_ns)]
 
 
-def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], Mesh]:
+def build(seed: int | str, options: JobOptions) -> tuple[sim.Simulation[Message], Mesh]:
     """A mesh, without its kills. `options.steps` counts the operations of "all"; others have fewer."""
     simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
     mesh, size = Mesh(options), options.world_size
@@ -324,17 +324,17 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
 
 
 @dataclass(frozen=True)
-class SubgroupsScenario(JobScenario[Mesh]):
+class SubgroupsScenario(JobScenario[JobOptions, Mesh]):
     """The repair machines of several groups in each process. `length` counts those of the group of all."""
 
     name: str = "parts"
     description: str = "elastic groups with sub-groups: rows and columns are repaired, others go on"
 
-    def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
+    def options_of(self, seed: int | str, options: sim.Options) -> JobOptions:
         """See `JobScenario`."""
         return group_of(seed, options, RANKS_MAX)
 
-    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], Mesh]:
+    def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], Mesh]:
         """See `JobScenario`."""
         return build(seed, job)
 

@@ -30,8 +30,8 @@ from zbmd.training.model.gpt import GPT, Operator
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import DeviceFault, HostDevice, ModuleDevice, OperatorDevice
 from zbmd.training.model_actors.slot import RestartsExhausted
-from zbmd.training.replicated.scenario import plain_job
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.scenarios.training import plain_job
 from zbmd.training.step.recipe import Recipe
 
 STEPS: Final = 6

@@ -20,10 +20,10 @@ from zbmd.actors.simulated.membership_scenario import MembershipScenario
 from zbmd.actors.simulated.scenario import ActorsScenario
 from zbmd.actors.simulated.supervision_scenario import SupervisionScenario
 from zbmd.collectives.scenarios.collectives import CollectivesScenario
-from zbmd.collectives.scenarios.commit import CommitScenario
 from zbmd.collectives.scenarios.repair import RepairScenario
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
-from zbmd.training.replicated.scenario import TrainingScenario
+from zbmd.training.scenarios.commit import CommitScenario
+from zbmd.training.scenarios.training import TrainingScenario
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import FaultPlan, Options, Scenario, ScenarioReport, run_scenario
 
@@ -59,7 +59,7 @@ class HuntedScenario:
 SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
     {
         "commit": HuntedScenario(
-            make=CommitScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 6), lengths=(1, 1, 1, 1, 1, 2, 2, 3, 12)
+            make=CommitScenario, ranks=(1, 2, 2, 3, 3, 4, 4, 4, 6, 8), lengths=(1, 1, 1, 2, 2, 3, 6)
         ),
         "supervision": HuntedScenario(
             make=SupervisionScenario, ranks=(1, 1, 1, 2, 2, 3), lengths=(1, 2, 4, 8, 16)

@@ -24,7 +24,7 @@ from zbmd.collectives.repair.splits import (
     check_repeated,
     row_of,
 )
-from zbmd.collectives.scenarios.commit_world import CommitOptions
+from zbmd.collectives.scenarios.hosted_job import JobOptions
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario, build
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 
@@ -40,7 +40,7 @@ def members(*ranks: int, incarnation: int = 1) -> tuple[MemberId, ...]:
 def test_meshes_under_seeded_kills(world_size: int) -> None:
     print(f"fresh seeds from {FRESH}")
     for index in range(12):
-        options = CommitOptions(world_size=world_size, steps=2, kills=index % 4, shrink=index % 5 == 0)
+        options = JobOptions(world_size=world_size, steps=2, kills=index % 4, shrink=index % 5 == 0)
         mesh = SubgroupsScenario().run(FRESH + index, options)
         assert not mesh.state_lost or options.kills >= world_size
         assert mesh.state_lost or mesh.parts["all"].returned or mesh.parts["all"].raised
@@ -51,7 +51,7 @@ def test_meshes_under_seeded_kills(world_size: int) -> None:
 def test_a_job_that_loses_all_of_its_ranks_is_over_only_if_nobody_is_brought_back(
     world_size: int, shrink: bool
 ) -> None:
-    options = CommitOptions(world_size=world_size, steps=2, shrink=shrink)
+    options = JobOptions(world_size=world_size, steps=2, shrink=shrink)
     simulation, mesh = build(79481152938509, options)
     simulation.run(until=lambda: bool(mesh.parts["all"].returned or mesh.parts["all"].raised))
     for rank in range(world_size):

@@ -15,7 +15,7 @@ from zbmd.collectives.repair.events import Failure, Inputs, OnLoss, Outcome, Pha
 from zbmd.collectives.repair.machine import RepairMachine, RepairState
 from zbmd.collectives.repair.verdict import VerdictKind, decide
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
-from zbmd.collectives.scenarios.commit_world import CommitOptions
+from zbmd.collectives.scenarios.hosted_job import JobOptions
 from zbmd.collectives.scenarios.repair import RepairScenario, build
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
@@ -48,7 +48,7 @@ FRESH_REPORT = rm.Report(born=0, sequence=1, phase=Phase.IDLE)
 def test_seeded_kills(world_size: int, shrink: bool) -> None:
     print(f"fresh seeds from {FRESH}")
     for index in range(40):
-        options = CommitOptions(world_size=world_size, steps=4, kills=index % 5, shrink=shrink)
+        options = JobOptions(world_size=world_size, steps=4, kills=index % 5, shrink=shrink)
         world = RepairScenario().run(FRESH + index, options)
         if options.kills == 0:
             assert world.finished == set(range(world_size))
@@ -61,7 +61,7 @@ def test_every_single_kill_of_small_runs_and_all_ways_of_repair() -> None:
     print(f"fresh seeds from {FRESH}")
     ways: set[str] = set()
     for seed in range(FRESH, FRESH + 12):
-        options = CommitOptions(world_size=2 + seed % 2, steps=1, kills=0, shrink=seed % 4 == 0)
+        options = JobOptions(world_size=2 + seed % 2, steps=1, kills=0, shrink=seed % 4 == 0)
         undisturbed, _ = build(seed, options)
         undisturbed.run()
         points = [point for point in undisturbed.kill_points() if point.process != "node"]
@@ -77,8 +77,8 @@ def test_every_single_kill_of_small_runs_and_all_ways_of_repair() -> None:
 
 
 def test_the_same_seed_gives_the_same_history() -> None:
-    first, _ = build(11, CommitOptions())
-    second, _ = build(11, CommitOptions())
+    first, _ = build(11, JobOptions())
+    second, _ = build(11, JobOptions())
     first.run()
     second.run()
     assert first.digest() == second.digest()

@@ -22,14 +22,14 @@ from zbmd.actors.view import Outcome
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.machine import REPAIR, RepairMachine, RepairState, repair_config
 from zbmd.collectives.scenarios import repair as repair_scenario
-from zbmd.collectives.scenarios.commit_world import CommitOptions, draw_kills
+from zbmd.collectives.scenarios.hosted_job import JobOptions, draw_kills
 from zbmd.tools.entry import zbmd as cli
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock
 
 GOLDEN = Path(__file__).parent / "golden_repair_1.txt"
 GOLDEN_SEED, OTHER_SEED = 17, 51
-OPTIONS = CommitOptions(world_size=3, steps=4, kills=3)
+OPTIONS = JobOptions(world_size=3, steps=4, kills=3)
 
 
 def record(directory: Path, seed: int, patch: pytest.MonkeyPatch) -> int:

@@ -67,7 +67,10 @@ class Mutation:
     seed: int = field(kw_only=True)
 
 
-COMMIT = "zbmd.collectives.commit.machine:StepCommit"
+MACHINE = "zbmd.training.redundancy.machine"
+MIRROR = f"{MACHINE}:Mirror"
+INTERFACE = "zbmd.training.redundancy.interface"
+RESULTS = "zbmd.training.job.results:StepResults"
 REPAIR = "zbmd.collectives.repair.machine:RepairMachine"
 VERDICT = "zbmd.collectives.repair.verdict:_Case"
 VIEWS = "zbmd.collectives.elastic.views_machine:ViewsMachine"
@@ -84,17 +87,143 @@ CALM_PAIR = "--ranks 2 --length 2 --faults 0"
 
 MUTATIONS = [
     Mutation(
-        "who gives a step up for a new epoch does not say so",
+        "a copy that was interrupted counts as whole",
         "commit",
         (
             Edit(
-                f"{COMMIT}._enter_if_held_up",
-                "if stay and self.state is not CommitState.FINISHING:",
-                "if False:",
+                f"{MIRROR}._copied",
+                "if digest is not None:",
+                "digest = digest or NO_DIGEST\n    if True:",
             ),
         ),
-        (RunOutcome.LIVENESS,),
-        seed=1310,
+        BROKEN,
+        seed=34,
+    ),
+    Mutation(
+        "a group goes back past what is known to be committed",
+        "commit",
+        (Edit(f"{MACHINE}:choose", "version < known or None in sources", "None in sources"),),
+        BROKEN,
+        seed=83,
+    ),
+    Mutation(
+        "replicas go on from a version that nobody knows to be committed",
+        "commit",
+        (Edit(f"{MACHINE}:choose", "(version > known and not beyond)", "False"),),
+        BROKEN,
+        seed=8,
+    ),
+    Mutation(
+        "a version counts as committed before the vote",
+        "commit",
+        (
+            Edit(
+                f"{MIRROR}._updated",
+                "self.state = State.PREPARED",
+                "self.state, self.known = State.PREPARED, self.version + 1",
+            ),
+        ),
+        BROKEN,
+        seed=8,
+    ),
+    Mutation(
+        "a rank that is ahead goes on from its own version",
+        "commit",
+        (
+            Edit(
+                f"{MIRROR}._resume",
+                "self.state, self.version = State.HOLDING, self._target",
+                "self.state, self.version = State.HOLDING, max(self._target, *(v or 0 for v in self.own))",
+            ),
+        ),
+        BROKEN,
+        seed=8,
+    ),
+    Mutation(
+        "what is written again still counts as held",
+        "commit",
+        (Edit(f"{MIRROR}._resume", "(self.own[1 - self.version % SLOTS] or 0) > self.version", "False"),),
+        BROKEN,
+        seed=892,
+    ),
+    Mutation(
+        "ranks that hold the same state do not compare it",
+        "commit",
+        (Edit(f"{MIRROR}._voted", "if own != votes[first][0]:", "if False:"),),
+        BROKEN,
+        seed=56,
+    ),
+    Mutation(
+        "a copy is not compared with its original",
+        "commit",
+        (Edit(f"{MIRROR}._voted", "self.copied and keeper[1] != own", "False"),),
+        BROKEN,
+        seed=321,
+    ),
+    Mutation(
+        "the digest of what was pulled is not looked at",
+        "commit",
+        (Edit(f"{MIRROR}._restored", "if self._expected not in (NO_DIGEST, digest):", "if False:"),),
+        BROKEN,
+        "--ranks 2 --length 1 --faults 2",
+        seed=31,
+    ),
+    Mutation(
+        "the digest that a version was voted for with is forgotten",
+        "commit",
+        (Edit(f"{MIRROR}._voted", "self._voted_for = version, votes[self.place][0]", "pass"),),
+        BROKEN,
+        "--ranks 2 --length 1 --faults 2",
+        seed=31,
+    ),
+    Mutation(
+        "the buddy of a rank is itself",
+        "commit",
+        (Edit(f"{MACHINE}:buddies", "max(sizes.values()) % n or 1", "max(sizes.values()) % n"),),
+        BROKEN,
+        seed=3,
+    ),
+    Mutation(
+        "a copy of an earlier version is taken for this one's",
+        "commit",
+        (
+            Edit(
+                f"{MIRROR}._all_hold",
+                "(copy.ward, copy.version) == (self.ward, version)",
+                "copy.ward == self.ward",
+            ),
+        ),
+        BROKEN,
+        seed=3,
+    ),
+    Mutation(
+        "who alone saw a commit keeps its record",
+        "commit",
+        (Edit(f"{RESULTS}.learn_records", "map(self._decoded, rows)", "()"),),
+        BROKEN,
+        seed=113,
+    ),
+    Mutation(
+        "a record has the digests of as many ranks as there are",
+        "commit",
+        (Edit(f"{RESULTS}.committed", "keys or range(len(digests))", "range(len(digests))"),),
+        BROKEN,
+        "--ranks 2 --length 6 --faults 1",
+        seed=1652,
+    ),
+    Mutation(
+        "a job trains with the ranks that are there",
+        "commit",
+        (Edit(f"{INTERFACE}:use_of", "ranks == world_size or fits(ranks)", "True"),),
+        ANY,
+        seed=4,
+    ),
+    Mutation(
+        "ranks go on after one has left with the result",
+        "commit",
+        (Edit(f"{INTERFACE}:use_of", "if view.finished:", "if False:"),),
+        ANY,
+        seed=3,
     ),
     Mutation(
         "an operation returns once its result is here, not once all have it",
@@ -272,72 +401,7 @@ MUTATIONS = [
         ),
         (RunOutcome.LIVENESS,),
         "--ranks 3 --length 1 --faults 1",  # a rank must leave just as the view after it is under way
-        seed=16,
-    ),
-    Mutation(
-        "what was said in an earlier epoch counts in this one",
-        "commit",
-        (
-            Edit(f"{COMMIT}._senders", "if message.epoch == self.epoch", "if message.epoch <= self.epoch"),
-            Edit(f"{COMMIT}._of_epoch_on", "message.epoch > self.epoch or", "True or"),
-        ),
-        ANY,
-        seed=4,
-    ),
-    Mutation(
-        "who has just come takes part in the work that the others do without it",
-        "commit",
-        (
-            Edit(
-                f"{COMMIT}._workers",
-                "if whole and h.fresh",
-                "if whole and h.fresh and rank != self.rank",
-            ),
-        ),
-        BROKEN,
-        "--ranks 3 --length 3 --faults 0",
-        seed=4,
-    ),
-    Mutation(
-        "who enters behind a commit waits for no report, not even for those of the new",
-        "commit",
-        (Edit(f"{COMMIT}._implied", "if member in stayed", "if stayed"),),
-        BROKEN,
-        "--ranks 3 --length 3 --faults 0",
-        seed=662,
-    ),
-    Mutation(
-        "a step is committed with one vote missing",
-        "commit",
-        (
-            Edit(
-                f"{COMMIT}._count_votes",
-                "if len(votes) < len(self.members):",
-                "if len(votes) < max(1, len(self.members) - 1):",
-            ),
-        ),
-        BROKEN,
-        seed=1,
-    ),
-    Mutation(
-        "recovery takes the lowest version that a member holds",
-        "commit",
-        (
-            Edit(
-                f"{COMMIT}._agree_on_version",
-                "target = max(h.version for h in held.values())",
-                "target = min(h.version for h in held.values())",
-            ),
-        ),
-        BROKEN,
-        seed=16,
-    ),
-    Mutation(
-        "the digest of what was pulled is not looked at",
-        "training",
-        (Edit(f"{COMMIT}._fetch_ended", "if event.digest != work.digest:", "if False:"),),
-        BROKEN,
-        seed=163,
+        seed=2,
     ),
     Mutation(
         "rest_for_one forgets the later siblings",

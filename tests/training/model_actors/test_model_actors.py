@@ -29,8 +29,8 @@ from zbmd.training.model_actors.slot import RestartsExhausted
 from zbmd.training.model_actors.tensor_actor import ArrayData, pack, read_tensor, unpack
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.elementwise import AdamWState
-from zbmd.training.replicated.scenario import plain_job
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.scenarios.training import plain_job
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import PeerLost, RemoteProtocolError, UserError
 

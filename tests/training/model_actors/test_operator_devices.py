@@ -36,7 +36,7 @@ from zbmd.training.model_actors.operator_devices import (
     check_product,
 )
 from zbmd.training.model_actors.slot import DescribeSlot, SlotDescription
-from zbmd.training.replicated.scenario import plain_job
+from zbmd.training.scenarios.training import plain_job
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import LocalProtocolError
 

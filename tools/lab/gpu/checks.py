@@ -31,7 +31,7 @@ from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model_actors.operator_devices import HostDevice, cuda_device
-from zbmd.training.replicated.scenario import plain_job
+from zbmd.training.scenarios.training import plain_job
 from zbmd.transport.cuda.api import choose_copy_route, why_no_ipc
 from zbmd.transport.cuda.array import DeviceHandle, DeviceSpan, decode_handle, encode_handle
 from zbmd.transport.cuda.peer import CudaPeer

@@ -6,7 +6,7 @@ A message's cost is measured on a real link between two processes: round trips w
 the ring and with a log, in turns, each with both of its messages recorded by the asking side. `none again` is
 `none` against itself: the noise. `cpu ns` is the time that all threads of the process spend on a record when
 nothing else is done, writing included.
-Replay runs the step-commit machine over a simulated job's log.
+Replay runs the commit machine over a simulated job's log.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import msgspec
 import uvloop
@@ -36,12 +35,11 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.system import ActorSystem
-from zbmd.collectives.commit import events as cm
-from zbmd.collectives.commit.machine import StepCommit
-from zbmd.collectives.scenarios import commit as commit_scenario
-from zbmd.collectives.scenarios import commit_world
 from zbmd.tools.bench.actors import Echo, Ping
 from zbmd.tools.cli.options import add_json, script_parser
+from zbmd.training.redundancy.machine import MIRROR, Action, Event, Mirror, mirror_config
+from zbmd.training.scenarios.commit import CommitScenario
+from zbmd.training.scenarios.world import CommitOptions
 from zbmd.transport import capture
 from zbmd.transport.capture.files import LogFiles
 from zbmd.transport.capture.records import RawRecord, RecordType
@@ -423,38 +421,29 @@ def _print_asks(costs: list[AskCost]) -> None:
 # ---- replay
 
 
-def _build_commit(config: Mapping[str, Any]) -> StepCommit:
-    return StepCommit(**config)
-
-
-COMMIT: capture.MachineKind[cm.CommitEvent, cm.CommitAction] = capture.register(
-    "bench.step-commit", 1, _build_commit, events=cm.CommitEvent, actions=cm.CommitAction
-)
-
-
 def bench_replay(events: int) -> dict[str, float]:
     """Replay the machines of simulated jobs, at least `events` events of them: events a second."""
     with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as directory:
         recorder = capture.LogRecorder(Path(directory), ORIGIN, capture.Clocks(hybrid=HybridClock()))
 
-        class Recorded(StepCommit):
-            def __init__(self, **config: Any) -> None:
-                super().__init__(**config)
-                name = f"rank{config['rank']}"
-                self._tap = capture.Tap(recorder, COMMIT, name, StepCommit(**config), config)
+        class Recorded(Mirror):
+            def __init__(self, **arguments: Any) -> None:
+                super().__init__(**arguments)
+                config = mirror_config(self, outlives=arguments["outlives"])
+                name = f"rank{self.place}"
+                self._tap = capture.Tap(recorder, MIRROR, name, MIRROR.build(config), config)
 
-            def handle(self, event: cm.CommitEvent, *, now_ns: int) -> list[cm.CommitAction]:
+            def handle(self, event: Event, *, now_ns: int) -> list[Action]:
                 taken[0] += 1
                 self._tap.handle(event, now_ns=now_ns)
                 return super().handle(event, now_ns=now_ns)
 
         taken = [0]
         seed = 0
-        options = commit_world.CommitOptions(world_size=4, steps=50, kills=2)
-        with patch.object(commit_scenario, "StepCommit", Recorded):
-            while taken[0] < events:
-                commit_scenario.CommitScenario().run(seed, options)
-                seed += 1
+        options = CommitOptions(world_size=4, steps=50, kills=2)
+        while taken[0] < events:
+            CommitScenario(mirror=Recorded).run(seed, options)
+            seed += 1
         recorder.close()
         before_s = time.perf_counter()
         verdicts = list(capture.replay_log(Path(directory)))

@@ -1,24 +1,21 @@
-"""Parts of simulated jobs: kill plans, runs, messages, memory, and the state that outlives a process.
+"""Parts of simulated jobs: kill plans, runs, and the messages between a node and its ranks.
 
-What a step computes is the scenario's choice (`Contents`): here a hash chain, in
-`zbmd.training.replicated.scenario` the training itself.
+What the ranks do is a scenario's choice: here groups that repair their operations, in
+`zbmd.training.scenarios` the training job.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from zbmd.actors.cluster.jobs import node_events as jobs
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.view import MemberId, View
-from zbmd.collectives.commit import events as cm
-from zbmd.collectives.commit.machine import StepCommit
 from zbmd.transport import sim
 
 # ---- kill plans
@@ -28,6 +25,7 @@ from zbmd.transport import sim
 
 MessageT = TypeVar("MessageT")
 WorldT = TypeVar("WorldT", bound="HostedJob")
+OptionsT = TypeVar("OptionsT", bound="JobOptions")
 
 NODE = "node"
 JOB = 1
@@ -48,37 +46,43 @@ SLOW_NS = 30_000_000
 ROUND_NS_MAX = 20 * SLOW_NS
 """The longest step, or recovery: a dozen messages one after the other, and their work."""
 SHRINK_SHARE = 0.4
+LATE_SHARE = 0.4
+"""The share of runs in which a rank joins the others at their work."""
 
 
 class HostedJob(Protocol):
     """The part of a job that its node knows."""
 
-    options: CommitOptions
     state_lost: bool
 
+    @property
+    def options(self) -> JobOptions:
+        """Its size, and what becomes of a lost rank."""
+        ...
 
-class JobScenario(ABC, Generic[WorldT]):
+
+class JobScenario(ABC, Generic[OptionsT, WorldT]):
     """See `zbmd.transport.sim.Scenario`: ranks of one job, which a simulated node starts, again and again."""
 
     kinds: tuple[type[sim.Fault], ...] = (sim.Crash, *DISTURBANCES)
 
     @abstractmethod
-    def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
+    def options_of(self, seed: int | str, options: sim.Options) -> OptionsT:
         """The job that a run of the frame stands for; what `options` leaves open is the seed's choice."""
 
     @abstractmethod
-    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], WorldT]:
+    def made(self, seed: int | str, job: OptionsT) -> tuple[sim.Simulation[Message], WorldT]:
         """The simulation of one job, without its kills, and what outlives its processes."""
 
     @abstractmethod
     def is_over(self, simulation: sim.Simulation[Message], world: WorldT) -> bool:
         """Whether the run has ended as it may."""
 
-    def rehearsed(self, seed: int | str, job: CommitOptions) -> sim.Simulation[Message]:
+    def rehearsed(self, seed: int | str, job: OptionsT) -> sim.Simulation[Message]:
         """Return a run, as long as that of `made`, from which kills are drawn."""
         return self.made(seed, job)[0]
 
-    def run(self, seed: int | str, job: CommitOptions) -> WorldT:
+    def run(self, seed: int | str, job: OptionsT) -> WorldT:
         """Run one seed to its end, under the kills that it draws.
 
         Raises `zbmd.transport.sim.SimulationFailure` with the story of the run if safety or liveness is
@@ -123,10 +127,10 @@ class JobScenario(ABC, Generic[WorldT]):
         return draw_kills(rng, victims, options.faults, lambda: self.rehearsed(seed, job))
 
 
-def group_of(seed: int | str, options: sim.Options, ranks_max: int) -> CommitOptions:
+def group_of(seed: int | str, options: sim.Options, ranks_max: int) -> JobOptions:
     """A job in which nothing but whether it shrinks is the seed's choice."""
     shrink = random.Random(f"{seed}/options").random() < SHRINK_SHARE
-    return CommitOptions(world_size=min(options.ranks, ranks_max), steps=options.length, shrink=shrink)
+    return JobOptions(world_size=min(options.ranks, ranks_max), steps=options.length, shrink=shrink)
 
 
 def names_of(world_size: int) -> tuple[str, ...]:
@@ -192,29 +196,17 @@ class Parted:
     member: MemberId
 
 
-Message: TypeAlias = (
-    Parted
-    | jobs.Joined
-    | jobs.InstallView
-    | jobs.Linked
-    | Enter
-    | cm.ReportReceived
-    | cm.VoteReceived
-    | cm.FinishReceived
-    | cm.GaveUpReceived
-)
+Message: TypeAlias = Parted | jobs.Joined | jobs.InstallView | jobs.Linked | Enter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitOptions:
+class JobOptions:
     """One run: `world_size` ranks, `steps` steps, `kills` SIGKILLs at random moments, then calm."""
 
     world_size: int = 4
     steps: int = 12
     kills: int = 3
     shrink: bool = False
-    corrupting: bool = False
-    """A pull now and then brings other bits than it read, as bad memory does: it must be noticed."""
     late: bool = False
     """One rank joins the others at their work."""
 
@@ -265,129 +257,3 @@ def add_processes(
     for rank in range(world_size):
         simulation.add(f"rank{rank}", partial(make, rank), start=False)
     return lambda m: simulation.lives(f"rank{m.rank}") and incarnations.get(m.rank) == m.incarnation
-
-
-class Slots(Protocol):
-    """The two slots of one incarnation of a rank: peers can read them, also after its death."""
-
-    def digest(self, slot: int) -> bytes:
-        """Of what the slot holds now."""
-        ...
-
-    def tear(self, slot: int) -> None:
-        """Write something into it that is no version, as work under way does."""
-        ...
-
-    def enter(self, work: cm.RunStep) -> None:
-        """Begin a step: do what needs no other rank. Its target is torn from here on."""
-        ...
-
-    def step(self, work: cm.RunStep) -> bool:
-        """End the step, which all members have entered. False if a lost member cuts it short."""
-        ...
-
-    def copy(self, source: Slots, source_slot: int, slot: int) -> None:
-        """Pull what a slot of a member holds into one of ours."""
-        ...
-
-    def recall(self, version: int, slot: int) -> None:
-        """Read the preserved `version` back."""
-        ...
-
-
-class Contents(Protocol):
-    """The contents of versions, and the step from one to the next."""
-
-    def digest_of(self, version: int) -> bytes:
-        """Of the one content that `version` may have."""
-        ...
-
-    def open(self, member: MemberId) -> Slots:
-        """The slots of a new incarnation: 0 holds version 0."""
-        ...
-
-
-ContentsOf: TypeAlias = "Callable[[sim.Simulation[Message]], Contents]"
-"""Makes the contents of a job in a simulation."""
-
-
-def oracle(version: int) -> bytes:
-    """The one content that `version` may have: a hash chain, as a step is a function of the one before."""
-    content = b"initial"
-    for step in range(1, version + 1):
-        content = _advance(content, step)
-    return content
-
-
-def _advance(content: bytes, version: int) -> bytes:
-    return hashlib.blake2b(content + version.to_bytes(4, "little"), digest_size=16).digest()
-
-
-class HashSlots(Slots):
-    """Slots of a hash chain; a content is its own digest."""
-
-    def __init__(self) -> None:
-        self.held = [oracle(0), b"unwritten"]
-
-    def digest(self, slot: int) -> bytes:
-        """See `Slots`."""
-        return self.held[slot]
-
-    def tear(self, slot: int) -> None:
-        """See `Slots`."""
-        self.held[slot] = b"torn"
-
-    def enter(self, work: cm.RunStep) -> None:
-        """See `Slots`."""
-        self.tear(work.slot)
-
-    def step(self, work: cm.RunStep) -> bool:
-        """See `Slots`."""
-        self.held[work.slot] = _advance(self.held[1 - work.slot], work.version)
-        return True
-
-    def copy(self, source: Slots, source_slot: int, slot: int) -> None:
-        """See `Slots`."""
-        self.held[slot] = source.digest(source_slot)
-
-    def recall(self, version: int, slot: int) -> None:
-        """See `Slots`."""
-        self.held[slot] = oracle(version)
-
-
-class HashChain(Contents):
-    """The simplest job whose versions can be distinguished."""
-
-    def __init__(self, simulation: sim.Simulation[Message]) -> None:
-        """It needs nothing of the simulation."""
-
-    def digest_of(self, version: int) -> bytes:
-        """See `Contents`."""
-        return oracle(version)
-
-    def open(self, member: MemberId) -> Slots:
-        """See `Contents`."""
-        return HashSlots()
-
-
-@dataclass(slots=True)
-class CommitWorld:
-    """The state that outlives a process: its memory, the commit log, and the ranks in each step."""
-
-    options: CommitOptions
-    contents: Contents
-    slots: dict[MemberId, Slots] = field(default_factory=dict[MemberId, Slots])
-    entered: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
-    workers: dict[tuple[int, int], tuple[int, ...]] = field(
-        default_factory=dict[tuple[int, int], tuple[int, ...]]
-    )
-    """By epoch and version, who computes: all members must say the same."""
-    abandoned: set[int] = field(default_factory=set[int])
-    """Epochs in which a member goes along no more: its peers' operations end."""
-    committed_max: int = 0
-    finished: set[int] = field(default_factory=set[int])
-    preserved: bool = False
-    state_lost: bool = False
-    corrupted: bool = False
-    corruption_noticed: bool = False
-    machines: dict[MemberId, StepCommit] = field(default_factory=dict[MemberId, StepCommit])

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.collectives.programs.simulate import Outcome as End
-from zbmd.collectives.scenarios.commit import build
-from zbmd.collectives.scenarios.commit_world import CommitOptions
-from zbmd.training.replicated.scenario import TrainingContents, TrainingScenario, TrainingSlots, plain_job
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.scenarios.commit import build
+from zbmd.training.scenarios.training import TrainingCells, TrainingContents, TrainingScenario, plain_job
+from zbmd.training.scenarios.world import CommitOptions, StepOrder
 from zbmd.transport.sim import Options, RunOutcome, Simulation, SimulationFailure, run_scenario
 
 SCENARIO = TrainingScenario()
@@ -29,13 +29,13 @@ def test_every_version_has_the_bits_of_the_plain_job(seed: int, ranks: int, leng
 
 def test_the_oracle_is_the_plain_trainer() -> None:
     job = plain_job(3, 5)
-    assert len(set(job.digests)) == 4
+    assert len({job.digest(version, 0) for version in range(4)}) == 4
     trainer = PlainTrainer(job.recipe)
     for _ in range(3):
         trainer.run_step()
     flat = np.concatenate([trainer.state.weights, trainer.state.mean, trainer.state.square])
-    assert flat.tobytes() == job.last.tobytes()
-    assert plain_job(4, 5).digests[:1] == job.digests[:1]
+    assert flat.tobytes() == job.versions[3].tobytes()
+    assert plain_job(4, 5).digest(0, 0) == job.digest(0, 0)
 
 
 def test_a_calm_run_computes_every_shard_on_its_rank() -> None:
@@ -43,21 +43,21 @@ def test_a_calm_run_computes_every_shard_on_its_rank() -> None:
     simulation, world = build(1, CommitOptions(world_size=3, steps=2), lambda sim: TrainingContents(job, sim))
     simulation.run()
     assert world.finished == {0, 1, 2}
-    for slots in world.slots.values():
-        assert isinstance(slots, TrainingSlots)
-        assert job.digests[2] in (slots.digest(0), slots.digest(1))
+    for cells in world.cells.values():
+        assert isinstance(cells, TrainingCells)
+        assert job.digest(2, 0) in (cells.digest(0), cells.digest(1))
 
 
 def test_a_death_in_the_all_reduce_cuts_steps_short(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: set[End] = set()
-    reduce = TrainingContents._reduce
+    reduce = TrainingContents._reduced
 
     def watched(*arguments: object) -> object:
         results = reduce(*arguments)  # type: ignore[arg-type]
         ends.update(result.outcome for result in results.values())
         return results
 
-    monkeypatch.setattr(TrainingContents, "_reduce", watched)
+    monkeypatch.setattr(TrainingContents, "_reduced", watched)
     for seed in range(120):
         options = Options(ranks=3, length=2, faults=2)
         run_scenario(SCENARIO, seed, options, SCENARIO.draw_plan(seed, options), tell=None)
@@ -66,16 +66,15 @@ def test_a_death_in_the_all_reduce_cuts_steps_short(monkeypatch: pytest.MonkeyPa
 
 def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose update errs in one bit is caught by its vote, or by the oracle if it is alone."""
-    step = TrainingSlots.step
+    update = TrainingCells.update
 
-    def erring(slots: TrainingSlots, work: object) -> bool:
-        done = step(slots, work)  # type: ignore[arg-type]
-        slots.store.slots[work.slot].flat.view(np.uint32)[7] ^= 1  # type: ignore[attr-defined]
-        return done
+    def erring(cells: TrainingCells, order: StepOrder) -> None:
+        update(cells, order)
+        cells.err(order.version % 2, 0)
 
-    monkeypatch.setattr(TrainingSlots, "step", erring)
+    monkeypatch.setattr(TrainingCells, "update", erring)
     job = plain_job(1, 2)
     simulation, _ = build(1, CommitOptions(world_size=1, steps=1), lambda sim: TrainingContents(job, sim))
     assert isinstance(simulation, Simulation)
-    with pytest.raises(SimulationFailure, match="holds a wrong 1"):
+    with pytest.raises(SimulationFailure, match="with a wrong content"):
         simulation.run()

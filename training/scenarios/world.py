@@ -1,0 +1,412 @@
+"""The state of a simulated training job that outlives its processes, and what must hold of it.
+
+Each incarnation of a rank has four cells of memory that peers can read, also after its death: two slots of
+its own shard, and two of copies. What a shard holds is the scenario's choice (`Contents`): here a hash chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol, TypeAlias
+
+from zbmd.actors.view import MemberId
+from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.collectives.scenarios.hosted_job import JobOptions, Message
+from zbmd.training.job.mesh import DATA_AXIS, Mesh
+from zbmd.training.job.task import StepResult
+from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.interface import Wish
+from zbmd.training.redundancy.machine import SLOTS
+from zbmd.training.run.ledger import Audit, CommitRecord, audit
+from zbmd.transport import sim
+
+COPIES_AT = SLOTS
+"""The first cell of copies; those before it are slots of the own shard."""
+CELLS = 2 * SLOTS
+SHARDS, SAMPLES = 4, 2
+"""Logical shards of a step of the hash chain, and the samples of each."""
+TORN = 1
+"""The content of a cell that is being written: no version's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A signal: the process of `rank` is to ask all ranks for something, `after_ns` after its start."""
+
+    rank: int
+    after_ns: int
+    wish: Wish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitOptions(JobOptions):
+    """One run. `steps` of them lead from version `first` to the last; hosts have `per_host` ranks, 0: all.
+
+    mesh: of `zbmd train`, "": dp. sharded: each rank alone holds its shard, as under ZeRO. files: the state
+    is in files, which outlive their ranks. talks: the optimizer has an operation in its update, as Muon has.
+    corrupting: memory errs now and then, where a vote or a digest must notice it.
+    """
+
+    mesh: str = ""
+    per_host: int = 0
+    sharded: bool = False
+    files: bool = False
+    talks: bool = False
+    corrupting: bool = False
+    first: int = 0
+    asked: tuple[Asked, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The version that the run ends with, unless it is stopped."""
+        return self.first + self.steps
+
+    def of_mesh(self, ranks: int) -> Mesh:
+        """The mesh of so many ranks: with fewer than all, along `dp` alone."""
+        if ranks < self.world_size or not self.mesh:
+            return Mesh.of(ranks, {DATA_AXIS: ranks})
+        return Mesh.parse(self.mesh, ranks)
+
+    @property
+    def replicas(self) -> bool:
+        """Whether ranks with equal keys stand for each other, as a run of `zbmd train` has it."""
+        if self.sharded or self.files:
+            return False
+        mesh = self.of_mesh(self.world_size)
+        return self.world_size == 1 or mesh.has_replicas(self.per_host or self.world_size)
+
+    def fits(self, ranks: int) -> bool:
+        """Whether the job can train with so many ranks, fewer than all."""
+        whole = self.of_mesh(self.world_size).size(DATA_AXIS) == self.world_size
+        return self.shrink and self.replicas and whole and 1 <= ranks <= self.world_size
+
+    def keys(self, ranks: int) -> tuple[int, ...]:
+        """The keys of the shards of so many ranks, by their places."""
+        return tuple(range(ranks)) if self.sharded else self.of_mesh(ranks).state_keys()
+
+    def host(self, rank: int) -> int:
+        """The host of a rank."""
+        return rank // self.per_host if self.per_host else 0
+
+    def logical_shards(self, place: int, ranks: int, shards: int) -> range:
+        """The logical shards of which the rank at a place reports loss and samples."""
+        if self.sharded:
+            return range(*assign_shards(shards, ranks)[place])
+        mesh = self.of_mesh(ranks)
+        at = mesh.coordinates(place)
+        data = at.pop(DATA_AXIS, 0)
+        shares = assign_shards(shards, mesh.size(DATA_AXIS))
+        return range(*shares[data]) if not any(at.values()) else range(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOrder:
+    """The step to `version`, of the rank at `place` of `members`."""
+
+    epoch: int
+    version: int
+    members: tuple[MemberId, ...]
+    place: int
+
+
+class Cells(Protocol):
+    """The memory of one incarnation of a rank."""
+
+    def digest(self, cell: int) -> int:
+        """Return the digest of what the cell holds now."""
+        ...
+
+    def tear(self, cell: int) -> None:
+        """Write something into it that is no version, as work under way does."""
+        ...
+
+    def err(self, cell: int, bit: int) -> None:
+        """Flip a bit of it, another one for each `bit` below 32, as bad memory does."""
+        ...
+
+    def begin(self, version: int) -> None:
+        """Write the first version, from a seed or a checkpoint, into its slot."""
+        ...
+
+    def compute(self, order: StepOrder) -> None:
+        """Do the part of a step that needs no other rank."""
+        ...
+
+    def reduce(self, order: StepOrder) -> bool:
+        """Add up the parts of all members, which have all entered; False if a lost one cuts it short here."""
+        ...
+
+    def update(self, order: StepOrder) -> None:
+        """Write the next version into its slot."""
+        ...
+
+    def copy(self, source: Cells, source_cell: int, cell: int) -> None:
+        """Pull what a cell of a member holds into one of ours."""
+        ...
+
+
+class Contents(Protocol):
+    """The contents of versions, the step from one to the next, and the samples that belong to it."""
+
+    shards: int
+    samples: int
+
+    def digest_of(self, key: int, version: int) -> int:
+        """Of the one content that a shard may have at `version`."""
+        ...
+
+    def sample_ids(self, version: int) -> Sequence[Sequence[int]]:
+        """The samples of each logical shard in the step to `version`."""
+        ...
+
+    def open(self, member: MemberId, key: int) -> Cells:
+        """The cells of a new incarnation, none of which holds a version."""
+        ...
+
+
+ContentsOf: TypeAlias = "Callable[[sim.Simulation[Message]], Contents]"
+"""Makes the contents of a job in a simulation."""
+
+
+@lru_cache(maxsize=1 << 14)
+def chained(key: int, version: int) -> int:
+    """Return the one content of a shard: a hash chain, as a step is a function of the one before."""
+    return key + 2 if version == 0 else _next(chained(key, version - 1), version)
+
+
+def _next(content: int, version: int) -> int:
+    said = content.to_bytes(8, "little") + version.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+
+
+class HashCells(Cells):
+    """Cells of a hash chain; a content is its own digest."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.held = [TORN] * CELLS
+
+    def digest(self, cell: int) -> int:
+        """See `Cells`."""
+        return self.held[cell]
+
+    def tear(self, cell: int) -> None:
+        """See `Cells`."""
+        self.held[cell] = TORN
+
+    def err(self, cell: int, bit: int) -> None:
+        """See `Cells`."""
+        self.held[cell] ^= 1 << bit
+
+    def begin(self, version: int) -> None:
+        """See `Cells`."""
+        self.held[version % SLOTS] = chained(self.key, version)
+
+    def compute(self, order: StepOrder) -> None:
+        """See `Cells`: nothing."""
+
+    def reduce(self, order: StepOrder) -> bool:
+        """See `Cells`: nothing."""
+        return True
+
+    def update(self, order: StepOrder) -> None:
+        """See `Cells`."""
+        version = order.version
+        self.held[version % SLOTS] = _next(self.held[1 - version % SLOTS], version)
+
+    def copy(self, source: Cells, source_cell: int, cell: int) -> None:
+        """See `Cells`."""
+        self.held[cell] = source.digest(source_cell)
+
+
+class HashChain(Contents):
+    """The simplest job whose versions can be distinguished."""
+
+    shards, samples = SHARDS, SAMPLES
+
+    def __init__(self, simulation: sim.Simulation[Message]) -> None:
+        """It needs nothing of the simulation."""
+
+    def digest_of(self, key: int, version: int) -> int:
+        """See `Contents`."""
+        return chained(key, version)
+
+    def sample_ids(self, version: int) -> Sequence[Sequence[int]]:
+        """See `Contents`."""
+        first = version * SHARDS * SAMPLES
+        return [range(first + shard * SAMPLES, first + (shard + 1) * SAMPLES) for shard in range(SHARDS)]
+
+    def open(self, member: MemberId, key: int) -> Cells:
+        """See `Contents`."""
+        return HashCells(key)
+
+
+class SimulatedLog:
+    """The commit log of a run; see `zbmd.training.run.ledger.CommitLog`."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.records: list[CommitRecord] = []
+
+    @property
+    def last(self) -> int:
+        """The highest version in the log, or the first version of the run."""
+        return self.records[-1].version if self.records else self.first
+
+    def append(self, record: CommitRecord) -> None:
+        """Log a version, unless it is already there."""
+        found = next((old for old in self.records if old.version == record.version), None)
+        if found is None:
+            assert record.version == self.last + 1, f"version {record.version} follows {self.last} in the log"
+            self.records.append(record)
+            return
+        assert found.digest == record.digest, f"version {record.version} is logged with other digests"
+        assert found.shards == record.shards, f"version {record.version} is logged with other samples"
+
+
+@dataclass(slots=True)
+class RankFile:
+    """The state file of one rank: its cells, and of each slot the version that is whole, with its result."""
+
+    cells: Cells
+    stamps: list[int | None] = field(default_factory=lambda: [None, None])
+    notes: list[StepResult | None] = field(default_factory=lambda: [None, None])
+
+
+Acts: TypeAlias = "dict[int, dict[int, Wish]]"
+
+
+@dataclass(slots=True)
+class CommitWorld:
+    """A simulated job: the memory of its ranks, its log, and what its ranks do together."""
+
+    options: CommitOptions
+    contents: Contents
+    log: SimulatedLog = field(init=False)
+    mirror: type[zm.Mirror] = zm.Mirror
+    """The machine of ranks; a test's choice."""
+    lives: Callable[[MemberId], bool] = lambda member: True
+    cells: dict[MemberId, Cells] = field(default_factory=dict[MemberId, Cells])
+    files: dict[int, RankFile] = field(default_factory=dict[int, RankFile])
+    machines: dict[MemberId, zm.Mirror] = field(default_factory=dict[MemberId, zm.Mirror])
+    operations: dict[tuple[int, str], dict[MemberId, object]] = field(
+        default_factory=dict[tuple[int, str], dict[MemberId, object]]
+    )
+    """By epoch and name: what each member that has entered it brought."""
+    abandoned: set[int] = field(default_factory=set[int])
+    """Epochs that a member has given up: its peers' operations end."""
+    committed: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """The digests of committed versions, by place."""
+    chosen: dict[int, int] = field(default_factory=dict[int, int])
+    """By epoch: the version that its members go on from."""
+    acted: dict[tuple[int, int], Wish] = field(default_factory=dict[tuple[int, int], Wish])
+    """By epoch and version: what all ranks were asked for there."""
+    saved: int = 0
+    """The highest version of which a checkpoint is whole."""
+    ended: dict[int, int] = field(default_factory=dict[int, int])
+    """By rank: the version that it ended the run with."""
+    ended_in: dict[int, int] = field(default_factory=dict[int, int])
+    """By epoch: the version that its members ended the run with."""
+    finished: set[int] = field(default_factory=set[int])
+    reason: str = ""
+    """Why the state is lost."""
+    state_lost: bool = False
+    stranded: bool = False
+    """Ranks are lost for good, and the others cannot go on."""
+    corrupted: set[int] = field(default_factory=set[int])
+    """Ranks whose memory or processor has erred."""
+    corruption_noticed: bool = False
+    ways: set[str] = field(default_factory=set[str])
+    """Events of this run by name, for tests that want all of them to happen."""
+
+    def __post_init__(self) -> None:
+        self.log = SimulatedLog(self.options.first)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended before its last version, as it may."""
+        return self.state_lost or self.stranded or self.corruption_noticed
+
+    def key(self, rank: int) -> int:
+        """The key of a rank's shard; groups of another size have one key alone."""
+        return self.options.keys(self.options.world_size)[rank]
+
+    def holds(self, member: MemberId, cell: int, rank: int, version: int) -> bool:
+        """Whether a cell holds what the shard of `rank` is at `version`."""
+        return self.cells[member].digest(cell) == self.contents.digest_of(self.key(rank), version)
+
+    def open(self, member: MemberId) -> Cells:
+        """Return the cells of a new incarnation: those of its file, if it has one."""
+        if not self.options.files:
+            cells = self.contents.open(member, self.key(member.rank))
+        else:
+            if member.rank not in self.files:
+                self.files[member.rank] = RankFile(self.contents.open(member, self.key(member.rank)))
+            cells = self.files[member.rank].cells
+        self.cells[member] = cells
+        return cells
+
+    # ---- what must hold
+
+    def check_commit(self, version: int, digests: tuple[int, ...], members: Sequence[MemberId]) -> None:
+        """A version is committed with the content that it may have; what is not corrupted, that is."""
+        wanted = tuple(self.contents.digest_of(self.key(member.rank), version) for member in members)
+        if not self.corrupted:
+            assert digests == wanted, f"version {version} is committed with a wrong content"
+        before = self.committed.get(version, digests)
+        assert self.corrupted or set(before) == set(digests), f"version {version} is committed twice"
+        assert version in self.committed or version <= max(self.committed, default=self.options.first) + 1
+        self.committed[version] = digests
+
+    def check_safe(self, version: int, members: Sequence[MemberId]) -> None:
+        """Check that a committed version survives the loss of any one rank, if it can."""
+        options = self.options
+        if self.corrupted or len(members) == 1:
+            return
+        for member in members:
+            if options.files:
+                assert version in self.files[member.rank].stamps, f"{member} has no whole {version}"
+            elif options.replicas:
+                alike = [m for m in members if self.key(m.rank) == self.key(member.rank)]
+                held = all(self.holds(m, version % SLOTS, m.rank, version) for m in alike)
+                assert held, f"version {version} of {member} is not on all of {alike}"
+            else:
+                copies = [
+                    m
+                    for m in members
+                    if m != member and self.holds(m, COPIES_AT + version % SLOTS, member.rank, version)
+                ]
+                assert copies, f"version {version} of {member} is committed without a copy"
+
+    def check_lost(self, known: int, members: Sequence[MemberId]) -> None:
+        """The state is said to be lost only if it is."""
+        for version in range(known, self.options.last + 1):
+            gone = [
+                member
+                for member in members
+                if not any(
+                    self.holds(m, cell, member.rank, version)
+                    for m in ((member,) if self.options.files else members)
+                    for cell in range(CELLS)
+                )
+            ]
+            assert gone, f"version {version} is said to be lost, and all of it is here"
+
+    def check_ledger(self) -> None:
+        """Every committed version is logged once, with each of its samples once."""
+        steps = max(self.committed, default=self.options.first) - self.options.first
+        found = audit(self.log.records, self._samples, base_version=self.options.first, steps=steps)
+        wanted = Audit(
+            steps=steps,
+            steps_lost=0,
+            samples=steps * self.contents.shards * self.contents.samples,
+            samples_skipped=0,
+            samples_repeated=0,
+        )
+        assert found == wanted, f"the log has {found}, and should have {wanted}"
+
+    def _samples(self, version: int) -> list[int]:
+        return [one for ids in self.contents.sample_ids(version) for one in ids]

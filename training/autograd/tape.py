@@ -77,6 +77,13 @@ class Parameter:
         """Return a copy of the rows `places` of the value."""
         return widened(self.stored[places])
 
+    def let_go(self) -> None:
+        """Keep neither the value nor the gradient alive: what is on a tape may outlive its pass.
+
+        An empty slice of the value would keep all of it.
+        """
+        self.stored, self.grad = np.empty(0, self.stored.dtype), None
+
     def release(self) -> None:
         """Cancel one counted use that will bring no gradient."""
         self.uses_left -= 1

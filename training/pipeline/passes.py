@@ -209,7 +209,8 @@ class StagePasses:
             if gave_up:
                 self._rings.give_up()
             self._rings.close()
-        self._passes.clear()
+        for key in list(self._passes):
+            self._drop(key)
         self._made.clear()
         self._tap.close("the epoch is over")
 
@@ -231,7 +232,7 @@ class StagePasses:
             case Release() as release:
                 self._rings.release(release)
             case Free(part=part, microbatch=microbatch):
-                if self._passes.pop((part, microbatch), None) is not None:
+                if self._drop((part, microbatch)):
                     self._bytes_held -= self._bytes_of[part]
             case Await() as awaited:
                 with spans.BUBBLE:
@@ -244,6 +245,13 @@ class StagePasses:
             case _:
                 assert_never(action)
         return []
+
+    def _drop(self, key: tuple[int, int]) -> bool:
+        """Drop the pass of a micro-batch through a part; return whether there was one."""
+        done = self._passes.pop(key, None)
+        for parameter in () if done is None else done.parameters:
+            parameter.let_go()
+        return done is not None
 
     def _handle(self, event: StepBegun | Computed | Heard | StageLost) -> list[StageAction]:
         actions = self._tap.handle(event, now_ns=now_ns())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
@@ -54,10 +56,12 @@ from zbmd.training.zero.norm import ShardedNorm
 from zbmd.training.zero.options import ZeroOptions
 from zbmd.training.zero.rank import PartOfModel, ZeroRank, slot_elements
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
 from zbmd.transport.native._native import now_ns
 
 RANKS_NAMED_MAX: Final = 4
+STEP_LOST: Final = (PeerLost, OperationAborted, DeadlineExceeded)
+"""A step that ends by one of these is run again, and needs the memory that it had."""
 
 FORWARD_POINT = faults.declare("zero.forward", "before a unit is computed forwards")
 BACKWARD_POINT = faults.declare("zero.backward", "before a unit is computed backwards")
@@ -178,6 +182,8 @@ class ZeroTrainer(Trainer):
                 return self._run_step()
             except BaseException as error:
                 self._give_up(f"{type(error).__name__}: {error}")
+                if isinstance(error, STEP_LOST):
+                    _forget_frames(error)
                 raise
 
     def _run_step(self) -> StepResult:
@@ -309,8 +315,11 @@ class ZeroTrainer(Trainer):
     def _give_up(self, reason: str) -> None:
         """Drain what is under way, and drop the step: others wait for us no longer."""
         self.groups.give_up()
-        wait([future for future, _ in self._pending])
+        ended = wait([future for future, _ in self._pending]).done
         self._pending.clear()
+        for future in ended:
+            if not future.cancelled():
+                _forget_frames(future.exception())
         if self._stage is not None:
             self._stage.close(gave_up=True)
         for action in self._handle(zm.Lost(reason=reason)):
@@ -549,6 +558,13 @@ class ZeroTrainer(Trainer):
         """Return the masters of the whole model, float32; all ranks together."""
         every = self._group.blocking.all_gather(np.ascontiguousarray(self.own.state.weights))
         return self.part.whole(self.own.shards.whole(list(every)), self.groups)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Clear the frames that an error has passed: they hold arrays, and futures, which hold the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _ranks(ranks: Sequence[int]) -> str:

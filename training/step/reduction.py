@@ -66,16 +66,17 @@ class ShardSum:
         partials = {
             node: received[k][rank] for rank, nodes in enumerate(self.nodes) for k, node in enumerate(nodes)
         }
+        return _folded(partials, (0, self.shards))
 
-        def value(node: Node) -> Array:
-            found: Array | None = partials.get(node)
-            if found is not None:
-                return found
-            left, right = (value(child) for child in split(node))
-            add_onto(left, right)
-            return left
 
-        return value((0, self.shards))
+def _folded(partials: Mapping[Node, Array], node: Node) -> Array:
+    """Return the sum of the shards of `node`. (A closure that calls itself would keep the arrays alive.)"""
+    found: Array | None = partials.get(node)
+    if found is not None:
+        return found
+    left, right = (_folded(partials, child) for child in split(node))
+    add_onto(left, right)
+    return left
 
 
 GATHER_POINT: Final = faults.declare(

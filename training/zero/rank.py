@@ -480,9 +480,12 @@ class ZeroRank:
     # ---- loss of the group
 
     def abandon(self, units: Sequence[int]) -> None:
-        """Drop the step: its passes, the gathered weights of `units`, gradients that are not kept."""
+        """Drop the step: its passes, the gathered weights of `units`, gradients that are not kept.
+
+        Of stage 3, units that were to be released and are not yet are released as well.
+        """
         self.passes.clear()
-        for unit in units:
+        for unit in {*units, *(self._whole if self.stage == 3 else ())}:
             if unit in self._whole:
                 self.release(unit)
         for unit in list(self._outgoing):

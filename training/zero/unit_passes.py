@@ -101,18 +101,20 @@ class UnitPasses:
         return self._compute(work)
 
     def let_go(self, unit: int) -> None:
-        """Keep no weights of `unit`: `backward` is given them again."""
+        """Keep no weights or gradients of `unit`: `backward` is given them again."""
         for one in self._passes.get(unit, ()):
             for parameter in one.parameters:
-                parameter.stored = parameter.stored[:0]
+                parameter.let_go()
 
     def drop(self, unit: int) -> None:
         """Drop the passes of `unit`, which are over."""
+        self.let_go(unit)
         del self._passes[unit]
 
     def clear(self) -> None:
         """Drop all passes."""
-        self._passes.clear()
+        for unit in list(self._passes):
+            self.drop(unit)
 
     def _forward(self, unit: int, leaf: int, weights: Array, log: Log, attempt: Attempt) -> _Pass:
         with self._recording(log, again=True):

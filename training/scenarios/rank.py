@@ -515,9 +515,10 @@ class RankProcess:
             keys=self._keys,
             at_ns=0,
         )
-        self.effects.append(sim.Note(value=("committed", version)))
-        if found is not None and self._is_lowest:
-            world.log.append(found.record)
+        if found is not None:
+            self.effects.append(sim.Note(value=("Commit", version)))
+            if self._is_lowest:
+                world.log.append(found.record)
 
     def _settle(self, name: str) -> Moves:
         """Protect the version that is held at once; see `RedundancyDriver.settle`."""

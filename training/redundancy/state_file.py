@@ -150,6 +150,20 @@ def _runs_of(layout: ParameterLayout, whole: Sequence[ParameterSlot]) -> Iterato
                 begin, held = block.stop, []
 
 
+def run_shards(size: int, blocks: Sequence[tuple[slice, bool]]) -> Iterator[tuple[slice, Shard]]:
+    """Yield the same of `size` elements that are updated in `blocks`, in order; the last run has the rest."""
+    begin, held = 0, list[tuple[slice, bool]]()
+    for number, (block, decayed) in enumerate(blocks):
+        held.append((slice(block.start - begin, block.stop - begin), decayed))
+        is_last = number == len(blocks) - 1
+        if is_last or block.stop - begin >= RUN_ELEMENTS:
+            end = size if is_last else block.stop
+            yield slice(begin, end), Shard(end - begin, held)
+            begin, held = end, []
+    if not blocks:
+        yield slice(0, size), Shard(size, [])
+
+
 MAGIC: Final = b"zbmdstate2\0\0\0\0\0\0"
 NO_VERSION: Final = -1
 _NAME: Final = struct.Struct("<16s5Q")  # magic, run, place, ranks, elements of a slot, numbers of a note

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from zbmd.training.optim import (
 )
 from zbmd.training.optim.elementwise import AdamWState, Shard, update_blocks
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
-from zbmd.training.redundancy.state_file import Paging, StateFile, state_in
+from zbmd.training.redundancy.state_file import Paging, StateFile, run_shards, state_in
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout, Unit
 from zbmd.training.zero.unit_passes import UnitPasses
@@ -61,6 +62,15 @@ class PartOfModel:
     matrices: Mapping[str, HeldMatrix]
     gather: Gather
     walk: Walk | None
+
+
+class _Run(NamedTuple):
+    """Elements that are updated at once: `at` of the part of a unit, `in_shard` of the shard."""
+
+    unit: int
+    at: slice
+    in_shard: slice
+    optimizer: Optimizer
 
 
 class ZeroRank:
@@ -132,7 +142,7 @@ class ZeroRank:
             if stage == 1:
                 self._grads[number] = take(MemoryKind.GRADIENTS, shards.ranks * unit.part, self.dtype)
                 self._grad_parts[number] = self._own(self._grads[number], unit)
-        self._optimizers = self._optimizers_of(optimizer, gather)
+        self._runs = list(self._runs_of(optimizer, gather))
         self.first = 0
         self._initial: Array | None = None
         self._saved: SavedState | None = None
@@ -140,20 +150,23 @@ class ZeroRank:
         if not self._begins_later:
             self.begin_anew()
 
-    def _optimizers_of(self, config: OptimizerConfig, gather: Gather) -> list[Optimizer]:
-        """That of each unit, for this rank's part of it."""
+    def _runs_of(self, config: OptimizerConfig, gather: Gather) -> Iterator[_Run]:
+        """Yield what `update` writes at once: each unit, or less of it if the state is in a file.
+
+        A unit with matrices that are gathered is not divided: all ranks gather them in one order.
+        """
         layout = self.shards.layout
         whole = whole_parameters(config, layout)
         blocks = update_blocks(layout, whole)
-        return [
-            optimizer_for(
-                config,
-                layout,
-                shard=Shard(unit.part, self._blocks(unit, blocks)),
-                held=self._matrices(unit, whole, gather),
-            )
-            for unit in self.shards.units
-        ]
+        for number, unit in enumerate(self.shards.units):
+            own, held = self._blocks(unit, blocks), self._matrices(unit, whole, gather)
+            runs = [(slice(0, unit.part), Shard(unit.part, own))]
+            if self._offload is not None and not held.matrices:
+                runs = list(run_shards(unit.part, own))
+            for at, shard in runs:
+                optimizer = optimizer_for(config, layout, shard=shard, held=held)
+                in_shard = slice(unit.shard_start + at.start, unit.shard_start + at.stop)
+                yield _Run(number, at, in_shard, optimizer)
 
     def begin_anew(self) -> None:
         """Take the initial state, in the slot of `first`: a checkpoint's, or weights of the seed.
@@ -271,9 +284,9 @@ class ZeroRank:
         return self._state_in(self.slot)
 
     def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
-        """Views that together are all of a slot, unit by unit, the loss scale last."""
-        for unit in self.shards.units:
-            yield self._paging.arrays(state_in(self._state_in(slot), unit.in_shard))
+        """Views that together are all of a slot, run by run, the loss scale last."""
+        for run in self._runs:
+            yield self._paging.arrays(state_in(self._state_in(slot), run.in_shard))
         yield [self.slots[slot][len(self.arrays) * self.shards.shard_size :]]
 
     def _state_in(self, slot: int) -> AdamWState:
@@ -453,19 +466,19 @@ class ZeroRank:
 
     def _write(self, target: int, *, step: int, learning_rate: float, grad_scale: float) -> None:
         """Write the next version into a slot, and round its weights."""
-        for number, unit in enumerate(self.shards.units):
-            old, new = (state_in(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
-            for ahead in self.shards.units[number + 1 : number + 2]:
+        for number, run in enumerate(self._runs):
+            old, new = (state_in(self._state_in(slot), run.in_shard) for slot in (self.slot, target))
+            for ahead in self._runs[number + 1 : number + 2]:
                 self._paging.bring_in(state_in(self._state_in(self.slot), ahead.in_shard))
-            self._optimizers[number].update(
+            run.optimizer.update(
                 old,
                 new,
-                self._grad_parts[number],
+                self._grad_parts[run.unit][run.at],
                 step=step,
                 learning_rate=learning_rate,
                 grad_scale=grad_scale,
             )
-            self._parts[number][:] = new.weights
+            self._parts[run.unit][run.at] = new.weights
             self._paging.let_go(old, new)
 
     def round_weights(self) -> None:

@@ -17,6 +17,9 @@ from zbmd.training.optim.mixed_precision import Precision
 from zbmd.training.redundancy import state_file as paging
 from zbmd.training.redundancy.state_file import StateFile, StateName
 from zbmd.training.replicated.job import run_plain
+from zbmd.training.step.reduction import ShardSum
+from zbmd.training.zero.layout import ShardLayout
+from zbmd.training.zero.rank import ZeroRank, slot_elements
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, UserError
 
@@ -132,6 +135,47 @@ def test_an_update_run_by_run_has_the_bits_of_one(
         for place in range(3):
             at = slice(place * layout.size + slot.span.start, place * layout.size + slot.span.stop)
             assert file.slots[1][at].tobytes() == arrays[1][at].tobytes(), (slot.name, place)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_shard_that_is_written_run_by_run_has_the_bits_of_one_written_at_once(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a stage, which is one unit of several runs."""
+    monkeypatch.setattr(paging, "RUN_ELEMENTS", 1000)
+    model = GPT(GPTConfig(context=8, width=24, heads=2, layers=2))
+    shards = ShardLayout.of(model.layout, (slice(0, len(model.layout.slots)),), ranks=3)
+    optimizer, sums = OPTIMIZERS["adamw"], ShardSum.of(3, 3)
+    elements = slot_elements(shards, optimizer, np.dtype(np.float32))
+    for rank in range(3):
+        name = StateName(run=7, place=rank, ranks=3, elements=elements, note=0)
+        file = StateFile(tmp_path, name, again=False)
+        held = [
+            ZeroRank(
+                *(model, shards, sums),
+                rank=rank,
+                stage=stage,
+                storage="float32",
+                optimizer=optimizer,
+                seed=1,
+                keep_previous=True,
+                offload=kept,
+            )
+            for kept in (None, file)
+        ]
+        luck = np.random.default_rng(rank)
+        grads = luck.standard_normal(shards.shard_size, np.float32)
+        for one in held:
+            one.begin_anew()
+            one.gradients[0][:] = grads
+            file.begin(1)
+            one.update(step=3, learning_rate=0.01, grad_scale=0.5)
+        assert len(list(held[1].parts_in(1))) > 2 and len(list(held[0].parts_in(1))) == 2
+        assert held[0].state_flat.tobytes() == held[1].state_flat.tobytes()
+        assert held[0].part(0).tobytes() == held[1].part(0).tobytes()
+        file.end(1, 5)
+        file.drop_damaged(1, held[1].parts_in(1))
+        assert file.version_in(1) == 5, "the digest is of the parts in their order"
 
 
 def test_a_replacement_finds_what_was_whole(tmp_path: Path) -> None:

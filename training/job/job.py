@@ -274,9 +274,9 @@ class Job(Generic[ResultT]):
     def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT] | None:
         faults.hit(MEET_POINT)
         self._keys = self._task.state_keys(groups)
-        self._share_records(groups.world)
-        version = keeper.meet(groups.world, self._keys)
-        self._agree_on_log(groups.world, version)
+        logged = self._share_records(groups.world)
+        version = keeper.meet(groups.world, self._keys, max(logged, self._results.known))
+        self._agree_on_log(groups.world, version, logged)
         faults.hit(MET_POINT)
         trainer.enter(groups, version)
         if version > self._log.first:
@@ -375,12 +375,14 @@ class Job(Generic[ResultT]):
         mine = self._results.go_on_from(version)
         self._results.learn(version, world.blocking.all_gather(mine).tolist())
 
-    def _share_records(self, world: Group) -> None:
+    def _share_records(self, world: Group) -> int:
         """Give all members the record of the last version that one of them saw committed.
 
-        Before they learn from each other what is committed: who saw it, or logs it, may be lost then.
+        Before they learn from each other what is committed: who saw it, or logs it, may be lost then. Return
+        the last version in the log, on the rank that writes it; 0 on others.
         """
         self._results.learn_records(world.blocking.all_gather(self._results.share()).tolist())
+        return self._log.last_version() if self._is_lowest() else 0
 
     def _is_lowest(self) -> bool:
         return self._world is not None and self._world.members[0] == self._worker.rank
@@ -417,15 +419,15 @@ class Job(Generic[ResultT]):
         values = {"loss": done.loss, "grad_norm": done.grad_norm, **self._task.metrics(done), **scaled}
         self._opened_records().put(record.version, **values)
 
-    def _agree_on_log(self, world: Group, version: int) -> None:
+    def _agree_on_log(self, world: Group, version: int, logged: int) -> None:
         """Log what is committed, if the last writer did not live to do it; tell newcomers what it reported.
 
         That may be the version before `version`, if all ranks have come that far; any member may have to log
-        the next one.
+        the next one. logged: the last version in the log.
         """
         self._share(world, version)
         if self._is_lowest():
-            missing = self._results.missing(self._log.last_version())
+            missing = self._results.missing(logged)
             if missing is not None:
                 self._log.append(missing.record)
                 self._note(missing.record, missing.done)

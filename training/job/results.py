@@ -121,6 +121,11 @@ class StepResults:
         self._last = Committed(record, done)
         return self._last
 
+    @property
+    def known(self) -> int:
+        """The version of the last record, 0 for none: it is committed."""
+        return 0 if self._last is None else self._last.record.version
+
     def missing(self, logged: int) -> Committed | None:
         """Return what a log up to version `logged` lacks, after `learn_records`: its writer was lost."""
         last = self._last

@@ -149,10 +149,10 @@ class BuddyReplica(RedundancyDriver):
 
     # ---- epochs
 
-    def meet(self, group: Group, keys: Sequence[int] = ()) -> int:
+    def meet(self, group: Group, keys: Sequence[int] = (), known: int = 0) -> int:
         """See `Redundancy`."""
         self._group, self._cancellation = group, Cancellation()
-        mine = HoldingsRow(held=self._machine.held, handles=self._handles).encoded()
+        mine = HoldingsRow(held=self._machine.report(known), handles=self._handles).encoded()
         every = group.blocking.all_gather(mine).reshape(group.size, ROW_NUMBERS)
         self._rows = [
             HoldingsRow.decoded(row, *self._whose(rank))

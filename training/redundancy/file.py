@@ -60,10 +60,10 @@ class FileRedundancy(RedundancyDriver):
         machine = zm.Mirror(place=place, ranks=ranks, known=known, first=own.first, own=held, outlives=True)
         super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
 
-    def meet(self, group: Group, keys: Sequence[int] = ()) -> int:
+    def meet(self, group: Group, keys: Sequence[int] = (), known: int = 0) -> int:
         """See `Redundancy`. Nobody reads another's file: to this rank all shards differ."""
         self._group = group
-        held = self._machine.held
+        held = self._machine.report(known)
         mine = [NO_VERSION if version is None else version for version in held.own]
         every = group.blocking.all_gather(np.array([*mine, held.known, held.first], np.int64))
         entered = zm.Entered(

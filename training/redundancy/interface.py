@@ -170,10 +170,11 @@ class Redundancy(StepHook, Protocol):
     agreed: Agenda
     """The result of the last vote."""
 
-    def meet(self, group: Group, keys: Sequence[int] = ()) -> int:
+    def meet(self, group: Group, keys: Sequence[int] = (), known: int = 0) -> int:
         """Agree with all members of a new epoch on the version to continue from, and hold it.
 
-        keys: of all members' shards, in the order of ranks; empty: all differ.
+        keys: of all members' shards, in the order of ranks; empty: all differ. known: the highest version
+        that is logged, or that any member saw committed, as far as the caller knows.
 
         Raises `StepFailed` if the state is lost, `PeerLost` and `OperationAborted` as the group does.
         """

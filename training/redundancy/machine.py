@@ -370,15 +370,23 @@ class Mirror:
 
     @property
     def held(self) -> Held:
-        """Return this rank's report at the start of an epoch."""
+        """Return this rank's report at the start of an epoch, of what it knows by itself."""
+        return self.report(0)
+
+    def report(self, known: int) -> Held:
+        """Return this rank's report at the start of an epoch.
+
+        known: the highest version that is logged, or that another rank saw committed.
+        """
         copies = (self.copies[0], self.copies[1])
+        known = max(known, self.known)
         voted, digest = self._voted_for
         return Held(
             own=(self.own[0], self.own[1]),
-            known=self.known,
+            known=known,
             copies=copies,
             first=self.first,
-            digest=digest if voted == self.known else NO_DIGEST,
+            digest=digest if voted == known else NO_DIGEST,
         )
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
@@ -468,6 +476,8 @@ class Mirror:
                 f"{digest:016x}, and the original {self._expected:016x}: memory or a link has erred",
                 lost=False,
             )
+        if self._expected == digest:
+            self._voted_for = self._target, digest  # others can compare what they pull from here
         return self._resume()
 
     def _updated(self) -> list[Action]:

@@ -318,6 +318,8 @@ class CommitWorld:
     """Ranks are lost for good, and the others cannot go on."""
     corrupted: set[int] = field(default_factory=set[int])
     """Ranks whose memory or processor has erred."""
+    unverified: bool = False
+    """A shard was pulled whose digest nobody left had voted for: bad memory may stay unnoticed then."""
     corruption_noticed: bool = False
     ways: set[str] = field(default_factory=set[str])
     """Events of this run by name, for tests that want all of them to happen."""

@@ -204,6 +204,13 @@ MUTATIONS = [
         seed=113,
     ),
     Mutation(
+        "what another rank saw committed is not reported",
+        "training",
+        (Edit(f"{MIRROR}.report", "max(known, self.known)", "self.known"),),
+        BROKEN,
+        seed=45471279076715,
+    ),
+    Mutation(
         "a record has the digests of as many ranks as there are",
         "commit",
         (Edit(f"{RESULTS}.committed", "keys or range(len(digests))", "range(len(digests))"),),

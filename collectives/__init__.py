@@ -3,7 +3,7 @@
 This package imports `zbmd.actors` and `zbmd.transport`. Its public API is `__all__`: each name is imported
 when it is first used. (`zbmd.group` makes a group: here, `group` is a package.) Inside, each package imports
 those before it: `programs`, `device`, `algorithms`, `execution`, `communicator`, `p2p`, `group`, `repair`;
-then `elastic`, `commit`, `scale` and `torch`. Begin with `group/group.py`; for what it runs, with
+then `elastic`, `scale` and `torch`. Begin with `group/group.py`; for what it runs, with
 `programs/program.py`.
 """
 

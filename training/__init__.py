@@ -64,10 +64,6 @@ with lazy_imports(globals()):
     from zbmd.training.optim.clip import TrainingDiverged as TrainingDiverged
     from zbmd.training.profiler.lines import RankProfile as RankProfile
     from zbmd.training.profiler.lines import read_profiles as read_profiles
-    from zbmd.training.replicated.job import JobOptions as JobOptions
-    from zbmd.training.replicated.job import JobResult as JobResult
-    from zbmd.training.replicated.job import run_job as run_job
-    from zbmd.training.replicated.job import run_plain as run_plain
     from zbmd.training.run.ledger import Audit as Audit
     from zbmd.training.run.ledger import CommitRecord as CommitRecord
     from zbmd.training.run.ledger import LogHeader as LogHeader
@@ -76,6 +72,8 @@ with lazy_imports(globals()):
     from zbmd.training.run.plain import PlainStep as PlainStep
     from zbmd.training.run.plain import PlainTrainer as PlainTrainer
     from zbmd.training.sharded.options import TrainOptions as TrainOptions
+    from zbmd.training.sharded.run import open_recipe as open_recipe
+    from zbmd.training.sharded.run import run_plain as run_plain
     from zbmd.training.sharded.run import train as train
     from zbmd.training.sharded.task import TrainResult as TrainResult
     from zbmd.training.step.memory_estimate import StepOutOfMemory as StepOutOfMemory

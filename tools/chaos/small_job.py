@@ -27,14 +27,13 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.optim.mixed_precision import SCALE_MOST, Precision
-from zbmd.training.replicated import job as training_job
 from zbmd.training.sharded import run as mesh_run
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 RANKS_DEFAULT = 3
-JOB_MODULE = training_job.__name__
+JOB_MODULE = mesh_run.__name__
 """Imported here too, since its imports declare the points."""
 STEPS = 5
 SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--shards", "6")
@@ -78,8 +77,8 @@ async def run_small_job(
     see: Callable[[HostEvent], None] | None = None,
 ) -> JobOutcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
-    zero: a run of `zbmd train` whose state is sharded by this stage, 0 for none; offload: the folder of its
-    files; mesh: a run of `zbmd train` on one, in `precision`; optimizer: its name; counts: a directory that
+    zero: the stage that shards the state, 0 for none; offload: the folder of its files; mesh: empty for ranks
+    along `dp`; optimizer: its name; counts: a directory that
     ranks write to how often they pass each point (`count_passes`), and none dies; limit_s: a run that takes
     longer has failed; template: one that was forked for this job; changes: in how a run of
     `zbmd train` is trained; see: is given what the host tells.
@@ -87,30 +86,28 @@ async def run_small_job(
     Raises `UserError` if the run fails or the ledger does not balance.
     """
     output = RanksOutput(see)
-    target, arguments, preload = "zbmd.training", job_arguments(out, data, optimizer), JOB_MODULE
-    if mesh or zero:
-        recipe = small_recipe(
-            out,
-            data,
-            mesh,
-            precision=precision,
-            zero=zero,
-            offload=offload,
-            optimizer=optimizer,
-            **(changes or {}),
-        )
-        target, arguments, preload = "zbmd.training.sharded", (recipe.encode(),), mesh_run.__name__
+    recipe = small_recipe(
+        out,
+        data,
+        mesh,
+        precision=precision,
+        zero=zero,
+        offload=offload,
+        optimizer=optimizer,
+        **(changes or {}),
+    )
+    target, arguments = "zbmd.training.sharded", [recipe.encode()]
     if counts is not None:
-        target, arguments = __name__, (str(counts), target, *arguments)
+        target, arguments = __name__, [str(counts), target, *arguments]
     config = HostConfig(
         target=target,
         is_module=True,
-        arguments=arguments,
+        arguments=tuple(arguments),
         world_size=world_size,
         on_loss=on_loss,
         max_restarts=RESTARTS_MAX,
         environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
-        preload=(preload,),
+        preload=(JOB_MODULE,),
     )
     host = Host(config, output=output, observer=output, template=template)
     stop = f"the run hung: it was not over after {limit_s} s"
@@ -121,8 +118,7 @@ async def run_small_job(
     digests = [one["weights_sha256"] for one in output.reports if one.get("kind") == "result"]
     if ended.exit_code != 0 or not digests:
         raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
-    if mesh or zero:
-        _check_records(out, fault)
+    _check_records(out, fault)
     audited = audit_run(out)
     lost = audited.steps_lost + audited.samples_skipped + audited.samples_repeated
     if audited.steps != STEPS or lost:
@@ -132,14 +128,6 @@ async def run_small_job(
 
 def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
     return tuple(f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in failures)
-
-
-def job_arguments(out: Path, data: Path, optimizer: str = "adamw") -> tuple[str, ...]:
-    """Return the arguments of the small job in `python -m zbmd.training`."""
-    return (
-        *SHAPE,
-        *("--steps", str(STEPS), "--data", str(data), "--out", str(out), "--optimizer", optimizer),
-    )
 
 
 def small_recipe(
@@ -165,7 +153,7 @@ def small_recipe(
         precision=precision,
         offload=offload,
         loss_scale=SCALE_MOST,
-        model=GPTConfig(width=32, heads=2, layers=1 if zero and not mesh else 2, context=16),
+        model=GPTConfig(width=32, heads=2, layers=2 if mesh else 1, context=16),
         training=TrainingConfig(
             **{"steps": STEPS, "shards": 6, "optimizer": OPTIMIZERS[optimizer], **changes}  # type: ignore[arg-type]
         ),

@@ -125,8 +125,6 @@ def second_kills(setting: Setting) -> list[list[str]]:
     With state that one rank alone holds a survivor dies only where neither it nor the first one has the
     other's copy: else all copies of a shard may go, and the run ends. So it takes four ranks.
     """
-    if not setting.zero and not setting.mesh:
-        return _second_kills_of_replicas(setting.ranks)
     point = "zero.update:3" if setting.zero else "job.begin:3"
     named: list[str] = []
     inside: list[list[str]] = []
@@ -136,23 +134,13 @@ def second_kills(setting: Setting) -> list[list[str]]:
         inside.append(
             [f"{before},rank{rank}#2:{COLLECTIVE}:{number}" for number in spread(RECOVERY_BOUNDARIES)]
         )
-    if setting.ranks >= 4:
+    replicas = not setting.zero and not setting.mesh
+    if setting.ranks >= 4 or replicas:
         meet, *_, met = setting.recovery
-        named += (f"rank1:{point},rank3:{one}:2" for one in (meet, met))
+        named += (f"rank1:{point},rank{setting.ranks - 1}:{one}:2" for one in (meet, met))
+    for last in ("job.saved", "job.parted"):  # the last version is in files, and nobody who holds it is left
+        named.append(",".join(f"rank{rank}:{last}" for rank in range(setting.ranks)))
     return [named, merged(inside)]
-
-
-def _second_kills_of_replicas(ranks: int) -> list[list[str]]:
-    first = "rank1:step.reduce:3"
-    points = ("commit.view", "commit.report", "fetch.begin", "fetch.middle", "fetch.end", "step.begin")
-    named = [f"{first},rank1#2:{point}" for point in points]
-    everybody = ",".join(f"rank{rank}:commit.finish" for rank in range(ranks))
-    named.append(everybody)  # the last version is preserved, and nobody who holds it is left
-    named.append(f"{everybody},rank1#2:recall.begin")
-    for rank in (0, ranks - 1):
-        for point, count in (("commit.view", 2), ("commit.report", 3), ("step.begin", 4)):
-            named.append(f"{first},rank{rank}:{point}:{count}")
-    return [named, [f"{first},rank1#2:{COLLECTIVE}:{count}" for count in spread(RECOVERY_BOUNDARIES)]]
 
 
 def merged(lists: Sequence[Sequence[str]]) -> list[str]:

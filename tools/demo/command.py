@@ -29,15 +29,22 @@ from zbmd.tools.cli.options import add_ranks
 from zbmd.tools.demo.watch import KillPlan, Watch
 from zbmd.tools.runs.commands import audit_run
 from zbmd.tools.runs.result import save_result
-from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.config import TrainingConfig
+from zbmd.training.data.corpus import CORPUS_FILE, Corpus, bigram_loss, fit_bigram
 from zbmd.training.model.gpt import GPT
+from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 
 WORLD_SIZE = 4
 STEPS = 780
 QUICK_STEPS = 45
 OVERHEAD_ROUNDS = 60
-JOB = "zbmd.training"
+EVALUATED_WINDOWS = 96
+JOB = "zbmd.training.sharded"
+FINAL_WINDOWS = 512
+"""Held-out windows that the final weights are evaluated on."""
 
 EXAMPLES = """examples:
   zbmd demo                            780 steps, one kill: about four minutes on two cores
@@ -58,10 +65,16 @@ class DemoOptions:
     data: str | None
     capture: str | None = None
 
-    def job_arguments(self, out: Path) -> tuple[str, ...]:
-        """The job's command line."""
-        data = () if self.data is None else ("--data", self.data)
-        return ("--steps", str(self.steps), "--out", str(out), *data)
+    def recipe(self, out: Path, *, plain: bool = False) -> TrainOptions:
+        """The job, in directory `out`."""
+        return TrainOptions(
+            out=out,
+            data=self.data,
+            training=TrainingConfig(steps=self.steps),
+            evaluate_windows=EVALUATED_WINDOWS,
+            checkpoint_every=50,
+            plain=plain,
+        )
 
 
 def plan_kill(options: DemoOptions) -> KillPlan:
@@ -82,22 +95,22 @@ async def run_job(
 
     Raises `UserError` if it fails.
     """
-    training, model = TrainingConfig(steps=options.steps), GPTConfig()
-    tokens = training.global_batch * model.context
+    recipe = options.recipe(out)
+    tokens = recipe.training.global_batch * recipe.model.context
     config = HostConfig(
         target=JOB,
         is_module=True,
-        arguments=options.job_arguments(out),
+        arguments=(recipe.encode(),),
         world_size=options.world_size,
         environment={} if capture is None else {CAPTURE_VARIABLE: capture},
-        preload=(f"{JOB}.replicated.job",),
+        preload=(f"{JOB}.run",),
     )
     async with Console(ranks_to_stderr=True) as console:
         watch = Watch(
             console,
             steps=options.steps,
             tokens_per_step=tokens,
-            flops_per_step=6.0 * GPT(model).layout.parameter_count * tokens,
+            flops_per_step=6.0 * GPT(recipe.model).layout.parameter_count * tokens,
             plans=plans,
         )
         host = Host(config, output=console, observer=watch)
@@ -126,14 +139,15 @@ def report(options: DemoOptions, watch: Watch) -> dict[str, Any]:
     """The demo's result, in the order in which it is printed."""
     audited, result = audit_run(options.out), watch.result
     assert result is not None
+    held_out_loss, of_bigrams = evaluate(options)
     return {
         "steps": audited.steps,
         "world_size": options.world_size,
         "parameters": result["parameters"],
         "loss_first": watch.loss_first,
         "loss_last": watch.loss_last,
-        "heldout_loss_last": result["held_out_loss"],
-        "heldout_loss_bigram": result["held_out_loss_bigram"],
+        "heldout_loss_last": held_out_loss,
+        "heldout_loss_bigram": of_bigrams,
         "kills": len(watch.kills),
         "recoveries": sum(kill.recovered_ns is not None for kill in watch.kills),
         "detection_ms": [kill.detection_ms() for kill in watch.kills],
@@ -144,6 +158,16 @@ def report(options: DemoOptions, watch: Watch) -> dict[str, Any]:
         "weights_sha256": result["weights_sha256"],
         "tokens_per_second": watch.tokens_per_second(),
     }
+
+
+def evaluate(options: DemoOptions) -> tuple[float, float]:
+    """The loss of the final weights on the held-out text, and of a bigram table of the training text."""
+    recipe = options.recipe(options.out)
+    corpus = Corpus(options.out / CORPUS_FILE, context=recipe.model.context)
+    judged = Recipe(GPT(recipe.model), corpus, recipe.training)
+    weights = load_weights(options.out / WEIGHTS_NAME)[0]
+    windows = corpus.windows(corpus.evaluation_ids(FINAL_WINDOWS))
+    return judged.held_out_loss(weights, windows_max=FINAL_WINDOWS), bigram_loss(fit_bigram(corpus), windows)
 
 
 def measure_overhead(options: DemoOptions, rounds: int) -> dict[str, Any]:
@@ -165,7 +189,7 @@ def verify(options: DemoOptions) -> dict[str, str]:
     calm = uvloop.run(run_job(options, options.out / "undisturbed", ()))
     assert calm.result is not None
     _say("the same job in one plain process, without supervision (this takes about twice as long)")
-    plain = _json_of(JOB, "--plain", *options.job_arguments(options.out / "plain"))
+    plain = _json_of(JOB, options.recipe(options.out / "plain", plain=True).encode())
     return {
         "weights_sha256_undisturbed": calm.result["weights_sha256"],
         "weights_sha256_plain": plain["weights_sha256"],

@@ -1,6 +1,6 @@
 """What the stack costs: one rank's training steps beside a plain loop of the same model, in turn.
 
-Each round times one step through the whole stack (actors, groups, votes, store, journal) and one step of each
+Each round times one step through the whole stack (groups, votes, ledger, records) and one step of each
 of two plain twins, whose order changes from round to round. Every step so follows one with other memory, and
 finds the caches as cold. The ratio of the twins is the noise floor: A against A.
 
@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,13 @@ import uvloop
 
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.training.config import TrainingConfig
-from zbmd.training.replicated.job import JobOptions, open_recipe, run_job
+from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.task import StepResult, Trainer
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.run import open_recipe, train
+from zbmd.training.sharded.task import EngineTask
+from zbmd.training.step.step_hook import StepHook
 from zbmd.transport.errors import UserError
 
 WARMUP_ROUNDS = 3
@@ -62,6 +67,24 @@ class OverheadOfRuns(Medians):
 
     each_percent: tuple[float, ...]
     rounds: int
+
+
+def timed_task(before_step: Callable[[int], None]) -> type[EngineTask]:
+    """Return a task that calls `before_step(version)` before each step, on the training thread."""
+
+    class TimedTask(EngineTask):
+        def trainer(self, groups: MeshGroups) -> Trainer:
+            made = super().trainer(groups)
+            run_step = made.run_step
+
+            def timed(watch: StepHook) -> StepResult:
+                before_step(made.step + 1)
+                return run_step(watch)
+
+            made.run_step = timed  # type: ignore[method-assign]
+            return made
+
+    return TimedTask
 
 
 class _Rounds:
@@ -122,15 +145,15 @@ def medians(overhead: Sequence[float], floor: Sequence[float]) -> dict[str, Any]
     }
 
 
-def measure(options: JobOptions) -> Overhead:
+def measure(options: TrainOptions) -> Overhead:
     """Run the job on this one rank with its plain twins in between. Raises `UserError`."""
     recipe = open_recipe(options)
     rounds = _Rounds((PlainTrainer(recipe), PlainTrainer(recipe)))
-    uvloop.run(run_job(options, before_step=rounds.before_step))
+    uvloop.run(train(options, timed_task(rounds.before_step)))
     return rounds.summary()
 
 
-def measure_runs(runs: int, options: JobOptions, rounds: int) -> OverheadOfRuns:
+def measure_runs(runs: int, options: TrainOptions, rounds: int) -> OverheadOfRuns:
     """Have so many processes measure, one after the other. Raises `UserError`."""
     found: list[Overhead] = []
     for number in range(runs):
@@ -160,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", help="file, directory or glob to train on")
     arguments = parser.parse_args(argv)
     log_to_stderr()
-    options = JobOptions(
+    options = TrainOptions(
         out=arguments.out,
         data=arguments.data,
         training=TrainingConfig(steps=arguments.rounds + WARMUP_ROUNDS + 1),

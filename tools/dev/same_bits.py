@@ -51,8 +51,9 @@ class Setting:
 
 def settings() -> list[Setting]:
     """Return every setting: kinds of runs, with precisions, optimizers and dropout."""
-    found = [Setting(f"plain {storage}", 1, ("--plain", "--storage", storage)) for storage in STORAGES]
-    found += [Setting(f"dp={ranks}", ranks, ()) for ranks in (1, 2, 3)]
+    plain_of = ("--mesh", "dp=1", "--plain", "on", "--precision")
+    found = [Setting(f"plain {storage}", 1, (*plain_of, storage)) for storage in STORAGES]
+    found += [Setting(f"dp={ranks}", ranks, ("--mesh", f"dp={ranks}")) for ranks in (1, 2, 3)]
     found += [
         Setting(f"zero{stage} {storage} {optimizer}", 0, _zero(stage, storage, optimizer))
         for stage, (storage, optimizer) in itertools.product(
@@ -91,16 +92,16 @@ def command_of(setting: Setting, tree: Path, data: Path, out: Path) -> list[str]
     """Return the command of a setting by the code of `tree`, for the interpreter that runs this."""
     shared: tuple[str, ...] = (*SHAPE, "--data", str(data), "--out", str(out))
     start = "from zbmd.tools.entry.scripts import node; raise SystemExit(node())"
-    if setting.ranks:
+    if setting.ranks and (tree / "training/replicated/job.py").exists():  # it was another job's
+        words = list(setting.arguments[2:])
+        if "--plain" in words:
+            words = ["--plain", "--storage", words[-1]]
         launch = ("run", "-n", str(setting.ranks), "-m", "zbmd.training")
-        return [sys.executable, "-c", start, *launch, *shared, *setting.arguments]
-    if "--zero" in setting.arguments and (tree / "training/zero/job.py").exists():  # it was another job's
-        words = [text.replace("--precision", "--storage") for text in setting.arguments[2:]]
-        return [sys.executable, "-c", start, "run", "-n", "2", "-m", "zbmd.training", *shared, *words]
+        return [sys.executable, "-c", start, *launch, *shared, *words]
     given = setting.arguments
     if "--zero" in given and "," in given[1] and not (tree / "training/sharded/zero_trainer.py").exists():
         given = (*given[:2], *given[4:])  # ZeRO changes no bit of a mesh
-    if "--zero" in setting.arguments:
+    if "--zero" in given or setting.ranks:
         shared = (*shared, "--evaluate-windows", "512")
     ranks = 1
     for axis in given[1].split(","):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -75,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run_command(arguments))
     except UserError as error:
+        if "ZBMD_NODE" in os.environ:
+            raise  # the launcher tells it, once for all ranks
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:

@@ -30,7 +30,6 @@ RANK_BYTES = 96 << 20
 """Approximate memory of a rank beside its arena: interpreter, inbox, rings."""
 OWN_PACKAGE = "zbmd."
 OWN_JOBS = {
-    "zbmd.training": "zbmd.training.__main__",
     "zbmd.training.sharded": "zbmd.training.sharded.__main__",
     "zbmd": "zbmd.tools.train.command",
 }

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from zbmd.actors.cluster.jobs.node_machine import LocalJobs, ProcessState
 from zbmd.actors.rank.host_contracts import NODE_NAME
 from zbmd.actors.supervision.machine import ChildState, SupervisionMachine
 from zbmd.actors.view import rank_name
-from zbmd.collectives.commit.driver import ACTOR_NAME
-from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote
-from zbmd.collectives.commit.machine import END_STATES, CommitState, StepCommit
 from zbmd.collectives.group.operation_log import OperationLog
 from zbmd.tools.replay.players import OpenAsk, Played, ProcessAtEnd, play_to_end
 from zbmd.tools.replay.story import clock_time
+from zbmd.training.redundancy.machine import Mirror, State
 from zbmd.transport.capture import ClockSkew, ProcessLog
-
-TRANSIT_NS: Final = 250_000_000
-"""So long a message may be on its way, on a busy machine: who is stopped meanwhile has not taken it in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +164,8 @@ def _waits_of(end: ProcessAtEnd, ends: Mapping[str, ProcessAtEnd], now_ns: int) 
         if played.ended:
             continue
         match played.machine:
-            case StepCommit():
-                waits += _commit_waits(end, played, played.machine, ends)
+            case Mirror():
+                waits += _mirror_waits(end, played, played.machine)
             case OperationLog():
                 waits += _operation_waits(end, played, played.machine, ends)
             case LocalJobs():
@@ -212,93 +206,18 @@ def _answer(
     return f"by {peer}'s log it has not come there, or its answer was lost", True
 
 
-def _commit_waits(
-    end: ProcessAtEnd, played: Played, machine: StepCommit, ends: Mapping[str, ProcessAtEnd]
-) -> list[Wait]:
-    def wait(what: str, whom: tuple[str, ...] = (), hint: str = "", *, lost: bool = False) -> Wait:
-        return Wait(
+def _mirror_waits(end: ProcessAtEnd, played: Played, machine: Mirror) -> list[Wait]:
+    if machine.state is not State.WAITING or not played.taken:
+        return []
+    return [
+        Wait(
             process=end.process,
             stream=played.name,
-            what=what,
-            whom=whom,
+            what="the next view",
+            whom=(NODE_NAME,),
             since_ns=played.changed_ns,
-            hint=hint,
-            lost=lost,
         )
-
-    if machine.state in END_STATES:
-        return []
-    if machine.missing:
-        what = {
-            CommitState.REPORTING: f"the report for epoch {machine.epoch}",
-            CommitState.VOTING: f"the vote for step {machine.version + 1}",
-            CommitState.FINISHING: "the word that it has the last version",
-        }[machine.state]
-        return [
-            wait(what, sent.whom, sent.hint, lost=sent.lost)
-            for rank in machine.missing
-            for sent in [_sent(machine, end, f"rank{rank}", ends.get(f"rank{rank}"))]
-        ]
-    if machine.work is not None:
-        running = any(
-            isinstance(p.machine, OperationLog) and p.machine.running and not p.ended for p in end.machines
-        )
-        if running:
-            return []  # its operation says more
-        kind = type(machine.work).__name__
-        hint = "its compute thread has not ended it (py-spy dump)"
-        return [wait(f"{kind} of version {machine.work.version}, epoch {machine.work.epoch}", hint=hint)]
-    if machine.state is CommitState.WAITING and played.taken:
-        return [wait("the next view", (NODE_NAME,))]
-    return []
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """Return what the sender's log says of a missing message; not `whom`, if it came when ours had ended."""
-
-    whom: tuple[str, ...]
-    hint: str
-    lost: bool = False
-
-
-def _sent(machine: StepCommit, end: ProcessAtEnd, whom: str, sender: ProcessAtEnd | None) -> _Sent:
-    if sender is None:
-        return _Sent((whom,), "it has no log")
-    to = int(end.process.removeprefix("rank"))
-    for at_ns, action in reversed(sender.sends):
-        if (action.to, action.epoch) != (to, machine.epoch) or not _is_missing(machine, action):
-            continue
-        said = f"{whom}'s machine said {type(action).__name__} at {clock_time(at_ns)}"
-        sent_ns = _frame_after(sender, end.process, at_ns)
-        if sent_ns >= end.last_ns:
-            return _Sent((), f"{whom} sent it at {clock_time(sent_ns)}, when {end.process}'s log had ended")
-        if sent_ns and sent_ns + TRANSIT_NS >= end.last_ns:
-            return _Sent(
-                (), f"{whom} sent it at {clock_time(sent_ns)}, as {end.process}'s log came to its end"
-            )
-        if sent_ns:
-            return _Sent((whom,), f"{said}, sent it at {clock_time(sent_ns)}, and it did not arrive", True)
-        if sender.last_ns > at_ns:
-            return _Sent((whom,), f"{said}, and its driver never sent it", True)
-        return _Sent((whom,), f"{said}, and its log ends there")
-    return _Sent((whom,), f"{whom} has not come to send it")
-
-
-def _is_missing(machine: StepCommit, action: SendReport | SendVote | SendFinish) -> bool:
-    match machine.state:
-        case CommitState.REPORTING:
-            return isinstance(action, SendReport)
-        case CommitState.VOTING:
-            return isinstance(action, SendVote) and action.version == machine.version + 1
-        case _:
-            return isinstance(action, SendFinish)
-
-
-def _frame_after(sender: ProcessAtEnd, waiter: str, at_ns: int) -> int:
-    """When a message to the waiter's step-commit actor was sent at or after `at_ns`; 0 if none was."""
-    times = sender.told.get((waiter, ACTOR_NAME))
-    return next((sent_ns for sent_ns in times or () if sent_ns >= at_ns), 0)
+    ]
 
 
 def _operation_waits(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -25,15 +24,13 @@ from zbmd.actors.supervision.machine import SUPERVISION
 from zbmd.actors.upgrade.agent import UPGRADE_AGENT
 from zbmd.actors.upgrade.coordinator import UPGRADE
 from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
-from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote
-from zbmd.collectives.commit.machine import STEP_COMMIT, StepCommit
 from zbmd.collectives.elastic.views_machine import VIEWS
 from zbmd.collectives.group.operation_log import OPERATIONS, OperationBegan, OperationEnded
 from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS
 from zbmd.collectives.repair.machine import REPAIR
 from zbmd.tools.replay.story import body_text, envelope_of
 from zbmd.training.pipeline.stage import STAGE
-from zbmd.training.redundancy.machine import MIRROR
+from zbmd.training.redundancy.machine import MIRROR, Mirror
 from zbmd.training.zero.machine import ZERO_STEP
 from zbmd.transport.capture import (
     CaptureDamaged,
@@ -73,7 +70,6 @@ __all__ = [
     "OPERATIONS",
     "REPAIR",
     "STAGE",
-    "STEP_COMMIT",
     "SUPERVISION",
     "UPGRADE",
     "UPGRADE_AGENT",
@@ -93,11 +89,7 @@ def secrets_for(cookie: Path | None) -> dict[str, bytes]:
     return {"cookie": load_or_create_cookie(path)} if cookie is not None or path.exists() else {}
 
 
-SENDS_KEPT_MAX = 4096
-"""Of each process, the last messages that its step-commit machine asked to send."""
 ASKS_KEPT_MAX = 65_536
-
-CommitSend: TypeAlias = SendReport | SendVote | SendFinish
 
 _config = msgspec.msgpack.Decoder(dict[str, Any])
 
@@ -142,11 +134,6 @@ class ProcessAtEnd:
     """By peer and call number."""
     owed: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
     """Arrival times of open asks, by peer and call number."""
-    sends: deque[tuple[int, CommitSend]] = field(
-        default_factory=lambda: deque[tuple[int, CommitSend]](maxlen=SENDS_KEPT_MAX)
-    )
-    told: dict[tuple[str, str], deque[int]] = field(default_factory=dict[tuple[str, str], deque[int]])
-    """Times of tells, by process and actor."""
     step: int | None = None
     last_ns: int = 0
     last: str = ""
@@ -178,7 +165,7 @@ def play_to_end(
 
 def _standing(machine: object) -> object:
     """Return a check whether an event changed more than what a machine has heard; None if there is none."""
-    return (machine.state, machine.epoch, machine.version) if isinstance(machine, StepCommit) else None
+    return (machine.state, machine.version) if isinstance(machine, Mirror) else None
 
 
 def _stopping(view: ClusterView) -> bool:
@@ -264,7 +251,7 @@ class _Player:
         stood = _standing(played.machine)
         try:
             event = played.codec.events.decode(record.tag, record.fields)
-            actions = played.machine.handle(event, now_ns=record.at_ns)
+            played.machine.handle(event, now_ns=record.at_ns)
         except Exception:  # noqa: BLE001 (it raised when it was recorded, or it diverges: the verdicts tell)
             return
         played.taken += 1
@@ -277,9 +264,6 @@ class _Player:
             played.done = event.sequence
         if isinstance(event, ViewActedOn) and played.stopped_ns is None and _stopping(event.view):
             played.stopped_ns = at_ns
-        for action in actions:
-            if isinstance(action, SendReport | SendVote | SendFinish):
-                self.end.sends.append((at_ns, action))
 
     def _frame(self, record: FrameIn | FrameOut, at_ns: int) -> None:
         peer = self._peers.get(record.stream)
@@ -287,9 +271,6 @@ class _Player:
         if peer is None or envelope is None:
             return
         match envelope:
-            case wire.Tell() if isinstance(record, FrameOut):
-                key = (peer, envelope.to)
-                self.end.told.setdefault(key, deque(maxlen=SENDS_KEPT_MAX)).append(at_ns)
             case wire.Ask() if isinstance(record, FrameOut) and len(self.end.asks) < ASKS_KEPT_MAX:
                 ask = OpenAsk(at_ns, at_ns + envelope.timeout_ns, envelope.to, body_text(envelope.body))
                 self.end.asks[peer, envelope.call] = ask

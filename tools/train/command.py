@@ -52,6 +52,8 @@ or, if the run resumes, that of the checkpoint. A recipe is a TOML file with the
 """
 
 PREFIX: Final = "ZBMD_TRAIN_"
+DATA_VARIABLE: Final = "ZBMD_DATA"
+"""What `--data` of a launcher sets."""
 RECIPE_NAME: Final = "recipe.toml"
 RUNS_MAX: Final = 10_000
 SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
@@ -113,7 +115,9 @@ _WHOLE, _REAL = _number(int), _number(float)
 _OPTIONS = TrainOptions(out=Path("zbmd-runs/train"), data="", mesh="dp=-1", model=_MODEL, training=_TRAINING)
 
 SETTINGS: Final = (
-    RecipeSetting("data", "data", str, None, "file, directory or glob to train on"),
+    RecipeSetting(
+        "data", "data", str, None, "file, directory or glob to train on; default: Python's own library"
+    ),
     RecipeSetting("tokens", "data", _one_of(*TOKENS), _OPTIONS.tokens, "bytes or bpe"),
     RecipeSetting("vocabulary", "data", _WHOLE, _OPTIONS.vocabulary, "tokens that bpe learns"),
     RecipeSetting("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
@@ -136,6 +140,7 @@ SETTINGS: Final = (
     RecipeSetting(
         "overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"
     ),
+    RecipeSetting("plain", "mesh", _switch, False, "a bare loop in one process, for comparison: on or off"),
     RecipeSetting("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
     RecipeSetting("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
     RecipeSetting("context", "model", _WHOLE, _MODEL.context, "tokens of a sequence"),
@@ -228,8 +233,6 @@ def merged(
 
 def options_of(values: Mapping[str, Any]) -> TrainOptions:
     """The recipe that the settings make. Raises `UserError`."""
-    if values["data"] is None:
-        raise UserError("--data: expected a file, a directory or a glob to train on, got nothing")
     ranks: int = values["ranks"]
     if not 1 <= ranks <= RANKS_MAX:
         raise UserError(f"--ranks: expected 1 to {RANKS_MAX}, got {ranks}")
@@ -268,6 +271,9 @@ def found_in(arguments: argparse.Namespace, *, ranks: int | None = None) -> Foun
     """
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     found = merged(on_line, os.environ, arguments.recipe)
+    given = os.environ.get(DATA_VARIABLE)
+    if found["data"][1] == "default" and given is not None:
+        found["data"] = given, DATA_VARIABLE
     if ranks is not None:
         found["ranks"] = ranks, "the launcher"
     out, source = found["out"]
@@ -307,8 +313,10 @@ def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
 
     argv: the arguments of `zbmd`; data: not used, as a recipe names its own.
     """
-    if argv[:1] == ["train"]:
-        check_recipe(recipe_of(argv[1:], ranks=ranks), ranks)
+    if list(argv[:1]) == ["train"]:
+        recipe = recipe_of(argv[1:], ranks=ranks)
+        recipe.check()
+        check_recipe(recipe, ranks)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -327,7 +335,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if is_first:
         begin_log(options.out, options.resume)  # what is there may be another run's
         write_recipe(found)
-    if launched is not None:
+    if launched is not None or options.plain:
         uvloop.run(train(options))
         return 0
     start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]

@@ -104,9 +104,7 @@ def _advice(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     if _differ(known, wanted, "training.optimizer"):
         said += " Moments of another optimizer do not fit: zbmd train goes on with its --optimizer."
     if _differ(known, wanted, _PRECISION):
-        said += (
-            f" It was trained in {_shortened(precision)}: --storage, with zbmd train --precision, says so."
-        )
+        said += f" It was trained in {_shortened(precision)}: --precision says so."
     if horizon is not None and horizon != wanted.get(_HORIZON, horizon):
         said += (
             f" The learning rate of that run goes down over {horizon} steps: with --horizon {horizon} it "

@@ -9,6 +9,7 @@ with the ids of its samples.
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import sys
 import threading
@@ -21,11 +22,11 @@ from typing import Generic, TypeVar
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
-from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
 from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state, write_shards
+from zbmd.training.files import DiskFull
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.records import Records
 from zbmd.training.job.results import StepResults
@@ -35,6 +36,7 @@ from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.buddy import BuddyReplica
+from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import (
     Agenda,
@@ -102,6 +104,8 @@ class Job(Generic[ResultT]):
         if options.resume is not None:
             self._saved = open_state(options.resume, plan=task.plan)
         first = 0 if self._saved is None else self._saved.version
+        if again:
+            self._take_newest(first)
         self._following: Following | None = None
         self._wishes, self._asking = Wish.NOTHING, threading.Lock()
         self._log = RunLog(
@@ -118,6 +122,19 @@ class Job(Generic[ResultT]):
         self._results = StepResults(task.row, task.seed)
         self._held_out: tuple[int, float] | None = None
         """The last version that was evaluated, and its loss."""
+
+    def _take_newest(self, first: int) -> None:
+        """Begin from the newest checkpoint of the run, should all ranks that hold a later state be lost."""
+        path = checkpoint_in(self._options.out)
+        if path is None:
+            return
+        try:
+            newest = open_state(path, plan=self._task.plan)
+        except UserError:
+            return  # another rank writes the next one
+        older, self._saved = (self._saved, newest) if newest.version > first else (newest, self._saved)
+        if older is not None:
+            older.close()
 
     async def run(self) -> ResultT | None:
         """Train to the end; return the result on the first rank, and None on others or if it was stopped.
@@ -301,7 +318,7 @@ class Job(Generic[ResultT]):
         self._tell(profiler, profiler.end_step())
         keeper.settle()
         held_out_loss = 0.0 if self._held_out is None else self._held_out[1]
-        last, is_first = self._results.result(trainer.step), self._is_lowest()
+        last, is_first = self._result_of(trainer.step), self._is_lowest()
         result = self._task.finish(trainer, last, held_out_loss, is_first=is_first)
         faults.hit(SAVED_POINT)
         groups.world.blocking.barrier()
@@ -362,6 +379,20 @@ class Job(Generic[ResultT]):
         return version == self._task.steps or (every > 0 and version % every == 0)
 
     # ---- results of steps
+
+    def _result_of(self, version: int) -> StepResult | None:
+        """Return what a step reported: from the log, if all ranks that did it were lost."""
+        known = self._results.result(version)
+        if known is not None or version <= self._log.first or self._log.last_version() < version:
+            return known
+        record = self._log.record(version)
+        shards = sorted(record.losses)
+        return StepResult(
+            version=version,
+            losses=tuple(record.losses[shard] for shard in shards),
+            samples=tuple(tuple(record.shards[shard]) for shard in shards),
+            grad_norm=math.nan,
+        )
 
     def _take_notes(self, file: StateFile) -> None:
         """Know of a predecessor's file what its last steps reported: all ranks may be new at once."""
@@ -455,7 +486,16 @@ def errors_explained(out: Path, launched: RankEnvironment | None, *, memory: str
         raise_for(error, out, launched)
     except (OutOfMemory, MemoryError) as error:
         raise UserError(f"{memory}: {error}") from error
+    except DiskFull as error:
+        raise UserError(_to_continue(error, out, otherwise="free some space and start again")) from error
     except StepFailed as error:
-        path = checkpoint_in(out)
-        how = f"resume with --resume {path}" if path else "start again with --checkpoint-every"
-        raise UserError(f"{error}. To continue: {how}.") from error
+        otherwise = "start again, with a smaller --checkpoint-every"
+        raise UserError(_to_continue(error, out, otherwise=otherwise)) from error
+
+
+def _to_continue(error: Exception, out: Path, *, otherwise: str) -> str:
+    """Return what happened, and the checkpoint to resume from; `otherwise`: what to do if there is none."""
+    what, path = str(error).removesuffix("."), checkpoint_in(out)
+    if path is None:
+        return f"{what}. No checkpoint had been written yet: {otherwise}."
+    return f"{what}. The last durable checkpoint is {path}: resume with --resume {path}."

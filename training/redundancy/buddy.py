@@ -19,10 +19,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.commit.driver import Cancellation, WorkCancelled
 from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.failures import Cancellation, WorkCancelled
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
 from zbmd.training.redundancy.machine import SLOTS, Copy, Held
 from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull

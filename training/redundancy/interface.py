@@ -17,11 +17,10 @@ import numpy as np
 
 from zbmd.actors.rank.member import ComingView, Worker
 from zbmd.actors.view import View
-from zbmd.collectives.commit.driver import StepFailed
-from zbmd.collectives.commit.events import FailureKind
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.failures import FailureKind, StepFailed
 from zbmd.training.redundancy.machine import MIRROR, mirror_config
 from zbmd.training.run.journal import captured_machine
 from zbmd.training.step.step_hook import StepHook, Vote
@@ -105,6 +104,7 @@ def use_of(view: View, world_size: int, fits: Callable[[int], bool]) -> ViewUse:
     return ViewUse.WAIT
 
 
+PREPARED_POINT = faults.declare("mirror.prepared", "when a replica has the next version, before it votes")
 COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")
 
 Digests = tuple[int, ...]
@@ -242,6 +242,7 @@ class RedundancyDriver(Redundancy):
         """See `StepHook`."""
         self._tap.mark(self._machine.version + 1)
         self._perform(self._handle(zm.Updated()))
+        faults.hit(PREPARED_POINT)
 
     def voted(self, votes: Sequence[Vote]) -> None:
         """See `StepHook`. Raises `StepFailed` if a replica differs from its original."""

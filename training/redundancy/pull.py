@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-import msgspec
-
-from zbmd.collectives.commit.driver import Cancellation
 from zbmd.training.autograd.array_module import Array
-from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
-from zbmd.transport.memory.region import RegionHandle, RemoteRegion
-from zbmd.transport.memory.segment import PeerMemory, Segment
+from zbmd.training.redundancy.failures import Cancellation
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost
+from zbmd.transport.memory.region import RemoteRegion
+from zbmd.transport.memory.segment import PeerMemory
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.rdma.remote_memory import RemoteMemory
 
@@ -42,19 +40,3 @@ def pull(
     finally:
         if not transfer.done and isinstance(memory, RemoteMemory):
             memory.let_go((transfer,))
-
-
-def open_state(
-    handle: bytes, slot: int, peer: PeerMemory, own: Segment, *, rank: int, nbytes: int
-) -> RemoteRegion:
-    """Return the state in a slot of `rank`, which must have `nbytes`; `handle`: its description of its slots.
-
-    Raises `RemoteProtocolError` if the description is invalid.
-    """
-    try:
-        described = msgspec.msgpack.decode(handle, type=list[RegionHandle])[slot]
-    except (IndexError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
-        raise RemoteProtocolError(f"rank {rank} sent an invalid handle: {error}") from error
-    if described.nbytes != nbytes:
-        raise RemoteProtocolError(f"rank {rank} holds {described.nbytes} bytes of state, this rank {nbytes}")
-    return peer.open_region(described, own)

@@ -58,16 +58,6 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Nats per byte of the previous version on held-out text; None for steps that did not evaluate."""
 
 
-class VotePart(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's share of the record, carried by its vote: the sample ids and the loss of each shard."""
-
-    shards: dict[int, tuple[int, ...]]
-    losses: dict[int, float]
-    grad_norm: float
-    held_out: tuple[float, int] = (0.0, 0)
-    """Sum of losses and number of held-out windows evaluated on the previous version; usually (0, 0)."""
-
-
 class LedgerBroken(ZbmdError):
     """The commit log contradicts what is being committed."""
 

@@ -55,6 +55,11 @@ class PlainTrainer:
         self._everything = slice(0, layout.size)
         self._loss = 0.0
 
+    def begin_with(self, weights: Array) -> None:
+        """Start from the whole model's weights, not from the seed's."""
+        self.state.weights[:] = weights
+        self._round()
+
     def begin_from(self, saved: SavedState) -> None:
         """Start from the state in a checkpoint of any job. Raises `UserError` for a damaged one."""
         model, arrays = self.recipe.model, arrays_of(self.recipe.config.optimizer)

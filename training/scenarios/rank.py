@@ -16,12 +16,12 @@ import numpy as np
 
 from zbmd.actors.cluster.jobs import node_events as jobs
 from zbmd.actors.view import MemberId, View
-from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.scenarios.hosted_job import NODE, Enter, Message, Parted, joined, linked, member_of
 from zbmd.training.job.results import StepResults
 from zbmd.training.job.task import ResultRow, StepResult
 from zbmd.training.redundancy import interface
 from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.interface import Agenda, ViewUse, Wish, digests_in
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.scenarios.world import COPIES_AT, Asked, Cells, CommitWorld, StepOrder

@@ -19,20 +19,21 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "float64", "bfloat16", "float16"
 
 
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe. The vocabulary of `model` is that of the tokens; `*_every` are in steps, 0: only at the end.
+    """A recipe. `*_every` are in steps, 0: only at the end. The vocabulary of `model` is that of the tokens.
 
+    `data`: what to train on; None: the source of Python's own library.
     `loss_scale`: the initial scale of float16. `weights`: a GPT-2 in Hugging Face's layout to start from.
     `zero`: the stage that shards the state along `dp`, 0 for none; `prefetch`: units that stage 3 gathers
     ahead. `balance`: divide layers over stages by what they cost. `resume`: a checkpoint to continue from.
     `offload`: a folder, on a disk of each host, for files with the ranks' states. `actors`: whether
-    supervised actors compute.
+    supervised actors compute; `plain`: whether one process computes, without any of the stack.
     """
 
     out: Path
-    data: str
-    mesh: str
-    model: GPTConfig
-    training: TrainingConfig
+    data: str | None = None
+    mesh: str = "dp=-1"
+    model: GPTConfig = GPTConfig()
+    training: TrainingConfig = TrainingConfig(steps=300)
     tokens: Tokens = "bytes"
     vocabulary: int = 1024
     tokenizer: Path | None = None
@@ -40,6 +41,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     loss_scale: float = SCALE_FIRST
     recompute: bool = False
     actors: bool = False
+    plain: bool = False
     overlap: bool = True
     schedule: str = "1f1b"
     chunks: int = 1
@@ -95,6 +97,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError(f"--zero: expected one of 0, 1, 2, 3, got {self.zero}")
         if self.zero:
             self.zero_options  # noqa: B018 -- it raises
+        if self.plain and (self.zero or self.offload or self.actors or self.precision == "float64"):
+            raise UserError("--plain is one bare loop: omit --zero, --offload, --actors and float64.")
+        if self.tokens == "bpe" and self.data is None:
+            raise UserError("--tokens bpe: expected --data, a file, a directory or a glob to train on.")
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
         for name in ("evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import replace
+
+import msgspec
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
-from zbmd.training.checkpoint.sharded import require_state
+from zbmd.training.checkpoint.sharded import open_state, require_state, write_alone
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
@@ -18,12 +21,14 @@ from zbmd.training.job.task import ResultRow
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.tensor_parallel import PartOfGPT
+from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.redundancy.buddy import COPIES
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import begin_log
+from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.stages import (
     SLOTS,
@@ -34,15 +39,17 @@ from zbmd.training.sharded.stages import (
     shard_layouts,
     state_elements,
 )
-from zbmd.training.sharded.task import EngineTask, TrainResult, plan_of, shard_elements
+from zbmd.training.sharded.task import EngineTask, TrainResult, plan_of, shard_elements, weights_sha256
 from zbmd.training.step.memory_estimate import (
     RankMemory,
     activation_bytes,
     require_memory,
     too_large,
 )
+from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.options import arena_bytes_needed
 from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
 
 ARENA_SPARE_BYTES = 4 << 20
 
@@ -64,7 +71,9 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     model = options.model
     if options.weights is not None:
         model = load_gpt2(options.weights)[1]
-    if options.tokens == "bpe":
+    if options.tokens == "bytes" and options.weights is None:
+        _check_memory(options, mesh, model)  # before data is read
+    if options.tokens == "bpe" and options.data is not None:
         tokenizer = prepare_tokens(
             options.data,
             options.out,
@@ -134,7 +143,8 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
         ),
     )
     ranks = mesh.world_size if launched is None else launched.ranks_per_host
-    advice = "Choose a smaller model or batch, --recompute on, or a mesh with more tp or pp."
+    smaller = "Choose smaller --width, --layers, --context or --sequences-per-shard, fewer ranks of this host"
+    advice = f"{smaller}, --recompute on, or a mesh with more tp or pp."
     if options.zero:
         advice = "Choose a higher --zero stage, a smaller model, fewer sequences a shard, or more ranks."
     require_memory(config, needs, ranks=ranks, advice=advice)
@@ -173,12 +183,59 @@ def _shrinks(options: TrainOptions, mesh: Mesh) -> bool:
     return _has_replicas(options, mesh) and mesh.size(DATA_AXIS) == mesh.world_size
 
 
-async def train(options: TrainOptions) -> TrainResult | None:
+def open_recipe(options: TrainOptions, ranks: int = 1) -> Recipe:
+    """Return the model, data and configuration of a recipe, its data prepared. Raises `UserError`."""
+    _, config, corpus = prepare(options, ranks)
+    return Recipe(GPT(config, recompute=options.recompute), corpus, options.training)
+
+
+def run_plain(options: TrainOptions) -> TrainResult:
+    """Train by the recipe in a bare loop in this process: the reference for the bits of every mesh.
+
+    Raises `UserError` as `train`.
+    """
+    recipe, training = open_recipe(options), options.training
+    model, corpus, config = recipe.model, recipe.corpus, recipe.model.config
+    _require_beginning(options, config, corpus)
+    plan = plan_of(options, config, corpus)
+    assert options.precision != "float64", "options.check refuses it"
+    trainer = PlainTrainer(recipe, storage=options.precision, loss_scale=options.loss_scale)
+    if options.weights is not None:
+        trainer.begin_with(load_gpt2(options.weights)[0])
+    if options.resume is not None:
+        with closing(open_state(options.resume, plan=plan)) as saved:
+            trainer.begin_from(saved)
+    began_ns, first, loss = now_ns(), trainer.step, 0.0
+    while trainer.step < training.steps:
+        loss, every = trainer.run_step().loss, options.checkpoint_every
+        if trainer.step == training.steps or (every > 0 and trainer.step % every == 0):
+            scale = trainer.loss_scale.values
+            write_alone(options.out, trainer.pieces(), version=trainer.step, plan=plan, loss_scale=scale)
+    took_s = max(1e-9, (now_ns() - began_ns) / 1e9)
+    weights = trainer.state.weights
+    save_weights(options.out / WEIGHTS_NAME, weights, config, step=training.steps)
+    return TrainResult(
+        steps=trainer.step,
+        mesh=str(Mesh.parse(options.mesh, 1)),
+        parameters=model.layout.parameter_count,
+        loss_last=loss,
+        held_out_loss=recipe.held_out_loss(weights, windows_max=options.evaluate_windows),
+        tokens_per_s=round((trainer.step - first) * training.global_batch * config.context / took_s, 1),
+        weights_sha256=weights_sha256(weights),
+        directory=str(options.out),
+    )
+
+
+async def train(options: TrainOptions, task_of: type[EngineTask] = EngineTask) -> TrainResult | None:
     """Train by the recipe on this rank; the first one reports the result, and returns it.
 
     Raises `UserError` for what only a person can mend: a divergence, or a rank and its buddy lost at once.
     """
     launched = RankEnvironment.read(os.environ)
+    if options.plain:
+        done = run_plain(options)
+        print(msgspec.json.encode(done).decode(), flush=True)
+        return done
     mesh, model, corpus = prepare(options, 1 if launched is None else launched.world_size)
     again = launched is not None and launched.incarnation > 1
     if not again:
@@ -189,9 +246,7 @@ async def train(options: TrainOptions) -> TrainResult | None:
         async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as worker:
             if again:
                 worker.segment.arena.want()  # nothing else is to be done before the view
-            task = EngineTask(
-                worker, options, mesh, model, corpus, again=again, shrinks=_shrinks(options, mesh)
-            )
+            task = task_of(worker, options, mesh, model, corpus, again=again, shrinks=_shrinks(options, mesh))
             settings = RunOptions(
                 out=options.out,
                 resume=options.resume,

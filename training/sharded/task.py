@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus
@@ -27,7 +28,6 @@ from zbmd.training.pipeline.costs import measured_costs
 from zbmd.training.pipeline.part import balanced_cuts, layers_in
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.redundancy.state_file import StateFile, StateName
-from zbmd.training.replicated.job import weights_sha256
 from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.stages import SLOTS, elements_most, shard_layouts, state_elements
@@ -62,6 +62,11 @@ class TrainResult(msgspec.Struct, kw_only=True):
     layers: tuple[int, ...] = ()
     bubble: float | None = None
     bubble_of_times: float | None = None
+
+
+def weights_sha256(weights: Array) -> str:
+    """Return the SHA-256 of the bits of flat float32 weights, padding included, hex."""
+    return hashlib.sha256(to_host(weights).data).hexdigest()
 
 
 def plan_of(options: TrainOptions, config: GPTConfig, corpus: Corpus) -> str:

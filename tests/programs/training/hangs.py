@@ -1,4 +1,4 @@
-"""The training job, which the last rank holds up at a step; rank 0 has helpers; argv: the step, the job's.
+"""A run of `zbmd train` that the last rank holds up at a step; rank 0 has helpers; argv: step, its options.
 
 One of the helpers is in a session of its own, as a daemon is. The others wait in the step that one rank never
 begins, so what is killed then is surely in the middle of the run.
@@ -11,10 +11,7 @@ import signal
 import subprocess
 import sys
 
-import uvloop
-
-from zbmd.training.__main__ import options_of, parser
-from zbmd.training.replicated.job import run_job
+from support.jobs.by_words import train_by
 
 HANG_AT, *ARGUMENTS = sys.argv[1:]
 
@@ -28,4 +25,4 @@ if os.environ["RANK"] == "0":
     for apart in (False, True):
         helper = subprocess.Popen(["sleep", "1000"], start_new_session=apart)
     print("address", os.environ["ZBMD_NODE"])
-uvloop.run(run_job(options_of(parser().parse_args(ARGUMENTS)), before_step=before_step))
+train_by(ARGUMENTS, before_step)

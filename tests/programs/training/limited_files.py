@@ -1,14 +1,11 @@
-"""The training job, whose files may be so large from a version on; argv: version, bytes, the job's."""
+"""A run of `zbmd train` whose files may be so large from a version on; argv: version, bytes, its options."""
 
 from __future__ import annotations
 
 import resource
 import sys
 
-import uvloop
-
-from zbmd.training.__main__ import options_of, parser
-from zbmd.training.replicated.job import run_job
+from support.jobs.by_words import train_by
 
 first_limited, most_bytes, *arguments = sys.argv[1:]
 
@@ -18,4 +15,4 @@ def limit_files(version: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(most_bytes), int(most_bytes)))
 
 
-result = uvloop.run(run_job(options_of(parser().parse_args(arguments)), before_step=limit_files))
+train_by(arguments, limit_files)

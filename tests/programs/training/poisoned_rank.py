@@ -1,4 +1,4 @@
-"""The training job, whose rank 1 has a NaN in an activation; argv: the job's."""
+"""A run of `zbmd train` whose rank 1 has a NaN in an activation; argv: its options."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 
 import numpy as np
+from support.jobs.by_words import train_by
 
-from zbmd.training import __main__ as training
 from zbmd.training import ops
 from zbmd.training.autograd.tape import Tape, Tensor
 
@@ -22,4 +22,4 @@ def poisoned(tape: Tape, x: Tensor) -> Tensor:
 
 if os.environ["RANK"] == "1":
     ops.squared_relu = poisoned
-sys.exit(training.main())
+train_by(sys.argv[1:])

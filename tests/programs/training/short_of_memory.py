@@ -1,4 +1,4 @@
-"""The training job, whose rank 1 is short of memory once, at step 2; argv: the job's."""
+"""A run of `zbmd train` whose rank 1 is short of memory once, at step 2; argv: its options."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import resource
 import sys
 
 import numpy as np
-import uvloop
+from support.jobs.by_words import train_by
 
-from zbmd.training import __main__ as training
 from zbmd.training import ops
 from zbmd.training.autograd.tape import Tape, Tensor
-from zbmd.training.replicated import job
 
 short, original = False, ops.squared_relu
 
@@ -33,5 +31,4 @@ def activation(tape: Tape, x: Tensor) -> Tensor:
 
 
 ops.squared_relu = activation
-options = training.options_of(training.parser().parse_args(sys.argv[1:]))
-uvloop.run(job.run_job(options, before_step=limited))
+train_by(sys.argv[1:], limited)

@@ -1,16 +1,16 @@
-"""A rank of a ZeRO job: rank 1 computes with a NaN in one attempt at one step; argv: the job's."""
+"""A rank of a ZeRO job: rank 1 computes with a NaN in one attempt at one step; argv: its options."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 
+from support.jobs.by_words import recipe_by
+
 import zbmd
-from zbmd.training.__main__ import options_of, parser
 from zbmd.training.job.mesh import Mesh, MeshGroups
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import LossScale
-from zbmd.training.replicated.job import open_recipe
 from zbmd.training.sharded.stages import ONE_EACH, shard_layouts
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
@@ -39,7 +39,7 @@ def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe, zero: ZeroOpti
 
 
 async def main() -> None:
-    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    recipe = recipe_by(sys.argv[1:])
     zero = ZeroOptions(stage=1)
     layouts = shard_layouts(recipe.model.config, Mesh.of(2, {"dp": 2}), ONE_EACH)
     async with zbmd.join(arena=arena_bytes_needed(layouts, recipe.config, zero)) as worker:

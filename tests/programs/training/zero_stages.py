@@ -1,4 +1,4 @@
-"""A rank that trains with each ZeRO stage and storage, then with a NaN on rank 1; argv: the job's."""
+"""A rank that trains with each ZeRO stage and storage, then with a NaN on rank 1; argv: its options."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import sys
 from dataclasses import replace
 
+from support.jobs.by_words import recipe_by
+
 import zbmd
-from zbmd.training.__main__ import options_of, parser
 from zbmd.training.job.mesh import Mesh, MeshGroups
 from zbmd.training.optim import MuonConfig
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.mixed_precision import Storage
-from zbmd.training.replicated.job import open_recipe
 from zbmd.training.sharded.stages import ONE_EACH, shard_layouts
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
@@ -50,7 +50,7 @@ def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
 
 
 async def main() -> None:
-    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    recipe = recipe_by(sys.argv[1:])
     if os.environ["OPTIMIZER"] == "muon":
         recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
     ranks = int(os.environ["WORLD_SIZE"])

@@ -25,11 +25,7 @@ REQUEST_BYTES_MAX = 1 << 16
 COMMAND = "zbmd.tools.node.cli"
 ALSO_LOADED = (
     *("zbmd.tools.node.cluster", "zbmd.tools.node.run_many", "zbmd.tools.cli.launch"),
-    *(
-        "zbmd.collectives.group.group",
-        "zbmd.training.replicated.job",
-        "zbmd.training.sharded.run",
-    ),
+    *("zbmd.collectives.group.group", "zbmd.training.sharded.run"),
 )
 """What its commands, and the jobs of tests, import once they are chosen: each fork would do so for itself."""
 

@@ -10,11 +10,10 @@ import msgspec
 import pytest
 from programs import PROGRAMS
 
+from support.jobs.by_words import plain_by
 from support.processes.one_killed import run_and_kill_the_last
 from zbmd.actors.view import Outcome
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, run_small_job, write_text
-from zbmd.training import __main__ as training
-from zbmd.training.replicated.job import run_plain
 from zbmd.transport.rdma.transfer import TransferCounts
 
 EXPECTED_VARIABLE = "ZBMD_TEST_DIGESTS"
@@ -64,10 +63,10 @@ async def train_over_rdma(directory: Path, monkeypatch: pytest.MonkeyPatch) -> T
     """A small job that loses a rank."""
     data, logs = write_text(directory / "text"), directory / "logs"
     words = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(directory / "plain")]
-    plain = run_plain(training.options_of(training.parser().parse_args(words)))
+    plain = plain_by(words)
     monkeypatch.setenv("ZBMD_LOG_DIR", str(logs))
     found = await run_small_job(
-        directory / "rdma", data, fault="rank1:step.reduce:3", world_size=TRAINING_RANKS, links="rdma"
+        directory / "rdma", data, fault="rank1:job.begin:3", world_size=TRAINING_RANKS, links="rdma"
     )
     assert found.deaths == 1, found.failures
     return Trained(found.digest, plain.weights_sha256, transfers_logged(logs))

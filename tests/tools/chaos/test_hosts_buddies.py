@@ -10,13 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from programs import PROGRAMS
+from support.jobs.by_words import plain_by
 from support.netns import netns
 from support.netns.netns import Process
 
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
 from zbmd.tools.lab.hosts.netns import Lab, LabHost
-from zbmd.training.__main__ import options_of, parser
-from zbmd.training.replicated.job import run_plain
 
 PORT = 29400
 
@@ -29,7 +28,7 @@ def test_what_a_lost_host_held_comes_from_the_other(tmp_path: Path, options: tup
     layers = options[:2] if options[0] == "--layers" else ()
     arguments = [*SHAPE, *layers, "--steps", str(STEPS), "--data", str(write_text(tmp_path / "text"))]
     out = str(tmp_path / "plain")
-    plain = run_plain(options_of(parser().parse_args([*arguments, "--out", out])))
+    plain = plain_by([*arguments, "--out", out])
     job = [
         str(PROGRAMS / "training/held_up.py"),
         "train",

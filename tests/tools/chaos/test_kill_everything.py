@@ -85,10 +85,10 @@ def weights(ended: Ended) -> str:
 
 def assert_the_next_run_is_as_any_other(launcher: Launcher) -> None:
     """From the start and from the killed run's checkpoint: the same weights as without any of the stack."""
-    module = ("-m", "zbmd.training", *OPTIONS)
+    module = ("-m", "zbmd", "train", *OPTIONS)
     fresh = launcher.run("run", "-n", str(RANKS), *module, "--out", "fresh")
     resumed = launcher.run("run", "-n", str(RANKS), *module, "--out", "resumed", "--resume", "killed")
-    plain = launcher.run("run", "-n", "1", *module, "--plain", "--out", "plain")
+    plain = launcher.run("run", "-n", "1", *module, "--plain", "on", "--out", "plain")
     assert weights(fresh) == weights(resumed) == weights(plain)
 
 

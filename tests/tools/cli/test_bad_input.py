@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher
 
 USAGE = 2
+PROGRESS = re.compile(r"step |\[rank0\]: (step \d|\w+ = |# \w+ is not set)")
+"""Lines of a run that are no error: its recipe, steps, evaluations."""
 SMALL = (
     *("--steps", "6", "--context", "16", "--width", "16", "--heads", "2", "--layers", "1"),
     *("--sequences-per-shard", "1", "--checkpoint-every", "2", "--evaluate-every", "3"),
 )
-CHECKPOINT_BYTES = 140_224  # of the small model's shard; its corpus has fewer, its commit log far fewer
+SHARD_BYTES_MORE = 60_000  # has each rank's part of a checkpoint; other files of a step have far fewer
 
 # The superuser reads and writes what it likes; what is executed from here is no longer one in this respect.
 _OBEY_PERMISSIONS = """
@@ -69,13 +72,13 @@ def train(
     starting: tuple[str, ...] = (),
 ) -> Ended:
     """The training job on two ranks; `--data` and `--out` given again in `arguments` count."""
-    job = ("-m", "zbmd.training", "--data", "text", "--out", out, *SMALL, *arguments)
+    job = ("-m", "zbmd", "train", "--data", "text", "--out", out, *SMALL, *arguments)
     return launcher.run("run", "-n", "2", *starting, *job, before=before)
 
 
 def assert_one_paragraph(ended: Ended, *patterns: str) -> None:
     """The last line of standard error is the only one of ours, and no other is there but progress."""
-    told = [line for line in ended.errors if not line.startswith("step ")]
+    told = [line for line in ended.errors if not PROGRESS.match(line)]
     assert ended.code == USAGE, ended
     assert len(told) == 1, ended
     assert told[0] == ended.errors[-1], ended
@@ -99,11 +102,10 @@ BAD_JOBS = [
     (["--resume", "absent"], "no checkpoint at absent", "check the path given to --resume"),
     (["--width", "15"], "width 15 cannot be divided over 2 heads", "choose a width that is a multiple"),
     (["--width", "8192", "--layers", "64"], r"2 ranks need at least [\d.]+ TiB", r"Choose smaller --width"),
-    (["--context", "65536"], "does not fit into memory", "--context"),
+    (["--context", "65537"], "context is 65537", "must be 1 to 65536"),
     (["--sequences-per-shard", "99999999"], r"and [\d.]+ TiB of activations\)", "--sequences-per-shard"),
-    (["--steps", "many"], "--steps: invalid int value: 'many'", "See python -m zbmd.training --help"),
-    (["--storage", "float16"], "--storage float16 is for --plain", "add it, or train with zbmd train"),
-    (["--plain", "--resume", "absent"], "no checkpoint at absent", "check the path given to --resume"),
+    (["--steps", "many"], "--steps: expected a number, got 'many'", "a number"),
+    (["--storage", "float16"], "unrecognized arguments: --storage", "See zbmd train --help"),
 ]
 
 
@@ -129,14 +131,16 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
     assert train(launcher, starting=RECORDED).code == 0
     assert started(launcher), "who is started begins a record"
     checkpoint = launcher.directory / "run" / "checkpoint.json"
-    (shard,) = checkpoint.parent.glob("checkpoint-6-*.safetensors")
-    assert shard.stat().st_size == CHECKPOINT_BYTES
+    shard, beside = sorted(checkpoint.parent.glob("checkpoint-6-*.safetensors"))
+    assert min(one.stat().st_size for one in (shard, beside)) > SHARD_BYTES_MORE
     torn, other = launcher.directory / "torn", launcher.directory / "other"
     weights = checkpoint.with_name("weights.safetensors")
     for directory, kept in ((torn, shard.read_bytes()[:5000]), (other, weights.read_bytes())):
         directory.mkdir()
         (directory / shard.name).write_bytes(kept)
+        (directory / beside.name).write_bytes(beside.read_bytes())
         (directory / checkpoint.name).write_bytes(checkpoint.read_bytes())
+    copied = shutil.copytree(checkpoint.parent, launcher.directory / "copied")
     half = launcher.directory / "half"
     half.write_bytes(checkpoint.read_bytes()[:100])
     advice = "Give --resume a run's directory with a whole checkpoint"
@@ -148,7 +152,7 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
         (checkpoint, ["--seed", "9"], r"Differences \(there, here\): training.seed \(0, 9\)\. Give the opt"),
         (checkpoint, [], "of step 6, and --steps is 6: no step is left. Give more --steps"),
         (checkpoint, ["--steps", "9"], r"training.horizon \(6, 9\)\. .* with --horizon 6 it does so here"),
-        (checkpoint, ["--out", "run"], "run/commits.zlog belongs to another run .* a directory of its own"),
+        (copied, ["--out", "run"], "run/commits.zlog belongs to another run .* a directory of its own"),
     ):
         ended = train(launcher, "--resume", str(resume), *arguments, out="again")
         assert_one_paragraph(ended, what)
@@ -341,9 +345,9 @@ def test_a_rank_that_raises_and_does_not_end_is_heard_all_the_same(launcher: Lau
 
 # A disk that is full.
 
-CHECKPOINT = ["checkpoint-*-0.safetensors", "checkpoint.json"]
+CHECKPOINT = ["checkpoint-*-0.safetensors", "checkpoint-*-1.safetensors", "checkpoint.json"]
 LIMITED = str(PROGRAMS / "training/limited_files.py")
-NO_ROOM = r"cannot write run/checkpoint-\d-[0-9a-f]{16}-0\.safetensors: the disk is full"
+NO_ROOM = r"cannot write run/checkpoint-\d-[0-9a-f]{16}-[01]\.safetensors: the disk is full"
 
 
 @pytest.mark.parametrize(("limited_from", "advice"), [
@@ -356,14 +360,14 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_keeps_the_last_one(
 ) -> None:
     """By the limit on the size of a file, which needs no privilege and holds for the rank alone."""
     write_text(launcher.directory / "text")
-    limits = (LIMITED, str(limited_from), str(CHECKPOINT_BYTES - 1))
+    limits = (LIMITED, str(limited_from), str(SHARD_BYTES_MORE))
     ended = launcher.run(
         "run", "-n", "2", *limits, "--data", "text", "--out", "run", *SMALL
     )  # fmt: skip
     assert_one_paragraph(ended, f"{NO_ROOM} \\(File too large\\)", advice)
     names = sorted(path.name for path in (launcher.directory / "run").iterdir())
     kept = [re.sub(r"-\d-[0-9a-f]{16}-", "-*-", name) for name in names]
-    written = ["commits.zlog", "corpus.bin", "profile"]
+    written = ["commits.zlog", "corpus.bin", "metrics.jsonl", "profile"]
     assert kept == [*(CHECKPOINT if limited_from > 1 else []), *written]
     if limited_from > 1:
         resumed = train(launcher, "--resume", "run/checkpoint.json", out="resumed")
@@ -390,7 +394,7 @@ def may_mount() -> bool:
 # A real full disk where one can be had; the limit on file sizes above takes the same way through the job.
 if may_mount():
 
-    @pytest.mark.parametrize("disk_kib", [60, 200, 240])
+    @pytest.mark.parametrize("disk_kib", [60, 200, 300])
     def test_a_full_disk_is_told_and_leaves_no_part_of_a_file(launcher: Launcher, disk_kib: int) -> None:
         write_text(launcher.directory / "text")
         (launcher.directory / "disk").mkdir()
@@ -404,7 +408,9 @@ if may_mount():
         )
         later = r"cannot write disk/run/\S+: the disk is full \(No space left on device\)"
         assert_one_paragraph(ended, before if disk_kib == 60 else later)
-        kept = {60: [], 200: ["commits.zlog", "corpus.bin", "profile"]}
-        kept[240] = [*CHECKPOINT, *kept[200]]
+        kept = {60: [], 200: ["commits.zlog", "corpus.bin", "metrics.jsonl", "profile", "recipe.toml"]}
+        kept[300] = [*CHECKPOINT, *kept[200]]
         names = re.sub(r"-\d-[0-9a-f]{16}-", "-*-", listing.read_text()).split()
+        if "checkpoint.json" not in names:  # one rank's shard may have fitted: the next checkpoint removes it
+            names = [name for name in names if not name.startswith("checkpoint-")]
         assert names == kept[disk_kib], ended

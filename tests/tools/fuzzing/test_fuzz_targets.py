@@ -104,7 +104,6 @@ FOUND: dict[str, Refused] = {
     "a file that is no commit log": ("ledger", b"\xc1 somebody's notes"),
     "a corpus whose header is no UTF-8": ("corpus", b'{"format":1,"digest":"\xff\xfe"}'),
     "a result that is no UTF-8": ("result", b'{"deaths": [], "verified": "\xff"}'),
-    "a share of the ledger that is a number": ("commit.part", b"\x05"),
     "a plan that is no plan": ("ledger.plan", b"[" * 20_000),
 }
 """Inputs that were findings once."""

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import uvloop
 
-from zbmd.collectives.commit import events as cm
-from zbmd.collectives.commit.machine import StepCommit
 from zbmd.tools.chaos.small_job import run_small_job, write_text
 from zbmd.tools.entry import zbmd as cli
+from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.machine import Mirror
 from zbmd.transport.capture import open_log
 
 KILLED_IN_STEP = 3
-FAULT = f"rank1:step.reduce:{KILLED_IN_STEP}"
+FAULT = f"rank1:job.begin:{KILLED_IN_STEP}"
 
-OF_RANKS = {"step-commit", "operations", "directory", "supervision", "upgrade-ledger"}
+OF_RANKS = {"mirror", "pipeline-stage", "operations", "directory", "upgrade-ledger"}
 """The machines of each rank of the job."""
 
 
@@ -51,11 +51,12 @@ def verdicts(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [verdict for process in document["processes"] for verdict in process["verdicts"]]
 
 
-def commit_a_vote_early(self: StepCommit) -> list[cm.CommitAction]:
-    """`_count_votes` that takes one vote less for all."""
-    if self.prepared is None or len(self._votes) < len(self.members) - 1:
-        return []
-    return [self._commit(*self.prepared, ()), *self._next_step()]
+def commit_unseen(self: Mirror, votes: tuple[tuple[int, int], ...]) -> list[zm.Action]:
+    """`_voted` that commits whatever the others voted for."""
+    self._expect(zm.Voted(votes=votes), zm.State.PREPARED)
+    self.state, self.version = zm.State.HOLDING, self.version + 1
+    self.known = self.version
+    return [zm.Commit(version=self.version, digests=(votes[0][0],))]
 
 
 # ---- the job
@@ -83,7 +84,7 @@ def test_what_it_prints(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = replay(capsys, job)
     assert code == 0
     assert "5 processes" in out and "steps 1 to 5" in out
-    assert "  rank2#1  step-commit              identical (" in out
+    assert "  rank2#1  mirror                   identical (" in out
     assert "cut off" in out
     assert out.splitlines()[-1].startswith("identical: ")
 
@@ -100,18 +101,18 @@ def test_the_logs_hold_deaths_frames_both_ways_and_steps(job: Path) -> None:
 def test_a_mutated_machine_diverges_at_its_step(
     job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepCommit, "_count_votes", commit_a_vote_early)
+    monkeypatch.setattr(Mirror, "_voted", commit_unseen)
     code, found = replay_json(capsys, job)
     assert code == 1
     diverged = [v for v in verdicts(found) if v["verdict"] == "divergence"]
-    assert {v["stream"] for v in diverged} == {"step-commit"}
+    assert {v["stream"] for v in diverged} == {"mirror"}
     first = diverged[0]
     assert first["step"] == 1
-    assert "VoteReceived" in first["event"] or "StepEnded" in first["event"]
+    assert "Voted" in first["event"]
     assert "Commit" in first["difference"] and first["story"]
     code, out = replay(capsys, job)
     assert code == 1
-    assert "rank0#1 step-commit diverges: step 1" in out
+    assert "rank0#1 mirror diverges: step 1" in out
     assert out.splitlines()[-1].startswith("DIFFERENT: ")
 
 
@@ -133,19 +134,21 @@ def test_around_a_step_the_story_tells_that_of_all(job: Path, capsys: pytest.Cap
     assert "== step 1" not in steps
     texts = [line["text"] for line in found["story"]]
     assert any("rank1#1 died" in text for text in texts)
-    assert any("tell step-commit zbmd.commit.vote/2(" in text for text in texts)
+    assert any("tell host zbmd.host.report/1(" in text for text in texts)
 
 
 def test_the_story_is_causal(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = replay_json(capsys, job, "--show")
     lines = [(line["process"], line["text"]) for line in found["story"]]
-    sent = lines.index(next(x for x in lines if x[0] == "rank0#1" and x[1].startswith("-> tell step-commit")))
+    sent = lines.index(
+        next(x for x in lines if x[0] == "rank0#1" and x[1].startswith("-> tell host zbmd.host.report"))
+    )
     text = "<-" + lines[sent][1][2:]
     assert any(process != "rank0#1" and told == text for process, told in lines[sent:])
     assert not any(told == text for _, told in lines[:sent])
 
 
-@pytest.mark.parametrize("when", ["PeerEnded", "+0.2s"])
+@pytest.mark.parametrize("when", ["EpochOver", "+0.2s"])
 def test_until_an_event_or_a_time(job: Path, capsys: pytest.CaptureFixture[str], when: str) -> None:
     _, everything = replay_json(capsys, job)
     code, found = replay_json(capsys, job, "--until", when)
@@ -181,7 +184,7 @@ def test_as_test_passes_now_and_fails_on_a_mutated_machine(
     (log,) = open_log(path.with_suffix(".zlog")).processes
     machines = {declared.machine for declared in log.streams.values()}
     assert machines == OF_RANKS
-    monkeypatch.setattr(StepCommit, "_count_votes", commit_a_vote_early)
+    monkeypatch.setattr(Mirror, "_voted", commit_unseen)
     with pytest.raises(AssertionError, match="Divergence"):
         run()
 

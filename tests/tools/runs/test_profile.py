@@ -38,18 +38,16 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-async def run(
-    module: str, arguments: Sequence[str], *, fault: str = "", on_loss: OnLoss = OnLoss.STOP
-) -> None:
+async def run(arguments: Sequence[str], *, fault: str = "", on_loss: OnLoss = OnLoss.STOP) -> None:
     lines = Lines()
     config = HostConfig(
-        target=module,
+        target="zbmd.training.sharded",
         is_module=True,
-        arguments=tuple(arguments),
+        arguments=(recipe_of(arguments, ranks=2).encode(),),
         world_size=2,
         on_loss=on_loss,
         environment={faults.FAULT_VARIABLE: fault},
-        preload=(module,),
+        preload=("zbmd.training.sharded.run",),
     )
     assert (await Host(config, output=lines).run()).exit_code == 0, "\n".join(lines.lines)
 
@@ -95,7 +93,7 @@ def flops_of(lives: Sequence[RankProfile], step: int) -> int:
 async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     arguments = (*SIZES, "--data", data, "--out", str(out), "--evaluate-every", "3")
-    await run("zbmd.training", arguments, fault="rank1#1:step.update:3", on_loss=OnLoss.REPLACE)
+    await run(arguments, fault="rank1#1:mirror.prepared:3", on_loss=OnLoss.REPLACE)
     lives = read_profiles(out)
     assert [(life.run.rank, life.run.incarnation) for life in lives] == [(0, 1), (1, 1), (1, 2)]
     survivor, killed, replacement = lives
@@ -135,7 +133,7 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
 
 async def test_zero(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--zero", "3")
-    await run("zbmd.training.sharded", (recipe_of(arguments, ranks=2).encode(),))
+    await run(arguments)
     lives = read_profiles(tmp_path / "run")
     each = sum(unit.forward + unit.backward for unit in lives[0].run.units)
     assert flops_of(lives, 4) == 4 * each
@@ -151,7 +149,7 @@ async def test_a_pipeline(
 ) -> None:
     stages = ("--mesh", "pp=2", "--balance", "on", "--schedule", schedule)
     arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), *stages)
-    await run("zbmd.training.sharded", (recipe_of(arguments, ranks=2).encode(),))
+    await run(arguments)
     lives = read_profiles(tmp_path / "run")
     for life, most in zip(lives, promised, strict=True):
         for line in life.steps:
@@ -186,7 +184,7 @@ def spans_on(boot: str, ahead_ns: int, times: Sequence[tuple[int, int]], like: S
 
 
 async def test_clocks_of_hosts_are_brought_together_by_operations(data: str, tmp_path: Path) -> None:
-    await run("zbmd.training", (*SIZES, "--data", data, "--out", str(tmp_path / "run")))
+    await run((*SIZES, "--data", data, "--out", str(tmp_path / "run")))
     real = [read_ring(ring_path(tmp_path / "run", rank, 1)) for rank in (0, 1)]
     # One host has one clock: what was waited for ends nowhere before the other rank came.
     first, second = clocks_of(real)

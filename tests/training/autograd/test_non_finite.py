@@ -69,7 +69,7 @@ async def test_the_job_names_layer_rank_and_step(tmp_path: Path) -> None:
         target=str(script),
         arguments=(*SHAPE, "--steps", "2", "--data", str(data), "--out", str(tmp_path / "run")),
         world_size=2,
-        preload=("zbmd.training.replicated.job",),
+        preload=("zbmd.training.sharded.run",),
     )
     ended = await Host(config, output=output).run()
     assert ended.exit_code != 0

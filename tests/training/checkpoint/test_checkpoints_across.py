@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from pathlib import Path
 
 import pytest
+from support.jobs.by_words import plain_by, train_by
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.train.command import recipe_of
-from zbmd.training import __main__ as training
 from zbmd.training.checkpoint.sharded import checkpoint_in, load_trained
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
+from zbmd.transport.errors import UserError
 
 SHAPE = {
     **{"width": "16", "heads": "2", "layers": "2", "context": "8", "shards": "4"},
@@ -27,29 +29,25 @@ ZERO_STAGES, MESHES = ("1", "3", "2"), (("pp=2", 2), ("dp=2", 2), ("dp=2,pp=2", 
 async def go_on(
     kind: str, number: int, out: Path, resume: Path | None, *, storage: str, **given: str
 ) -> None:
-    """Train up to step `number` by P (plain), J (the job), Z (ZeRO), M (a mesh) or X (both); sizes vary."""
+    """Train up to step `number` by P (plain), J (replicas), Z (ZeRO), M (a mesh) or X (both); sizes vary."""
     shared = {**SHAPE, "steps": str(number), "out": str(out), **given}
     if resume is not None:
         shared["resume"] = str(resume)
     flags = [text for name, value in shared.items() for text in (f"--{name}", value)]
+    flags += ["--precision", storage]
     if kind == "P":
-        assert training.main([*flags, "--plain", "--storage", storage]) == 0
+        plain_by(flags)
         return
-    target, ranks, arguments = "zbmd.training", 2, tuple(flags)
-    if kind in "ZMX":
-        mesh, ranks = MESHES[number % len(MESHES)] if kind == "M" else ("dp=3", 3)
-        if kind == "X":
-            mesh, ranks = "dp=2,pp=2", 4
-        mesh = given.get("mesh", mesh)
-        flags += ["--mesh", mesh, "--precision", storage]
-        if kind in "ZX":
-            flags += ["--zero", ZERO_STAGES[number % len(ZERO_STAGES)]]
-        target, arguments = "zbmd.training.sharded", (recipe_of(flags, ranks=ranks).encode(),)
+    meshes = {"M": MESHES[number % len(MESHES)], "J": ("dp=2", 2), "Z": ("dp=3", 3), "X": ("dp=2,pp=2", 4)}
+    mesh, ranks = meshes[kind]
+    flags += ["--mesh", given.get("mesh", mesh)]
+    if kind in "ZX":
+        flags += ["--zero", ZERO_STAGES[number % len(ZERO_STAGES)]]
     output = Lines()
     config = HostConfig(
-        target=target,
+        target="zbmd.training.sharded",
         is_module=True,
-        arguments=arguments,
+        arguments=(recipe_of(flags, ranks=ranks).encode(),),
         world_size=ranks,
         preload=("zbmd.training.sharded.run",),
     )
@@ -130,28 +128,27 @@ BAD = [
         ("--width", "32"),
         r"model.width (16, 32). Weights of another model do not fit: give that run's --width",
     ),
-    (("--storage", "bfloat16"), "precision (float32, bfloat16). It was trained in float32: --storage,"),
+    (("--precision", "bf16"), "precision (float32, bfloat16). It was trained in float32: --precision"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "said"), BAD)
-def test_what_does_not_fit_is_told(
-    changed: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_told(changed: tuple[str, ...], said: str, tmp_path: Path) -> None:
     flags = [text for name, value in SHAPE.items() for text in (f"--{name}", value)]
-    flags += ["--data", str(write_text(tmp_path / "text")), "--plain"]
-    assert training.main([*flags, "--steps", "1", "--out", str(tmp_path / "a")]) == 0
+    flags += ["--data", str(write_text(tmp_path / "text"))]
+    plain_by([*flags, "--steps", "1", "--out", str(tmp_path / "a")])
     again = [*flags, "--steps", "2", "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a"), *changed]
-    assert training.main(again) == 2
-    assert said in capsys.readouterr().err
+    for run in (plain_by, train_by):
+        with pytest.raises(UserError, match=re.escape(said)):
+            run(again)
 
 
 def test_a_directory_has_its_last_checkpoint_whoever_wrote_it(tmp_path: Path) -> None:
     flags = [text for name, value in SHAPE.items() for text in (f"--{name}", value)]
     out = ["--data", str(write_text(tmp_path / "text")), "--out", str(tmp_path / "a")]
-    assert training.main([*flags, *out, "--plain", "--steps", "2"]) == 0
+    plain_by([*flags, *out, "--steps", "2"])
     assert load_trained(tmp_path / "a")[2] == 2
-    assert training.main([*flags, *out, "--resume", str(tmp_path / "a"), "--steps", "3"]) == 0
+    train_by([*flags, *out, "--resume", str(tmp_path / "a"), "--steps", "3"])
     named = checkpoint_in(tmp_path / "a")
     assert named is not None
     (tmp_path / "a" / WEIGHTS_NAME).unlink()

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.jobs.by_words import plain_by, train_by
 
 from zbmd.tools.chaos.small_job import write_text
-from zbmd.training import __main__ as training
 from zbmd.training.checkpoint.plan import require_plan
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.replicated.job import run_plain
 from zbmd.transport.errors import UserError
 
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "1", "--context", "8", "--shards", "3", "--warmup", "2")
@@ -31,9 +30,9 @@ def test_a_finished_run_goes_on(
         return [*SHAPE, *schedule, "--data", data, "--out", str(tmp_path / out), *arguments]
 
     write_text(tmp_path / "text")
-    wanted = run_plain(training.options_of(training.parser().parse_args(job("plain", "--steps", "5"))))
-    assert training.main(job("first", "--steps", "3")) == 0
-    assert training.main(job("further", "--steps", "5", "--resume", str(tmp_path / "first"))) == 0
+    wanted = plain_by(job("plain", "--steps", "5"))
+    train_by(job("first", "--steps", "3"))
+    train_by(job("further", "--steps", "5", "--resume", str(tmp_path / "first")))
     found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
     assert (found["steps"], found["weights_sha256"]) == (5, wanted.weights_sha256)
 

@@ -57,7 +57,7 @@ async def test_kills_leave_no_trace(tmp_path: Path) -> None:
 class Mean(DataParallelTask):
     """Finds the mean of numbers; `stops` after so many steps, as after a signal."""
 
-    steps, examples, shards, samples = 9, 40, 4, 3
+    steps, examples, shards, samples = 300, 40, 4, 3
 
     def __init__(self, stops: int = 0) -> None:
         self.numbers, self.stops = np.linspace(0, 1, self.examples, dtype=np.float32), stops
@@ -85,7 +85,7 @@ async def test_a_run_that_is_stopped_goes_on_from_its_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = await run_task(Mean(), out=tmp_path / "whole")
-    assert whole is not None and whole.steps == 9 and 0 < whole.held_out_loss < 0.5
+    assert whole is not None and whole.steps == 300 and 0 < whole.held_out_loss < 0.5
     assert await run_task(Mean(4), out=tmp_path / "run") is None
     saved = re.search(r"step (\d) saved", capfd.readouterr().err)
     version = read_names(tmp_path / "run/checkpoint.json").version
@@ -94,7 +94,7 @@ async def test_a_run_that_is_stopped_goes_on_from_its_checkpoint(
         await run_task(Mean(), out=tmp_path / "run")
     further = await run_task(Mean(), out=tmp_path / "run", resume=tmp_path / "run")
     assert further is not None and further.state_sha256 == whole.state_sha256
-    assert audit_run(tmp_path / "run").steps == 9
+    assert audit_run(tmp_path / "run").steps == 300
     other = Mean()
     other.seed = 1
     with pytest.raises(UserError, match=r"order.seed \(0, 1\)"):

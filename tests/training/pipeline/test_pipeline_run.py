@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.jobs.by_words import plain_by
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent
@@ -15,8 +16,6 @@ from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.train.command import recipe_of
-from zbmd.training import __main__ as training
-from zbmd.training.replicated.job import JobResult, run_plain
 from zbmd.training.sharded.run import train
 from zbmd.training.sharded.task import TrainResult
 from zbmd.transport import kill_points as faults
@@ -63,9 +62,8 @@ async def pipeline(
     return heard
 
 
-def plainly(directory: Path, data: Path) -> JobResult:
-    arguments = training.parser().parse_args([*SHAPE, "--data", str(data), "--out", str(directory)])
-    return run_plain(training.options_of(arguments))
+def plainly(directory: Path, data: Path) -> TrainResult:
+    return plain_by([*SHAPE, "--data", str(data), "--out", str(directory)])
 
 
 async def test_stages_end_with_the_bits_of_one_process(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from support.processes.mapped_segments import mapped_segments
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.events import HostEvent, RankReport
-from zbmd.tools.chaos.small_job import job_arguments, small_recipe, write_text
+from zbmd.tools.chaos.small_job import small_recipe, write_text
 from zbmd.transport import kill_points as faults
 
 RANKS = 2
@@ -19,14 +19,11 @@ ONCE = {"0": 1, "1": 1, "1023": 1}
 
 @pytest.mark.parametrize(
     ("kind", "fault"),
-    [("dp", "rank1:step.update:2"), ("zero", "rank1:zero.norm:2"), ("pp", "rank1:job.begin:2")],
+    [("dp", "rank1:mirror.prepared:2"), ("zero", "rank1:zero.norm:2"), ("pp", "rank1:job.begin:2")],
 )
 async def test_ranks_of_a_job_unmap_the_dead(kind: str, fault: str, tmp_path: Path) -> None:
     data, out = write_text(tmp_path / "text"), tmp_path / "run"
-    target, arguments = "zbmd.training", job_arguments(out, data)
-    if kind != "dp":
-        recipe = small_recipe(out, data, "pp=2" if kind == "pp" else "", zero=3 if kind == "zero" else 0)
-        target, arguments = "zbmd.training.sharded", (recipe.encode(),)
+    recipe = small_recipe(out, data, "pp=2" if kind == "pp" else "", zero=3 if kind == "zero" else 0)
     found: list[dict[str, int]] = []
 
     async def observe(event: HostEvent) -> None:
@@ -39,12 +36,12 @@ async def test_ranks_of_a_job_unmap_the_dead(kind: str, fault: str, tmp_path: Pa
 
     output = Lines()
     config = HostConfig(
-        target=target,
+        target="zbmd.training.sharded",
         is_module=True,
-        arguments=arguments,
+        arguments=(recipe.encode(),),
         world_size=RANKS,
         environment={faults.FAULT_VARIABLE: fault},
-        preload=("zbmd.training.replicated.job", "zbmd.training.sharded.run"),
+        preload=("zbmd.training.sharded.run",),
     )
     host = Host(config, output=output, observer=observe)
     ended = await host.run()

@@ -10,18 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from programs import PROGRAMS
+from support.jobs.by_words import plain_by
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.tools.chaos.small_job import SHAPE, write_text
 from zbmd.tools.train.command import recipe_of
-from zbmd.training import __main__ as training
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.checkpoint.sharded import checkpoint_in
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.weights import load_weights
-from zbmd.training.replicated.job import run_plain
 from zbmd.training.step.memory_estimate import StepOutOfMemory, activation_bytes, naming_step
 from zbmd.transport.memory.arena import Allocator
 
@@ -62,13 +61,13 @@ async def test_a_rank_that_is_short_of_memory_at_a_step_loses_nothing(tmp_path: 
     script, output = PROGRAMS / "training/short_of_memory.py", Lines()
     data = write_text(tmp_path / "text")
     shared = (*SHAPE, "--steps", "4", "--data", str(data), "--evaluate-every", "0")
-    plain = run_plain(training.options_of(training.parser().parse_args([*shared, "--out", str(tmp_path)])))
+    plain = plain_by([*shared, "--out", str(tmp_path)])
     out = tmp_path / "run"
     config = HostConfig(
         target=str(script),
         arguments=(*shared, "--out", str(out)),
         world_size=2,
-        preload=("zbmd.training.replicated.job",),
+        preload=("zbmd.training.sharded.run",),
     )
     ended = await Host(config, output=output).run()
     told = "\n".join(output.lines)
@@ -79,7 +78,7 @@ async def test_a_rank_that_is_short_of_memory_at_a_step_loses_nothing(tmp_path: 
     assert hashlib.sha256(weights.data).hexdigest() == plain.weights_sha256
 
 
-@pytest.mark.parametrize("kind", ["job", "zero", "mesh"])
+@pytest.mark.parametrize("kind", ["zero", "mesh"])
 async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_second_failure(
     kind: str, tmp_path: Path
 ) -> None:
@@ -90,9 +89,8 @@ async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_seco
     every = {"steps": "40", "data": data, "out": str(out), "evaluate_every": "0", "checkpoint_every": "1"}
     pairs = ((f"--{name.replace('_', '-')}", value) for name, value in every.items())
     arguments = (*SHAPE, *(text for pair in pairs for text in pair))
-    if kind != "job":
-        sharded = ("--zero", "2") if kind == "zero" else ()
-        arguments = (recipe_of((*arguments, *sharded), ranks=2).encode(),)
+    sharded = ("--zero", "2") if kind == "zero" else ()
+    arguments = (recipe_of((*arguments, *sharded), ranks=2).encode(),)
     config = HostConfig(
         target=str(script),
         arguments=arguments,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.jobs.by_words import plain_by
 from support.jobs.small_jobs import SmallJobs
 from support.processes.captures import Captures
 
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
-from zbmd.training import __main__ as training
 from zbmd.training.optim.mixed_precision import Precision
-from zbmd.training.replicated.job import run_plain
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
@@ -42,7 +41,7 @@ def test_kills_leave_no_trace_in_the_weights(
 ) -> None:
     data = write_text(tmp_path / "text")
     arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain")]
-    calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
+    calm = plain_by(arguments)
     for number, (stage, links, fault) in enumerate(CASES):
         captured = captures.into(tmp_path / f"{number}.zlog")
         found = small_jobs.run(tmp_path / str(number), data, fault=fault, links=links, zero=stage)
@@ -82,6 +81,15 @@ def test_kills_on_a_mesh_leave_no_trace_in_the_weights(
 
 def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
-    fault = "rank0:zero.norm:4,rank1:zero.norm:4"
+    fault = "rank0:zero.norm:3,rank1:zero.norm:3"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
         small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3)
+
+
+def test_all_ranks_lost_at_a_checkpoint_go_on_from_it(small_jobs: SmallJobs, tmp_path: Path) -> None:
+    """Nobody is left who holds the state that was committed last, and the checkpoint has it."""
+    data = write_text(tmp_path / "text")
+    calm = small_jobs.run(tmp_path / "calm", data, world_size=2, zero=3)
+    fault = "rank0:zero.norm:4,rank1:zero.norm:4"
+    found = small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3)
+    assert (found.deaths, found.digest) == (2, calm.digest)

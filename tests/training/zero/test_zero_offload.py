@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.jobs.by_words import plain_by
 
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, run_small_job, write_text
-from zbmd.training import __main__ as training
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import OPTIMIZERS
@@ -16,7 +16,6 @@ from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.training.redundancy import state_file as paging
 from zbmd.training.redundancy.state_file import StateFile, StateName
-from zbmd.training.replicated.job import run_plain
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import ShardLayout
 from zbmd.training.zero.rank import ZeroRank, slot_elements
@@ -41,7 +40,7 @@ NAME = StateName(run=7, place=1, ranks=2, elements=3000)
 async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
     data, files = write_text(tmp_path / "text"), tmp_path / "files"
     arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain")]
-    calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
+    calm = plain_by(arguments)
     for number, (stage, fault) in enumerate(CASES):
         found = await run_small_job(
             tmp_path / str(number), data, fault=fault, zero=stage, offload=files / str(number)
@@ -56,7 +55,7 @@ async def test_all_ranks_of_a_job_with_many_shards_are_killed_at_once(tmp_path: 
     data, changes = write_text(tmp_path / "text"), {"shards": 600, "sequences_per_shard": 1}
     more = ("--shards", "600", "--sequences-per-shard", "1")
     arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain"), *more]
-    calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
+    calm = plain_by(arguments)
     fault, files = CASES[0][1], tmp_path / "files"
     found = await run_small_job(tmp_path / "run", data, fault=fault, zero=1, offload=files, changes=changes)
     assert (found.deaths, found.digest) == (3, calm.weights_sha256), found.told

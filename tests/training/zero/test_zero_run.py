@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from programs import PROGRAMS
+from support.jobs.by_words import plain_by, recipe_by
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
@@ -17,13 +18,11 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.runs.commands import audit_run
 from zbmd.tools.train.command import recipe_of
-from zbmd.training import __main__ as training
 from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
 from zbmd.training.model.weights import load_weights
 from zbmd.training.optim import MuonConfig, hidden_matrices
 from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.pipeline.part import OwnParts
-from zbmd.training.replicated.job import open_recipe, run_plain
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.run import train
 from zbmd.training.step.recipe import Recipe
@@ -39,7 +38,7 @@ async def test_what_does_not_come_again_is_told_with_what_is_known_of_it(tmp_pat
     """The weights that rank 1 computes with err in one attempt at one step."""
     data = write_text(tmp_path / "text")
     arguments = (*SHAPE, "--steps", "3", "--shards", "8", "--data", str(data), "--out", str(tmp_path))
-    open_recipe(training.options_of(training.parser().parse_args(arguments)))
+    recipe_by(arguments)
     script, output = PROGRAMS / "training/zero_errs_once.py", Lines()
     preload = ("zbmd.training.sharded.zero_trainer",)
     config = HostConfig(target=str(script), arguments=arguments, world_size=2, preload=preload)
@@ -68,7 +67,7 @@ async def test_every_stage_has_the_bits_of_one_process(
     """Muon's as well, which gathers the matrices that the shards cut."""
     data = write_text(tmp_path / "text")
     arguments = (*SHAPE, "--steps", str(STEPS), "--shards", "8", "--data", str(data), "--out", str(tmp_path))
-    recipe = open_recipe(training.options_of(training.parser().parse_args(arguments)))
+    recipe = recipe_by(arguments)
     if optimizer == "muon":
         recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
         cut = [
@@ -103,9 +102,9 @@ async def test_every_stage_has_the_bits_of_one_process(
 
 async def test_the_job_alone_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:
     data, out = write_text(tmp_path / "text"), tmp_path / "zero"
-    arguments = [*SHAPE, "--steps", "4", "--shards", "3", "--data", str(data)]
-    plain = run_plain(training.options_of(training.parser().parse_args([*arguments, "--out", str(tmp_path)])))
-    given = (*arguments, "--out", str(out), "--zero", "2", "--evaluate-windows", "512")
+    arguments = [*SHAPE, "--steps", "4", "--shards", "3", "--data", str(data), "--evaluate-windows", "512"]
+    plain = plain_by([*arguments, "--out", str(tmp_path)])
+    given = (*arguments, "--out", str(out), "--zero", "2")
     done = await train(recipe_of(given))
     assert done is not None
     assert (done.weights_sha256, done.loss_last) == (plain.weights_sha256, plain.loss_last)
@@ -118,9 +117,9 @@ async def test_the_job_alone_has_the_bits_of_the_plain_one(tmp_path: Path) -> No
 async def test_a_run_goes_on_from_its_checkpoint_further_with_other_ranks(tmp_path: Path) -> None:
     """Killed while the second checkpoint is written; then another stage on two ranks, from the first."""
     data, storage = write_text(tmp_path / "text"), "bfloat16"
-    shared = (*SHAPE, "--shards", "4", "--data", str(data), "--storage", storage, "--curve", "constant")
-    whole = [*shared, "--steps", "6", "--out", str(tmp_path / "plain"), "--plain"]
-    wanted = run_plain(training.options_of(training.parser().parse_args(whole)), storage="bfloat16")
+    shared = (*SHAPE, "--shards", "4", "--data", str(data), "--precision", storage, "--curve", "constant")
+    whole = [*shared, "--steps", "6", "--out", str(tmp_path / "plain")]
+    wanted = plain_by(whole)
 
     async def run(ranks: int, fault: str, out: Path, *more: str) -> tuple[int, Lines]:
         output, fixed = Lines(), ("--shards", "4", "--curve", "constant", "--precision", storage)

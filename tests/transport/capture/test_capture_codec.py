@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from zbmd.actors.cluster.jobs import node_events as jobs
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.supervision import machine as supervision
-from zbmd.collectives.commit import events as cm
+from zbmd.training.redundancy import machine as mirror
 from zbmd.transport.capture.codec import UnionCodec, captured_name
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.errors import LocalProtocolError
@@ -35,8 +35,8 @@ UNIONS = {
     "jobs.Action": jobs.Action,
     "supervision.Event": supervision.Event,
     "supervision.Action": supervision.Action,
-    "commit.Event": cm.CommitEvent,
-    "commit.Action": cm.CommitAction,
+    "mirror.Event": mirror.Event,
+    "mirror.Action": mirror.Action,
     "hello.Event": hello.HelloEvent,
     "hello.Action": hello.HelloAction,
 }

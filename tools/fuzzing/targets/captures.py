@@ -21,8 +21,6 @@ from zbmd.actors.cluster.state.job_table import JobSpec, RankUp, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.replay.recording import captured_system
 from zbmd.actors.view import MemberId
-from zbmd.collectives.commit import events as cm
-from zbmd.collectives.commit.machine import StepCommit, commit_config
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.collectives.repair import events as rm
@@ -38,7 +36,6 @@ from zbmd.tools.replay.players import (
     MIRROR,
     REPAIR,
     STAGE,
-    STEP_COMMIT,
 )
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import programs_of
@@ -69,7 +66,6 @@ COMMANDS: tuple[list[str], ...] = (
 MEMBERS = tuple(MemberId(rank=rank, incarnation=1) for rank in range(2))
 EventT = TypeVar("EventT")
 ActionT = TypeVar("ActionT")
-COMMIT_CONFIG = commit_config(StepCommit(rank=0, version=0, digest=bytes(16), handle=b"h", last_version=2))
 
 
 # ---- a good capture
@@ -88,7 +84,6 @@ async def _record(directory: Path) -> None:
     log = capture.LogRecorder(directory, origin, capture.Clocks(hybrid=HybridClock()))
     _record_hello(log)
     _record_jobs(log)
-    _record_commit(log)
     _record_repair(log)
     _record_tags(log)
     _record_cluster(log)
@@ -155,18 +150,6 @@ def _record_jobs(log: capture.Recorder) -> capture.Tap[jobs.Event, jobs.Action]:
     events += [jobs.Linked(key=key, epoch=1) for key in keys]
     events += [jobs.LossProven(key=keys[1])]
     return _play(log, LOCAL_JOBS, "jobs", {}, events)
-
-
-def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.CommitAction]:
-    held = cm.Held(version=0, digest=bytes(16), slot=0, handle=b"h", known=0, fresh=True)
-    events: tuple[cm.CommitEvent, ...] = (
-        cm.EpochInstalled(epoch=1, members=MEMBERS),
-        cm.ReportReceived(sender=1, epoch=1, held=held),
-        cm.StepEnded(epoch=1, version=1, digest=b"1" * 16, part=b"q"),
-        cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"1" * 16, part=b"p"),
-        cm.PeerEnded(member=MEMBERS[1], reason="killed"),
-    )
-    return _play(log, STEP_COMMIT, "step-commit", COMMIT_CONFIG, events)
 
 
 def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.RepairAction]:
@@ -327,7 +310,6 @@ def _machines() -> tuple[tuple[MachineKind[Any, Any], dict[str, Any], object], .
     ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))
     return (
         (LOCAL_JOBS, {}, _record_jobs(ring).machine),
-        (STEP_COMMIT, COMMIT_CONFIG, _record_commit(ring).machine),
         (REPAIR, {"rank": 0}, _record_repair(ring).machine),
         (ELASTIC_TAGS, {"rank": 0}, _record_tags(ring).machine),
     )

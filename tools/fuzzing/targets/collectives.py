@@ -17,9 +17,6 @@ from zbmd.actors.core import wire
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.view import MemberId
 from zbmd.collectives.algorithms.catalogue import Operation, Request
-from zbmd.collectives.commit import events as cm
-from zbmd.collectives.commit import wire as commit_wire
-from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.communicator.cost_model import Model
 from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.execution.executor import MappedExecutor, Membership
@@ -53,9 +50,6 @@ from zbmd.training.pipeline.rings import RingOffer, decode_offers, encode_offers
 from zbmd.training.pipeline.schedules import programs_of
 from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.pipeline.verifier import verify
-from zbmd.training.redundancy.pull import open_state
-from zbmd.training.run.journal import read_parts
-from zbmd.training.run.ledger import VotePart
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
 from zbmd.transport.memory.memfd import PAGE_BYTES
 from zbmd.transport.memory.region import RegionHandle
@@ -72,11 +66,11 @@ FOREIGN_AT = 332
 """Offset in a descriptor of the buffers in its rank's own memory, and then of their lengths."""
 
 
-# ---- the commit of steps
+# ---- messages
 
 
 def _no_reference(data: wire.RefData) -> Ref:
-    raise RemoteProtocolError(f"no message of a commit refers to {data.actor}")
+    raise RemoteProtocolError(f"no message of a group refers to {data.actor}")
 
 
 @functools.cache
@@ -84,61 +78,8 @@ def _codec() -> wire.Codec:
     return wire.Codec(_no_reference)
 
 
-def _commit_seeds() -> tuple[bytes, ...]:
-    digest, part = bytes(16), b"part"
-    report = commit_wire.Report(
-        epoch=EPOCH, version=0, digest=digest, slot=0, handle=b"h", known=0, fresh=True
-    )
-    vote = commit_wire.Vote(epoch=EPOCH, version=1, digest=b"1" * 16, part=part)
-    finish = commit_wire.Finish(epoch=EPOCH)
-    encoded = [_from(sender, message) for sender in RANKS[1:] for message in (report, vote, finish)]
-    ahead = msgspec.structs.replace(report, version=2, digest=b"2" * 16, slot=1)
-    order = (0, 3, 1, 4, 2, 5)
-    return (
-        blocks(encoded),
-        blocks(encoded[i] for i in order),
-        blocks([_from(RANKS[1], ahead), encoded[3], encoded[1]]),
-    )
-
-
 def _from(sender: int, message: Contract) -> bytes:
     return bytes([sender]) + msgspec.msgpack.encode(message)
-
-
-@target(
-    "commit.conversation", "reports, votes and finishes of a group's other ranks", _commit_seeds, *DECODED
-)
-def _commit(data: bytes) -> None:
-    """A rank in a group of three of which the others send anything; our own work always ends well."""
-    machine = StepCommit(rank=0, version=0, digest=bytes(16), handle=b"own", last_version=LAST_VERSION)
-    members = tuple(MemberId(rank=rank, incarnation=1) for rank in RANKS)
-    _perform(machine, cm.EpochInstalled(epoch=EPOCH, members=members))
-    for body in read_blocks(data, MESSAGES_MAX):
-        message = _codec().decode_contract(body[1:])
-        if isinstance(message, commit_wire.Report | commit_wire.Vote | commit_wire.Finish):
-            _perform(machine, commit_wire.from_wire(message, body[0] if body else 0))
-
-
-def _perform(machine: StepCommit, event: cm.CommitEvent) -> None:
-    waiting = [event]
-    # Bounded: each version is worked on once or twice in an epoch.
-    while waiting:
-        actions = machine.handle(waiting.pop(), now_ns=0)
-        machine.check_invariants()
-        for action in actions:
-            match action:
-                case cm.Fetch(epoch=epoch, version=version, digest=digest):
-                    waiting.append(cm.FetchEnded(epoch=epoch, version=version, digest=digest))
-                case cm.Recall(epoch=epoch, version=version):
-                    waiting.append(cm.RecallEnded(epoch=epoch, version=version, digest=None))
-                case cm.RunStep(epoch=epoch, version=version):
-                    digest = str(version).encode() * 16
-                    waiting.append(cm.StepEnded(epoch=epoch, version=version, digest=digest, part=b"own"))
-                case cm.Commit(version=version) | cm.Adopted(version=version):
-                    if not 0 < version <= LAST_VERSION:
-                        raise Broken(f"version {version} was committed")
-                case _:
-                    pass
 
 
 # ---- priorities
@@ -262,16 +203,6 @@ def _record(data: bytes) -> None:
     blocks_of(found, (1, 0, 2), row_bytes=4)
 
 
-def _parts() -> tuple[bytes, ...]:
-    part = VotePart(shards={0: (1, 2)}, losses={0: 1.5}, grad_norm=0.5, held_out=(3.0, 2))
-    return (msgspec.msgpack.encode(part),)
-
-
-@target("commit.part", "a rank's share of the ledger", _parts, RemoteProtocolError)
-def _part(data: bytes) -> None:
-    read_parts((data,))
-
-
 # ---- memory that ranks share
 
 
@@ -286,26 +217,6 @@ def _two_segments() -> Generator[tuple[Segment, Segment, PeerSegment]]:
     finally:
         for segment in made:
             segment.close()
-
-
-def _state_handles() -> tuple[bytes, ...]:
-    arena = RegionHandle(
-        slot=1, incarnation=4, offset=_native.OFF_END + PAGE_BYTES, nbytes=STATE_BYTES, writable=False
-    )
-    inbox = msgspec.structs.replace(arena, offset=_native.OFF_END, writable=True)
-    return tuple(bytes([slot]) + msgspec.msgpack.encode([arena, inbox]) for slot in range(2))
-
-
-@target("commit.handle", "where a rank says that its state can be read", _state_handles, RemoteProtocolError)
-def _state_handle(data: bytes) -> None:
-    """Read all of a slot: which one, and where a rank says that its slots are."""
-    with _two_segments() as (own, _, peer):
-        slot = data[0] % 2 if data else 0
-        region = open_state(data[1:], slot, peer, own, rank=1, nbytes=STATE_BYTES)
-        into = np.empty(STATE_BYTES, np.uint8)
-        region.get(into).wait()
-        region.close()
-        peer.close()
 
 
 def _plan(rank: int, pair: bool) -> Plan:

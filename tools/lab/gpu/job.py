@@ -8,6 +8,7 @@ GPU r modulo those visible. `survive_kills` runs it undisturbed, and again with 
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -42,11 +43,10 @@ class Perceptron(DataParallelTask):
     WIDTH = 1024
 
     def __init__(self) -> None:
-        import torch  # optional: only ranks of this check need it
-
+        torch: Any = importlib.import_module("torch")
         torch.use_deterministic_algorithms(True)
         rank = int(os.environ.get("RANK", "0"))
-        self.torch: Any = torch
+        self.torch = torch
         self.device = torch.device("cuda", rank % torch.cuda.device_count())
         draw = np.random.default_rng(0)
         x = draw.standard_normal((self.examples, 256)).astype(np.float32)

@@ -33,6 +33,8 @@ from typing import Any, Final, Protocol
 from zbmd.tools.bench.stats import median
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.hosts.netns import Lab, LabHost
+from zbmd.tools.train.command import recipe_of
+from zbmd.training.sharded.options import TrainOptions
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError, ZbmdError
 
@@ -199,9 +201,9 @@ class JobDemo:
         self._all_agree(self.places)
         first.order(
             {
-                "target": "zbmd.training",
+                "target": "zbmd.training.sharded",
                 "is_module": True,
-                "arguments": job_arguments(out, self._total, self._model),
+                "arguments": [recipe_by(out, self._total, self._model).encode()],
                 "ranks_per_node": self.layout.ranks_per_node,
                 "nodes_min": self.layout.nodes_min,
                 "nodes_max": self.layout.nodes_max,
@@ -335,14 +337,16 @@ class CableDemo(JobDemo):
         self._joined("as the cut-off host joins: the longest time between two steps, ms")
 
 
-def job_arguments(out: Path, steps: int, model: Sequence[str] = MODEL) -> list[str]:
-    """Of `python -m zbmd.training`."""
-    return ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000", *model]
+def recipe_by(out: Path, steps: int, model: Sequence[str] = MODEL, *own: str) -> TrainOptions:
+    """The job's recipe; model, own: options of `zbmd train`."""
+    words = ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000", *model, *own]
+    return recipe_of(words, ranks=1)
 
 
 def plain_digest(out: Path, steps: int) -> str:
     """The weights of the same job in one plain process."""
-    command = [sys.executable, "-m", "zbmd.training", "--plain", *job_arguments(out, steps)]
+    recipe = recipe_by(out, steps, MODEL, "--plain", "on")
+    command = [sys.executable, "-m", "zbmd.training.sharded", recipe.encode()]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, **ENVIRONMENT}
     )

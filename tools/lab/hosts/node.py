@@ -44,7 +44,7 @@ from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.tcp.address import parse_address
 
 ARENA_BYTES: Final = 64 << 20
-MODULES: Final = (*PRELOAD, "zbmd.collectives.group.group", "zbmd.training.replicated.job")
+MODULES: Final = (*PRELOAD, "zbmd.collectives.group.group", "zbmd.training.sharded.run")
 
 
 def say(kind: str, **fields: Any) -> None:

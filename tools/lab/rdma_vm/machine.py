@@ -84,7 +84,7 @@ MODULES: Final = (
     "zbmd.actors.process.template",
     "zbmd.collectives.group.group",
     "zbmd.tools.chaos.small_job",
-    "zbmd.training.__main__",
+    "zbmd.training.sharded.run",
     "zbmd.transport.rdma.plane",
 )
 """Candidates that are not installed are left out."""

@@ -26,7 +26,8 @@ from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
 from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.tools.demo.overhead import median_interval
 from zbmd.training.model.gpt import GPT
-from zbmd.training.replicated.job import JobOptions, open_recipe
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.run import open_recipe
 from zbmd.training.step.recipe import Recipe
 
 WARMUP_ROUNDS = 5
@@ -76,7 +77,7 @@ def _rounds(sides: dict[str, _Clocked], rounds: int) -> list[dict[str, tuple[flo
     return found[WARMUP_ROUNDS:]
 
 
-async def measure(options: JobOptions, rounds: int) -> ActorsCost:
+async def measure(options: TrainOptions, rounds: int) -> ActorsCost:
     """Time `rounds` of the job's model. Raises `UserError`."""
     recipe = open_recipe(options)
     weights = recipe.model.init(recipe.config.seed)
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory for the corpus")
     parser.add_argument("--data", help="file, directory or glob to compute on")
     arguments = parser.parse_args(argv)
-    options = JobOptions(out=arguments.out, data=arguments.data)
+    options = TrainOptions(out=arguments.out, data=arguments.data)
     cost = asyncio.run(measure(options, arguments.rounds))
     print(msgspec.json.encode(asdict(cost)).decode(), flush=True)
     return 0

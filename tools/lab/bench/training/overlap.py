@@ -155,7 +155,7 @@ def _job(host: LabHost, endpoint: str, folder: Path, data: Path, arguments: argp
     """The command that trains on a host."""
     made = [sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", "1", "--nnodes", str(HOSTS)]
     made += ["--node-rank", str(host.number), "--rdzv-endpoint", endpoint]
-    made += ["--local-addr", host.address, "--max-restarts", "0", "-m", "zbmd.training"]
+    made += ["--local-addr", host.address, "--max-restarts", "0", "-m", "zbmd", "train"]
     made += ["--out", str(folder / f"out{host.number}"), "--data", str(data)]
     made += ["--steps", str(arguments.steps), "--shards", str(arguments.shards)]
     made += ["--sequences-per-shard", str(arguments.sequences)]

@@ -25,8 +25,9 @@ from zbmd.training.autograd._spans import RECORD_BYTES, SpanRecorder
 from zbmd.training.config import TrainingConfig
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.profiler.ring import read_ring, ring_path
-from zbmd.training.replicated.job import JobOptions, open_recipe
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.run import open_recipe
 
 WARM_UP_ROUNDS = 3
 CALLS = 20_000
@@ -51,7 +52,7 @@ class Cost(Medians):
 def measure(directory: Path, rounds: int, data: str | None) -> Cost:
     """Steps of the default model, in this thread. Raises `UserError`."""
     steps = 3 * (rounds + WARM_UP_ROUNDS)
-    options = JobOptions(out=directory, data=data, training=TrainingConfig(steps=steps))
+    options = TrainOptions(out=directory, data=data, training=TrainingConfig(steps=steps))
     recipe = open_recipe(options)
     trainer = PlainTrainer(recipe)
     with open_profiler(directory, recipe.model, sequences=recipe.config.sequences_per_shard) as profiler:

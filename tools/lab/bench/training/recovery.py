@@ -51,7 +51,7 @@ KINDS = {
         for stage in (1, 3)
     },
 }
-"""Options of `zbmd train`, or none for the job of `python -m zbmd.training`. A mesh says its ranks."""
+"""Options of `zbmd train`. A mesh says its ranks."""
 GIB = 1 << 30
 STEPS_BEFORE = 4
 """Undisturbed steps before each kill, of which the median counts."""
@@ -145,19 +145,17 @@ async def measure(
     free_bytes, (first_s, again_s) = available_memory().nbytes, page_costs()
     killer = _Killer(ranks, kills, random.Random(seed))
     data = write_text(directory / "text")
-    target, arguments = "zbmd.training", [*shape, *KINDS[kind], "--steps", "9999"]
+    arguments = [*shape, *KINDS[kind], "--steps", "9999"]
     arguments += ["--data", str(data), "--out", str(directory / "run")]
     arguments += ["--checkpoint-every", "0", "--evaluate-every", "0"]
-    if KINDS[kind]:
-        target, arguments = "zbmd.training.sharded", [recipe_of(arguments, ranks=ranks).encode()]
     config = HostConfig(
-        target=target,
+        target="zbmd.training.sharded",
         is_module=True,
-        arguments=tuple(arguments),
+        arguments=(recipe_of(arguments, ranks=ranks).encode(),),
         world_size=ranks,
         max_restarts=kills,
         restart_window_s=3600.0,
-        preload=("zbmd.training.replicated.job", "zbmd.training.sharded.run"),
+        preload=("zbmd.training.sharded.run",),
     )
     host = killer.host = Host(config, output=killer, observer=killer)
     ended = await host.run()

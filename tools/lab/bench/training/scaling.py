@@ -3,7 +3,7 @@
     python -m zbmd.tools.lab.bench.training.scaling                      2 ranks, 20 rounds of 5 steps each
     python -m zbmd.tools.lab.bench.training.scaling --ranks 4 --rounds 40
 
-The job of `python -m zbmd.training` with one rank, the same with N ranks and N times the logical shards, and
+A run of `zbmd train` with one rank, the same with N ranks and N times the logical shards, and
 the floor, one plain loop of the same steps and N of them that know nothing of each other, take turns in one
 run; all but one of them sleep. One thread of BLAS a process. Scaling is the tokens a second of N over those
 of one: N is perfect, and the floor is what the machine itself takes, whose cores share caches, memory and
@@ -33,10 +33,13 @@ from zbmd.tools.bench.result import Machine, now_utc, this_machine
 from zbmd.tools.bench.stats import OURS, ROUNDS_MAX, Ratio, median, ratio_of_medians, turns
 from zbmd.tools.bench.workers import CONTROL, Workers
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
-from zbmd.training import __main__ as training
+from zbmd.tools.demo.overhead import timed_task
+from zbmd.tools.train.command import recipe_of
 from zbmd.training.config import GPTConfig
-from zbmd.training.replicated.job import JobOptions, open_recipe, run_job
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.run import open_recipe
+from zbmd.training.sharded.run import train as train_by
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
@@ -74,15 +77,15 @@ class _Turns:
         self._began_ns = now_ns()
 
 
-def train(options: JobOptions, control: str) -> None:
+def train(options: TrainOptions, control: str) -> None:
     """Be a rank of the job, as far as the benchmark asks."""
     launched = RankEnvironment.read(os.environ)
     rank = 0 if launched is None else launched.rank
     with connect(control, rank) as sock, sock.makefile("rb") as commands:
-        uvloop.run(run_job(options, before_step=_Turns(sock, commands).before_step))
+        uvloop.run(train_by(options, timed_task(_Turns(sock, commands).before_step)))
 
 
-def train_plainly(options: JobOptions, control: str, rank: int) -> None:
+def train_plainly(options: TrainOptions, control: str, rank: int) -> None:
     """Do the job's steps in a loop, and nothing else."""
     trainer = PlainTrainer(open_recipe(options))
 
@@ -98,7 +101,7 @@ def train_plainly(options: JobOptions, control: str, rank: int) -> None:
 
 
 def be_rank(words: Sequence[str]) -> None:
-    """Serve the benchmark. The words are those of `python -m zbmd.training`, and two options of ours.
+    """Serve the benchmark. The words are those of `zbmd train`, and two options of ours.
 
     Under `zbmd-node run` it is a rank of that job, held before a step until it is asked; with `--plain RANK`
     a loop of the same steps, which talks to nobody.
@@ -107,7 +110,8 @@ def be_rank(words: Sequence[str]) -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--plain", type=int, metavar="RANK")
     own, rest = parser.parse_known_args(words)
-    options = training.options_of(training.parser().parse_args(rest))
+    launched = RankEnvironment.read(os.environ)
+    options = recipe_of(rest, ranks=1 if launched is None else launched.world_size)
     if own.plain is None:
         train(options, own.control)
     else:
@@ -180,7 +184,7 @@ def evaluated(times: Times, *, ranks: int, tokens_a_rank: int) -> Scaling:
 
 
 def measure(shape: Sequence[str], *, ranks: int, shards: int, rounds: int, steps: int) -> Times:
-    """Everyone in turn; `shape` is of the command line of `python -m zbmd.training`, `shards` of a rank.
+    """Everyone in turn; `shape` is of the command line of `zbmd train`, `shards` of a rank.
 
     Raises `ContenderFailed`.
     """

@@ -32,7 +32,7 @@ from zbmd.collectives.group.group import Group, group
 from zbmd.tools.chaos.run_ranks import run_ranks
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.cli.options import add_json, script_parser
-from zbmd.training import __main__ as training
+from zbmd.tools.train.command import recipe_of
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.task import StepResult
 from zbmd.training.redundancy.buddy import COPIES, BuddyReplica
@@ -40,7 +40,7 @@ from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import Digests
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.state_file import NO_NOTE, StateFile, StateName
-from zbmd.training.replicated.job import open_recipe
+from zbmd.training.sharded.run import open_recipe
 from zbmd.training.sharded.stages import ONE_EACH, shard_layouts
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
@@ -161,15 +161,11 @@ def _ignore_commit(version: int, digests: Digests) -> None:
 
 async def run_rank() -> None:
     """Measure on this rank, and report."""
-    parser = training.parser()
-    parser.add_argument("--zero", type=int, required=True)
-    parser.add_argument("--offload", type=Path)
-    arguments = parser.parse_args(sys.argv[1:])
-    recipe = open_recipe(training.options_of(arguments))
-    options = ZeroOptions(stage=arguments.zero, storage=arguments.storage)
     launched = RankEnvironment.read(os.environ)
-    folder = arguments.offload or arguments.out / "offload"
-    ranks, config = 1 if launched is None else launched.world_size, recipe.config
+    ranks = 1 if launched is None else launched.world_size
+    asked = recipe_of(sys.argv[1:], ranks=ranks)
+    recipe, options = open_recipe(asked, ranks), asked.zero_options
+    folder, config = asked.offload or asked.out / "offload", recipe.config
     layouts = shard_layouts(recipe.model.config, Mesh.of(ranks, {DATA_AXIS: ranks}), ONE_EACH)
     arena_bytes = sum(arena_bytes_needed(layouts, config, options, copies=copies) for copies in (0, COPIES))
     async with join(arena=arena_bytes) as worker:
@@ -222,7 +218,7 @@ async def measure(
         is_module=True,
         arguments=(
             *(*shape, "--data", str(data), "--out", str(directory), "--steps", str(steps)),
-            *("--zero", str(stage), "--storage", "bfloat16"),
+            *("--zero", str(stage), "--precision", "bf16"),
             *(("--offload", str(offload)) if offload is not None else ()),
         ),
         world_size=ranks,

@@ -11,21 +11,23 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.transport import kill_points as faults
 
+ALL_SAVED = "rank0:job.saved,rank1:job.saved,rank2:job.saved"
 CASES = (
-    "rank0:step.backward",
-    "rank1:step.update:2",
-    "rank2:step.prepared:3",
-    "rank0:commit.vote:2",
-    "rank1:commit.commit:2",
-    "rank0:commit.committed:3",
-    "rank2:commit.finish",
+    "rank0:mesh.backward",
+    "rank1:job.begin:2",
+    "rank2:mirror.prepared:3",
+    "rank0:mirror.prepared:2",
+    "rank1:mirror.commit:2",
+    "rank0:mirror.commit:3",
+    "rank0:shards.written",
+    "rank2:job.parted",
     "rank1:collective.point:40",
     "rank2:collective.point:75",
-    "rank1:step.reduce:3,rank1#2:fetch.middle",
-    "rank1:step.reduce:3,rank1#2:collective.point:12",
-    "rank1:step.reduce:3,rank0:commit.report:3",
-    "rank0:commit.finish,rank1:commit.finish,rank2:commit.finish",
-    "rank0:commit.finish,rank1:commit.finish,rank2:commit.finish,rank1#2:recall.begin",
+    "rank1:job.begin:3,rank1#2:mirror.restore_middle",
+    "rank1:job.begin:3,rank1#2:collective.point:12",
+    "rank1:job.begin:3,rank0:job.met:2",
+    ALL_SAVED,
+    f"{ALL_SAVED},rank1#2:job.meet",
 )
 
 
@@ -61,7 +63,7 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(
 def test_a_run_that_shrinks_ends_with_the_same_bits(
     small_jobs: SmallJobs, data: Path, calm: str, tmp_path: Path
 ) -> None:
-    fault = "rank1:step.reduce:3"
+    fault = "rank1:job.begin:3"
     shrunk = small_jobs.run(tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK)
     assert shrunk.deaths == 1, (shrunk.failures, shrunk.told)
     assert shrunk.digest == calm

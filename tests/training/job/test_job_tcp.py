@@ -11,12 +11,12 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.transport import kill_points as faults
 
 CASES = (
-    "rank0:step.backward",
-    "rank1:commit.commit:2",
+    "rank0:mesh.backward",
+    "rank1:mirror.commit:2",
     "rank2:collective.point:75",
-    "rank1:step.reduce:3,rank1#2:fetch.middle",
-    "rank1:step.reduce:3,rank1#2:collective.point:12",
-    "rank0:commit.finish,rank1:commit.finish,rank2:commit.finish",
+    "rank1:job.begin:3,rank1#2:mirror.restore_middle",
+    "rank1:job.begin:3,rank1#2:collective.point:12",
+    "rank0:job.parted,rank1:job.parted,rank2:job.parted",
 )
 
 
@@ -27,7 +27,7 @@ def test_the_job_over_tcp_ends_with_the_same_bits(small_jobs: SmallJobs, tmp_pat
         found = small_jobs.run(tmp_path / str(number), data, fault=fault, links="tcp")
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == one_host.digest, fault
-    fault = "rank1:step.reduce:3"
+    fault = "rank1:job.begin:3"
     shrunk = small_jobs.run(
         tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK, world_size=2, links="tcp"
     )

@@ -16,7 +16,7 @@ UPDATES_FAIL = 0.3
 
 def break_operators(seed: int) -> None:
     """Have operators fail from now on."""
-    flaky, recipe_of = Flaky(seed, share=0.02, failures_max=8), EngineTask._recipe
+    flaky, recipe_of = Flaky(seed, share=0.02, failures_max=5), EngineTask._recipe
 
     def broken(self, model):  # type: ignore[no-untyped-def]
         model.operators = flaky.around(model.operators)

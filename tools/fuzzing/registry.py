@@ -126,6 +126,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "collectives/execution/remote_executor.py": "copies a descriptor of its own",
     "collectives/group/group.py": "hands on what tagged.py has decoded",
     "collectives/torch/process_group.py": "hands on what tagged.py has decoded",
+    "training/scenarios/world.py": "makes a number of a digest of its own numbers",
     "collectives/programs/layout.py": "makes a number of a digest of its own numbers",
     "actors/core/system.py": "makes a number of a digest of its own name",
     "tools/node/run_many.py": "makes a number of a digest of a name",

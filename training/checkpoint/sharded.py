@@ -130,33 +130,45 @@ class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     files: tuple[str, ...]
 
 
-def write_shards(
+def shard_stem(group: Group, version: int) -> str:
+    """Return the beginning of the names of a new checkpoint's shards; all members together."""
+    token = np.array([secrets.randbits(64) if group.rank == 0 else 0], np.uint64)
+    token = group.blocking.broadcast(token, 0)
+    return f"checkpoint-{version}-{int(token[0]):016x}"
+
+
+def write_shard_of(directory: Path, stem: str, place: int, pieces: Sequence[Piece]) -> bool:
+    """Write the shard of the rank at `place`, durable on return; return whether there is one.
+
+    Raises `UserError` for a full disk.
+    """
+    faults.hit(WRITE_POINT)
+    if pieces:
+        write_shard(directory / f"{stem}-{place}.safetensors", pieces)
+    return bool(pieces)
+
+
+def name_shards(
     group: Group,
     directory: Path,
-    pieces: Sequence[Piece],
+    stem: str,
     *,
+    wrote: bool,
     version: int,
     plan: str,
     loss_scale: tuple[float, ...] = (),
 ) -> None:
-    """Write a checkpoint of which this rank holds `pieces`, possibly none; called by all members together.
+    """Name the shards of a checkpoint, of which this rank has written its own; all members together.
 
     `directory` must be shared by all of them. The checkpoint is durable once the first member has returned;
     until then the previous one is. Raises `UserError` for a full disk and a directory that is not shared, and
     as the group does.
     """
-    place = group.rank
-    token = np.array([secrets.randbits(64) if place == 0 else 0], np.uint64)
-    token = group.blocking.broadcast(token, 0)
-    stem = f"checkpoint-{version}-{int(token[0]):016x}"
-    faults.hit(WRITE_POINT)
-    if pieces:
-        write_shard(directory / f"{stem}-{place}.safetensors", pieces)
     faults.hit(WRITTEN_POINT)
-    wrote = group.blocking.all_gather(np.array([len(pieces)], np.int64)).reshape(-1)
-    if place != 0:
+    every = group.blocking.all_gather(np.array([wrote], np.int64)).reshape(-1)
+    if group.rank != 0:
         return
-    files = tuple(f"{stem}-{at}.safetensors" for at in np.flatnonzero(wrote).tolist())
+    files = tuple(f"{stem}-{at}.safetensors" for at in np.flatnonzero(every).tolist())
     absent = [name for name in files if not (directory / name).exists()]
     if absent:
         raise UserError(
@@ -175,7 +187,7 @@ def write_alone(
     plan: str,
     loss_scale: tuple[float, ...] = (),
 ) -> None:
-    """Write a checkpoint like `write_shards`, from one process that holds all of the state.
+    """Write a checkpoint, from one process that holds all of the state.
 
     Raises `UserError` for a full disk.
     """

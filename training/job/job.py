@@ -25,8 +25,9 @@ from zbmd.actors.view import View
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
-from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state, write_shards
+from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state
 from zbmd.training.files import DiskFull
+from zbmd.training.job.checkpoints import Checkpoints
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.records import Records
 from zbmd.training.job.results import StepResults
@@ -117,6 +118,7 @@ class Job(Generic[ResultT]):
             resumed=options.resume,
             may_begin=worker.rank == 0,
         )
+        self._checkpoints = Checkpoints(options.out, task.plan)
         self._again = again
         self._records: Records | None = None
         self._results = StepResults(task.row, task.seed)
@@ -160,6 +162,7 @@ class Job(Generic[ResultT]):
                 await self._actors.stop()
             if self._keeper is not None:
                 await asyncio.to_thread(self._keeper.close)
+            self._checkpoints.close()
             for opened in (self._profiler, self._records, self._saved, self._log):
                 if opened is not None:
                     opened.close()
@@ -231,6 +234,7 @@ class Job(Generic[ResultT]):
             return None
         finally:
             groups.give_up()
+            self._checkpoints.abandon()
             if self._trainer is not None:
                 self._trainer.close()
             if self._keeper is not None:
@@ -299,6 +303,8 @@ class Job(Generic[ResultT]):
         if version > self._log.first:
             self._worker.report(adopted_report(version, groups.world.epoch))
             self._reached(groups.world, trainer, keeper)
+        elif self._options.evaluate_every:
+            self._evaluate(trainer)  # so that a run's first loss is beside its last
         profiler = self._profiled(groups)
         with profiler.recording():
             while trainer.step < self._task.steps:
@@ -308,6 +314,7 @@ class Job(Generic[ResultT]):
                 trainer.run_step(keeper)
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
+                self._end_checkpoint(groups.world)
                 self._reached(groups.world, trainer, keeper, save=bool(agreed.wishes))
                 with self._asking:
                     self._wishes &= ~agreed.wishes
@@ -353,27 +360,33 @@ class Job(Generic[ResultT]):
         """All have come to `trainer.step`, again after a loss: evaluate, and write the checkpoint, if due."""
         version, options = trainer.step, self._options
         if self._due(version, options.evaluate_every):
-            with spans.EVALUATE:
-                loss = trainer.held_out_loss(windows_max=self._task.windows)
-            self._held_out = version, loss
-            if self._is_lowest() and self._opened_records().put(version, held_out_loss=loss):
-                Records.tell(version, held_out_loss=loss)
+            self._evaluate(trainer)
         if options.checkpoints and (save or self._due(version, options.checkpoint_every)):
             with spans.CHECKPOINT:
-                keeper.settle()  # nobody goes back behind what the files hold
-                write_shards(
-                    world,
-                    options.out,
-                    trainer.pieces(),
-                    version=version,
-                    plan=self._task.plan,
-                    loss_scale=trainer.scale,
-                )
+                self._checkpoints.begin(world, trainer.pieces(), version=version, loss_scale=trainer.scale)
+                if save or version == self._task.steps:
+                    keeper.settle()  # nobody goes back behind what the files hold
+                    self._checkpoints.end(world)
         if save and self._is_lowest():
             what = (
                 f"saved: {checkpoint_in(options.out)}" if options.checkpoints else "not saved: no checkpoints"
             )
             print(f"step {version} {what}", file=sys.stderr, flush=True)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        """Evaluate the version in use; all ranks together."""
+        version = trainer.step
+        with spans.EVALUATE:
+            loss = trainer.held_out_loss(windows_max=self._task.windows)
+        self._held_out = version, loss
+        if self._is_lowest() and self._opened_records().put(version, held_out_loss=loss):
+            Records.tell(version, held_out_loss=loss)
+
+    def _end_checkpoint(self, world: Group) -> None:
+        """End the checkpoint of the version before, which is committed now; the next step overwrites it."""
+        if self._checkpoints.pending is not None:
+            with spans.CHECKPOINT:
+                self._checkpoints.end(world)
 
     def _due(self, version: int, every: int) -> bool:
         return version == self._task.steps or (every > 0 and version % every == 0)

@@ -13,6 +13,7 @@ from zbmd.tools.chaos.sweep import (
     every_setting,
     in_order,
     main,
+    name_of,
     second_kills,
     single_kills,
     spread,
@@ -43,9 +44,8 @@ def test_cases_of_all_settings_take_turns_and_can_be_parsed() -> None:
     assert {setting for setting, _ in cases[: len(settings)]} == set(settings)
     assert len(set(cases)) == len(cases)
     for setting, fault in cases:
-        assert {int(one.process.removeprefix("rank")) for one in faults.parse(fault)} < set(
-            range(setting.ranks)
-        )
+        killed = {int(one.process.removeprefix("rank")) for one in faults.parse(fault)}
+        assert killed < set(range(setting.ranks)) or name_of(fault).startswith(("job.saved", "job.parted"))
 
 
 def test_a_ledger_goes_on_from_where_a_killed_sweep_was(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,14 +18,18 @@ from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
+from zbmd.collectives.group.group import Group
 from zbmd.tools.runs.commands import audit_run
-from zbmd.training.checkpoint.sharded import read_names
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.checkpoint.sharded import Piece, open_state, read_names
+from zbmd.training.job import checkpoints
 from zbmd.training.job.data_parallel import DataParallelTask, State, TaskResult, run_task
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 EXAMPLE = Path(__file__).parents[3] / "examples/own_model.py"
 LINES_MAX = 60
+TURNS = 10
 
 
 async def run(out: Path, ranks: int, *, fault: str = "", on_loss: OnLoss = OnLoss.REPLACE) -> TaskResult:
@@ -63,6 +71,7 @@ class Mean(DataParallelTask):
         self.numbers, self.stops = np.linspace(0, 1, self.examples, dtype=np.float32), stops
 
     def initial(self) -> dict[str, np.ndarray]:
+        self.loop = asyncio.get_running_loop()
         return {"mean": np.zeros(1, np.float32), "seen": np.zeros((2, 2), np.float32)}
 
     parameters = ("mean",)
@@ -76,6 +85,8 @@ class Mean(DataParallelTask):
         new["seen"][:] = old["seen"] + 1
         if step + 1 == self.stops:
             os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(TURNS):  # the loop takes the signal
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result()
 
     def held_out_loss(self, state: State) -> float:
         return float(abs(state["mean"][0] - 0.5))
@@ -99,6 +110,43 @@ async def test_a_run_that_is_stopped_goes_on_from_its_checkpoint(
     other.seed = 1
     with pytest.raises(UserError, match=r"order.seed \(0, 1\)"):
         await run_task(other, out=tmp_path / "other", resume=tmp_path / "run")
+
+
+async def test_a_checkpoint_is_written_beside_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shard is held up until the step after it is computed, and has the state before that."""
+    computed, write = threading.Event(), checkpoints.write_shard_of
+    states = dict[int, float]()
+
+    def held_up(directory: Path, stem: str, place: int, pieces: Sequence[Piece]) -> bool:
+        if stem.startswith("checkpoint-100-"):
+            assert computed.wait(60), "the step waits for the checkpoint"
+        return write(directory, stem, place, pieces)
+
+    class Noted(Mean):
+        name = "Mean"
+
+        def update(self, old: State, new: State, gradient: State, step: int) -> None:
+            super().update(old, new, gradient, step)
+            states[step + 1] = float(new["mean"][0])
+            if step == 100:
+                computed.set()
+
+    monkeypatch.setattr(checkpoints, "write_shard_of", held_up)
+    kept = dict[int, float]()
+
+    def look(group: Group, directory: Path, stem: str, **given: Any) -> None:
+        name(group, directory, stem, **given)
+        saved = open_state(directory, plan=Noted().plan)
+        slot = ParameterLayout.of({"mean": (1,)}).slots[0]
+        kept[saved.version] = float(saved.parameter("weights", slot)[0])
+        saved.close()
+
+    name = checkpoints.name_shards
+    monkeypatch.setattr(checkpoints, "name_shards", look)
+    await run_task(Noted(), out=tmp_path / "run", checkpoint_every=100)
+    assert kept == {version: states[version] for version in (100, 200, 300)}
 
 
 class Failing(Mean):

@@ -109,6 +109,6 @@ def test_a_kill_while_a_matrix_is_gathered_leaves_no_trace(
 
 
 def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
-    data, fault = write_text(tmp_path / "text"), "rank0:job.begin:5,rank1:job.begin:5"
+    data, fault = write_text(tmp_path / "text"), "rank0:job.begin:3,rank1:job.begin:3"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
         small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2")

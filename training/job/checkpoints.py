@@ -1,0 +1,75 @@
+"""Checkpoints of a run, written beside the steps that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbmd.collectives.group.group import Group
+from zbmd.training.checkpoint.sharded import Piece, name_shards, shard_stem, write_shard_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A checkpoint whose shards are being written. wrote: whether this rank has one, once it is durable."""
+
+    version: int
+    stem: str
+    loss_scale: tuple[float, ...]
+    wrote: Future[bool]
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run into `directory`, which all ranks share. For the training thread.
+
+    A thread writes this rank's shard from the memory of the state: the slot of a version is as it was until
+    the second step after it begins to overwrite it. Until a checkpoint has ended, the previous one counts.
+    """
+
+    def __init__(self, directory: Path, plan: str) -> None:
+        self._directory, self._plan = directory, plan
+        self._pending: _Pending | None = None
+        self._pool = ThreadPoolExecutor(1, "zbmd-checkpoint")
+
+    @property
+    def pending(self) -> int | None:
+        """Return the version whose checkpoint was begun and has not ended."""
+        return None if self._pending is None else self._pending.version
+
+    def begin(
+        self, world: Group, pieces: Sequence[Piece], *, version: int, loss_scale: tuple[float, ...]
+    ) -> None:
+        """Begin to write this rank's `pieces`, possibly none; all members together. Raises as the group."""
+        assert self._pending is None, "one at a time"
+        stem = shard_stem(world, version)
+        wrote = self._pool.submit(write_shard_of, self._directory, stem, world.rank, pieces)
+        self._pending = _Pending(version=version, stem=stem, loss_scale=loss_scale, wrote=wrote)
+
+    def end(self, world: Group) -> None:
+        """Wait until all shards are written, and name them; all members together.
+
+        Raises `UserError` for a full disk and a directory that is not shared, and as the group does.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            name_shards(
+                world,
+                self._directory,
+                pending.stem,
+                wrote=pending.wrote.result(),
+                version=pending.version,
+                plan=self._plan,
+                loss_scale=pending.loss_scale,
+            )
+
+    def abandon(self) -> None:
+        """Drop a checkpoint that has not ended, once nothing reads the state any more."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            wait([pending.wrote])
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._pool.shutdown()

@@ -200,8 +200,11 @@ def _sources(held: Sequence[Held], keys: Sequence[int], version: int) -> list[So
             found[place] = Source(place=whose, slot=version % SLOTS, digest=digest, own=True)
     for place, one in enumerate(held):
         for slot, copy in enumerate(one.copies):
-            if copy is not None and copy.version == version and found[copy.ward] is None:
-                found[copy.ward] = Source(place=place, slot=slot, digest=copy.digest)
+            if copy is None or copy.version != version:
+                continue
+            for reader, source in enumerate(found):  # the ward, and who holds the same as it
+                if source is None and keys[reader] == keys[copy.ward]:
+                    found[reader] = Source(place=place, slot=slot, digest=copy.digest)
     return found
 
 

@@ -191,6 +191,13 @@ FOUND = [
         "crash-within:process=rank2,effects=0,at=50561451ns,for=0ns;"
         "crash-within:process=rank3,effects=0,at=61770748ns,for=0ns;crash:process=rank0,at=87951728ns,for=0ns",
     ),
+    (
+        "two that hold the same are lost, and there is a copy of one's shard",
+        "commit --seed 503552 --ranks 6 --length 2 --faults "
+        "crash-within:process=rank4,effects=0,at=36152498ns,for=0ns;"
+        "crash:process=rank5,at=46919585ns,for=0ns;"
+        "crash-within:process=rank0,effects=0,at=49943618ns,for=0ns",
+    ),
 ]
 
 

@@ -97,6 +97,8 @@ def _toml_line(name: str, chosen: Chosen) -> str:
             value = f'"{OFF}"'
         case OnLoss() | OnHang() | Detail() as choice:
             value = f'"{choice.value}"'
+        case tuple() as names:
+            value = f'"{",".join(names)}"'
         case float() as seconds:
             value = f'"{seconds:g}s"'
         case int() as number:

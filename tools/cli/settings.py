@@ -89,6 +89,15 @@ def parse_progress(text: str) -> float:
     return parse_progress_deadline(text) / 1e9
 
 
+def parse_preload(text: str) -> tuple[str, ...]:
+    """The modules of a list with commas. Raises `UserError`."""
+    found = tuple(filter(None, (word.strip() for word in text.split(","))))
+    wrong = [word for word in found if not all(part.isidentifier() for part in word.split("."))]
+    if wrong:
+        raise UserError(f"expected names of modules with commas between them, got {wrong[0]!r}")
+    return found
+
+
 def cores() -> int:
     """The cores that affinity and cgroups leave to this process, at most as many as one host has slots."""
     return min(usable_cpus(), RANKS_MAX)
@@ -124,6 +133,13 @@ SETTINGS = (
         default=60.0,
         metavar="TIME",
         help="the window that --max-restarts counts in; default: 60s",
+    ),
+    Setting(
+        name="preload",
+        parse=parse_preload,
+        default=(),
+        metavar="MODULES",
+        help="modules, such as torch, to import once before ranks are forked: replacements start sooner",
     ),
     Setting(
         name="recovery_budget",

@@ -63,6 +63,8 @@ class JobCommand:
 
 def check(job: JobCommand, settings: Settings) -> None:
     """Raise `UserError` for what cannot work, before anything is started."""
+    for name in settings["preload"]:
+        _check_module(name)
     if job.is_module:
         _check_module(job.target)
     else:
@@ -162,7 +164,7 @@ def job_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]
         progress_deadline_ns=round(settings["progress_deadline"] * 1e9),
         on_hang=settings["on_hang"],
         environment=environment,
-        preload=(*PRELOAD, *MORE_PRELOADS, *own_modules(job)),
+        preload=(*PRELOAD, *MORE_PRELOADS, *own_modules(job), *settings["preload"]),
     )
 
 

@@ -127,7 +127,7 @@ def differences(own: JobSpec, given: JobSpec) -> list[str]:
 
 def preload_of(plan: NodeRun) -> tuple[str, ...]:
     """Return the modules that the template imports."""
-    return *PRELOAD, *MORE_PRELOADS, *own_modules(plan.job)
+    return *PRELOAD, *MORE_PRELOADS, *own_modules(plan.job), *plan.settings["preload"]
 
 
 def local_variables(plan: NodeRun) -> dict[str, str]:

@@ -202,6 +202,12 @@ async def test_a_module_runs_like_a_script(start: Start, tmp_path: Path) -> None
     assert (code, run.lines) == (0, ["[rank0]: package ['-x']"]), run.all_output
 
 
+async def test_modules_are_imported_before_the_forks(start: Start, plain: Callable[[str], str]) -> None:
+    path = plain("import sys; print(*(name in sys.modules for name in ('wave', 'xml.dom', 'turtle')))")
+    code, run = await run_to_end(start, "run", "-n", "2", "--preload", "wave, xml.dom", path)
+    assert (code, sorted(run.lines)) == (0, [f"[rank{r}]: True True False" for r in (0, 1)]), run.all_output
+
+
 async def test_no_line_is_lost_torn_or_mixed(start: Start, plain: Callable[[str], str]) -> None:
     path = plain(
         """
@@ -445,6 +451,8 @@ BAD_INPUT = [
         "--on-loss: expected a policy for a lost rank, one of replace, shrink, stop, got 'panic'",
     ),
     (["--data", "none/*.txt", "plain.py"], "--data none/*.txt matches no file"),
+    (["--preload", "wave,no_such_module", "plain.py"], "there is no module no_such_module"),
+    (["--preload", "wave;json", "plain.py"], "--preload: expected names of modules with commas between them"),
     (["--restart-window", "soon", "plain.py"], "'soon' is not a duration. Write a number and a unit"),
     (["--recovery-budget", "soon", "plain.py"], "--recovery-budget: 'soon' is not a duration"),
     (["--recovery-budget", "1ms", "plain.py"], "budget of 1ms is out of range. Give 100ms to 10min"),

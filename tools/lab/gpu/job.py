@@ -32,6 +32,8 @@ from zbmd.transport.errors import UserError
 RANKS: Final = 2
 KILLS: Final = {40: 1, 80: 0}
 """Rank to kill, by the step that was committed."""
+PRELOAD: Final = ("zbmd.training.job.data_parallel", "torch", "torch._inductor.config")
+"""The last one takes PyTorch 4 s to import, when deterministic algorithms are asked for."""
 DETERMINISTIC: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -116,7 +118,7 @@ async def _run(out: Path, planned: Mapping[int, int]) -> tuple[dict[str, Any], _
         arguments=(str(out),),
         world_size=RANKS,
         environment=DETERMINISTIC,
-        preload=("zbmd.training.job.data_parallel", "torch"),
+        preload=PRELOAD,
     )
     kills.host = host = Host(config, output=output, observer=output)
     ended = await host.run()

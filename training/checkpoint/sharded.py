@@ -179,6 +179,17 @@ def name_shards(
     _take_over(directory, names)
 
 
+def remove_unnamed(directory: Path, stem: str) -> None:
+    """Remove the shards of a checkpoint that was not named; by the first member, which would have done it."""
+    try:
+        named = read_names(directory / SHARDS_NAME).files
+    except UserError:
+        named = ()
+    if not any(name.startswith(stem) for name in named):
+        for path in directory.glob(f"{stem}-*.safetensors"):
+            path.unlink(missing_ok=True)
+
+
 def write_alone(
     directory: Path,
     pieces: Sequence[Piece],

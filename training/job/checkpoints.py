@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbmd.collectives.group.group import Group
-from zbmd.training.checkpoint.sharded import Piece, name_shards, shard_stem, write_shard_of
+from zbmd.training.checkpoint.sharded import Piece, name_shards, remove_unnamed, shard_stem, write_shard_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class _Pending:
 
     version: int
     stem: str
+    is_first: bool
     loss_scale: tuple[float, ...]
     wrote: Future[bool]
 
@@ -45,15 +46,19 @@ class Checkpoints:
         assert self._pending is None, "one at a time"
         stem = shard_stem(world, version)
         wrote = self._pool.submit(write_shard_of, self._directory, stem, world.rank, pieces)
-        self._pending = _Pending(version=version, stem=stem, loss_scale=loss_scale, wrote=wrote)
+        self._pending = _Pending(
+            version=version, stem=stem, is_first=world.rank == 0, loss_scale=loss_scale, wrote=wrote
+        )
 
     def end(self, world: Group) -> None:
         """Wait until all shards are written, and name them; all members together.
 
         Raises `UserError` for a full disk and a directory that is not shared, and as the group does.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        pending = self._pending
+        if pending is None:
+            return
+        try:
             name_shards(
                 world,
                 self._directory,
@@ -63,12 +68,18 @@ class Checkpoints:
                 plan=self._plan,
                 loss_scale=pending.loss_scale,
             )
+        except BaseException:
+            self.abandon()
+            raise
+        self._pending = None
 
     def abandon(self) -> None:
         """Drop a checkpoint that has not ended, once nothing reads the state any more."""
         pending, self._pending = self._pending, None
         if pending is not None:
             wait([pending.wrote])
+            if pending.is_first:
+                remove_unnamed(self._directory, pending.stem)
 
     def close(self) -> None:
         """Stop the thread."""

@@ -9,7 +9,7 @@ log it. Then they share the result of the version that they continue from.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,11 @@ def _split(number: int, count: int) -> list[float]:
 
 def _joined(numbers: Sequence[float]) -> int:
     return sum(int(number) << at * _BITS for at, number in enumerate(numbers))
+
+
+def state_digest(digests: Mapping[int, int]) -> str:
+    """Return the digest of a state, from the digests of its shards by their keys."""
+    return xxhash.xxh3_128_hexdigest(np.array([digests[key] for key in sorted(digests)], np.uint64).data)
 
 
 class StepResults:
@@ -105,7 +110,6 @@ class StepResults:
         if done is None or version <= self.logged:
             return None
         shards = dict(zip(reversed(keys or range(len(digests))), reversed(digests), strict=True))
-        state = np.array([shards[key] for key in sorted(shards)], np.uint64)
         self.logged = version
         record = CommitRecord(
             version=version,
@@ -114,7 +118,7 @@ class StepResults:
             shards=dict(enumerate(done.samples)),
             losses=dict(enumerate(done.losses)),
             rng_key=(self._seed, version - 1),
-            digest=xxhash.xxh3_128_hexdigest(state.data),
+            digest=state_digest(shards),
             at_ns=at_ns,
             held_out_loss=held_out_loss,
         )

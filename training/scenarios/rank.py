@@ -347,10 +347,13 @@ class RankProcess:
                 cells.tear(version % SLOTS)
                 wrong = not world.holds(member, cell, self.member.rank, version)
                 yield from self._pull(world.cells[member], cell, version % SLOTS)
-                if source.digest == zm.NO_DIGEST or (wrong and version not in world.committed):
+                compared = not source.own or world.has_voter(self._members, self.member.rank, version)
+                if not compared or (wrong and version not in world.committed):
                     world.unverified = True
                 world.ways.add("pulls")
                 digest = cells.digest(version % SLOTS)
+                if digest == source.digest:
+                    world.voted[self.member] = version
                 for more in self._feed(zm.Restored(digest=digest)):
                     yield from self._restore(more, known=known)
             case zm.StartAnew():
@@ -502,6 +505,7 @@ class RankProcess:
         for action in self._feed(digests_in(votes)):
             match action:
                 case zm.Commit(version=version, digests=digests):
+                    self.world.voted[self.member] = version
                     self._committed(version, digests)
                 case zm.Fail(lost=False, reason=reason):
                     self._diverged(reason)

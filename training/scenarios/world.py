@@ -16,6 +16,7 @@ from zbmd.actors.view import MemberId
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.scenarios.hosted_job import JobOptions, Message
 from zbmd.training.job.mesh import DATA_AXIS, Mesh
+from zbmd.training.job.results import state_digest
 from zbmd.training.job.task import StepResult
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.interface import Wish
@@ -300,6 +301,8 @@ class CommitWorld:
     """Epochs that a member has given up: its peers' operations end."""
     committed: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """The digests of committed versions, by place."""
+    voted: dict[MemberId, int] = field(default_factory=dict[MemberId, int])
+    """The last version of which a member knows the digest: it voted for it, or compared what it pulled."""
     chosen: dict[int, int] = field(default_factory=dict[int, int])
     """By epoch: the version that its members go on from."""
     acted: dict[tuple[int, int], Wish] = field(default_factory=dict[tuple[int, int], Wish])
@@ -339,6 +342,11 @@ class CommitWorld:
     def holds(self, member: MemberId, cell: int, rank: int, version: int) -> bool:
         """Whether a cell holds what the shard of `rank` is at `version`."""
         return self.cells[member].digest(cell) == self.contents.digest_of(self.key(rank), version)
+
+    def has_voter(self, members: Sequence[MemberId], rank: int, version: int) -> bool:
+        """Whether any of `members` knows the digest of the shard of `rank` at `version`."""
+        key = self.key(rank)
+        return any(self.voted.get(one) == version for one in members if self.key(one.rank) == key)
 
     def open(self, member: MemberId) -> Cells:
         """Return the cells of a new incarnation: those of its file, if it has one."""
@@ -398,7 +406,7 @@ class CommitWorld:
             assert gone, f"version {version} is said to be lost, and all of it is here"
 
     def check_ledger(self) -> None:
-        """Every committed version is logged once, with each of its samples once."""
+        """Every committed version is logged once, with each of its samples once, and its one digest."""
         steps = max(self.committed, default=self.options.first) - self.options.first
         found = audit(self.log.records, self._samples, base_version=self.options.first, steps=steps)
         wanted = Audit(
@@ -409,6 +417,10 @@ class CommitWorld:
             samples_repeated=0,
         )
         assert found == wanted, f"the log has {found}, and should have {wanted}"
+        keys = set(self.options.keys(self.options.world_size))
+        for record in () if self.corrupted else self.log.records:
+            digest = state_digest({key: self.contents.digest_of(key, record.version) for key in keys})
+            assert record.digest == digest, f"version {record.version} is logged with another digest"
 
     def _samples(self, version: int) -> list[int]:
         return [one for ids in self.contents.sample_ids(version) for one in ids]

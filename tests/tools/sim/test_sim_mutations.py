@@ -215,8 +215,8 @@ MUTATIONS = [
         "commit",
         (Edit(f"{RESULTS}.committed", "keys or range(len(digests))", "range(len(digests))"),),
         BROKEN,
-        "--ranks 2 --length 6 --faults 1",
-        seed=1652,
+        "--ranks 2 --length 1 --faults 1",
+        seed=2,
     ),
     Mutation(
         "a job trains with the ranks that are there",

@@ -125,7 +125,7 @@ IGNORED: Final[dict[str, str]] = {
     "local_ranks_filter": "every line bears its rank",
     "logs_specs": "see --log-dir",
     "numa_binding": "see zbmd-node doctor",
-    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP are",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP end the run; ranks get SIGUSR1 and SIGUSR2",
 }
 """Options of torchrun that are taken and have no effect here, and why."""
 

@@ -23,6 +23,7 @@ from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.node.narration import RunNarrator
+from zbmd.tools.node.signals import forwarded, handling
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, in_words
 
@@ -35,10 +36,6 @@ OWN_JOBS = {
 }
 """Targets of `-m` whose options are checked before any rank is started, and the module with `check`."""
 MORE_PRELOADS = ("zbmd.collectives.group.group",)  # what `import zbmd` finds only when it is used
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FORWARDED = signal.SIGUSR1
-"""Goes to the ranks that have a handler for it: a training run saves its state then."""
 
 
 class OwnJob(Protocol):
@@ -190,6 +187,7 @@ async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
         host = Host(config, output=console, observer=story.observe, template=template)
         running = loop.create_task(host.run())
         received: list[signal.Signals] = []
+        notes: list[asyncio.Task[None]] = []
 
         def on_signal(number: signal.Signals) -> None:
             received.append(number)
@@ -197,19 +195,20 @@ async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
             if len(received) == 1 and not host.started:
                 running.cancel()  # the template still imports, and nobody else is there to be stopped
 
-        for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, on_signal, number)
-        loop.add_signal_handler(FORWARDED, host.forward, FORWARDED)
+        def on_forwarded(number: signal.Signals) -> None:
+            if words := forwarded(number, host.forward):
+                notes.append(loop.create_task(console.note(words)))
+
         try:
-            result = await running
+            with handling(on_signal, on_forwarded):
+                result = await running
         except asyncio.CancelledError:
             if not received:
                 raise
             await console.note(f"stopped: {received[0].name} received before any rank had started")
             return 128 + received[0]
         finally:
-            for number in (*STOP_SIGNALS, FORWARDED):
-                loop.remove_signal_handler(number)
+            await asyncio.gather(*notes)
         if result.outcome is Outcome.FAILED:
             await story.failed(result)
         elif result.outcome is Outcome.STOPPED:

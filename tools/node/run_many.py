@@ -42,15 +42,8 @@ from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.narration import RunTeller
-from zbmd.tools.node.run import (
-    FORWARDED,
-    MORE_PRELOADS,
-    STOP_SIGNALS,
-    JobCommand,
-    host_variables,
-    job_config,
-    own_modules,
-)
+from zbmd.tools.node.run import MORE_PRELOADS, JobCommand, host_variables, job_config, own_modules
+from zbmd.tools.node.signals import forwarded, handling
 from zbmd.tools.node.store import with_store
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.deadlines import SECOND_NS
@@ -250,27 +243,23 @@ class _NodeRun:
 
     async def run(self, superseded: asyncio.Future[str] | None) -> int:
         """Until the job is over and this node has left; the exit code."""
-        for number in STOP_SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal, number)
-        self._loop.add_signal_handler(FORWARDED, self._jobs.forward, self._spec.job, FORWARDED)
         if superseded is not None:
             superseded.add_done_callback(self._superseded)
         try:
-            async with self._teller.telling():
-                code = await self._run()
-                with contextlib.suppress(TimeoutError):
-                    await self._teller.told()
-                if (job := self.machine.job) is not None:
-                    await self._teller.over(job, self._capture)
-                return code
+            with handling(self._on_signal, self._on_forwarded):
+                async with self._teller.telling():
+                    code = await self._run()
+                    with contextlib.suppress(TimeoutError):
+                        await self._teller.told()
+                    if (job := self.machine.job) is not None:
+                        await self._teller.over(job, self._capture)
+                    return code
         except BaseException as error:
             self._capture.failed(error)
             raise
         finally:
             if superseded is not None:
                 superseded.remove_done_callback(self._superseded)
-            for number in (*STOP_SIGNALS, FORWARDED):
-                self._loop.remove_signal_handler(number)
             self._capture.close("the run is over")
 
     async def _run(self) -> int:
@@ -303,6 +292,10 @@ class _NodeRun:
             leave=number is not signal.SIGINT,
         )
         self._put(asked)
+
+    def _on_forwarded(self, number: signal.Signals) -> None:
+        if words := forwarded(number, partial(self._jobs.forward, self._spec.job)):
+            self._teller.say(words)
 
     def _superseded(self, reason: asyncio.Future[str]) -> None:
         self._put(o.EndAsked(reason=reason.result(), exit_code=EXIT_FAILED, leave=True))

@@ -46,6 +46,7 @@ from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.tools.node.run import MORE_PRELOADS
+from zbmd.tools.node.signals import handling
 from zbmd.tools.node.store import with_store
 from zbmd.transport.clock.deadlines import (
     RECOVERY_BUDGET_NS_DEFAULT,
@@ -63,7 +64,6 @@ from zbmd.transport.handshake.cookie import (
 )
 from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 
-STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOKEN_VARIABLE: Final = "ZBMD_TOKEN"
 
 EXAMPLES = f"""\
@@ -337,20 +337,17 @@ async def _run(node: ClusterNode, jobs: JobHost, actors: NodeActors) -> int:
         else:
             running.cancel()
 
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal, number)
     try:
-        await asyncio.wait([running, hosting], return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
-            hosting.result()  # it only ever ends by an error
-        await running
+        with handling(on_signal):
+            await asyncio.wait([running, hosting], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                hosting.result()  # it only ever ends by an error
+            await running
     except asyncio.CancelledError:
         if not received:
             raise
         return 128 + received[0]
     finally:
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
         for task in (running, hosting):
             task.cancel()
         await asyncio.wait([running, hosting])

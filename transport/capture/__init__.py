@@ -5,12 +5,12 @@ the last records in memory for `dump`. Both are used in the same way, from the e
 
     clocks = Clocks(hybrid=endpoint.clock)
     recorder = LogRecorder(Path("capture"), origin_of(identity), clocks)
-    tap = Tap(recorder, STEP_COMMIT, "step-commit", StepCommit(**config), config)
+    tap = Tap(recorder, MIRROR, "mirror", Mirror(**config), config)
     actions = tap.handle(event, now_ns=now_ns)
     ...
     recorder.close("finished")
 
-where `STEP_COMMIT = register("step-commit", 1, build, events=…, actions=…)` stands beside the machine.
+where `MIRROR = register("mirror", 1, build, events=…, actions=…)` stands beside the machine.
 
 Reading. `open_log` gives each process's records; `merged` puts those of several in causal order, `skews`
 estimates how far their clocks are apart; `replay_log` plays every machine again and compares.

@@ -88,6 +88,16 @@ async def ignores_sigterm(worker: Worker) -> None:
     await worker.view(after=NEVER)
 
 
+async def takes_signals(worker: Worker) -> None:
+    """SIGUSR2 is counted, and the third one is the last."""
+    heard: asyncio.Queue[int] = asyncio.Queue()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, heard.put_nowait, 0)
+    say("ready")
+    for count in (1, 2, 3):
+        await heard.get()
+        say("SIGUSR2", count)
+
+
 async def has_an_actor(worker: Worker) -> None:
     await worker.system.spawn(Counter, name="counter")
     say("ready", os.environ["ZBMD_NODE"], os.getpid())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from programs import PROGRAMS
+from support.cluster.etcd_server import free_ports
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
@@ -345,6 +346,46 @@ async def test_a_second_signal_kills_what_ignores_the_first(start: Start) -> Non
         await run.until("SIGTERM ignored", 2)
         run.process.send_signal(signal.SIGINT)
         assert await run.ended() == 130, run.all_output
+
+
+@pytest.fixture(params=[False, True], ids=["one host", "several"])
+def hosts(request: pytest.FixtureRequest) -> list[str]:
+    """The options of a run on one host, and of one that others may join."""
+    elastic = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}"]
+    return elastic if request.param else []
+
+
+async def test_signals_for_ranks_reach_those_that_handle_them(start: Start, hosts: list[str]) -> None:
+    async with start("run", *hosts, "-n", "2", JOINS, "takes_signals") as run:
+        await run.until("ready", 2)
+        run.process.send_signal(signal.SIGUSR1)
+        await run.until("SIGUSR1 received: no rank has a handler for it, and nothing is done")
+        run.process.send_signal(signal.SIGQUIT)
+        await run.until("SIGQUIT received: nothing is done")
+        for count in (1, 2, 3):
+            run.process.send_signal(signal.SIGUSR2)
+            await run.until(f"SIGUSR2 {count}", 2)
+        assert await run.ended() == 0, run.all_output
+
+
+async def test_what_is_ignored_at_the_start_stays_ignored(start: Start, hosts: list[str]) -> None:
+    """As under `nohup`, and in the background of a shell without job control."""
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        starting = start("run", *hosts, "-n", "2", JOINS, "takes_signals")
+        run = await starting.__aenter__()
+    finally:
+        signal.signal(signal.SIGHUP, kept[0])
+        signal.signal(signal.SIGINT, kept[1])
+    try:
+        await run.until("ready", 2)
+        for count, number in ((1, signal.SIGHUP), (2, signal.SIGINT), (3, signal.SIGHUP)):
+            run.process.send_signal(number)
+            run.process.send_signal(signal.SIGUSR2)
+            await run.until(f"SIGUSR2 {count}", 2)
+        assert await run.ended() == 0, run.all_output
+    finally:
+        await starting.__aexit__(None, None, None)
 
 
 async def test_killing_the_host_takes_everything_with_it(start: Start) -> None:

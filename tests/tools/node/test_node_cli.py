@@ -10,8 +10,8 @@ import signal
 import sys
 import textwrap
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,22 +134,37 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**kept, "ZBMD_COOKIE_FILE": str(tmp_path / "cookie"), "ZBMD_ARENA": "1MiB"}
 
 
+@contextmanager
+def inherited(handlers: dict[signal.Signals, signal.Handlers]) -> Generator[None]:
+    """Have processes that are started meanwhile begin with these."""
+    kept = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
 @pytest.fixture
 def start(environment: dict[str, str], tmp_path: Path) -> Start:
     @asynccontextmanager
-    async def run(*arguments: str, **variables: str) -> AsyncGenerator[Run, None]:
+    async def run(
+        *arguments: str, ignored: tuple[signal.Signals, ...] = (), **variables: str
+    ) -> AsyncGenerator[Run, None]:
         marker = uuid.uuid4().hex
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "zbmd.tools.node.cli",
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**environment, **variables, MARKER: marker},
-            cwd=tmp_path,
-        )
+        # A process that has closed its groups ignores SIGUSR2, and this one may have.
+        with inherited(dict.fromkeys(ignored, signal.SIG_IGN) | {signal.SIGUSR2: signal.SIG_DFL}):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "zbmd.tools.node.cli",
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**environment, **variables, MARKER: marker},
+                cwd=tmp_path,
+            )
         run = Run(process, marker)
         try:
             yield run
@@ -370,22 +385,14 @@ async def test_signals_for_ranks_reach_those_that_handle_them(start: Start, host
 
 async def test_what_is_ignored_at_the_start_stays_ignored(start: Start, hosts: list[str]) -> None:
     """As under `nohup`, and in the background of a shell without job control."""
-    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        starting = start("run", *hosts, "-n", "2", JOINS, "takes_signals")
-        run = await starting.__aenter__()
-    finally:
-        signal.signal(signal.SIGHUP, kept[0])
-        signal.signal(signal.SIGINT, kept[1])
-    try:
+    ignored = signal.SIGHUP, signal.SIGINT
+    async with start("run", *hosts, "-n", "2", JOINS, "takes_signals", ignored=ignored) as run:
         await run.until("ready", 2)
         for count, number in ((1, signal.SIGHUP), (2, signal.SIGINT), (3, signal.SIGHUP)):
             run.process.send_signal(number)
             run.process.send_signal(signal.SIGUSR2)
             await run.until(f"SIGUSR2 {count}", 2)
         assert await run.ended() == 0, run.all_output
-    finally:
-        await starting.__aexit__(None, None, None)
 
 
 async def test_killing_the_host_takes_everything_with_it(start: Start) -> None:

@@ -14,9 +14,9 @@ from support.rdma.rdma_jobs import (
     train_over_rdma,
 )
 
-REGISTERED_MAX = 4
-"""By each rank of a job, however many steps it has: in each of two views what is pulled beside its place, and
-copies that are sent, from memory that is kept."""
+REGISTERED_MAX = 8
+"""By each rank of a job, however many steps it has: in each of two views the descriptors of each of a mesh's
+groups, what is pulled beside its place, and copies that are sent, from memory that is kept."""
 
 
 async def test_jobs_over_rdma_have_the_bits_of_one_host_and_survive_kills(

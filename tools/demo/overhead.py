@@ -163,7 +163,8 @@ def measure_runs(runs: int, options: TrainOptions, rounds: int) -> OverheadOfRun
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             raise UserError(f"run {number} ended with {done.returncode}: its words are above.")
-        found.append(msgspec.json.decode(done.stdout, type=Overhead))
+        # The line before is that of the job itself.
+        found.append(msgspec.json.decode(done.stdout.splitlines()[-1], type=Overhead))
         print(f"run {number + 1}/{runs}: {found[-1].overhead_percent:.2f} %", file=sys.stderr, flush=True)
     overhead = [one.overhead_percent for one in found]
     floor = [one.noise_floor_percent for one in found]

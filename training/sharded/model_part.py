@@ -16,7 +16,7 @@ from zbmd.training.optim import HeldMatrix, hidden_matrices
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.sharded.norm import relayed_loss
 from zbmd.training.sharded.stages import Stages
-from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.recipe import Recipe, mean_loss
 from zbmd.training.step.reduction import gather_rows
 
 
@@ -73,8 +73,7 @@ class ModelPart:
         if groups.pipeline is not None:
             totals = groups.pipeline.blocking.broadcast(totals, (len(self.own.every) - 1) % self.own.stages)
         every = [totals] if groups.data is None else groups.data.blocking.all_gather(totals)
-        found = [float(every[number % ranks][number]) for number in range(len(chunks))]
-        return sum(found) / sum(map(len, chunks))
+        return mean_loss(every, chunks)
 
 
 def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, ParameterSlice]]:

@@ -46,7 +46,7 @@ from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, Stages
 from zbmd.training.step.loader import BatchLoader
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite
-from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.recipe import Recipe, mean_loss
 from zbmd.training.step.reduction import ShardSum, gather_pieces
 from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero import machine as zm
@@ -516,9 +516,7 @@ class ZeroTrainer(Trainer):
                     x = own.passes.evaluate(number, whole, x, batch)
             for at in mine:
                 totals[at] = float(x.data) * len(chunks[at])
-        every = self._group.blocking.all_gather(totals)
-        found = [float(every[number % ranks][number]) for number in range(len(chunks))]
-        return sum(found) / sum(map(len, chunks))
+        return mean_loss(self._group.blocking.all_gather(totals), chunks)
 
     def tensors(self, version: int) -> Iterator[HeldTensor]:
         """See `Trainer`."""
@@ -568,7 +566,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: the first few by number."""
+    """Return the numbers of the first few ranks, and how many more there are, for a message."""
     named = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))
     more = len(ranks) - RANKS_NAMED_MAX
     return f"rank{'s' * (len(ranks) > 1)} {named}{f' and {more} more' if more > 0 else ''}"

@@ -7,6 +7,7 @@ A step is: every shard's gradient (`Recipe.shard_gradient`), their sum along the
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -151,13 +152,23 @@ class Recipe:
     def held_out_loss(self, params: Array, *, windows_max: int) -> float:
         """Return the mean loss, nats per byte, on at most `windows_max` held-out windows, always the same."""
         chunks = self.evaluation_chunks(windows_max)
-        found = [self.model.loss(params, self.corpus.windows(ids)) * len(ids) for ids in chunks]
-        return sum(found) / sum(map(len, chunks))
+        totals = [self.model.loss(params, self.corpus.windows(ids)) * len(ids) for ids in chunks]
+        return mean_loss([np.array(totals)], chunks)
 
     def evaluation_chunks(self, windows_max: int) -> list[npt.NDArray[np.int64]]:
         """Return the ids of at most so many held-out windows, in chunks of one pass each."""
         ids = self.corpus.evaluation_ids(windows_max)
         return [ids[start : start + WINDOWS_PER_PASS] for start in range(0, len(ids), WINDOWS_PER_PASS)]
+
+
+def mean_loss(totals: Sequence[Array], chunks: Sequence[npt.NDArray[np.int64]]) -> float:
+    """Return the mean loss over the windows of `chunks`.
+
+    totals: (chunks,) of each rank, the summed loss of each chunk; of n ranks, rank r has computed chunks r,
+    r + n, r + 2n and so on.
+    """
+    found = [float(totals[number % len(totals)][number]) for number in range(len(chunks))]
+    return sum(found) / sum(map(len, chunks))
 
 
 def learning_rate_of(config: TrainingConfig, step: int) -> float:

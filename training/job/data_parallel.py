@@ -30,7 +30,7 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, shared_out
 from zbmd.training.files import write_atomically
-from zbmd.training.job.job import Job, RunOptions, errors_explained
+from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions, errors_explained
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer, share_step
 from zbmd.training.model_actors.model_actors import ModelActors
@@ -47,7 +47,6 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
 STATE_NAME = "state.safetensors"
-ARENA_SPARE_BYTES = 4 << 20
 State = Mapping[str, Array]
 """Named float32 arrays."""
 

@@ -61,6 +61,9 @@ from zbmd.transport.shm.death_notice import DeathNotice
 
 ResultT = TypeVar("ResultT")
 
+ARENA_SPARE_BYTES = 4 << 20
+"""Of a rank's arena, beside what its state and gradients need."""
+
 BEGIN_POINT = faults.declare("job.begin", "before a step")
 MEET_POINT = faults.declare("job.meet", "in a new epoch, before its members say what they hold")
 MET_POINT = faults.declare("job.met", "when they have agreed on what they go on from")

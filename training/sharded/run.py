@@ -14,7 +14,7 @@ from zbmd.training.checkpoint.sharded import open_state, require_state, write_al
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
-from zbmd.training.job.job import Job, RunOptions, errors_explained
+from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions, errors_explained
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, require_axes
 from zbmd.training.job.records import require_board
 from zbmd.training.job.task import ResultRow
@@ -50,8 +50,6 @@ from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.options import arena_bytes_needed
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
-
-ARENA_SPARE_BYTES = 4 << 20
 
 
 def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Corpus]:

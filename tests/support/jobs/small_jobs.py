@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
@@ -18,6 +19,17 @@ class SmallJobs:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+
+    def undisturbed(
+        self, directory: Path, data: Path, kinds: Sequence[tuple[str, Precision]]
+    ) -> dict[tuple[bool, Precision], str]:
+        """Return the digests of runs on these meshes of one axis, by whether that is `tp`, and precision."""
+        digests: dict[tuple[bool, Precision], str] = {}
+        for mesh, precision in kinds:
+            out, ranks = directory / f"{mesh}-{precision}", int(mesh[-1])
+            done = self.run(out, data, mesh=mesh, world_size=ranks, precision=precision)
+            digests["tp" in mesh, precision] = done.digest
+        return digests
 
     def run(
         self,

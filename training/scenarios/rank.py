@@ -241,7 +241,7 @@ class RankProcess:
         return [operation[member] for member in members]
 
     def _epoch_over(self) -> Moves:
-        """Give up the epoch: peers are told, and what is running drains."""
+        """Leave the epoch: operations of peers end, and a copy under way ends first."""
         self.world.abandoned.add(self.view.epoch)
         if self.copying is not None:
             yield False

@@ -426,7 +426,7 @@ class JobHost:
         return lambda: self.tell(key.job, process.down(code, expected=expected, next_step=next_step))
 
     def _next_step(self, key: RankKey) -> str:
-        """Return the consequence of a process's end, in words."""
+        """Return the message that says what follows from the end of a process."""
         job = self._port.view.jobs.job(key.job)
         if job is None or job.phase in (JobPhase.STOPPING, JobPhase.ENDED):
             return "the run ends"

@@ -138,7 +138,7 @@ def test_what_is_written_again_is_not_held(replicas: bool) -> None:
 
 
 def test_a_mirror_goes_on_from_any_of_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each event a machine is made anew, from its state: it answers alike."""
+    """Before each event, a second machine is restored from the state of the first: its actions are equal."""
     handle, states, followed = zm.Mirror.handle, MIRROR.states, 0
 
     def followed_handle(machine: zm.Mirror, event: zm.Event, *, now_ns: int) -> list[zm.Action]:

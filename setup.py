@@ -71,6 +71,7 @@ def extensions() -> list[Extension]:
             extension("collectives", "native._remote_stepper"),
             extension("collectives", "flight._flight"),
             extension("collectives", "native._fast_path"),
+            extension("collectives", "native._messages"),
             extension("collectives", "scale._timeline"),
             extension("training", "autograd._spans"),
             # So that square roots and choices become vectors too; neither changes a result.

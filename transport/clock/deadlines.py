@@ -198,13 +198,6 @@ class Deadlines:
         least_ns=5 * SECOND_NS,
         most_ns=600 * SECOND_NS,
     )
-    join_ns: int = _bound(
-        60,
-        1,
-        "from a replacement's fork to its join, while others wait for it: it reads and imports what it needs",
-        least_ns=5 * SECOND_NS,
-        most_ns=1800 * SECOND_NS,
-    )
     flush_ns: int = _bound(
         1,
         2,
@@ -215,7 +208,7 @@ class Deadlines:
     stop_grace_ns: int = _bound(
         1,
         1,
-        "from SIGTERM to SIGKILL: room for the flush, and no more than a person waits",
+        "from SIGTERM to SIGKILL in a run that failed: room for the flush; a stopped one has --stop-grace",
         least_ns=SECOND_NS // 2,
         most_ns=10 * SECOND_NS,
     )
@@ -271,7 +264,7 @@ class Deadlines:
             (self.heartbeat_ns, self.suspicion_ns, user_timeout_ns),
             (self.notice_ns, self.confirmation_ns, self.suspicion_ns),
             (self.link_up_ns, self.view_ns),
-            (self.hello_ns, self.dial_ns, self.view_ns, self.join_ns),
+            (self.hello_ns, self.dial_ns, self.view_ns),
             (self.flush_ns, self.stop_grace_ns),
         ):
             assert all(a < b for a, b in pairwise(order)), f"not in order: {order}"

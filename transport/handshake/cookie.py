@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.user_directories import UserFiles, need_directory
 
 COOKIE_BYTES_MIN = 32
 COOKIE_BYTES_MAX = 1024
@@ -36,13 +37,10 @@ def cookie_path(environ: Mapping[str, str] = os.environ) -> Path:
     """
     if given := environ.get("ZBMD_COOKIE_FILE"):
         return Path(given)
-    config = environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(config):  # the XDG specification: ignore a relative one
-        return Path(config) / "zbmd" / "cookie"
-    home = os.path.expanduser("~")
-    if not os.path.isabs(home):
-        raise CookieError("there is no home directory to keep the cookie in: set ZBMD_COOKIE_FILE to a path")
-    return Path(home) / ".config" / "zbmd" / "cookie"
+    directory = need_directory(
+        UserFiles.CONFIG, environ, what="the cookie", variable="ZBMD_COOKIE_FILE", error=CookieError
+    )
+    return directory / "cookie"
 
 
 def load_or_create_cookie(path: Path | str | None = None) -> bytes:

@@ -74,6 +74,20 @@ class Allocator:
         self.used_bytes += size
         return offset
 
+    def claim(self, offset: int, nbytes: int) -> None:
+        """Reserve `nbytes` at `offset`, as `allocate` once did. Raises `ArenaFull` if they are not free."""
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        i = bisect_left(self._hole_starts, offset + 1) - 1
+        start, hole = (self._hole_starts[i], self._hole_sizes[i]) if i >= 0 else (0, 0)
+        if offset % ALIGNMENT or i < 0 or offset + size > start + hole:
+            raise self._full(size)
+        pieces = [(start, offset - start), (offset + size, start + hole - offset - size)]
+        left = [piece for piece in pieces if piece[1]]
+        self._hole_starts[i : i + 1] = [piece[0] for piece in left]
+        self._hole_sizes[i : i + 1] = [piece[1] for piece in left]
+        self._blocks[offset] = size
+        self.used_bytes += size
+
     def free(self, offset: int) -> None:
         """Give back the block at `offset`. Raises `LocalProtocolError` if there is none."""
         size = self._blocks.pop(offset, None)
@@ -124,7 +138,8 @@ class Arena:
     """Arrays in one range of a process's own segment. Safe to use from any thread.
 
     `unsettled` reports peers that may still store here though they are known to have ended: while there are
-    any, memory that is returned waits. `filler`: what is still allocating pages of it.
+    any, memory that is returned waits. `filler`: what is still allocating pages of it. `was_used`: its memory
+    is not new.
     """
 
     def __init__(
@@ -135,6 +150,7 @@ class Arena:
         *,
         unsettled: Callable[[], bool] | None = None,
         filler: Filler | None = None,
+        was_used: bool = False,
     ) -> None:
         self._mapping = mapping
         self._unsettled = unsettled
@@ -143,7 +159,7 @@ class Arena:
         self._begin = mapping.address + offset
         self._end = self._begin + nbytes
         self._lock = threading.Lock()
-        self._handed_out = offset
+        self._handed_out = offset + nbytes if was_used else offset
         """The memory from here on was never handed out: its pages are zero, and may not even exist yet."""
         # Filled by finalizers, which may run in the middle of anything, this class included; so they only
         # append here, and the next allocation frees.
@@ -163,6 +179,10 @@ class Arena:
     def lazy_zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """As `zeros`, but its pages may not exist yet: call `ready` with what is used, before it is used."""
         return self._array(shape, dtype, zeroed=True, lazy=True)
+
+    def lazy_empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """As `empty`, but lazy as of `lazy_zeros`."""
+        return self._array(shape, dtype, zeroed=False, lazy=True)
 
     def ready(self, array: NDArray[Any]) -> None:
         """Return when all pages of an array exist: a lazy one, a part of it, or any other.
@@ -194,7 +214,7 @@ class Arena:
         with self._lock:
             self._collect()
             used_before = self._handed_out
-            offset = self._allocate(nbytes, lazy=lazy)
+            offset = self._allocate(nbytes, zeroed=zeroed, lazy=lazy)
         view = self._mapping.view(offset, nbytes, writable=True)
         if zeroed and offset < used_before:
             used = view[: used_before - offset]
@@ -216,6 +236,11 @@ class Arena:
         with self._lock:
             self._collect()
             return self._allocate(nbytes)
+
+    def claim(self, offset: int, nbytes: int) -> None:
+        """`reserve` these bytes, whose pages may not exist yet. Raises `ArenaFull` if they are in use."""
+        with self._lock:
+            self._allocator.claim(offset, nbytes)
 
     def unreserve(self, offset: int) -> None:
         """Give back what `reserve` gave. Raises `LocalProtocolError` if nothing begins there."""
@@ -262,7 +287,7 @@ class Arena:
             self._collect()
             return len(self._returned)
 
-    def _allocate(self, nbytes: int, *, lazy: bool = False) -> int:
+    def _allocate(self, nbytes: int, *, zeroed: bool = False, lazy: bool = False) -> int:
         try:
             offset = self._allocator.allocate(nbytes)
         except ArenaFull as full:
@@ -277,8 +302,9 @@ class Arena:
         if self._filler is not None:
             end = offset + nbytes
             try:
-                # Of a lazy array, what was used before is cleared now.
-                self._filler.wait_for(offset, min(end, self._handed_out) if lazy else end)
+                if lazy:  # what was used before is cleared now
+                    end = min(end, self._handed_out) if zeroed else offset
+                self._filler.wait_for(offset, end)
             except BaseException:
                 self._allocator.free(offset)
                 raise

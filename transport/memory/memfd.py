@@ -43,6 +43,8 @@ from zbmd.transport.native._native import (
 # cannot be had is noted (`Placement.notes`) and gone without.
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+TABLE_BYTES: Final = PAGE_BYTES
+"""Before an arena that outlives its process: see `zbmd.transport.memory.kept`."""
 FILL_BYTES: Final = 32 << 20
 """Pages of so much are allocated at once by a `Filler`."""
 FILLED_LATER_BYTES_MIN: Final = 128 << 20
@@ -93,7 +95,11 @@ class PlacedMemory:
     arena_offset: int
     placement: Placement
     filler: Filler | None = None
-    """What still allocates pages of the arena; None: all are there."""
+    """The thread that still allocates pages of the arena; None: all are there."""
+    arena_fd: int | None = None
+    """The memfd of the arena, if it is one of its own: a table, and the arena behind it."""
+    was_used: bool = False
+    """Whether a predecessor has written the arena."""
 
 
 def probe(root: Path = Path("/")) -> HugePageSupport:
@@ -108,11 +114,18 @@ def probe(root: Path = Path("/")) -> HugePageSupport:
 
 
 def place(
-    name: str, *, head_bytes: int, arena_bytes: int, offer: HugePageSupport | None = None
+    name: str,
+    *,
+    head_bytes: int,
+    arena_bytes: int,
+    offer: HugePageSupport | None = None,
+    kept_fd: int | None = None,
 ) -> PlacedMemory:
     """Allocate `head_bytes`, writable by peers, and an arena behind it; both are rounded up to pages.
 
-    Raises `OutOfMemory` as `create_memfd` does. The memfd is the caller's to close.
+    kept_fd: an empty memfd in which the arena is to lie, or one in which an arena of this size lay; it is not
+    used for another size, or where the pool has huge pages. Raises `OutOfMemory` as `create_memfd` does.
+    All memfds are the caller's to close.
     """
     offer = probe() if offer is None else offer
     notes: list[str] = []
@@ -127,6 +140,10 @@ def place(
                 f"hugetlb: {in_words(offer.hugetlb_free_bytes)} free, {in_words(needed)} needed "
                 f"(sysctl vm.nr_hugepages={needed // HUGE_BYTES} a rank)"
             )
+    if kept_fd is not None and arena_bytes:
+        placed = _in_kept(name, head_bytes, arena_bytes, kept_fd, offer, notes)
+        if placed is not None:
+            return placed
     return _from_base_pages(name, _up(head_bytes, PAGE_BYTES), arena_bytes, offer, notes)
 
 
@@ -166,9 +183,53 @@ def _from_base_pages(
     except BaseException:
         os.close(fd)
         raise
-    pages = PageKind.TRANSPARENT if huge_bytes else PageKind.BASE
-    placement = Placement(pages=pages, huge_bytes=huge_bytes, numa_node=node, notes=tuple(notes))
+    placement = _without_pool(huge_bytes, node, notes)
     return PlacedMemory(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement, filler=filler)
+
+
+def _without_pool(huge_bytes: int, node: int | None, notes: list[str]) -> Placement:
+    pages = PageKind.TRANSPARENT if huge_bytes else PageKind.BASE
+    return Placement(pages=pages, huge_bytes=huge_bytes, numa_node=node, notes=tuple(notes))
+
+
+def _in_kept(
+    name: str, head_bytes: int, arena_bytes: int, kept_fd: int, offer: HugePageSupport, notes: list[str]
+) -> PlacedMemory | None:
+    """Put the arena into `kept_fd`; None if that holds something else."""
+    size, found = TABLE_BYTES + _up(arena_bytes, PAGE_BYTES), os.fstat(kept_fd).st_size
+    if found not in (0, size):
+        notes.append(f"the memory of its predecessor has {in_words(found)}, not {in_words(size)}")
+        return None
+    may_be_huge = offer.shmem_mode in SHMEM_MODES_ON_ADVICE and arena_bytes >= ARENA_BYTES_MIN
+    head = _up(head_bytes, HUGE_BYTES if may_be_huge else PAGE_BYTES)
+    _require(name, size - os.fstat(kept_fd).st_blocks * 512)
+    if found == 0:
+        os.ftruncate(kept_fd, size)
+    if not fcntl.fcntl(kept_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        fcntl.fcntl(kept_fd, fcntl.F_ADD_SEALS, SEALS)
+    fd = create_memfd(name, head)
+    try:
+        mapping = map_own(name, fd, head + size, kept_fd, head)
+        node = _prefer_own_node(mapping, offer, notes)
+        huge_bytes = _make_transparent(mapping, offer, notes) if arena_bytes >= ARENA_BYTES_MIN else 0
+        filler = None
+        if arena_bytes < FILLED_LATER_BYTES_MIN or huge_bytes:
+            _allocate(name, kept_fd, 0, size)
+        else:
+            is_there = os.fstat(kept_fd).st_blocks * 512 >= size
+            filler = Filler(name, kept_fd, head, head + size, mapping=mapping, before=head, is_there=is_there)
+    except BaseException:
+        os.close(fd)
+        raise
+    return PlacedMemory(
+        fd=fd,
+        mapping=mapping,
+        arena_offset=head,
+        placement=_without_pool(huge_bytes, node, notes),
+        filler=filler,
+        arena_fd=kept_fd,
+        was_used=found == size,
+    )
 
 
 def _make_transparent(mapping: Mapping, offer: HugePageSupport, notes: list[str]) -> int:
@@ -218,7 +279,7 @@ HEADROOM_BYTES = 32 << 20
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-_UNLIMITED_BYTES = 1 << 60
+UNLIMITED_BYTES = 1 << 60
 """cgroup v1 spells "no limit" as a number near 2**63."""
 
 _V2_NAMES = ("memory.max", "memory.current", "inactive_file")
@@ -246,14 +307,14 @@ def available_memory(root: Path = Path("/")) -> Available:
 def _mem_available(root: Path) -> int:
     available = read_fields(root / "proc/meminfo", ":").get("MemAvailable", "")
     kib = parse_int(available.removesuffix(" kB"))
-    return _UNLIMITED_BYTES if kib is None else kib << 10
+    return UNLIMITED_BYTES if kib is None else kib << 10
 
 
 def _cgroup_limits(root: Path) -> Iterator[Available]:
     for group in groups("memory", root):
         limit_name, used_name, reclaimable_name = _V2_NAMES if group.v2 else _V1_NAMES
         limit, used = read_int(group.path / limit_name), read_int(group.path / used_name)
-        if limit is None or used is None or limit >= _UNLIMITED_BYTES:
+        if limit is None or used is None or limit >= UNLIMITED_BYTES:
             continue
         reclaimable = parse_int(read_fields(group.path / "memory.stat").get(reclaimable_name, "")) or 0
         yield Available(nbytes=max(0, limit - used + reclaimable), limited_by=f"the cgroup {group.path}")
@@ -286,10 +347,7 @@ def open_memfd(name: str, nbytes: int) -> int:
     """The first half of `create_memfd`: nothing is allocated yet, but there is room. Raises as it does."""
     if nbytes <= 0:
         raise LocalProtocolError(f"shared memory {name!r} of {nbytes} bytes: the size must be positive")
-    with exhaustion_is_typed(f"shared memory {name!r}"):
-        available = available_memory()
-    if nbytes + HEADROOM_BYTES > available.nbytes:
-        raise _out_of_memory(name, nbytes, available)
+    _require(name, nbytes)
     with exhaustion_is_typed(f"shared memory {name!r}"):
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -298,6 +356,14 @@ def open_memfd(name: str, nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _require(name: str, nbytes: int) -> None:
+    """Raise `OutOfMemory` unless so much can be allocated."""
+    with exhaustion_is_typed(f"shared memory {name!r}"):
+        available = available_memory()
+    if nbytes + HEADROOM_BYTES > available.nbytes:
+        raise _out_of_memory(name, nbytes, available)
 
 
 def fill_memfd(name: str, fd: int, nbytes: int) -> None:
@@ -312,11 +378,22 @@ class Filler:
     Half a second a GiB is too long to wait for in a rank that replaces another. So the pages are made in
     order, but first those that are wanted (`want`, `wait_for`). These are also mapped in `mapping`, if it is
     given: the kernel clears a page only then, which takes longer than to allocate it. Before each piece the
-    memory that is available is read, since others allocate meanwhile.
+    memory that is available is read, since others allocate meanwhile. before: bytes of the mapping that lie
+    in another file; is_there: the pages are allocated already, and wanted ones are only mapped.
     """
 
-    def __init__(self, name: str, fd: int, begin: int, end: int, *, mapping: Mapping | None = None) -> None:
-        self._name, self._end = name, end
+    def __init__(
+        self,
+        name: str,
+        fd: int,
+        begin: int,
+        end: int,
+        *,
+        mapping: Mapping | None = None,
+        before: int = 0,
+        is_there: bool = False,
+    ) -> None:
+        self._name, self._end, self._before, self._is_there = name, end, before, is_there
         self._missing = dict.fromkeys(range(begin, end, FILL_BYTES))
         """The offsets of the missing pieces, in order."""
         self._wanted: dict[int, None] = {}
@@ -360,10 +437,8 @@ class Filler:
         try:
             while not self._stopped and (begin := self._next()) is not None:
                 nbytes = min(FILL_BYTES, self._end - begin)
-                available = available_memory()
-                if nbytes + HEADROOM_BYTES > available.nbytes:
-                    raise _out_of_memory(self._name, nbytes, available)
-                _allocate(self._name, fd, begin, nbytes)
+                if not self._is_there:
+                    self._allocate(fd, begin, nbytes)
                 if mapping is not None and begin in self._wanted:
                     with contextlib.suppress(OSError):  # before Linux 5.14: pages are mapped as they are used
                         mapping.madvise(MADV_POPULATE_WRITE, begin, nbytes)
@@ -378,6 +453,12 @@ class Filler:
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
+
+    def _allocate(self, fd: int, begin: int, nbytes: int) -> None:
+        available = available_memory()
+        if nbytes + HEADROOM_BYTES > available.nbytes:
+            raise _out_of_memory(self._name, nbytes, available)
+        _allocate(self._name, fd, begin - self._before, nbytes)
 
     def _next(self) -> int | None:
         with self._changed:
@@ -403,10 +484,12 @@ def _out_of_memory(name: str, nbytes: int, available: Available) -> OutOfMemory:
     )
 
 
-def map_own(what: str, fd: int, nbytes: int) -> Mapping:
-    """Map all of a memfd of ours for writing. Raises `OutOfMemory` if the kernel has no place for it."""
+def map_own(what: str, fd: int, nbytes: int, tail_fd: int | None = None, tail: int = 0) -> Mapping:
+    """Map all of a memfd of ours for writing, and from `tail` on another. Raises `OutOfMemory` if the kernel
+    has no place for it.
+    """
     try:
-        return Mapping(fd, nbytes, nbytes)
+        return Mapping(fd, nbytes, nbytes, -1 if tail_fd is None else tail_fd, tail)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
@@ -438,14 +521,16 @@ def sealed_size(fd: int) -> int:
     return os.fstat(fd).st_size
 
 
-def map_from_peer(fd: int, nbytes: int, writable_bytes: int) -> Mapping:
-    """Map memory that came from a peer, the first `writable_bytes` for writing.
+def map_from_peer(
+    fd: int, nbytes: int, writable_bytes: int, tail_fd: int | None = None, tail: int = 0
+) -> Mapping:
+    """Map memory that came from a peer, the first `writable_bytes` for writing, and from `tail` on another.
 
     Raises `OutOfMemory` if there is no room for it in our address space, and `RemoteProtocolError` if the
     kernel refuses otherwise: it is sealed against writing, say, or the descriptor is open for reading alone.
     """
     try:
-        return Mapping(fd, nbytes, writable_bytes)
+        return Mapping(fd, nbytes, writable_bytes, -1 if tail_fd is None else tail_fd, tail)
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise _no_place(f"{in_words(nbytes)} of a peer's shared memory", nbytes) from error

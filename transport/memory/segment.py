@@ -1,7 +1,9 @@
 """A process's shared segment: control words, an inbox that peers write, an arena that peers read.
 
-The layout is native/segment.h's. One memfd per process incarnation, so a killed process leaves nothing
-behind, and no memory of a dead incarnation is ever mistaken for its replacement's.
+The layout is native/segment.h's. What peers write is in a memfd of each process incarnation, so a killed
+process leaves nothing behind, and no peer of a dead incarnation writes to its replacement. The arena may lie
+in a memfd that outlives the process, in which its replacement finds what it has kept
+(`zbmd.transport.memory.kept`).
 """
 
 from __future__ import annotations
@@ -9,13 +11,22 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.memory._region import Cells, Deferred, Pinned, ShmRegion
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.frame_loans import FrameLender
-from zbmd.transport.memory.memfd import PAGE_BYTES, PlacedMemory, map_from_peer, place, sealed_size
+from zbmd.transport.memory.kept import KeptBlocks
+from zbmd.transport.memory.memfd import (
+    PAGE_BYTES,
+    TABLE_BYTES,
+    PlacedMemory,
+    map_from_peer,
+    place,
+    sealed_size,
+)
 from zbmd.transport.memory.region import RegionHandle, Regions, RemoteRegion, require_owner
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
@@ -106,7 +117,7 @@ class Segment(Cells):
 
     def __init__(self, placed: PlacedMemory, *, slot: int, incarnation: int, slots: int) -> None:
         mapping, arena_offset = placed.mapping, placed.arena_offset
-        self._fd = placed.fd
+        self._fds = [placed.fd] if placed.arena_fd is None else [placed.fd, placed.arena_fd]
         self.placement = placed.placement
         """The pages and the NUMA node that it got."""
         self._mapping: Mapping | None = mapping
@@ -119,19 +130,38 @@ class Segment(Cells):
         inbox_bytes = arena_offset - _native.OFF_END
         self.inbox = Arena(mapping, _native.OFF_END, inbox_bytes, unsettled=self._ends.any_unsettled)
         self._filler = placed.filler
-        self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset, filler=placed.filler)
+        table = 0 if placed.arena_fd is None else TABLE_BYTES
+        self.arena = Arena(
+            mapping,
+            arena_offset + table,
+            mapping.nbytes - arena_offset - table,
+            filler=placed.filler,
+            was_used=placed.was_used,
+        )
+        self.kept = KeptBlocks(self.arena, mapping, arena_offset) if table else None
+        """Blocks that outlive this process; None: nothing does."""
         self.frame_lender = FrameLender(self.arena)
         self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
 
     @classmethod
     def create(
-        cls, *, slot: int, incarnation: int, arena_bytes: int, inbox_bytes: int, slots: int = NODE_SLOT
+        cls,
+        *,
+        slot: int,
+        incarnation: int,
+        arena_bytes: int,
+        inbox_bytes: int,
+        slots: int = NODE_SLOT,
+        kept_fd: int | None = None,
     ) -> Segment:
         """Allocate and lay out a segment; both sizes are rounded up to pages.
 
-        slots: how many ranks the job has, at most; a small job's deaths are noticed sooner for it. Raises
-        `OutOfMemory` if the sizes do not fit into the machine's or cgroup's memory, `LocalProtocolError` on a
-        slot, number of slots, incarnation or size out of range.
+        slots: how many ranks the job has, at most; a small job's deaths are noticed sooner for it. kept_fd: a
+        memfd for the arena that outlives this process, which may be its predecessor's; it belongs to the
+        segment from now on.
+
+        Raises `OutOfMemory` if the sizes do not fit into the machine's or cgroup's memory,
+        `LocalProtocolError` on a slot, number of slots, incarnation or size out of range.
         """
         if not 0 <= slots <= NODE_SLOT:
             raise LocalProtocolError(f"{slots} slots for ranks: there are 0 to {NODE_SLOT}")
@@ -142,9 +172,19 @@ class Segment(Cells):
                 f"segment with incarnation {incarnation}, arena {arena_bytes}, inbox {inbox_bytes}: "
                 "the incarnation must be a positive u64 and the sizes not negative"
             )
-        placed = place(
-            f"zbmd-segment-{slot}", head_bytes=_native.OFF_END + inbox_bytes, arena_bytes=arena_bytes
-        )
+        try:
+            placed = place(
+                f"zbmd-segment-{slot}",
+                head_bytes=_native.OFF_END + inbox_bytes,
+                arena_bytes=arena_bytes,
+                kept_fd=kept_fd,
+            )
+        except BaseException:
+            if kept_fd is not None:
+                os.close(kept_fd)
+            raise
+        if kept_fd is not None and placed.arena_fd is None:
+            os.close(kept_fd)
         mapping = placed.mapping
         mapping.store64(_native.OFF_TOTAL, mapping.nbytes)
         mapping.store64(_native.OFF_INBOX, _native.OFF_END)
@@ -156,11 +196,14 @@ class Segment(Cells):
         return cls(placed, slot=slot, incarnation=incarnation, slots=slots)
 
     @property
-    def fd(self) -> int:
-        """The memfd, to hand to peers. Raises `LocalProtocolError` once closed."""
-        if self._fd < 0:
+    def fds(self) -> Sequence[int]:
+        """The memfds, to hand to peers: that of the segment and, if it is apart, that of the arena.
+
+        Raises `LocalProtocolError` once closed.
+        """
+        if not self._fds:
             raise self._closed()
-        return self._fd
+        return self._fds
 
     @property
     def mapping(self) -> Mapping:
@@ -187,6 +230,12 @@ class Segment(Cells):
         """Mark the process in `slot`, which is on another host, as lost: waits for it end."""
         _native.set_lost(self.base, slot)
 
+    def extend_waits(self, until_ns: int) -> None:
+        """Have no wait for a notification here time out before a monotonic time. From any thread."""
+        mapping = self._mapping
+        if mapping is not None:
+            mapping.store64(_native.OFF_PATIENT, until_ns)
+
     def clear_lost(self, slot: int) -> None:
         """Forget the death of the process in `slot`, which is proven, for a replacement takes its place."""
         self.end_proven(slot)
@@ -204,14 +253,13 @@ class Segment(Cells):
         self._ends.proven |= 1 << slot
 
     def close(self) -> None:
-        """Close the memfd and let go of the mapping, which ends with the last array in it. Idempotent."""
+        """Close the memfds and let go of the mapping, which ends with the last array in it. Idempotent."""
         self._mapping = None
         self._close_cells()
         if self._filler is not None:
             self._filler.stop()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
 
     def _closed(self) -> LocalProtocolError:
         return LocalProtocolError(f"the segment of slot {self.slot} is closed")
@@ -231,17 +279,20 @@ class PeerSegment:
         self.arena_offset = arena_offset
 
     @classmethod
-    def attach(cls, fd: int, *, slot: int) -> PeerSegment:
-        """Map the segment behind `fd`, which the peer in `slot` sent; `fd` stays the caller's.
+    def attach(cls, fds: Sequence[int], *, slot: int) -> PeerSegment:
+        """Map the segment behind one or two `fds`, which the peer in `slot` sent; they stay the caller's.
 
         Everything in it is untrusted: raises `RemoteProtocolError` on a memfd that can still shrink or
-        cannot be mapped, a wrong magic number, sizes that do not fit the file, another slot, or incarnation
+        cannot be mapped, a wrong magic number, sizes that do not fit the files, another slot, or incarnation
         0, and `OutOfMemory` if there is no room to map it.
         """
-        total = sealed_size(fd)
+        fd, arena_fd = fds[0], fds[1] if len(fds) > 1 else None
+        head = total = sealed_size(fd)
         if total < _native.OFF_END:
             raise RemoteProtocolError(f"the segment of slot {slot} has {total} bytes, too few for its header")
-        header = map_from_peer(fd, total, 0)  # the whole, since huge pages cannot be mapped in part
+        header = map_from_peer(fd, head, 0)  # the whole, since huge pages cannot be mapped in part
+        if arena_fd is not None:
+            total += sealed_size(arena_fd)
         arena_offset = header.load64(_native.OFF_ARENA)
         incarnation = header.load64(_native.OFF_INCARNATION)
         sizes_fit = (
@@ -250,6 +301,7 @@ class PeerSegment:
             and header.load64(_native.OFF_INBOX) == _native.OFF_END
             and _native.OFF_END <= arena_offset <= total
             and arena_offset % PAGE_BYTES == 0
+            and (arena_fd is None or arena_offset == head < total)
         )
         if not sizes_fit:
             raise RemoteProtocolError(f"what the peer in slot {slot} sent as its segment is not one of ours")
@@ -259,7 +311,7 @@ class PeerSegment:
                 f"incarnation {incarnation}"
             )
         pid = header.load64(_native.OFF_PID)
-        mapping = map_from_peer(fd, total, arena_offset)
+        mapping = map_from_peer(fd, total, arena_offset, arena_fd, head)
         return cls(mapping, slot=slot, incarnation=incarnation, pid=pid, arena_offset=arena_offset)
 
     @property

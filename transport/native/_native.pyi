@@ -5,6 +5,7 @@ from typing_extensions import Buffer
 
 MAX_SLOTS: Final[int]
 CHANNELS: Final[int]
+FAR_CHANNELS: Final[int]
 LINE_BYTES: Final[int]
 MAGIC: Final[int]
 OFF_MAGIC: Final[int]
@@ -15,6 +16,7 @@ OFF_PID: Final[int]
 OFF_INCARNATION: Final[int]
 OFF_GOODBYE: Final[int]
 OFF_SLOT: Final[int]
+OFF_PATIENT: Final[int]
 OFF_LOST: Final[int]
 OFF_MUTEX: Final[int]
 OFF_NOTIFY: Final[int]
@@ -33,8 +35,10 @@ HUGE_BYTES: Final[int]
 class Mapping:
     """A shared mapping of a memfd, unmapped when the last view of it is gone."""
 
-    def __init__(self, fd: int, nbytes: int, writable_bytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, writable_bytes: int, tail_fd: int = -1, tail: int = 0) -> None:
         """Map `nbytes` of `fd`; the first `writable_bytes` are writable. Raises OSError.
+
+        From `tail` on, a multiple of a page, lies what is at the beginning of `tail_fd`, if there is one.
 
         A mapping as large as a huge page begins at a multiple of `HUGE_BYTES`, so that it can have some.
         """

@@ -32,6 +32,7 @@ cdef extern from "sys/mman.h" nogil:
 cdef extern from "transport/native/segment.h" nogil:
     enum:
         ZBMD_CHANNELS
+        ZBMD_FAR_CHANNELS
         ZBMD_LINE
         ZBMD_OFF_MAGIC
         ZBMD_OFF_TOTAL
@@ -41,6 +42,7 @@ cdef extern from "transport/native/segment.h" nogil:
         ZBMD_OFF_INCARNATION
         ZBMD_OFF_GOODBYE
         ZBMD_OFF_SLOT
+        ZBMD_OFF_PATIENT
         ZBMD_OFF_MUTEX
         ZBMD_OFF_NOTIFY
         ZBMD_OFF_DESCRIPTORS
@@ -68,6 +70,7 @@ cdef extern from "transport/native/numa.h" nogil:
         ZBMD_MADV_POPULATE_WRITE
         ZBMD_HUGE_BYTES
     void *zbmd_map(int fd, size_t nbytes)
+    int zbmd_map_over(void *start, int fd, size_t nbytes)
     void zbmd_unmap(void *start, size_t nbytes)
     int zbmd_current_node()
     int zbmd_prefer_node(void *start, size_t nbytes, uint32_t node)
@@ -119,6 +122,7 @@ cdef extern from "transport/native/life.h" nogil:
 
 MAX_SLOTS = ZBMD_MAX_SLOTS
 CHANNELS = ZBMD_CHANNELS
+FAR_CHANNELS = ZBMD_FAR_CHANNELS
 LINE_BYTES = ZBMD_LINE
 MAGIC = ZBMD_MAGIC
 OFF_MAGIC = ZBMD_OFF_MAGIC
@@ -129,6 +133,7 @@ OFF_PID = ZBMD_OFF_PID
 OFF_INCARNATION = ZBMD_OFF_INCARNATION
 OFF_GOODBYE = ZBMD_OFF_GOODBYE
 OFF_SLOT = ZBMD_OFF_SLOT
+OFF_PATIENT = ZBMD_OFF_PATIENT
 OFF_LOST = ZBMD_OFF_LOST
 OFF_MUTEX = ZBMD_OFF_MUTEX
 OFF_NOTIFY = ZBMD_OFF_NOTIFY
@@ -161,7 +166,7 @@ cdef class _View:
 
 
 cdef class Mapping:
-    def __cinit__(self, int fd, size_t nbytes, size_t writable_bytes):
+    def __cinit__(self, int fd, size_t nbytes, size_t writable_bytes, int tail_fd=-1, size_t tail=0):
         cdef void *start
         self.start = NULL
         if nbytes == 0 or writable_bytes > nbytes:
@@ -171,6 +176,11 @@ cdef class Mapping:
             raise OSError(errno, f"cannot map {nbytes} bytes of shared memory: {os.strerror(errno)}")
         self.start = <char *>start
         self.nbytes = nbytes
+        if tail_fd >= 0:
+            if tail >= nbytes:
+                raise LocalProtocolError(f"a second file begins at {tail} of {nbytes} bytes")
+            if zbmd_map_over(self.start + tail, tail_fd, nbytes - tail) != 0:
+                raise OSError(errno, f"cannot map {nbytes - tail} bytes of shared memory: {os.strerror(errno)}")
         if writable_bytes and mprotect(start, writable_bytes, PROT_READ | PROT_WRITE) != 0:
             raise OSError(errno, f"cannot map shared memory for writing: {os.strerror(errno)}")
         self.writable_bytes = writable_bytes

@@ -45,6 +45,12 @@ static inline void *zbmd_map(int fd, size_t nbytes) {
     return mapped;
 }
 
+/* Put the first `nbytes` of another file in the place of what `zbmd_map` has at `start`, a multiple of a page. Returns
+ * 0, or -1 and errno. */
+static inline int zbmd_map_over(void *start, int fd, size_t nbytes) {
+    return mmap(start, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED ? -1 : 0;
+}
+
 struct zbmd_unmapped {
     void *start;
     size_t nbytes;

@@ -24,7 +24,8 @@
 
 #define ZBMD_MAX_SLOTS 1024 /* ranks of a job, one bit each in the lost mask, and the node's in the last */
 #define ZBMD_LOST_WORDS (ZBMD_MAX_SLOTS / 64)
-#define ZBMD_CHANNELS 32    /* groups a process can be in at once */
+#define ZBMD_CHANNELS 80    /* groups a process can be in at once */
+#define ZBMD_FAR_CHANNELS 32 /* the first ones, which groups over hosts use: peers on other hosts mirror their descriptors */
 #define ZBMD_LINE 64
 #define ZBMD_LOOKS_A_PAUSE 1
 #define ZBMD_PARK_NS 50000000ULL /* a parked wait looks again at least this often */
@@ -40,13 +41,14 @@
 #define ZBMD_OFF_SLOT 52        /* u32: the owner's slot */
 #define ZBMD_OFF_DOORBELL 64    /* u32 futex word */
 #define ZBMD_OFF_PARKED 68      /* u32: threads parked on the doorbell */
+#define ZBMD_OFF_PATIENT 72     /* u64: monotonic time before which no wait of the owner times out (owner writes) */
 #define ZBMD_OFF_ABORT 128      /* u64 per channel: operations up to this value are aborted (owner writes) */
-#define ZBMD_OFF_LOST 512       /* u64 per 64 slots: bit s % 64 of word s / 64 is set when the process in slot s is
+#define ZBMD_OFF_LOST 1024      /* u64 per 64 slots: bit s % 64 of word s / 64 is set when the process in slot s is
                                  * known dead (owner writes) */
 #define ZBMD_OFF_MUTEX 4096     /* robust futex word per slot, ZBMD_LIFE_STRIDE apart (life.h) */
-#define ZBMD_OFF_NOTIFY 12288   /* u64 cell per (sender slot, channel): 256 bytes a slot, which one process writes */
-#define ZBMD_OFF_DESCRIPTORS 274432 /* operation descriptors, written by the owner: 120 KiB */
-#define ZBMD_OFF_END 397312     /* inbox starts here */
+#define ZBMD_OFF_NOTIFY 12288   /* u64 cell per (sender slot, channel): 640 bytes a slot, which one process writes */
+#define ZBMD_OFF_DESCRIPTORS 667648 /* operation descriptors, written by the owner: 280 KiB */
+#define ZBMD_OFF_END 954368     /* inbox starts here */
 #define ZBMD_LIFE_STRIDE 8
 #define ZBMD_MAGIC 0x32304d4744424d5aULL
 
@@ -230,7 +232,7 @@ static inline int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint
 /* Wait until our cell for (slot, channel) holds at least `value` of the same epoch.
  * Ends early: LOST when a slot of `group` is lost that had not ended the channel, ABORTED when our abort word for
  * the channel has reached `value` or the cell is of a later epoch, DEADLINE when monotonic time has passed
- * `deadline_ns` (0: none). A value that has already arrived wins over the others. */
+ * `deadline_ns` (0: none) and the time up to which the owner is patient. A value that has already arrived wins over the others. */
 static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
                             const zbmd_slots *group, uint64_t deadline_ns, uint32_t spins) {
     uint64_t cell = zbmd_cell_offset(slot, channel);
@@ -248,11 +250,13 @@ static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint
             uint64_t park_ns = ZBMD_PARK_NS;
             if (deadline_ns) {
                 uint64_t now_ns = zbmd_now_ns();
-                if (now_ns >= deadline_ns) {
+                uint64_t end_ns = deadline_ns;
+                if (now_ns >= end_ns) end_ns = zbmd_load64(own, ZBMD_OFF_PATIENT);
+                if (now_ns >= end_ns) {
                     result = ZBMD_WAIT_DEADLINE;
                     break;
                 }
-                if (deadline_ns - now_ns < park_ns) park_ns = deadline_ns - now_ns;
+                if (end_ns - now_ns < park_ns) park_ns = end_ns - now_ns;
             }
             zbmd_futex_wait(zbmd_u32(own, ZBMD_OFF_DOORBELL), seen, park_ns);
         }

@@ -20,8 +20,8 @@ from zbmd.transport.memory.segment import Segment
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.native import _native
 
-MIRROR_BYTES: Final = _native.OFF_END - _native.OFF_DESCRIPTORS
-"""The descriptors of all channels of one process."""
+MIRROR_BYTES: Final = (_native.OFF_END - _native.OFF_DESCRIPTORS) // _native.CHANNELS * _native.FAR_CHANNELS
+"""The descriptors of one process in the channels of groups over several hosts."""
 SEGMENT_BYTES_MAX: Final = 1 << 48
 
 

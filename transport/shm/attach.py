@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -22,8 +22,9 @@ from zbmd.transport.native._native import MAX_SLOTS, Mapping
 from zbmd.transport.shm.link import link_memory_bytes
 
 MESSAGE_BYTES_MAX: Final = 256
-OFFER_FDS_MAX: Final = 4
-"""Link memory, the dialer's eventfd, the listener's eventfd, the dialer's segment."""
+OFFER_FDS_MAX: Final = 5
+"""Link memory, the dialer's eventfd, the listener's eventfd, the dialer's segment, in one or two files."""
+SEGMENT_FDS: Final = (1, 2)
 
 
 class AttachOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer", forbid_unknown_fields=True):
@@ -72,7 +73,7 @@ def accept_offer(data: bytes, fds: list[int], *, incarnation: int) -> Attached:
     kept: tuple[int, ...] = ()
     try:
         offer = decode(data, AttachOffer)
-        if len(fds) != 3 + (offer.slot is not None):
+        if len(fds) - 3 not in _segment_fds(offer.slot):
             raise RemoteProtocolError(f"attach: an offer with {len(fds)} descriptors")
         ring = offer.ring_bytes
         if ring & (ring - 1) or not RING_BYTES_MIN <= ring <= RING_BYTES_MAX:
@@ -82,7 +83,7 @@ def accept_offer(data: bytes, fds: list[int], *, incarnation: int) -> Attached:
             raise RemoteProtocolError(f"attach: link memory of {nbytes} bytes for rings of {ring}")
         for fd in fds[1:3]:
             _check_eventfd(fd)
-        segment = None if offer.slot is None else _attach_segment(fds[3], offer.slot, incarnation)
+        segment = None if offer.slot is None else _attach_segment(fds[3:], offer.slot, incarnation)
         mapping = map_from_peer(fds[0], nbytes, nbytes)
         kept = (fds[1], fds[2])
         return Attached(
@@ -96,17 +97,22 @@ def accept_answer(data: bytes, fds: list[int], *, incarnation: int) -> PeerSegme
     """Check an answer and map the listener's segment; closes all `fds`. Raises as `accept_offer`."""
     try:
         answer = decode(data, AttachAnswer)
-        if len(fds) != (answer.slot is not None):
+        if len(fds) not in _segment_fds(answer.slot):
             raise RemoteProtocolError(f"attach: an answer with {len(fds)} descriptors")
-        return None if answer.slot is None else _attach_segment(fds[0], answer.slot, incarnation)
+        return None if answer.slot is None else _attach_segment(fds, answer.slot, incarnation)
     finally:
         close_all(fds)
 
 
-def _attach_segment(fd: int, slot: int, incarnation: int) -> PeerSegment:
+def _segment_fds(slot: int | None) -> Sequence[int]:
+    """Return how many descriptors of a segment may come."""
+    return (0,) if slot is None else SEGMENT_FDS
+
+
+def _attach_segment(fds: Sequence[int], slot: int, incarnation: int) -> PeerSegment:
     if not 0 <= slot < MAX_SLOTS:
         raise RemoteProtocolError(f"attach: slot {slot} is not in 0..{MAX_SLOTS - 1}")
-    segment = PeerSegment.attach(fd, slot=slot)
+    segment = PeerSegment.attach(fds, slot=slot)
     if segment.incarnation != incarnation:
         raise RemoteProtocolError(
             f"attach: the segment of slot {slot} says incarnation {segment.incarnation}, hello {incarnation}"

@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -171,7 +171,7 @@ def link_pair(a: Endpoint, b: Endpoint) -> tuple[ShmLink, ShmLink]:
 
 
 def _own_view(segment: Segment | None) -> PeerSegment | None:
-    return None if segment is None else PeerSegment.attach(segment.fd, slot=segment.slot)
+    return None if segment is None else PeerSegment.attach(segment.fds, slot=segment.slot)
 
 
 # --- the two sides --------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ async def _listener_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: i
     segment = endpoint.segment
     answer = AttachAnswer(slot=None if segment is None else segment.slot)
     try:
-        _hand_over(sock, answer, [] if segment is None else [segment.fd], peer.name)
+        _hand_over(sock, answer, [] if segment is None else segment.fds, peer.name)
     except (OSError, PeerLost):
         close_all((attached.dialer_wake_fd, attached.listener_wake_fd))
         raise
@@ -206,7 +206,7 @@ async def _dialer_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int
         segment = endpoint.segment
         offer = AttachOffer(ring_bytes=memory.ring_bytes, slot=None if segment is None else segment.slot)
         fds = [memory.memfd, memory.dialer_wake_fd, memory.listener_wake_fd]
-        _hand_over(sock, offer, fds if segment is None else [*fds, segment.fd], peer.name)
+        _hand_over(sock, offer, fds if segment is None else [*fds, *segment.fds], peer.name)
         data, answer_fds = await _receive(sock, deadline_ns, peer.name)
         peer_segment = accept_answer(data, answer_fds, incarnation=peer.incarnation)
     except BaseException:
@@ -316,7 +316,7 @@ async def _receive(sock: socket.socket, deadline_ns: int, peer: str) -> tuple[by
     return data, fds
 
 
-def _hand_over(sock: socket.socket, what: AttachOffer | AttachAnswer, fds: list[int], peer: str) -> None:
+def _hand_over(sock: socket.socket, what: AttachOffer | AttachAnswer, fds: Sequence[int], peer: str) -> None:
     """Send our part of the link. Raises `PeerLost` if the peer has ended, or given the link up, meanwhile."""
     try:
         _send(sock, msgspec.msgpack.encode(what), fds)
@@ -324,7 +324,7 @@ def _hand_over(sock: socket.socket, what: AttachOffer | AttachAnswer, fds: list[
         raise PeerLost(peer, "it ended before the link stood") from None
 
 
-def _send(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+def _send(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
     """Send one message now. It fits: a connection has one message under way at a time."""
     if fds:
         socket.send_fds(sock, [data], fds, socket.MSG_NOSIGNAL)

@@ -4,7 +4,7 @@ The golden logs were written once by this module's `record_…` functions, and m
 
     cd tests/transport/capture
     python test_capture_replay.py hello > golden_hello_2.txt
-    python test_capture_replay.py machines > golden_machines_2.txt
+    python test_capture_replay.py machines > golden_machines_5.txt
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ from zbmd.transport.machine import SetTimer
 GOLDEN = Path(__file__).parent / "golden_hello_2.txt"
 GOLDEN_OLD = Path(__file__).parent / "golden_hello_1.txt"
 """Of the hello's version 1."""
-GOLDEN_MACHINES = Path(__file__).parent / "golden_machines_3.txt"
+GOLDEN_MACHINES = Path(__file__).parent / "golden_machines_5.txt"
 GOLDEN_MACHINES_OLD = {
     "golden_machines_1.txt": {"membership", "step-commit"},
-    "golden_machines_2.txt": {"step-commit"},
+    "golden_machines_2.txt": {"jobs", "step-commit"},
+    "golden_machines_3.txt": {"jobs"},
+    "golden_machines_4.txt": {"jobs"},
 }
-"""With machines that there are no more: the kinds of these."""
+"""With machines that there are no more, or whose version is another: the kinds of these."""
 COOKIE = bytes(range(32))
 SECRETS = {"cookie": COOKIE}
 
@@ -96,7 +98,7 @@ def _build_hello(config: Mapping[str, Any]) -> hello.HelloMachine:
 
 
 JOBS: capture.MachineKind[jobs.Event, jobs.Action] = capture.register(
-    "test.jobs", 1, _build_jobs, events=jobs.Event, actions=jobs.Action, states=(LocalJobs,)
+    "test.jobs", 3, _build_jobs, events=jobs.Event, actions=jobs.Action, states=(LocalJobs,)
 )
 SUPERVISION: capture.MachineKind[supervision.Event, supervision.Action] = capture.register(
     "test.supervision",

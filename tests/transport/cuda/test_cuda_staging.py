@@ -32,7 +32,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
     ]
     pipes = [StagedPipe(segment, channel=3) for segment in segments]
     for own, other in ((0, 1), (1, 0)):
-        peer = PeerSegment.attach(segments[other].fd, slot=other)
+        peer = PeerSegment.attach(segments[other].fds, slot=other)
         pipes[own].connect(peer.open_region(pipes[other].handle, segments[own]))
     processes = [ModelHost(devices=1, seed=seed).process() for seed in range(2)]
     made = [(process, DevicePipe(process, pipe)) for process, pipe in zip(processes, pipes, strict=True)]

@@ -234,7 +234,7 @@ class Hands:
 
     def segment(self, slot: int, incarnation: int) -> int:
         made = Segment.create(slot=slot, incarnation=incarnation, arena_bytes=0, inbox_bytes=0)
-        fd = self._keep(os.dup(made.fd))
+        fd = self._keep(os.dup(made.fds[0]))
         made.close()
         return fd
 

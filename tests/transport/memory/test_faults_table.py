@@ -165,7 +165,7 @@ def test_a_peers_segment_that_cannot_be_mapped_is_refused() -> None:
         os.pwrite(fd, header, 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         with pytest.raises(OutOfMemory, match=r"1,024\.0 TiB.*ulimit -v"):
-            PeerSegment.attach(fd, slot=2)
+            PeerSegment.attach([fd], slot=2)
     finally:
         os.close(fd)
 
@@ -183,7 +183,7 @@ def test_a_peers_segment_that_cannot_be_written_is_refused(how: str) -> None:
     os.close(fd)
     try:
         with pytest.raises(RemoteProtocolError, match="cannot be mapped"):
-            PeerSegment.attach(handed, slot=2)
+            PeerSegment.attach([handed], slot=2)
     finally:
         os.close(handed)
 

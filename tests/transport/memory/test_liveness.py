@@ -61,7 +61,7 @@ class Victim:
 
 
 def attach(segment: Segment) -> PeerSegment:
-    return PeerSegment.attach(segment.fd, slot=segment.slot)
+    return PeerSegment.attach(segment.fds, slot=segment.slot)
 
 
 async def noticed(own: Segment, peers: list[PeerSegment], then: Callable[[], None]) -> dict[int, DeathNotice]:

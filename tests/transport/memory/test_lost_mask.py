@@ -138,7 +138,7 @@ def test_a_kill_is_noticed_in_every_slot(fork: Fork) -> None:
 
     pid = fork(victim)
     assert os.read(read, 1) == b"!"
-    peer = PeerSegment.attach(theirs.fd, slot=130)
+    peer = PeerSegment.attach(theirs.fds, slot=130)
     event_fd = os.eventfd(0)
     watches = [Watch(own.mapping, own.slot, peer.mapping, 130, event_fd) for own in ours]
     os.kill(pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_a_small_job_holds_the_words_of_its_ranks_and_the_nodes_alone() -> None:
         segment_of(68),
         segment_of(70),
     )
-    peer = PeerSegment.attach(own.fd, slot=69)
+    peer = PeerSegment.attach(own.fds, slot=69)
     event_fd = os.eventfd(0)
     life = LifeThread(own)
     for other in (node, rank):

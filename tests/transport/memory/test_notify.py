@@ -106,7 +106,7 @@ def test_two_processes_play_ping_pong_and_see_each_others_stores(segment: Segmen
     ours = Segment.create(slot=1, incarnation=1, arena_bytes=4096, inbox_bytes=4096)
 
     def echo_from_slot_0() -> None:
-        peer = PeerSegment.attach(ours.fd, slot=1)
+        peer = PeerSegment.attach(ours.fds, slot=1)
         source, target = (
             segment.mapping.view(_native.OFF_END, 8),
             peer.mapping.view(_native.OFF_END, 8, writable=True),
@@ -117,7 +117,7 @@ def test_two_processes_play_ping_pong_and_see_each_others_stores(segment: Segmen
             peer.notify(0, 0, number)
 
     child = fork(echo_from_slot_0)
-    peer = PeerSegment.attach(segment.fd, slot=0)
+    peer = PeerSegment.attach(segment.fds, slot=0)
     echo, message = (
         ours.mapping.view(_native.OFF_END, 8),
         peer.mapping.view(_native.OFF_END, 8, writable=True),
@@ -131,7 +131,7 @@ def test_two_processes_play_ping_pong_and_see_each_others_stores(segment: Segmen
     ours.close()
 
 
-@pytest.mark.parametrize(("slot", "channel"), [(1024, 0), (0, 32), (1 << 31, 0)])
+@pytest.mark.parametrize(("slot", "channel"), [(1024, 0), (0, _native.CHANNELS), (1 << 31, 0)])
 def test_cells_out_of_range_are_refused(segment: Segment, slot: int, channel: int) -> None:
     with pytest.raises(LocalProtocolError):
         _native.notify(segment.base, slot, channel, 1)

@@ -137,7 +137,7 @@ def test_pages_of_a_large_arena_come_while_it_is_used() -> None:
     rest = segment.arena.zeros(FILLED_LATER_BYTES_MIN - (1 << 20), np.uint8)
     assert not first.any()
     rest[-1] = 1
-    assert os.fstat(segment.fd).st_blocks * 512 >= rest.nbytes
+    assert os.fstat(segment.fds[0]).st_blocks * 512 >= rest.nbytes
     del first, rest
     segment.close()
     assert threading.active_count() == begun
@@ -234,10 +234,10 @@ def test_the_pages_of_a_lazy_array_are_waited_for_when_it_is_used(monkeypatch: p
     )
     state = segment.arena.lazy_zeros(2 * FILL_BYTES, np.uint8)
     segment.arena.want(state)
-    head_blocks = os.fstat(segment.fd).st_blocks
+    head_blocks = os.fstat(segment.fds[0]).st_blocks
     may_go_on.set()
     segment.arena.ready(state[FILL_BYTES:])
-    assert (os.fstat(segment.fd).st_blocks - head_blocks) * 512 >= FILL_BYTES
+    assert (os.fstat(segment.fds[0]).st_blocks - head_blocks) * 512 >= FILL_BYTES
     assert not state.any()
     segment.arena.ready(np.zeros(3))  # of no arena
     state[:] = 1

@@ -36,7 +36,7 @@ def pair() -> Iterator[Pair]:
 
 
 def opened(ours: Segment, theirs: Segment, handle: RegionHandle) -> RemoteRegion:
-    return PeerSegment.attach(theirs.fd, slot=theirs.slot).open_region(handle, ours)
+    return PeerSegment.attach(theirs.fds, slot=theirs.slot).open_region(handle, ours)
 
 
 def inbox(owner: Segment, nbytes: int) -> tuple[NDArray[np.uint8], RegionHandle]:
@@ -66,7 +66,7 @@ def test_put_and_get_across_processes(pair: Pair, fork: Fork) -> None:
     for row in range(4):
         assert ours.wait(1, 0, row + 1) == _native.WAIT_OK
         assert target[row].tolist() == [float(i + row) for i in range(100)]
-    PeerSegment.attach(theirs.fd, slot=1).notify(0, 0, 1)
+    PeerSegment.attach(theirs.fds, slot=1).notify(0, 0, 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -261,7 +261,7 @@ def test_no_forged_handle_reaches_outside_the_region(
     slot: int, offset: int, nbytes: int, writable: bool, at: int, count: int | None
 ) -> None:
     theirs = Segment.create(slot=1, incarnation=1, arena_bytes=1 << 16, inbox_bytes=1 << 16)
-    peer = PeerSegment.attach(theirs.fd, slot=1)
+    peer = PeerSegment.attach(theirs.fds, slot=1)
     handle = RegionHandle(slot=slot, incarnation=1, offset=offset, nbytes=nbytes, writable=writable)
     try:
         view = peer.open_region(handle, theirs).view(at, count)

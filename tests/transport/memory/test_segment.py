@@ -26,7 +26,7 @@ def segment() -> Iterator[Segment]:
 
 
 def test_a_peer_reads_the_arena_in_place_and_writes_only_the_inbox(segment: Segment) -> None:
-    peer = PeerSegment.attach(segment.fd, slot=3)
+    peer = PeerSegment.attach(segment.fds, slot=3)
     assert (peer.slot, peer.incarnation, peer.pid) == (3, 9, os.getpid())
     assert peer.nbytes == segment.nbytes and peer.base != segment.base
     array = segment.arena.from_array(np.arange(6, dtype=np.int16))
@@ -44,14 +44,14 @@ def test_a_peer_reads_the_arena_in_place_and_writes_only_the_inbox(segment: Segm
 
 
 def test_the_kernel_keeps_a_peer_from_writing_the_arena(segment: Segment, fork: Fork) -> None:
-    peer = PeerSegment.attach(segment.fd, slot=3)
+    peer = PeerSegment.attach(segment.fds, slot=3)
     child = fork(lambda: _native.notify(peer.base + peer.arena_offset, 0, 0, 1))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, 8), (1 << 20, 8), (1 << 63, 1 << 63), (-8, 8)])
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 8), (2 << 20, 8), (1 << 63, 1 << 63), (-8, 8)])
 def test_views_outside_are_refused(segment: Segment, offset: int, nbytes: int) -> None:
-    peer = PeerSegment.attach(segment.fd, slot=3)
+    peer = PeerSegment.attach(segment.fds, slot=3)
     with pytest.raises(RemoteProtocolError, match="outside the arena"):
         peer.arena_view(offset, nbytes)
 
@@ -71,7 +71,7 @@ def forge(change: Callable[[Mapping], None], nbytes: int = _native.OFF_END + PAG
 
 def test_the_forgery_helper_makes_a_good_segment_when_nothing_is_changed() -> None:
     fd = forge(lambda m: None)
-    assert PeerSegment.attach(fd, slot=2).incarnation == 1
+    assert PeerSegment.attach([fd], slot=2).incarnation == 1
     os.close(fd)
 
 
@@ -92,7 +92,7 @@ def test_forged_headers_are_refused(change: Callable[[Mapping], None]) -> None:
     fd = forge(change)
     try:
         with pytest.raises(RemoteProtocolError):
-            PeerSegment.attach(fd, slot=2)
+            PeerSegment.attach([fd], slot=2)
     finally:
         os.close(fd)
 
@@ -101,7 +101,7 @@ def test_a_memfd_smaller_than_a_header_is_refused() -> None:
     fd = create_memfd("small", 4096)
     try:
         with pytest.raises(RemoteProtocolError, match="too few"):
-            PeerSegment.attach(fd, slot=0)
+            PeerSegment.attach([fd], slot=0)
     finally:
         os.close(fd)
 
@@ -123,7 +123,7 @@ def test_a_closed_segment_says_so() -> None:
     segment = Segment.create(slot=1, incarnation=1, arena_bytes=0, inbox_bytes=0)
     segment.close()
     segment.close()
-    for attribute in ("fd", "base", "mapping"):
+    for attribute in ("fds", "base", "mapping"):
         with pytest.raises(LocalProtocolError, match="closed"):
             getattr(segment, attribute)
 
@@ -131,7 +131,7 @@ def test_a_closed_segment_says_so() -> None:
 def test_the_memory_of_a_peer_that_has_ended_is_lost_to_those_who_ask_for_more(segment: Segment) -> None:
     array = segment.arena.from_array(np.arange(4.0))
     handle = segment.regions.register(array)
-    peer = PeerSegment.attach(segment.fd, slot=3)
+    peer = PeerSegment.attach(segment.fds, slot=3)
     region = peer.open_region(handle, segment)
     view = region.view()
     peer.end()

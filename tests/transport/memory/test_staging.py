@@ -41,7 +41,7 @@ def segments() -> Iterator[tuple[Segment, Segment]]:
 def pipes(segments: tuple[Segment, Segment]) -> Iterator[Pipes]:
     made = [StagedPipe(segment, channel=3) for segment in segments]
     for own, other, ours, theirs in ((0, 1, *segments), (1, 0, *reversed(segments))):
-        peer = PeerSegment.attach(theirs.fd, slot=theirs.slot)
+        peer = PeerSegment.attach(theirs.fds, slot=theirs.slot)
         made[own].connect(peer.open_region(made[other].handle, ours))
     yield made[0], made[1]
     for pipe in made:
@@ -148,6 +148,6 @@ def test_the_end_of_a_peer_ends_both_waits(
 def test_misuse_is_told(segments: tuple[Segment, Segment], pipes: Pipes) -> None:
     with pytest.raises(LocalProtocolError, match="C-contiguous"):
         pipes[0].send(np.zeros((2, 4)).T)
-    with pytest.raises(LocalProtocolError, match="channels 31 and 32"):
-        StagedPipe(segments[0], channel=31)
+    with pytest.raises(LocalProtocolError, match=f"channels {_native.CHANNELS - 1} and {_native.CHANNELS}"):
+        StagedPipe(segments[0], channel=_native.CHANNELS - 1)
     assert [chunk_bytes(n) for n in (0, 1 << 20, 1 << 30)] == [CHUNK_BYTES_MIN, 128 << 10, CHUNK_BYTES_MAX]

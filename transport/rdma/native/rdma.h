@@ -35,7 +35,8 @@
 #define ZBMD_RDMA_INLINE_BYTES 220 /* up to so many bytes travel in the work request */
 #define ZBMD_RDMA_POLL 32        /* completions that are taken at once */
 #define ZBMD_RDMA_LAST_POLLS 64  /* of a queue pair that ends: others complete meanwhile */
-#define ZBMD_RDMA_GROW_BITS 27
+#define ZBMD_RDMA_CHANNEL_BITS 7 /* of immediate data; the others are ZBMD_RDMA_GROW_BITS */
+#define ZBMD_RDMA_GROW_BITS 25
 #define ZBMD_RDMA_CHAIN 8        /* work requests that are posted at once */
 #define ZBMD_RDMA_SIGNALLED 16   /* of so many work requests one tells that it is done, also if nobody asks */
 #define ZBMD_RDMA_STAND_BY_MS 2  /* how long the thread sleeps at once while somebody else polls */
@@ -50,6 +51,7 @@ enum { ZBMD_RDMA_MADE = 0, ZBMD_RDMA_OPEN = 1, ZBMD_RDMA_FAILED = 2, ZBMD_RDMA_C
 enum { ZBMD_RDMA_PUT = 0, ZBMD_RDMA_GET = 1, ZBMD_RDMA_NOTE = 2, ZBMD_RDMA_SETTLE = 3 };
 /* Notes that are for no channel. */
 enum { ZBMD_RDMA_CREDIT_NOTE = ZBMD_CHANNELS, ZBMD_RDMA_GOODBYE_NOTE };
+_Static_assert(ZBMD_CHANNELS <= 1 << ZBMD_RDMA_CHANNEL_BITS, "immediate data has room for a channel");
 #define ZBMD_RDMA_MALFORMED -1 /* in place of a status of ibv_wc_status: the peer sent what no peer of ours does */
 
 typedef struct zbmd_rdma_plane zbmd_rdma_plane;
@@ -195,7 +197,7 @@ static int zbmd_rdma_add_part(zbmd_rdma_end *end, zbmd_rdma_op *op, zbmd_rdma_ch
         if (grows && !far) opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
         request = zbmd_rdma_add(end, chain, opcode, op->local + op->done, nbytes, op->lkey,
                                 last && !far && !op->quiet);
-        request->imm_data = htonl((uint32_t)grows << 5 | op->channel);
+        request->imm_data = htonl((uint32_t)grows << ZBMD_RDMA_CHANNEL_BITS | op->channel);
         request->wr.rdma.remote_addr = op->remote + op->done;
         request->wr.rdma.rkey = op->rkey;
         op->done += nbytes;
@@ -249,9 +251,12 @@ static void zbmd_rdma_came(zbmd_rdma_end *end, const struct ibv_wc *wc) {
     uint32_t buffer = (uint32_t)wc->wr_id;
     uint64_t kind = end->notes[2 * buffer], value = end->notes[2 * buffer + 1];
     if (wc->opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
-        uint32_t word = ntohl(wc->imm_data), channel = word & (ZBMD_CHANNELS - 1);
+        uint32_t word = ntohl(wc->imm_data), channel = word & ((1U << ZBMD_RDMA_CHANNEL_BITS) - 1);
         ++end->taken;
-        zbmd_rdma_publish(end, channel, end->last_come[channel] + (word >> 5));
+        if (channel < ZBMD_CHANNELS)
+            zbmd_rdma_publish(end, channel, end->last_come[channel] + (word >> ZBMD_RDMA_CHANNEL_BITS));
+        else
+            zbmd_rdma_failed(end, ZBMD_RDMA_MALFORMED);
     } else if (wc->byte_len != ZBMD_RDMA_NOTE_BYTES || kind > ZBMD_RDMA_GOODBYE_NOTE) {
         zbmd_rdma_failed(end, ZBMD_RDMA_MALFORMED);
     } else if (kind == ZBMD_RDMA_GOODBYE_NOTE) {

@@ -1,0 +1,147 @@
+"""Blocks that an arena keeps are found by the next one in the same memory, and by no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.memory.kept import KEPT_FDS_VARIABLE, take_kept_fd
+from zbmd.transport.memory.memfd import TABLE_BYTES, HugePageSupport, PageKind, place
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native import _native
+
+ARENA_BYTES = 1 << 20
+BLOCK_BYTES = 100_000
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = os.memfd_create("kept", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    yield fd
+    os.close(fd)
+
+
+def incarnation_of(memory: int, number: int, *, arena_bytes: int = ARENA_BYTES) -> Segment:
+    return Segment.create(
+        slot=2, incarnation=number, arena_bytes=arena_bytes, inbox_bytes=4096, kept_fd=os.dup(memory)
+    )
+
+
+def test_a_replacement_finds_blocks_where_they_were(memory: int) -> None:
+    with_noise = np.random.default_rng(1)
+    first = incarnation_of(memory, 1)
+    assert first.kept is not None
+    other = first.arena.empty(1000)  # the order of what else there is does not matter
+    state, is_old = first.kept.block("state", BLOCK_BYTES)
+    assert not is_old
+    second, _ = first.kept.block("second", BLOCK_BYTES)
+    state[:], second[:] = with_noise.integers(256, size=(2, BLOCK_BYTES), dtype=np.uint8)
+    offset, written = first.arena.offset_of(state), state.copy()
+    del other, state, second
+    first.close()
+
+    next_one = incarnation_of(memory, 2)
+    assert next_one.kept is not None
+    filled = next_one.arena.zeros(next_one.arena.capacity_bytes // 2, np.uint8)
+    assert not filled.any(), "what is asked for as zeros is zero in memory that was used"
+    found, is_old = next_one.kept.block("state", BLOCK_BYTES)
+    assert is_old
+    assert (found == written).all()
+    assert offset is not None and next_one.arena.offset_of(found) is not None
+    changed, is_old = next_one.kept.block("second", BLOCK_BYTES + 64)
+    assert not is_old and changed.nbytes == BLOCK_BYTES + 64
+    with pytest.raises(LocalProtocolError, match="in use already"):
+        next_one.kept.block("state", BLOCK_BYTES)
+    next_one.arena.check_invariants()
+    del filled, found, changed
+    next_one.close()
+
+    third = incarnation_of(memory, 3)
+    assert third.kept is not None
+    assert third.kept.block("second", BLOCK_BYTES + 64)[1]
+    assert not third.kept.block("third", 64)[1]
+    third.close()
+
+
+def test_peers_map_both_files(memory: int) -> None:
+    ours = incarnation_of(memory, 4)
+    array = ours.arena.from_array(np.arange(1000))
+    peer = PeerSegment.attach(ours.fds, slot=2)
+    offset = ours.arena.offset_of(array)
+    assert offset is not None
+    assert (np.frombuffer(peer.arena_view(offset, array.nbytes), array.dtype) == array).all()
+    with pytest.raises(LocalProtocolError, match="read-only"):
+        peer.mapping.view(offset, 8, writable=True)
+    peer.mapping.store64(_native.OFF_END, 7)  # the inbox is ours to write
+    with pytest.raises(RemoteProtocolError, match="not one of ours"):
+        PeerSegment.attach(ours.fds[:1], slot=2)
+    with pytest.raises(RemoteProtocolError, match="not one of ours"):
+        PeerSegment.attach([ours.fds[0], ours.fds[0]], slot=2)
+    del array
+    ours.close()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_a_launcher_gives_is_taken_once_or_closed(memory: int, wanted: bool) -> None:
+    ended = subprocess.Popen(["true"])
+    given, pidfd = os.dup(memory), os.pidfd_open(ended.pid)
+    environment = {KEPT_FDS_VARIABLE: f"{given} {pidfd}"}
+    assert take_kept_fd(environment, wanted=wanted) == (given if wanted else None)
+    assert not environment and take_kept_fd(environment, wanted=True) is None
+    for fd in (pidfd,) if wanted else (pidfd, given):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    if wanted:
+        os.close(given)
+    ended.wait()
+
+
+def test_it_is_said_why_there_are_no_huge_pages(memory: int) -> None:
+    none = HugePageSupport(hugetlb_free_bytes=0, shmem_mode="never", numa_nodes=1)
+    placed = place("test", head_bytes=4096, arena_bytes=8 << 20, offer=none, kept_fd=memory)
+    assert "shmem_enabled is 'never'" in " ".join(placed.placement.notes)
+    os.close(placed.fd)
+
+
+def test_memory_of_another_size_is_left_as_it_is(memory: int) -> None:
+    incarnation_of(memory, 1).close()
+    other = incarnation_of(memory, 2, arena_bytes=2 * ARENA_BYTES)
+    assert other.kept is None and len(other.fds) == 1
+    assert "of its predecessor" in " ".join(other.placement.notes)
+    assert other.arena.capacity_bytes == 2 * ARENA_BYTES
+    other.close()
+    assert os.fstat(memory).st_size == ARENA_BYTES + TABLE_BYTES
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(bytes([255] * TABLE_BYTES), id="noise"),
+        pytest.param(b"x".ljust(48, b"\0") + bytes([255] * 16), id="out of bounds"),
+        pytest.param((b"x".ljust(48, b"\0") + (1 << 16).to_bytes(8, "little") * 2) * 2, id="twice"),
+    ],
+)
+def test_a_damaged_table_is_not_followed(memory: int, damage: bytes) -> None:
+    incarnation_of(memory, 1).close()
+    os.pwrite(memory, damage, 0)
+    segment = incarnation_of(memory, 2)
+    assert segment.kept is not None
+    segment.kept.block("state", BLOCK_BYTES)
+    segment.arena.check_invariants()
+    segment.close()
+
+
+def test_large_memory_is_filled_while_its_process_goes_on(memory: int) -> None:
+    none = HugePageSupport(hugetlb_free_bytes=0, shmem_mode="never", numa_nodes=1)
+    nbytes = 160 << 20
+    placed = place("test", head_bytes=4096, arena_bytes=nbytes, offer=none, kept_fd=memory)
+    assert placed.filler is not None and placed.arena_fd == memory
+    placed.filler.wait_for(placed.arena_offset, placed.mapping.nbytes)
+    assert os.fstat(memory).st_blocks * 512 >= nbytes and placed.placement.pages is PageKind.BASE
+    placed.filler.stop()
+    os.close(placed.fd)

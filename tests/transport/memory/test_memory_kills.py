@@ -1,0 +1,81 @@
+"""Kills for want of memory are distinguished from others by the kernel's counters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zbmd.transport.memory.memory_kills import RECENT_NS, MemoryKills
+
+MIB = 1 << 20
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+MACHINE = {"proc/meminfo": "MemTotal: 8388608 kB\n", "proc/vmstat": "nr_free 1\noom_kill 3\n"}
+V1 = {
+    "proc/self/cgroup": "4:memory:/docker/01\n0::/\n",
+    "sys/fs/cgroup/memory/docker/01/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+    "sys/fs/cgroup/memory/docker/01/memory.limit_in_bytes": f"{900 * MIB}\n",
+    "sys/fs/cgroup/memory/docker/01/memory.max_usage_in_bytes": f"{900 * MIB}\n",
+}
+V2 = {
+    "proc/self/cgroup": "0::/pod/run\n",
+    "sys/fs/cgroup/pod/run/memory.events": "low 0\noom 0\noom_kill 0\n",
+    "sys/fs/cgroup/pod/run/memory.max": "max\n",
+    "sys/fs/cgroup/pod/memory.events": "low 0\noom 0\noom_kill 0\n",
+    "sys/fs/cgroup/pod/memory.max": f"{300 * MIB}\n",
+    "sys/fs/cgroup/pod/memory.peak": f"{299 * MIB}\n",
+}
+
+
+def test_a_group_of_v1_that_has_reached_its_limit(tmp_path: Path) -> None:
+    write(tmp_path, {**MACHINE, **V1})
+    kills = MemoryKills(tmp_path)
+    assert kills.claim(1) == "", "what was counted before is not ours"
+    write(
+        tmp_path,
+        {
+            "sys/fs/cgroup/memory/docker/01/memory.oom_control": "oom_kill 2\n",
+            "proc/vmstat": "oom_kill 4\n",
+        },
+    )
+    told = kills.claim(2)
+    assert told.startswith("killed by the kernel for want of memory: the cgroup ")
+    assert told.endswith("memory/docker/01 is limited to 900.0 MiB, and used 900.0 MiB")
+    assert kills.claim(3) == "", "one kill explains one death"
+
+
+def test_the_group_of_v2_above_that_has_the_limit(tmp_path: Path) -> None:
+    write(tmp_path, {**MACHINE, **V2})
+    kills = MemoryKills(tmp_path)
+    counted = {f"sys/fs/cgroup/{name}/memory.events": "oom_kill 2\n" for name in ("pod", "pod/run")}
+    write(tmp_path, {**counted, "proc/vmstat": "oom_kill 5\n"})
+    for _ in range(2):
+        assert kills.claim(1).endswith("cgroup/pod is limited to 300.0 MiB, and used 299.0 MiB")
+    assert kills.claim(1) == ""
+
+
+def test_the_machine_itself(tmp_path: Path) -> None:
+    write(tmp_path, MACHINE)
+    kills = MemoryKills(tmp_path)
+    write(tmp_path, {"proc/vmstat": "oom_kill 4\n"})
+    kills.look(5)
+    told = "killed by the kernel for want of memory: the machine's memory of 8.0 GiB was used up"
+    assert kills.claim(6) == told
+
+
+def test_an_old_kill_explains_no_death(tmp_path: Path) -> None:
+    write(tmp_path, MACHINE)
+    kills = MemoryKills(tmp_path)
+    write(tmp_path, {"proc/vmstat": "oom_kill 4\n"})
+    kills.look(5)
+    assert kills.claim(6 + RECENT_NS) == ""
+
+
+def test_files_that_are_missing_or_hold_anything(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/vmstat": "oom_kill many\n\x00"})
+    assert MemoryKills(tmp_path).claim(1) == ""

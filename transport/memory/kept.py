@@ -1,0 +1,134 @@
+"""Named blocks of an arena that outlive its process, listed in a table before it.
+
+The process that launched a rank keeps the memfd of its arena, and gives it to the replacement, which so
+finds its predecessor's blocks where they were. Whether what is in a block is whole is for its user to know.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+from collections.abc import Iterator, MutableMapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.transport.errors import ArenaFull, LocalProtocolError
+from zbmd.transport.memory.arena import ALIGNMENT, Arena, Memory
+from zbmd.transport.memory.memfd import TABLE_BYTES
+
+KEPT_FDS_VARIABLE: Final = "ZBMD_KEPT_FDS"
+"""Descriptors of a rank that was launched: the memfd in which it is to have its arena, and the pidfd of the
+process before it, if that is still ending."""
+ENDING_MS_MAX: Final = 500
+"""Within that the kernel ends a process that was killed, but for one that is stuck in a system call."""
+NAME_BYTES: Final = 48
+_ENTRY: Final = struct.Struct(f"<{NAME_BYTES}s2Q")  # name, offset from the segment's base, bytes
+ENTRIES: Final = TABLE_BYTES // _ENTRY.size
+
+
+def take_kept_fd(environment: MutableMapping[str, str], *, wanted: bool) -> int | None:
+    """Return the memfd that outlives this process, if it was given one that no segment has taken yet.
+
+    Waits for the end of the process before; None if that takes too long, or if it is not wanted.
+    """
+    words = environment.pop(KEPT_FDS_VARIABLE, "").split()
+    if not words or not all(word.isdecimal() for word in words):
+        return None
+    memory, *pidfds = map(int, words)
+    try:
+        fcntl.fcntl(memory, fcntl.F_GET_SEALS)
+    except OSError:  # a program that the rank has started has the variable, but not the descriptor
+        return None
+    for pidfd in pidfds:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        wanted = wanted and bool(ended.poll(ENDING_MS_MAX))
+        os.close(pidfd)
+    if not wanted:
+        os.close(memory)
+        return None
+    return memory
+
+
+class KeptBlocks:
+    """The blocks of `arena`; their table lies at `offset` of `memory`."""
+
+    def __init__(self, arena: Arena, memory: Memory, offset: int) -> None:
+        self._arena, self._memory = arena, memory
+        self._table = memory.view(offset, TABLE_BYTES, writable=True)
+        self._claimed: dict[bytes, tuple[int, int]] = {}
+        """Offset and bytes of what a predecessor has left, and nobody has asked for yet."""
+        self._made: list[NDArray[Any]] = []
+        """Held, so that their memory is never given to others."""
+        self._entries = 0
+        for name, begin, nbytes in list(self._listed()):
+            try:
+                if name in self._claimed or not nbytes:
+                    break
+                arena.claim(begin, nbytes)
+            except (ArenaFull, LocalProtocolError):
+                break  # a table that is damaged; what follows is no better
+            self._claimed[name] = begin, nbytes
+            self._entries += 1
+        self._table[self._entries * _ENTRY.size :] = bytes(TABLE_BYTES - self._entries * _ENTRY.size)
+
+    def _listed(self) -> Iterator[tuple[bytes, int, int]]:
+        for number in range(ENTRIES):
+            name, begin, nbytes = _ENTRY.unpack_from(self._table, number * _ENTRY.size)
+            if name[:1] == b"\0":
+                return
+            yield name.rstrip(b"\0"), begin, nbytes
+
+    def block(self, name: str, nbytes: int) -> tuple[NDArray[Any], bool]:
+        """Return the block of this name, (nbytes,) uint8, and whether it is a predecessor's.
+
+        A new one is zero, and its pages may not exist yet: see `Arena.ready`. It is there until the end of
+        the process. Raises `ArenaFull`, and `LocalProtocolError` for a name that is asked for twice or
+        is too long.
+        """
+        key = name.encode()
+        if not 0 < len(key) <= NAME_BYTES or b"\0" in key:
+            raise LocalProtocolError(f"{name!r} is no name of a block: 1 to {NAME_BYTES} bytes")
+        begin, found = self._claimed.pop(key, (0, 0))
+        if found == nbytes > 0:
+            return self._array(begin, nbytes), True
+        if any(listed == key for listed, _, _ in self._listed()):
+            if not found:
+                raise LocalProtocolError(f"the block {name!r} is in use already")
+            self._arena.unreserve(begin)
+            self._strike(key)
+        if self._entries == ENTRIES:
+            raise ArenaFull(
+                f"{ENTRIES} blocks are kept, as many as there can be", asked_bytes=nbytes, available_bytes=0
+            )
+        made = self._arena.lazy_zeros(nbytes, np.uint8)
+        offset = self._arena.offset_of(made)
+        assert offset is not None, "it lies in the arena"
+        self._made.append(made)
+        self._list(key, offset, nbytes)
+        return made, False
+
+    def _array(self, begin: int, nbytes: int) -> NDArray[Any]:
+        return np.ndarray(nbytes, np.uint8, buffer=self._memory.view(begin, nbytes, writable=True))
+
+    def _list(self, key: bytes, begin: int, nbytes: int) -> None:
+        entry = _ENTRY.pack(key, begin, nbytes)
+        at = self._entries * _ENTRY.size
+        # The name last: whoever is killed before has listed nothing.
+        self._table[at + NAME_BYTES : at + _ENTRY.size] = entry[NAME_BYTES:]
+        self._table[at : at + NAME_BYTES] = entry[:NAME_BYTES]
+        self._entries += 1
+
+    def _strike(self, key: bytes) -> None:
+        left = [entry for entry in self._listed() if entry[0] != key]
+        self._table[:] = bytes(TABLE_BYTES)
+        self._entries = 0
+        for entry in left:
+            self._list(*entry)
+
+
+assert TABLE_BYTES % ALIGNMENT == 0

@@ -36,8 +36,8 @@ from zbmd.collectives.communicator.group_trials import (
     agree_on_reading,
 )
 from zbmd.collectives.communicator.pieces import Side, sides_of
-from zbmd.collectives.communicator.planning import Planner
-from zbmd.collectives.communicator.turns import NO_ROOT, OnFlight, Turns
+from zbmd.collectives.communicator.planning import Planner, moved_digest
+from zbmd.collectives.communicator.turns import NO_ROOT, Explain, OnFlight, Turns
 from zbmd.collectives.communicator.uneven import UnevenOperations
 from zbmd.collectives.device.arrays_in import (
     Target,
@@ -166,18 +166,43 @@ class Communicator(FastPathCalls):
         begun = self.sequence - since
         return begun > 1 or (begun == 1 and self._executor.may_have_moved)
 
-    def abort(self) -> None:
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The members that are known to have ended."""
+        return tuple(self.members[place] for place in self._executor.lost_places())
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The other members whose calls may not fit this rank's, after `Desynchronised`."""
+        found = self._executor.native.culprit
+        others = [place for place in range(self.size) if place != self.place]
+        return tuple(self.members[place] for place in others if found in (place, -1))
+
+    def explain_with(self, explain: Explain) -> None:
+        """Have `explain` say what has happened when an operation fails; see `Explain`."""
+        self._turns.explain = explain
+
+    def label(self, text: Callable[[], str]) -> None:
+        """Have errors of the next operation name it so: in its caller's words."""
+        self._turns.labels.append(text)
+
+    @property
+    def labelled(self) -> list[str]:
+        """The last operations in their callers' words, the latest first."""
+        return [text() for text in reversed(self._turns.labels)]
+
+    def abort(self, reason: str = "it was aborted") -> None:
         """End the running operation with `OperationAborted`, and every later one; from any thread."""
-        self._turns.end("it was aborted")
+        self._turns.end(reason)
         self._executor.abort()
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str = "it was aborted") -> None:
         """Abort, wait for the running operation to drain, let the peers know, and unmap their memory.
 
         The own memory is kept. A peer that waits for this rank, now or later, ends its operation with
         `OperationAborted`.
         """
-        self.abort()
+        self.abort(reason)
         with self._turns.turnstile:
             self._executor.give_up()
             self._executor.unmap_peers()
@@ -389,7 +414,8 @@ class Communicator(FastPathCalls):
         # The root's array is only read, so it need not be writeable.
         target = None if at_root else Target(given, "x", load=True)
         flat = as_bytes(packed(given) if target is None else target.flat, "x")
-        call = self._planner.call(Operation.BROADCAST, algorithm, flat.size, root=root)
+        digest = moved_digest(given.dtype)
+        call = self._planner.call(Operation.BROADCAST, algorithm, flat.size, root=root, digest=digest)
         plan = self._planner.plan(call)
         sides = [Side((OUT,), flat, 1, flat, flat, only_read=at_root)]
         if plan.eager:
@@ -413,7 +439,8 @@ class Communicator(FastPathCalls):
         given = as_placed(x, "x")
         result, target = output(out, (self.size, *given.shape), given)
         source = own_block(given, target, self.place)
-        call = self._planner.call(Operation.ALL_GATHER, algorithm, source.size)
+        digest = moved_digest(given.dtype)
+        call = self._planner.call(Operation.ALL_GATHER, algorithm, source.size, digest=digest)
         self._turns.perform(call, source, target, deadline_ns, x, out, blocks_out=self.size)
         return result
 
@@ -448,7 +475,9 @@ class Communicator(FastPathCalls):
             result, target = output(out, (self.size, *given.shape), given)
         source = as_bytes(packed(given), "x") if target is None else own_block(given, target, self.place)
         layout = gather_layout((source.size,) * self.size, root)
-        call = self._planner.call_laid_out(Operation.GATHER, algorithm, layout, root=root)
+        call = self._planner.call_laid_out(
+            Operation.GATHER, algorithm, layout, root=root, digest=moved_digest(given.dtype)
+        )
         self._turns.perform(call, source, target, deadline_ns, x, out)
         return result
 
@@ -480,7 +509,9 @@ class Communicator(FastPathCalls):
         else:
             result, target = out, Target(as_placed(out, "out"), "out")
         layout = scatter_layout((target.flat.nbytes,) * self.size, root)
-        call = self._planner.call_laid_out(Operation.SCATTER, algorithm, layout, root=root)
+        call = self._planner.call_laid_out(
+            Operation.SCATTER, algorithm, layout, root=root, digest=moved_digest(target.flat.dtype)
+        )
         self._turns.perform(call, source, target, deadline_ns, x, out)
         return result
 
@@ -499,7 +530,9 @@ class Communicator(FastPathCalls):
         source = as_bytes(packed(given), "x")
         require_apart(source, target.flat)
         layout = all_to_all_layout(((source.size // self.size,) * self.size,) * self.size)
-        call = self._planner.call_laid_out(Operation.ALL_TO_ALL, algorithm, layout)
+        call = self._planner.call_laid_out(
+            Operation.ALL_TO_ALL, algorithm, layout, digest=moved_digest(given.dtype)
+        )
         self._turns.perform(call, source, target, deadline_ns, x, out)
         return result
 

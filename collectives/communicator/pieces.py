@@ -151,7 +151,7 @@ class PieceRunner:
                 in_stride=staged_flags[IN],
                 out_stride=staged_flags[OUT],
                 layout=piece,
-                digest=piece.digest,
+                digest=piece.digest ^ call.digest,
             )
             self._carry_out(run, sides, staging, deadline_ns)
             for side, staged in zip(sides, staging, strict=True):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Algorithm, Operation, Request, algorithm_of
 from zbmd.collectives.communicator.cost_model import FORMULAS, MANY_HOSTS, ONE_HOST, Case, Model, is_far
 from zbmd.collectives.errors import ProgramError
@@ -31,6 +33,7 @@ from zbmd.collectives.execution.plan import (
 )
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
 from zbmd.collectives.programs.layout import Layout
+from zbmd.collectives.programs.program import hash_text
 from zbmd.collectives.programs.reductions import BYTES_CODE, itemsize, slot_itemsize
 from zbmd.transport.errors import UserError
 
@@ -186,6 +189,12 @@ def _each_has_a_core_and_a_chunk(case: Case, *, far: bool) -> bool:
     return not alone and case.crowding == 1.0 and case.nbytes >= case.n * CHUNK_BYTES
 
 
+@lru_cache(maxsize=CHOICES_MAX)
+def moved_digest(dtype: np.dtype[Any]) -> int:
+    """Return the digest of operations that move arrays of a dtype, as bytes: it must be the same on all."""
+    return hash_text(f"{dtype.str} {dtype.name}")
+
+
 def override_of_environment() -> str:
     """The value of `ZBMD_ALGORITHM`."""
     return os.environ.get(VARIABLE, "")
@@ -282,7 +291,13 @@ class Planner:
         return Call(request=request, count=count, dtype=dtype, reduction=reduction, **more)
 
     def call_laid_out(
-        self, operation: Operation, algorithm: str, layout: Layout, *dtype_and_reduction: int, root: int = 0
+        self,
+        operation: Operation,
+        algorithm: str,
+        layout: Layout,
+        *dtype_and_reduction: int,
+        root: int = 0,
+        digest: int = 0,
     ) -> Call:
         """Return a call over blocks that lie by a layout."""
         return self.call(
@@ -293,6 +308,7 @@ class Planner:
             root=root,
             published=layout.published_max,
             layout=layout,
+            digest=digest,
         )
 
     def plan(self, call: Call) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -21,15 +22,20 @@ from zbmd.collectives.native._fast_path import FastPath, Turnstile
 from zbmd.collectives.programs.program import IN, OUT, PUB
 from zbmd.collectives.programs.reductions import REDUCTIONS
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.errors import LocalProtocolError, ZbmdError
 from zbmd.transport.host.topology.kernel_files import clock_counts_ticks
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import address_of, now_ns
 
+LABELS_KEPT: Final = 4
+"""The last calls in their callers' words: a rank may learn late that an earlier one did not fit."""
 NO_ROOT: Final = -1
 """The root of a call that has none, for the fast path."""
 _FAST_PATH_BUFFERS = frozenset((OUT, PUB, IN))
 
+Explain: TypeAlias = Callable[[ZbmdError, str, str], ZbmdError]
+"""Takes the error of an operation, the text of the call, and why this rank ended the communicator, if it did;
+returns an error that says what has happened."""
 OnFlight: TypeAlias = Callable[[FlightRecord, Sequence[Array]], None]
 """Takes an operation as it begins, without results, and again as it ends, with them."""
 
@@ -50,6 +56,8 @@ class Turns:
         self.pieces = PieceRunner(segment, executor, executor.place)
         self.on_flight: OnFlight | None = None
         self.on_fault: Callable[[str], object] | None = None
+        self.explain: Explain | None = None
+        self.labels: deque[Callable[[], str]] = deque(maxlen=LABELS_KEPT)
         self.fast_path = FastPath(
             executor.native,
             self.turnstile,
@@ -128,9 +136,8 @@ class Turns:
             self.on_flight(self.flight[-1], ())
         try:
             self.pieces.run(call, plan, sides, deadline_ns)
-        except BaseException as error:
-            self._give_up(name, error)
-            raise
+        except BaseException as error:  # noqa: BLE001 (raised again)
+            self._fail(name, error)
         else:
             if native.reads and plan.in_arena is not None:
                 ring.renumber(ring.number(name, plan.in_arena.request.algorithm))
@@ -146,9 +153,8 @@ class Turns:
         if call is None:
             raise LocalProtocolError("no call of the fast path has failed")
         try:
-            error = self._executor.error_of(self.fast_path.status, call.plan)
-            self._give_up(call.plan.request.operation.name.lower(), error)
-            raise error
+            name = call.plan.request.operation.name.lower()
+            self._fail(name, self._executor.error_of(self.fast_path.status, call.plan))
         finally:
             self.turnstile.__exit__(None, None, None)
 
@@ -157,22 +163,45 @@ class Turns:
         executor = self._executor
         self.end(f"the ranks' calls do not fit: {what}")
         executor.give_up()
-        raise Desynchronised(
-            f"operation #{executor.sequence} of epoch {executor.epoch}: {what}",
-            dict(zip(executor.members, calls, strict=True)),
+        call = (
+            self.labels[-1]() if self.labels else f"operation #{executor.sequence} of epoch {executor.epoch}"
         )
+        error = Desynchronised(f"{call}: {what}", dict(zip(executor.members, calls, strict=True)))
+        raised = error if self.explain is None else self.explain(error, call, "")
+        self._ended = str(raised)
+        try:
+            raise raised
+        finally:  # see `_fail`
+            del error, raised
 
-    def _give_up(self, name: str, error: BaseException) -> None:
-        """The operation that has the turn has failed, and with it the communicator."""
-        reason = str(error) or type(error).__name__
-        self.flight.ring.end(FAILED, self._executor.native.met_ns, now_ns(), reason)
-        self.end(f"{name} failed: {error}")
+    def _fail(self, name: str, error: BaseException) -> NoReturn:
+        """Raise what has failed the operation that has the turn."""
+        explained = self._give_up(name, error)
+        try:
+            if explained is error:
+                raise error
+            raise explained from None
+        finally:  # else this frame and the error would hold each other, and arrays of the arena
+            del error, explained
+
+    def _give_up(self, name: str, error: BaseException) -> BaseException:
+        """The operation that has the turn has failed, and with it the communicator. Return why."""
+        ended_here = self._ended
+        self.fast_path.open = False
         if isinstance(error, MembersLost):
             self._executor.abort()  # the peers have their own notice, and it names the lost
         else:
             self._executor.give_up()  # whatever it was, they may wait for a part that will not come
+        if self.explain is not None and isinstance(error, ZbmdError):
+            number = f"#{self._executor.sequence} of {self._executor.title}"
+            call = self.labels[-1]() if self.labels else f"{name} {number}"
+            error = self.explain(error, call, ended_here)
+        reason = str(error) or type(error).__name__
+        self.flight.ring.end(FAILED, self._executor.native.met_ns, now_ns(), reason)
+        self.end(f"{name} failed: {error}")
         if self.on_fault is not None and not isinstance(error, MembersLost | OperationAborted):
             self.on_fault(f"{name}: {reason}")
+        return error
 
     def _teach(self, call: Call, x: Any, out: Any, run: Run) -> None:
         """Have the fast path take calls like this one from now on, if its arrays were used where they lie."""

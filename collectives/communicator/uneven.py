@@ -21,7 +21,7 @@ import numpy as np
 
 from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.communicator.pieces import sides_of
-from zbmd.collectives.communicator.planning import Call, Planner
+from zbmd.collectives.communicator.planning import Call, Planner, moved_digest
 from zbmd.collectives.communicator.turns import Turns
 from zbmd.collectives.device.arrays_in import (
     Array,
@@ -171,7 +171,8 @@ class UnevenOperations:
             rows = self._agree((width, given.shape[0]), _rows_of_one_size, deadline_ns)
             result, target = output(None, (sum(rows), *given.shape[1:]), given)
             layout = all_gather_layout(tuple(count * width for count in rows))
-            call = self._planner.call_laid_out(Operation.ALL_GATHER, algorithm, layout)
+            digest = moved_digest(given.dtype)
+            call = self._planner.call_laid_out(Operation.ALL_GATHER, algorithm, layout, digest=digest)
             self._turns.perform_in_turn(call, source, as_bytes(target.flat, "out"), deadline_ns)
         return result, rows
 
@@ -196,7 +197,8 @@ class UnevenOperations:
         with self._turns.turnstile:
             check = partial(_rows_exchanged, members=self._members)
             layout = all_to_all_layout(self._agree((width, *sends, *receives), check, deadline_ns))
-            call = self._planner.call_laid_out(Operation.ALL_TO_ALL, algorithm, layout)
+            digest = moved_digest(given.dtype)
+            call = self._planner.call_laid_out(Operation.ALL_TO_ALL, algorithm, layout, digest=digest)
             self._turns.perform_in_turn(call, source, as_bytes(target.flat, "out"), deadline_ns)
         target.bring_home()
         return result

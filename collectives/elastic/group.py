@@ -32,7 +32,7 @@ from zbmd.collectives.errors import (
 from zbmd.collectives.group.group import Group, hosts_of, make_group
 from zbmd.collectives.group.subgroup_driver import open_subgroups
 from zbmd.collectives.p2p.actor import tagged_groups
-from zbmd.collectives.p2p.tagged import OnLoop
+from zbmd.collectives.p2p.on_loop import OnLoop
 from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.adoption import AdoptedInput, AdoptedInputs, Publication
@@ -42,6 +42,7 @@ from zbmd.collectives.repair.operations_shared import ElasticOperation
 from zbmd.collectives.repair.splits import Split
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report, pinned
 from zbmd.transport.capture.tap import Tap
+from zbmd.transport.clock.patience import PATIENCE
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
 
@@ -264,7 +265,7 @@ class ElasticGroup(ElasticCalls):
         follower = self._follower
         if follower is None:
             return
-        left_s = max(0.0, (end_ns - now_ns()) / 1e9)
+        left_s = max(0.0, PATIENCE.left_ns(end_ns) / 1e9)
         await asyncio.wait([follower], timeout=left_s)
         if not follower.done():
             late = f"not all members of {self!r} came to the view of epoch {self._due} in time"
@@ -331,7 +332,7 @@ class ElasticGroup(ElasticCalls):
         self._keep_remains()
         # A peer may not know of a loss that we know of, if it is a link that has ended: it would wait for us.
         self.group.communicator.give_up()
-        left_s = max(0.0, (self._end_ns - now_ns()) / 1e9)
+        left_s = max(0.0, PATIENCE.left_ns(self._end_ns) / 1e9)
         if not self._lost():  # a member gave up by itself: there may be no other view
             left_s = min(left_s, self._worker.deadlines.view_ns / 1e9)
         what = self._job.call.text if self._job else "the group"

@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
-from weakref import WeakKeyDictionary
 
 import structlog
 
@@ -15,6 +14,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.deferred import Deferred, DeferredReply
 from zbmd.actors.errors import ActorError, NoReply
 from zbmd.actors.rank.member import Worker
+from zbmd.actors.rank.once import OncePerWorker
 from zbmd.actors.view import MemberId
 from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.device.arrays import taken
@@ -131,16 +131,18 @@ class ElasticActor(Actor):
         return later
 
 
-_asks: WeakKeyDictionary[Worker, ElasticAsks] = WeakKeyDictionary()
+async def _make_asks(worker: Worker) -> ElasticAsks:
+    made = ElasticAsks(worker)
+    await worker.system.spawn(ElasticActor, made, name=ACTOR_NAME)
+    return made
+
+
+_asks: Final = OncePerWorker(_make_asks)
 
 
 async def open_asks(worker: Worker) -> ElasticAsks:
     """Return the groups of this process that can be asked, with the actor that answers."""
-    known = _asks.get(worker)
-    if known is None:
-        known = _asks[worker] = ElasticAsks(worker)
-        await worker.system.spawn(ElasticActor, known, name=ACTOR_NAME)
-    return known
+    return await _asks.of(worker)
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,12 +283,12 @@ class Executor(ABC):
             return self.raised
         where = self._where(plan)
         if status == STATUS_LOST:
-            lost = tuple(self.members[i] for i in self._lost())
+            lost = tuple(self.members[i] for i in self.lost_places())
             if lost:
                 return MembersLost(lost, f"during {where}; wait for the next view and retry in it")
             return OperationAborted(f"{where}: a member was lost and has been replaced since")
         if status == STATUS_ABORTED:
-            return OperationAborted(f"{where}: aborted here or on a peer; retry in the next view")
+            return OperationAborted(f"{where}: a member gave it up, or this rank; retry in the next view")
         if status == STATUS_DEADLINE:
             return DeadlineExceeded(f"{where}: the deadline has passed; the group is not usable any more")
         if status == STATUS_DESYNCHRONISED:
@@ -307,7 +307,7 @@ class Executor(ABC):
             )
         return CollectiveError(f"{where}: the executor returned the unknown status {status}")
 
-    def _lost(self) -> list[int]:
+    def lost_places(self) -> list[int]:
         """The places of the members that are known to be gone."""
         return self.native.lost()
 

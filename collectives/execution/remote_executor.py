@@ -119,9 +119,9 @@ class RemoteExecutor(Executor):
         self._outgoing = Outgoing()
         self._slots.release()
 
-    def _lost(self) -> list[int]:
+    def lost_places(self) -> list[int]:
         gone = {place for place in self._gone if not self._group.has_closed(place)}
-        return sorted({*super()._lost(), *gone})
+        return sorted({*super().lost_places(), *gone})
 
     def _execute(self, run: Run, *, deadline_ns: int, kill_point: int) -> int:
         group, plan = self._group, run.plan
@@ -194,8 +194,8 @@ class RemoteExecutor(Executor):
             status = ended.status
             if ended.gone is not None:
                 self._gone.add(ended.gone)
-            if status == STATUS_LOST and not self._lost():  # who could not be reached had closed the group
-                status = STATUS_ABORTED
+            if status == STATUS_LOST and not self.lost_places():
+                status = STATUS_ABORTED  # who could not be reached had closed the group
         finally:
             for handle in lent:  # before copies are made of what is served: what is asked for now is refused
                 self._segment.regions.take_back(handle)
@@ -259,7 +259,7 @@ class RemoteExecutor(Executor):
             memory = self._remote.get(place)
             if memory is not None:
                 self._try(place, partial(self._tell, plan, place, memory, told, value))
-        if self._gone and self._lost():
+        if self._gone and self.lost_places():
             raise Ended(STATUS_LOST)
 
     def _withdraw(self, asked: Mapping[int, Iterable[Transfer]]) -> None:

@@ -25,6 +25,7 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.flight._flight import leave, listen, wait, wake
 from zbmd.collectives.flight.recorder import FLIGHT_RECORDS_MAX, FlightLog
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.user_directories import UserFiles, need_directory
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.flight")
 
@@ -96,14 +97,15 @@ def read_dump(data: bytes, name: str) -> Dump:
 
 
 def flight_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """`$ZBMD_FLIGHT_DIR`, else `zbmd/flights` in `$XDG_STATE_HOME` or `~/.local/state`."""
+    """Return `$ZBMD_FLIGHT_DIR`, else `zbmd/flights` in `$XDG_STATE_HOME` or `~/.local/state`.
+
+    Raises `UserError` if there is no home directory to put it in.
+    """
     environment = os.environ if environment is None else environment
     if given := environment.get(DIRECTORY_VARIABLE):
         return Path(given).absolute()
-    state = environment.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # the XDG specification: ignore a relative one
-        state = os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(state) / "zbmd" / "flights"
+    what = "flight records"
+    return need_directory(UserFiles.STATE, environment, what=what, variable=DIRECTORY_VARIABLE) / "flights"
 
 
 def dump_path(directory: Path, pid: int) -> Path:
@@ -210,7 +212,11 @@ class FlightRecorder:
 
     def dump(self, reason: str) -> Path | None:
         """Write all of it down. A failure to write is logged, and returns None."""
-        directory = self._directory()
+        try:
+            directory = self._directory()
+        except UserError as error:
+            log.warning("the flight recorder is not written", reason=str(error))
+            return None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             path = dump_path(directory, os.getpid())

@@ -7,11 +7,13 @@ belongs to one epoch: after a loss, get a new one.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +27,7 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import is_far
 from zbmd.collectives.communicator.operations import Blocking, Method, Operations, timeout_ns
 from zbmd.collectives.device.arrays import given_back, taken
-from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
 from zbmd.collectives.flight.recorder import FlightState
 from zbmd.collectives.group.capture import record_operations
 from zbmd.collectives.group.flight_dump import FLIGHTS
@@ -33,9 +35,12 @@ from zbmd.collectives.group.priority_driver import PriorityTurns
 from zbmd.collectives.group.priority_machine import PRIORITY_MAX
 from zbmd.collectives.group.subgroup_driver import Subgroups, open_subgroups
 from zbmd.collectives.p2p.actor import open_tagged
-from zbmd.collectives.p2p.tagged import OnLoop, Received, Tagged, within
-from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
-from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.collectives.p2p.direct import DirectMessages
+from zbmd.collectives.p2p.on_loop import OnLoop
+from zbmd.collectives.p2p.plain import Tagged
+from zbmd.collectives.p2p.tagged import CLOSED, Received, within
+from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed, NoChannel
+from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
 
 # What the watchdog sees of a group: the operation under way, and how far this rank has come.
@@ -79,8 +84,26 @@ class GroupWatch:
         )
 
 
-OPERATIONS_IN_FLIGHT_MAX = 1024
-"""Operations submitted and not yet done; one more is refused."""
+SINCE = "gave up, since "
+"""Begins the reason of a rank that has itself been left."""
+CHANNEL_TRIALS_MAX, CHANNEL_PAUSE_S = 50, 0.02
+"""How often the members of a new sub-group look for a channel, and seconds between."""
+OPERATIONS_IN_FLIGHT_MAX = 16_384
+"""Operations submitted and not yet done; one more is refused, or waits."""
+
+OWN_FAILURES = ("failed", "gave up")
+"""Reasons of a member that fails itself, and says so to the host."""
+
+_groups: WeakSet[Group] = WeakSet()
+"""Those of this process."""
+
+
+def _after_fork() -> None:
+    for made in list(_groups):
+        made.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 ResultT = TypeVar("ResultT")
 Array = NDArray[Any]
@@ -100,8 +123,8 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
     of the highest priority goes first.
 
     Each operation raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has
-    passed, and `OperationAborted` when a member has given up or the group is closed; after any of them the
-    group is unusable.
+    passed, and `OperationAborted` when a member has given up or the group is closed, which says who and why;
+    after any of them the group is unusable.
     """
 
     def __init__(
@@ -126,7 +149,13 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         self.tagged: Tagged | None = None
         self.home: Home | None = None
         """Makes its sub-groups; None if it can have none."""
+        self.direct: DirectMessages | None = None
+        """Messages without an event loop, if they have been opened (`group.direct`)."""
+        self._cause = ""
+        communicator.explain_with(self._explained)
         self.blocking = GroupBlocking(self)
+        self._forked_from = 0
+        _groups.add(self)
 
     def __repr__(self) -> str:
         return f"<Group {self.communicator.title}: rank {self.members[self.rank]} of {list(self.members)}>"
@@ -137,23 +166,31 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         return len(self.members)
 
     def submit(
-        self, operation: Callable[[Communicator], ResultT], priority: int = 0, end_ns: int = 0
+        self,
+        operation: Callable[[Communicator], ResultT],
+        priority: int = 0,
+        end_ns: int = 0,
+        *,
+        patience_s: float = 0.0,
     ) -> Future[ResultT]:
         """Queue `operation` for the data-plane thread; callable from any thread.
 
+        patience_s: how long to wait while too many operations are in flight.
+
         end_ns: when it is to give up while members are still choosing what comes first; 0 for the default.
-        Raises `UserError` on a priority that it cannot have, `LocalProtocolError` when too
-        many operations are in flight, and `OperationAborted` when the group is closed: who computes on one
-        thread cannot know that another has closed it for a new view.
+        Raises `UserError` on a priority that it cannot have, `LocalProtocolError` when too many operations
+        are in flight and in a forked child, and `OperationAborted` when the group is closed: who computes on
+        one thread cannot know that another has closed it for a new view.
         """
+        self.check_process()
         if priority and (self._turns is None or abs(priority) > PRIORITY_MAX):
             raise UserError(
                 f"priority={priority} on {self!r}: it is -{PRIORITY_MAX}..{PRIORITY_MAX}, and 0 unless the "
                 "group was made with zbmd.group(worker, priorities=True)"
             )
-        if not self._slots.acquire(blocking=False):
+        if not self._slots.acquire(timeout=patience_s):
             raise LocalProtocolError(
-                f"{OPERATIONS_IN_FLIGHT_MAX} operations are in flight on {self!r}: await some of them first"
+                f"{OPERATIONS_IN_FLIGHT_MAX:,} operations are in flight on {self!r}: wait for some of them"
             )
         self.communicator.fast_path.queue(1)
         try:
@@ -166,6 +203,21 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
             raise OperationAborted(f"{self!r} is closed: get a group of the new view") from None
         future.add_done_callback(lambda _: self._done())
         return future
+
+    def check_process(self) -> None:
+        """Raise `LocalProtocolError` in a forked child."""
+        if self._forked_from:
+            raise LocalProtocolError(
+                f"{self!r} belongs to process {self._forked_from}, from which this one was forked: only that "
+                "process takes part in its operations"
+            )
+
+    def forked(self) -> None:
+        """Note that this is the copy of a forked child, which has no part in what the members do."""
+        self._forked_from = os.getppid()
+        if self.direct is not None:
+            self.direct.forked()
+        self.communicator.fast_path.queue(1)  # every call passes `submit`
 
     def _done(self) -> None:
         self.communicator.fast_path.queue(-1)
@@ -231,7 +283,8 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         return self.members[rank]
 
     def messages(self) -> Tagged:
-        """The group's tagged messages. Raises `LocalProtocolError` if it has none."""
+        """The group's tagged messages. Raises `LocalProtocolError` if it has none, and in a forked child."""
+        self.check_process()
         if self.tagged is None:
             raise LocalProtocolError("this group has no tagged messages: get it from zbmd.group")
         return self.tagged
@@ -274,7 +327,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
             )
         end_ns = self.deadline_ns(timeout)
         async with within(timeout, f"sub-group of ranks {list(members)} in epoch {self.epoch}"):
-            agreed = await home.subgroups.agree(self.epoch, members)
+            agreed = await self._agreed(home.subgroups, members)
         give_back = home.subgroups.leaving(members, agreed)
         try:
             made = make_group(
@@ -298,6 +351,16 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
             raise
         return made
 
+    async def _agreed(self, subgroups: Subgroups, members: tuple[int, ...]) -> Agreed:
+        """Agree on a channel. Those of groups that have just been closed are free a moment later."""
+        one_host = not is_far(hosts_of(self.view, members))
+        for _ in range(CHANNEL_TRIALS_MAX):
+            try:
+                return await subgroups.agree(self.epoch, members, one_host=one_host)
+            except NoChannel:  # all members get it, so all try again
+                await asyncio.sleep(CHANNEL_PAUSE_S)
+        return await subgroups.agree(self.epoch, members, one_host=one_host)
+
     def _begin_subgroup(self, made: Communicator, end_ns: int) -> None:
         """Return once all members have opened it. What was measured for this group holds for one like it."""
         over_hosts = [is_far(c.hosts) for c in (self.communicator, made)]
@@ -317,11 +380,57 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
             )
         return self.home
 
-    def abort(self) -> None:
-        """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
-        self.communicator.abort()
+    def _explained(self, error: ZbmdError, call: str, ended_here: str) -> ZbmdError:
+        """Return the error of `call` as what has happened, and report it to the members; see `Explain`."""
+        if self.tagged is None or isinstance(error, MembersLost):
+            return error
+        if isinstance(error, OperationAborted):
+            return self._why_aborted(self.tagged, error, call, ended_here)
+        mine = self.communicator.labelled
+        self.tagged.say_failed(f"gave up: {type(error).__name__}: {error}", mine)
+        if isinstance(error, Desynchronised) and mine:
+            return self._calls_that_differ(self.tagged, error, mine)
+        return error
 
-    def give_up(self) -> None:
+    def _why_aborted(self, tagged: Tagged, error: OperationAborted, call: str, ended_here: str) -> ZbmdError:
+        if ended_here:
+            return OperationAborted(f"{call}: {ended_here}")
+        c, ends = self.communicator, tagged.ends
+        tagged.wait_for_reports(lambda: bool(c.lost) or ends.first is not None)
+        if c.lost:
+            return MembersLost(c.lost, f"during {call}; wait for the next view and retry in it")
+        if ends.first is None:
+            return error
+        rank, reason = ends.first
+        own = f"rank {self.members.index(rank)} {reason}"
+        root = reason.removeprefix(SINCE) if reason.startswith(SINCE) else own
+        self._cause = f"{SINCE}{root}"  # for members that hear of this rank's end before that one's
+        why = f"{root}; {call} waits for it"
+        if self.home is not None and not reason.startswith(OWN_FAILURES):
+            self.home.worker.report({"kind": "missing", "text": why})
+        return OperationAborted(why)
+
+    def _calls_that_differ(self, tagged: Tagged, error: Desynchronised, mine: list[str]) -> Desynchronised:
+        """Say in the callers' words what `error` says of descriptors. mine: the own calls, latest first."""
+        ends, culprits = tagged.ends, self.communicator.culprits
+        tagged.wait_for_reports(lambda: any(ends.calls_of(member) for member in culprits))
+        for other in culprits:
+            pairs = [(a, b) for a in mine for b in ends.calls_of(other) if _place_of(a) == _place_of(b)]
+            for own, theirs in pairs[:1]:
+                calls = sorted({self.rank: own, self.members.index(other): theirs}.items())
+                text = ", ".join(f"rank {rank} called {made}" for rank, made in calls)
+                return Desynchronised(
+                    f"{text}; every rank must make the same calls in the same order", error.calls
+                )
+        return error
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
+        if self._forked_from:
+            return
+        self.communicator.abort(reason)
+
+    def give_up(self, reason: str = "") -> None:
         """Take part in nothing more, unmap the members' memory, and let all members know: who waits for this
         rank's part of an operation, or for a message of it, ends as aborted. From any thread, while no
         operation runs here.
@@ -329,20 +438,24 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         `close` is still to be called. It may be late: to enter the next view, a member has to be out of what
         it waits for here.
         """
-        self.communicator.give_up()
+        if self._forked_from:
+            return
         if self.tagged is not None:
-            self.tagged.give_up()
+            self.tagged.give_up(self._cause or reason)
+        self.communicator.give_up(f"this rank {reason or CLOSED}")
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
         """Abort what is in flight, return once it has drained, and give back the group's memory; idempotent.
 
         An operation that is complete here completes on slower members, too; later ones end as aborted.
         After a loss call it once the next view has been entered: until then a dead member's last store may
-        still be under way into that memory.
+        still be under way into that memory. In a forked child it does nothing.
         """
-        self.abort()
+        if self._forked_from:
+            return
+        self.abort(f"this rank {reason or CLOSED}")
         if self.tagged is not None:
-            await self.tagged.close()
+            await self.tagged.close(self._cause or reason)
         # What is queued is not cancelled: it ends by itself, with `OperationAborted`. A future that its
         # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
         if self.communicator.fast_path.queued:
@@ -352,6 +465,11 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         self.communicator.close()
         unwatch, self._unwatch = self._unwatch, lambda: None
         unwatch()
+
+
+def _place_of(call: str) -> str:
+    """Return which call it was: ` #5 of default_pg`."""
+    return call.rpartition(")")[2]
 
 
 class GroupBlocking(Blocking):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Final
-from weakref import WeakKeyDictionary
 
 import msgspec
 import structlog
@@ -22,6 +21,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import ActorError
 from zbmd.actors.rank.member import Worker
+from zbmd.actors.rank.once import OncePerWorker
 from zbmd.actors.view import EPOCH_MAX, RANKS_MAX, rank_of
 from zbmd.collectives.errors import MembersLost
 from zbmd.collectives.group import subgroup_machine as mm
@@ -34,6 +34,7 @@ from zbmd.transport.native._native import load_cell, now_ns
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.groups")
 
 ACTOR_NAME = "groups"
+FREE_BYTES: Final = SUBGROUPS_MAX // 8
 MEMBER_SETS_MAX = 4096
 """Different sets of members that sub-groups are made of in an epoch, here or as peers say; what peers say of
 more is dropped."""
@@ -46,13 +47,13 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 Members = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=RANKS_MAX)]
 
 
-class SubgroupOffered(Contract, id="zbmd.group.offered"):
-    """An `Offer` for the sub-group of this key."""
+class SubgroupOffered(Contract, id="zbmd.group.channels"):
+    """An `Offer` for the sub-group of this key. free: little-endian."""
 
     epoch: Annotated[int, msgspec.Meta(ge=1, le=EPOCH_MAX)]
     members: Members
     number: Number
-    free: Annotated[int, msgspec.Meta(ge=0, lt=1 << SUBGROUPS_MAX)]
+    free: Annotated[bytes, msgspec.Meta(min_length=FREE_BYTES, max_length=FREE_BYTES)]
     used: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0, le=STAMP_MAX)], ...],
         msgspec.Meta(min_length=SUBGROUPS_MAX, max_length=SUBGROUPS_MAX),
@@ -83,6 +84,8 @@ class _Made:
     key: Key
     number: int
     gone: set[int] = field(default_factory=set[int])
+    kept: object = None
+    """Memory that members may write to until all have left."""
     abort: Callable[[], None] = lambda: None
 
 
@@ -98,8 +101,10 @@ class Subgroups:
         self._made: dict[int, _Made] = {}
         self._withdrawals: set[asyncio.Task[None]] = set()
 
-    async def agree(self, epoch: int, members: tuple[int, ...]) -> Agreed:
+    async def agree(self, epoch: int, members: tuple[int, ...], *, one_host: bool) -> Agreed:
         """Take a channel for the sub-group of `members`, all of whom call this, in the same order of calls.
+
+        one_host: whether they are all on one host.
 
         Raises `MembersLost` if one of them ends, and `LocalProtocolError` if no channel is left. To be
         called under a timeout: the others hear that the call has ended, and later calls meet again.
@@ -115,7 +120,7 @@ class Subgroups:
             except BaseException:
                 self._withdraw((epoch, members), meeting)
                 raise
-            agreed = agree(met.offers)
+            agreed = agree(met.offers, one_host=one_host)
             self.channels.take(agreed)
             self._made[agreed.channel] = _Made((epoch, members), met.number)
             return agreed
@@ -126,6 +131,10 @@ class Subgroups:
         made.abort = abort
         if made.gone:
             abort()
+
+    def keep(self, channel: int, memory: object) -> None:
+        """Keep memory that members of a channel's sub-group write to until the channel is taken again."""
+        self._made[channel].kept = memory
 
     def leaving(self, members: tuple[int, ...], agreed: Agreed) -> Callable[[], None]:
         """Return a function that gives back the channel of the sub-group of `members`, after its close.
@@ -233,15 +242,14 @@ class Subgroups:
             return
         event: mm.MeetingEvent = mm.Withdrawn(source=source, number=message.number)
         if isinstance(message, SubgroupOffered):
-            offer = Offer(free=message.free, used=message.used)
+            offer = Offer(free=int.from_bytes(message.free, "little"), used=message.used)
             event = mm.Offered(source=source, number=message.number, offer=offer)
         self._put(key, meeting, event)
 
 
 def _offered(key: Key, told: mm.TellOffer) -> SubgroupOffered:
-    return SubgroupOffered(
-        epoch=key[0], members=key[1], number=told.number, free=told.offer.free, used=told.offer.used
-    )
+    free = told.offer.free.to_bytes(FREE_BYTES, "little")
+    return SubgroupOffered(epoch=key[0], members=key[1], number=told.number, free=free, used=told.offer.used)
 
 
 class SubgroupActor(Actor):
@@ -268,13 +276,15 @@ class SubgroupActor(Actor):
             self._subgroups.heard(source, message)
 
 
-_subgroups: WeakKeyDictionary[Worker, Subgroups] = WeakKeyDictionary()
+async def _make_subgroups(worker: Worker) -> Subgroups:
+    made = Subgroups(worker)
+    await worker.system.spawn(SubgroupActor, made, name=ACTOR_NAME)
+    return made
+
+
+_subgroups: Final = OncePerWorker(_make_subgroups)
 
 
 async def open_subgroups(worker: Worker) -> Subgroups:
     """This process's sub-groups. Members may offer once all have called this."""
-    known = _subgroups.get(worker)
-    if known is None:
-        known = _subgroups[worker] = Subgroups(worker)
-        await worker.system.spawn(SubgroupActor, known, name=ACTOR_NAME)
-    return known
+    return await _subgroups.of(worker)

@@ -14,6 +14,9 @@ WAITING_MAX: Final[int]
 QUICK_BYTES_MAX: Final[int]
 """Bytes that a small operation moves at most."""
 
+def array_at(owner: object, address: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a flat, writeable array over memory that `owner` has, which it keeps."""
+
 class Turnstile:
     """Lets threads through one at a time, in the order in which they came: `with turnstile: ...`.
 

@@ -5,6 +5,8 @@ import threading
 
 cimport cython
 cimport numpy as cnp
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -16,6 +18,11 @@ from zbmd.collectives.native._stepper cimport (
 
 from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.transport.errors import LocalProtocolError
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_NewFromDescr(PyTypeObject *subtype, cnp.PyArray_Descr *descr, int nd, cnp.npy_intp *dims, cnp.npy_intp *strides,
+                                void *data, int flags, PyObject *parent)
+    PyTypeObject PyArray_Type
 
 cnp.import_array()
 
@@ -33,6 +40,16 @@ cdef enum:
     NOWHERE = 0
     AT_X = 1
     AT_OUT = 2
+
+
+def array_at(owner, uint64_t address, Py_ssize_t count, cnp.dtype dtype not None):
+    cdef cnp.npy_intp extent = count
+    Py_INCREF(dtype)  # which the array keeps
+    cdef cnp.ndarray made = PyArray_NewFromDescr(&PyArray_Type, <cnp.PyArray_Descr *>dtype, 1, &extent, NULL, <void *><uintptr_t>address,
+                                                 cnp.NPY_ARRAY_C_CONTIGUOUS | cnp.NPY_ARRAY_WRITEABLE, NULL)
+    cnp.PyArray_UpdateFlags(made, cnp.NPY_ARRAY_ALIGNED)
+    cnp.set_array_base(made, owner)
+    return made
 
 
 @cython.final

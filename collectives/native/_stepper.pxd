@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from libc.stdlib cimport calloc, free
 
-from zbmd.transport.native._slots cimport zbmd_slots
+from zbmd.transport.native._slots cimport zbmd_base, zbmd_slots
 
 from zbmd.collectives.native._program cimport (
     BUFFERS, COPY, FINISH, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
@@ -12,6 +12,12 @@ from zbmd.collectives.native._program cimport (
     NativeProgram, last_point, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
     zbmd_place_of, zbmd_run, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_next, zbmd_store_note
 )
+
+cdef extern from "transport/native/life.h" nogil:
+    int zbmd_life_ended(zbmd_base peer, uint32_t our_slot)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
 
 # A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
 # successor begins, when every peer has ended this one.
@@ -29,7 +35,9 @@ cdef enum:
     S_UNREADABLE = 6
 
 cdef enum:
+    SPINS_FEW = 16                 # looks of a group whose ranks share cores
     NEVER = 0xfffffffe             # notifications that no peer comes to
+    LIFE_LOOK_NS = 50000000        # between two looks of a long wait whether the peer lives
 
 
 cdef struct Header:
@@ -150,6 +158,7 @@ cdef class NativeGroup:
     cdef uint32_t channel, epoch, sequence, spins, yields
     cdef uint64_t identity
     cdef uint64_t payload_max         # bytes of input that travel with a descriptor
+    cdef bint in_vain                 # the last long wait parked: the other may want this very core
     cdef bint input_stays             # not copied behind the descriptor by `_publish`
     cdef bint whole_headers           # always tell where all buffers are
     cdef char *needed                 # by rank: whether we wait for it in this run; all, in shared memory

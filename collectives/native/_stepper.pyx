@@ -10,8 +10,7 @@ from libc.string cimport memcpy, memmove, memset
 from zbmd.transport.native._slots cimport ZBMD_MAX_SLOTS, zbmd_base, zbmd_load64, zbmd_slots
 
 cdef extern from "transport/native/segment.h" nogil:
-    int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END
-    int ZBMD_CHANNELS
+    int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END, ZBMD_CHANNELS, ZBMD_FAR_CHANNELS
     int ZBMD_WAIT_OK, ZBMD_WAIT_LOST, ZBMD_WAIT_ABORTED, ZBMD_WAIT_DEADLINE
     void zbmd_slots_none(zbmd_slots *slots)
     void zbmd_slots_add(zbmd_slots *slots, uint32_t slot)
@@ -27,18 +26,12 @@ cdef extern from "transport/native/segment.h" nogil:
     int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, const zbmd_slots *group,
                   uint64_t deadline_ns, uint32_t spins)
 
-cdef extern from "transport/native/life.h" nogil:
-    int zbmd_life_ended(zbmd_base peer, uint32_t our_slot)
-
-cdef extern from "sched.h" nogil:
-    int sched_yield()
-
 cdef extern from "collectives/native/kernels.h" nogil:
     int ZBMD_DTYPES, ZBMD_REDUCTIONS, ZBMD_AVG
     const size_t *zbmd_itemsize
     zbmd_kernel zbmd_kernel_of(int dtype, int reduction)
 
-cdef extern from *:
+cdef extern from * nogil:
     """
     #include <signal.h>
     static inline void zbmd_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
@@ -46,22 +39,17 @@ cdef extern from *:
     static inline void zbmd_fence_release(void) { atomic_thread_fence(memory_order_release); }
     static inline void zbmd_die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
     """
-    void zbmd_fence() nogil
-    void zbmd_fence_acquire() nogil
-    void zbmd_fence_release() nogil
-    void zbmd_die() nogil
+    void zbmd_fence()
+    void zbmd_fence_acquire()
+    void zbmd_fence_release()
+    void zbmd_die()
 
 PUB_BYTES_MAX = PAYLOAD_BYTES
 DESCRIPTOR_HEADER_BYTES = HEADER_BYTES
 COUNTER_MAX = 0xffffffff
 
-STATUS_DONE = 0
-STATUS_LOST = 1
-STATUS_ABORTED = 2
-STATUS_DEADLINE = 3
-STATUS_DESYNCHRONISED = 4
-STATUS_BAD_DESCRIPTOR = 5
-STATUS_UNREADABLE = 6
+STATUS_DONE, STATUS_LOST, STATUS_ABORTED = 0, 1, 2
+STATUS_DEADLINE, STATUS_DESYNCHRONISED, STATUS_BAD_DESCRIPTOR, STATUS_UNREADABLE = 3, 4, 5, 6
 
 
 def let_siblings_read():
@@ -100,7 +88,7 @@ cdef class NativeGroup:
             raise ValueError("epochs begin at 1")
         self.n, self.rank, self.channel, self.epoch = len(ranges), rank, channel, epoch
         self.identity, self.spins, self.yields, self.sequence = identity, spins, yields, 0
-        self.pc, self.culprit, self.met_ns = 0, -1, 0
+        self.pc, self.culprit, self.met_ns, self.in_vain = 0, -1, 0, False
         self.payload_max, self.whole_headers, self.input_stays = PAYLOAD_BYTES, False, False
         self.reads, self.way_always, self.lags, self.last_fingerprint = False, -1, False, 0
         memset(self.choices, 0, sizeof(self.choices))
@@ -118,7 +106,7 @@ cdef class NativeGroup:
             self.peers[i].base = <char *><uintptr_t>base
             if base:
                 self.peers[i].descriptors = self.peers[i].base + ZBMD_OFF_DESCRIPTORS
-            elif i != rank and mirrors is not None and mirrors.get(i):
+            elif i != rank and channel < <uint32_t>ZBMD_FAR_CHANNELS and mirrors is not None and mirrors.get(i):
                 self.peers[i].descriptors = <char *><uintptr_t>mirrors[i]
             else:
                 raise ValueError(f"no memory of rank {i} is here")
@@ -351,15 +339,27 @@ cdef class NativeGroup:
 
     cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil:
         cdef char *own = self.peers[self.rank].base
-        cdef uint64_t value = <uint64_t>self.epoch << 32 | count
-        cdef uint32_t used
+        cdef uint64_t until_ns, value = <uint64_t>self.epoch << 32 | count
+        cdef uint32_t used, yields = 1 if self.in_vain and self.spins > SPINS_FEW else self.yields
         cdef int result
-        for _ in range(self.yields):
+        for _ in range(yields):
             result = zbmd_spin(own, self.peers[peer].slot, self.channel, value, self.spins, &used)
             if result >= 0:
+                self.in_vain = False
                 return result
+            if zbmd_lost_in(own, self.channel, value | <uint64_t>0xffffffff, &self.others):
+                break  # others may have the core for so long that a replacement clears the mark
             sched_yield()
-        return zbmd_wait(own, self.peers[peer].slot, self.channel, value, &self.others, deadline_ns, self.spins)
+        self.in_vain = True
+        while True:  # a death marks us as it is noticed, and its replacement, which may be sooner, clears that
+            until_ns = zbmd_now_ns() + LIFE_LOOK_NS
+            until_ns = deadline_ns if deadline_ns and deadline_ns < until_ns else until_ns
+            result = zbmd_wait(own, self.peers[peer].slot, self.channel, value, &self.others, until_ns, self.spins)
+            if result != ZBMD_WAIT_DEADLINE or until_ns == deadline_ns:
+                return result
+            if self.peers[peer].base != NULL and zbmd_life_ended(self.peers[peer].base, self.peers[self.rank].slot):
+                result = zbmd_spin(own, self.peers[peer].slot, self.channel, value, 1, &used)
+                return result if result >= 0 else ZBMD_WAIT_LOST
 
     cdef uint64_t _offset(self, uint64_t address) noexcept:
         """The offset by which peers know our memory, if it lies in the segment; else 0."""

@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from typing import Final
-from weakref import WeakKeyDictionary
 
 import structlog
 
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.rank.member import Worker
+from zbmd.actors.rank.once import OncePerWorker
 from zbmd.actors.view import rank_of
-from zbmd.collectives.p2p.tagged import ACTOR_NAME, Tagged, TaggedEnd
+from zbmd.collectives.p2p.plain import Tagged
+from zbmd.collectives.p2p.tagged import ACTOR_NAME, FromMember, TaggedEnd
 from zbmd.collectives.p2p.wire import (
+    TaggedAsked,
     TaggedClosed,
+    TaggedFailed,
     TaggedGreeting,
     TaggedLinkEnded,
     TaggedMessage,
+    TaggedPiece,
     TaggedTaken,
 )
 from zbmd.transport.errors import ZbmdError
@@ -45,9 +49,24 @@ class TaggedActor(Actor):
         """Note that an array has been taken."""
         self._take(message)
 
+    @on(TaggedAsked)
+    async def asked(self, message: TaggedAsked) -> None:
+        """Send more of an array."""
+        self._take(message)
+
+    @on(TaggedPiece)
+    async def piece(self, message: TaggedPiece) -> None:
+        """Take more of an array."""
+        self._take(message)
+
     @on(TaggedClosed)
     async def closed(self, message: TaggedClosed) -> None:
         """Note that a member has left a group."""
+        self._take(message)
+
+    @on(TaggedFailed)
+    async def failed(self, message: TaggedFailed) -> None:
+        """Note that a member's operations have ended."""
         self._take(message)
 
     @on(TaggedGreeting)
@@ -64,7 +83,7 @@ class TaggedActor(Actor):
         for group in list(self._groups.values()):
             group.link_ended(message.rank, message.incarnation)
 
-    def _take(self, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
+    def _take(self, message: FromMember) -> None:
         group, source = self._groups.get((message.epoch, message.channel)), rank_of(sender_process())
         if group is None or source is None:
             log.debug("a message of no group is dropped", epoch=message.epoch, sender=sender_process())
@@ -72,16 +91,19 @@ class TaggedActor(Actor):
             group.take(source, message)
 
 
-_groups: WeakKeyDictionary[Worker, dict[tuple[int, int], TaggedEnd]] = WeakKeyDictionary()
+async def _make_groups(worker: Worker) -> dict[tuple[int, int], TaggedEnd]:
+    groups: dict[tuple[int, int], TaggedEnd] = {}
+    await worker.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
+    worker.on_link_ended(lambda *process: pass_on_end(worker, groups.values(), *process))
+    return groups
+
+
+_tagged_groups: Final = OncePerWorker(_make_groups)
 
 
 async def tagged_groups(worker: Worker) -> dict[tuple[int, int], TaggedEnd]:
     """The ends of all groups of this process that have tagged messages, by stamp and channel."""
-    groups = _groups.get(worker)
-    if groups is None:
-        groups = _groups[worker] = {}
-        await worker.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
-        worker.on_link_ended(lambda *process: pass_on_end(worker, groups.values(), *process))
+    groups = await _tagged_groups.of(worker)
     for old in [key for key, tagged in groups.items() if tagged.ended]:
         del groups[old]
     return groups

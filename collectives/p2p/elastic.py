@@ -13,12 +13,12 @@ from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p.actor import pass_on_end
 from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS, ElasticTagMachine, Way, tags_config
+from zbmd.collectives.p2p.streams import Piece
 from zbmd.collectives.p2p.tag_machine import Cause, Match, MemberLeft, TagEvent
 from zbmd.collectives.p2p.tagged import TaggedEnd, named
 from zbmd.collectives.p2p.wire import TaggedGreeting
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
-from zbmd.transport.memory.region import RegionHandle
 
 
 class ElasticTagged(TaggedEnd):
@@ -62,10 +62,10 @@ class ElasticTagged(TaggedEnd):
             self._tap.close(str(error))
         super()._end(error)
 
-    async def send(self, x: Any, to: int, tag: int) -> None:
+    async def send(self, x: Any, to: int, tag: int, *, label: str = "") -> None:
         """See `ElasticGroup.send`."""
         self._require_rank(to)
-        await super().send(x, to, tag)
+        await super().send(x, to, tag, label=label)
 
     def _require_rank(self, rank: int) -> None:
         if rank not in self._ranks:
@@ -83,6 +83,9 @@ class ElasticTagged(TaggedEnd):
                     self._here.pop((source, number), None)
                 case _:
                     self._perform(action)
+        for (source, number), reading in self._readings.items():
+            if not self._machine.is_open(source, number):
+                reading.fail(MembersLost((source,), "the rest of its message went with it"))
 
     def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
         match cause:
@@ -115,12 +118,15 @@ class ElasticTagged(TaggedEnd):
         else:
             super()._give_back(match, error)
 
-    async def _get(self, lent: RegionHandle, digest: bytes, source: int, flat: Array) -> None:
-        peer = self._worker.peers.get(source)
+    async def _get(self, piece: Piece, source: int, flat: Array) -> None:
+        peer, lent = self._worker.peers.get(source), piece.lent
+        if lent is None:
+            await super()._get(piece, source, flat)
+            return
         if source != self._worker.rank and (peer is None or peer.incarnation != lent.incarnation):
             raise MembersLost((source,), "its message went with it")
         try:
-            await super()._get(lent, digest, source, flat)
+            await super()._get(piece, source, flat)
         except (PeerLost, LinkClosed, OperationAborted, ActorError) as error:
             if self._machine.way(source) is Way.UP and not isinstance(error, PeerLost):
                 raise

@@ -149,6 +149,10 @@ class ElasticTagMachine(TagMatcher):
         peer = self._peers.get(rank)
         return peer.way if peer else None
 
+    def is_open(self, source: int, number: int) -> bool:
+        """Return whether the session that this message belongs to goes on, so that its sender can answer."""
+        return self.way(source) is Way.UP and self._is_current(source, number)
+
     def handle(self, event: ElasticTagEvent, *, now_ns: int) -> list[ElasticTagAction]:
         """Take an event; return the actions to perform, in order."""
         del now_ns

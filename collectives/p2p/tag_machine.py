@@ -24,7 +24,7 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 UNTAKEN_MAX = 64
 """Untaken messages of one member to another."""
-WAITING_MAX = 4096
+WAITING_MAX = 16_384
 """Waiting sends, or receives, of one member."""
 
 

@@ -1,8 +1,9 @@
-"""Send and receive with tags: the driver of `TagMachine`, over the links of the group's members.
+"""Send and receive with tags: the driver of a `TagMatcher`, over the links of the group's members.
 
 A small array travels in the message. A large one is lent: the message says where it lies in the sender's
-arena (a copy, if it is elsewhere), and the receiver reads it from there, by mapping or over the network, and
-checks its digest, because a sender that cancels may use that memory again.
+arena, and the receiver reads it from there, by mapping or over the network, and checks its digest, because a
+sender that cancels may use that memory again. One that lies elsewhere is copied to the arena piece by piece,
+as it is received (`pieces`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, wait
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar, assert_never
+from typing import Any, Final, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
 import structlog
@@ -40,6 +38,10 @@ from zbmd.collectives.device.arrays_in import (
 )
 from zbmd.collectives.device.host_copy import Landings, drained
 from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.p2p.member_ends import CALLS_MAX, REASON_CHARS_MAX, MemberEnds
+from zbmd.collectives.p2p.on_loop import OnLoop
+from zbmd.collectives.p2p.pieces import Incoming
+from zbmd.collectives.p2p.streams import INLINE_BYTES_MAX, Lending, Piece, Reading
 from zbmd.collectives.p2p.tag_machine import (
     Arrived,
     Cause,
@@ -54,45 +56,52 @@ from zbmd.collectives.p2p.tag_machine import (
     Sent,
     TagAction,
     TagEvent,
-    TagMachine,
     TakenThere,
     TellTaken,
     Took,
     Transmit,
 )
 from zbmd.collectives.p2p.wire import (
+    TaggedAsked,
     TaggedClosed,
+    TaggedFailed,
     TaggedGreeting,
     TaggedMessage,
+    TaggedPiece,
     TaggedTaken,
     described,
+    dtype_of,
 )
-from zbmd.collectives.programs.reductions import DTYPE_NAMES, dtype_code
+from zbmd.collectives.programs.reductions import dtype_code
+from zbmd.transport.clock.patience import patient_timeout
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
-    LocalProtocolError,
     PeerLost,
     RemoteProtocolError,
     UserError,
     ZbmdError,
 )
-from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.transfer import Transfer
 from zbmd.transport.rdma.remote_memory import RemoteMemory
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
 
 ACTOR_NAME = "tagged"
-INLINE_BYTES_MAX = 64 << 10
-"""A longer array is lent."""
 TAG_MAX = 2**31 - 1
-LOOP_CHECK_S: Final = 1.0
-"""Seconds between checks, by a thread that waits for the loop, that it is open: a closed one calls nobody."""
+CLOSED: Final = "closed the group"
+REPORTS_S_MAX: Final = 1.0
+"""Seconds that a failed operation waits to learn from the other members what has happened."""
 CLOSE_S_MAX = 1.0
 """Seconds for sending the news of a close: a member that does not read finds out by the next view."""
 
-ResultT = TypeVar("ResultT")
+FromMember: TypeAlias = (
+    TaggedMessage | TaggedTaken | TaggedAsked | TaggedPiece | TaggedClosed | TaggedFailed | TaggedGreeting
+)
+
+
+Check: TypeAlias = Callable[[TaggedMessage, int], None]
+"""Takes a message and its sender; what it raises leaves the message for the next receive."""
 
 
 class Received(NamedTuple):
@@ -110,7 +119,11 @@ class _Send:
     done: asyncio.Future[None]
     to: int | None = None
     """To whom it was transmitted."""
-    handle: RegionHandle | None = None
+    number: int = 0
+    label: str = ""
+    given_up: bool = False
+    """Its caller may change the array."""
+    lending: Lending | None = None
 
     @property
     def transmitted(self) -> bool:
@@ -118,39 +131,8 @@ class _Send:
         return self.to is not None
 
 
-class OnLoop:
-    """The loop of the thread that makes this, for calls of other threads that must run there."""
-
-    def __init__(self) -> None:
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-
-    def soon(self, call: Callable[[], None]) -> None:
-        """Have the loop make a call, unless it is closed. From any thread."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call)
-
-    def wait_for(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        """Have the loop run a coroutine; return its result, or raise its error.
-
-        Raises `LocalProtocolError` on the loop's thread, which may not wait, and `OperationAborted` if the
-        loop ends first.
-        """
-        if threading.get_ident() == self._thread:
-            raise LocalProtocolError("this call passes the loop, and this is its thread: await it instead")
-        ended = OperationAborted("the loop that this call passes has ended, and took it along")
-        begun = begin()
-        try:
-            running = asyncio.run_coroutine_threadsafe(begun, self._loop)
-        except RuntimeError:  # it is closed
-            begun.close()
-            raise ended from None
-        while not wait([running], timeout=LOOP_CHECK_S).done:
-            if self._loop.is_closed():
-                raise ended
-        try:
-            return running.result()
-        except CancelledError:
-            raise ended from None
+class _GivenUp(OperationAborted):
+    """The sender gave the message up: no receive can have it."""
 
 
 class TaggedEnd(ABC):
@@ -165,10 +147,15 @@ class TaggedEnd(ABC):
         self._stamp, self._channel = stamp, channel
         self._keys = itertools.count(1)
         self._sends: dict[int, _Send] = {}
+        self._lent: dict[tuple[int, int], _Send] = {}
+        """Large sends under way, by receiver and the message's number."""
+        self._readings: dict[tuple[int, int], Reading] = {}
+        """Messages in pieces that are being received, by sender and number."""
         self._receives: dict[int, asyncio.Future[Match]] = {}
         self._here: dict[tuple[int, int], TaggedMessage] = {}
         self._outbox: asyncio.Queue[tuple[int, Contract]] = asyncio.Queue()  # bounded by the machine
         self._ended: ZbmdError | None = None
+        self.ends: Final = MemberEnds()
         self._ending: set[tuple[int, int]] = set()
         """Processes whose links have ended, with something that came over them still to be taken, perhaps."""
         self._landings = Landings(worker.segment)
@@ -200,11 +187,12 @@ class TaggedEnd(ABC):
         """Whether nothing is sent or taken any more."""
         return self._ended is not None
 
-    async def send(self, x: Any, to: int, tag: int) -> None:
-        """See `Group.send`. x: as `taken` gives it."""
-        _require_tag(tag)
+    async def send(self, x: Any, to: int, tag: int, *, label: str = "") -> None:
+        """See `Group.send`. x: as `taken` gives it. label: what it is in its caller's words."""
+        require_tag(tag)
         async with self._landing:  # who is behind an array that is on its way from a device waits for it
             send = await self._made(x, tag)
+            send.label = label
             key = next(self._keys)
             self._sends[key] = send
             try:
@@ -214,35 +202,32 @@ class TaggedEnd(ABC):
                 raise
         # A small one may be sent again by its caller at once, unless so many are under way that it waits.
         if send.array.nbytes > INLINE_BYTES_MAX or not send.transmitted:
-            await asyncio.shield(send.done)
+            try:
+                await asyncio.shield(send.done)
+            except asyncio.CancelledError:
+                send.given_up = True
+                raise
 
     async def _made(self, x: Any, tag: int) -> _Send:
         """Return the send of `x`. Awaits nothing if it lies on the host."""
         landing, done = self._landings.of(x), asyncio.get_running_loop().create_future()
         if landing is None:
-            return _Send(self._own(as_array(x, "x"), lasts=True), tag, done)
+            return _Send(_own(as_array(x, "x"), lasts=True), tag, done)
 
         def land() -> Array:
             try:
-                return self._own(landing.land()[0], lasts=False)
+                return _own(landing.land()[0], lasts=False)
             finally:
                 landing.end()
 
         return _Send(await drained(land), tag, done)
 
-    def _own(self, given: Array, *, lasts: bool) -> Array:
-        """A copy of it, or, if it lasts until it is there, itself where it is large and lies in the arena."""
-        flat, arena = packed(given), self._worker.segment.arena
-        dtype_code(flat.dtype)
-        array = flat.reshape(given.shape)
-        if array.nbytes <= INLINE_BYTES_MAX:
-            return array.copy()
-        return array if lasts and arena.offset_of(array) is not None else arena.from_array(array)
-
-    async def receive(self, source: int | None, tag: int | None, out: Any) -> Received:
-        """See `Group.recv`. `out`: as returned by `taken`."""
+    async def receive(
+        self, source: int | None, tag: int | None, out: Any, check: Check | None = None
+    ) -> Received:
+        """See `Group.recv`. `out`: as returned by `taken`. check: raises if it cannot take a message."""
         if tag is not None:
-            _require_tag(tag)
+            require_tag(tag)
         key, matched = next(self._keys), asyncio.get_running_loop().create_future()
         self._receives[key] = matched
         try:
@@ -256,9 +241,16 @@ class TaggedEnd(ABC):
         place, end = (match.source, match.number), Took(source=match.source, number=match.number)
         message = self._here[place]
         try:
+            if check is not None:
+                check(message, match.source)
             array = await self._fetch(message, match.source, out)
         except RemoteProtocolError as error:
             self._end(error)
+            raise
+        except _GivenUp:
+            del self._here[place]
+            if self._ended is None:
+                self._put(end)
             raise
         except BaseException as error:
             if self._ended is None:
@@ -283,19 +275,38 @@ class TaggedEnd(ABC):
         else:
             self._put(ReceiveWithdrawn(key=key))
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str = "") -> None:
         """End what waits, as `close` does, soon. From any thread; `close` must still be called."""
-        self.on_loop.soon(self._part)
+        self.on_loop.soon(lambda: self._part(reason))
 
-    def _part(self) -> None:
+    def say_failed(self, reason: str, calls: Sequence[str]) -> None:
+        """Report to the members, soon, that the operations of this one have ended. From any thread."""
+        failed = TaggedFailed(
+            epoch=self._stamp,
+            channel=self._channel,
+            reason=reason[:REASON_CHARS_MAX],
+            calls=tuple(call[:REASON_CHARS_MAX] for call in calls[:CALLS_MAX]),
+        )
+        self.on_loop.soon(lambda: self._say_all(failed))
+
+    def wait_for_reports(self, until: Callable[[], bool]) -> None:
+        """Wait a moment until the members' `ends` have what `until` asks for; not on the loop's thread."""
+        if not self.on_loop.is_here:
+            self.ends.wait(until, REPORTS_S_MAX)
+
+    def _say_all(self, message: TaggedFailed | TaggedClosed) -> None:
         if self._ended is None:
             for member in self._others():
-                self._outbox.put_nowait((member, TaggedClosed(epoch=self._stamp, channel=self._channel)))
+                self._outbox.put_nowait((member, message))
+
+    def _part(self, reason: str = "") -> None:
+        if self._ended is None:
+            self._say_all(TaggedClosed(epoch=self._stamp, channel=self._channel, reason=reason))
             self._end(OperationAborted("the group is closed: use the next view's"))
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
         """End what waits with `OperationAborted`, here and on the members. Idempotent."""
-        self._part()
+        self._part(reason)
         self._outbox.put_nowait((self._worker.rank, TaggedClosed(epoch=0, channel=0)))  # the last
         await asyncio.wait([self._sender], timeout=CLOSE_S_MAX)
         self._sender.cancel()
@@ -314,7 +325,7 @@ class TaggedEnd(ABC):
             if self._ended is None:
                 self._lost(rank, incarnation)
 
-    def take(self, source: int, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
+    def take(self, source: int, message: FromMember) -> None:
         """Take a member's message."""
         if self._ended is not None:
             return
@@ -325,8 +336,15 @@ class TaggedEnd(ABC):
                     self._put(Arrived(source=source, number=number, tag=tag))
                 case TaggedTaken(number=number):
                     self._put(TakenThere(by=source, number=number))
-                case TaggedClosed():
+                case TaggedAsked():
+                    self._asked(source, message)
+                case TaggedPiece(number=number):
+                    self._piece(source, message)
+                case TaggedClosed(reason=reason):
+                    self.ends.note(source, reason or CLOSED)
                     self._handle(MemberLeft(source=source))
+                case TaggedFailed(reason=reason, calls=calls):
+                    self.ends.note(source, reason, calls)
                 case TaggedGreeting():
                     self._greeted(source, message)
         except RemoteProtocolError as error:
@@ -359,16 +377,15 @@ class TaggedEnd(ABC):
                 assert_never(action)
 
     def _transmit(self, send: _Send, to: int, number: int) -> None:
-        data, digest = b"", b""
-        send.to = to
+        send.to, send.number = to, number
         if send.array.nbytes <= INLINE_BYTES_MAX:
-            data = send.array.tobytes()
+            first = Piece(send.array.tobytes())
+        elif send.given_up:  # its bytes may have changed: a receiver that asks for more gets an error
+            self._lent[to, number], first = send, Piece(b"\0")
         else:
-            segment = self._worker.segment
-            offset = segment.arena.offset_of(send.array)
-            assert offset is not None, "a large array was put into the arena"
-            send.handle = segment.regions.lend(send.array, offset, writable=False)
-            digest = xxhash.xxh3_64_digest(as_bytes(send.array.reshape(-1), "x").data)
+            self._lent[to, number] = send
+            send.lending = Lending(self._worker, as_bytes(send.array.reshape(-1), "x"))
+            first = send.lending.first
         message = TaggedMessage(
             epoch=self._stamp,
             channel=self._channel,
@@ -376,13 +393,38 @@ class TaggedEnd(ABC):
             tag=send.tag,
             dtype=dtype_code(send.array.dtype),
             shape=send.array.shape,
-            data=data,
-            lent=send.handle,
-            digest=digest,
+            data=first.data,
+            lent=first.lent,
+            digest=first.digest,
+            label=send.label,
         )
         self._say(to, message)
 
-    def _say(self, to: int, message: TaggedMessage | TaggedTaken | TaggedGreeting) -> None:
+    def _asked(self, source: int, asked: TaggedAsked) -> None:
+        """Send a receiver the pieces that it is ready for."""
+        send = self._lent.get((source, asked.number))
+        if send is None:
+            return
+        if send.given_up or send.lending is None:
+            self._say_piece(source, asked, 0, Piece(b""))
+            return
+        for number, piece in send.lending.asked(asked.reading, asked.read):
+            self._say_piece(source, asked, number, piece)
+
+    def _say_piece(self, to: int, asked: TaggedAsked, number: int, piece: Piece) -> None:
+        message = TaggedPiece(
+            epoch=self._stamp,
+            channel=self._channel,
+            number=asked.number,
+            reading=asked.reading,
+            piece=number,
+            data=piece.data,
+            lent=piece.lent,
+            digest=piece.digest,
+        )
+        self._say(to, message)
+
+    def _say(self, to: int, message: FromMember) -> None:
         if to == self._worker.rank:
             asyncio.get_running_loop().call_soon(self.take, to, message)
         else:
@@ -400,7 +442,7 @@ class TaggedEnd(ABC):
     async def _fetch(self, message: TaggedMessage, source: int, out: Any) -> Any:
         """Return the array of a message, in `out` or in a new one. Raises `RemoteProtocolError`,
         `UserError`."""
-        size, dtype = described(message, source), _dtype(message.dtype)
+        size, dtype = described(message, source), dtype_of(message.dtype)
         if isinstance(out, CallersArray):
             require_writeable(require_size(as_placed(out, "out"), dtype, size, "out"), "out")
             host = await self._fetch(message, source, None)
@@ -410,34 +452,90 @@ class TaggedEnd(ABC):
         result = np.empty(message.shape, dtype) if out is None else out
         target = Target(require_size(as_array(result, "out"), dtype, size, "out"), "out")
         flat = as_bytes(target.flat, "out")
-        if message.lent is None:
-            flat[:] = np.frombuffer(message.data, np.uint8)
-        else:
-            await self._get(message.lent, message.digest, source, flat)
+        await self._read(message, source, flat)
         target.bring_home()
         return result
 
-    async def _get(self, lent: RegionHandle, digest: bytes, source: int, flat: Array) -> None:
+    async def _read(self, message: TaggedMessage, source: int, flat: Array) -> None:
+        """Fill `flat` with the bytes of a message; ask for those that did not come with it."""
+        first = Piece(message.data, message.lent, message.digest)
+        if first.nbytes == flat.nbytes:
+            await self._get(first, source, flat)
+            return
+        incoming = Incoming(flat.nbytes, first.nbytes, next(self._keys))
+        key, reading = (source, message.number), Reading(incoming)
+        self._readings[key] = reading
+        try:
+            self._ask(source, message.number, incoming)
+            await self._get(first, source, flat[: first.nbytes])
+            while not incoming.whole:
+                piece = await reading.next()
+                await self._get(piece, source, flat[incoming.offset : incoming.offset + piece.nbytes])
+                incoming.took(piece.nbytes)
+                if not incoming.whole:
+                    self._ask(source, message.number, incoming)
+                    await asyncio.sleep(0)  # so that it goes before the next is copied
+        finally:
+            del self._readings[key]
+
+    def _ask(self, source: int, number: int, incoming: Incoming) -> None:
+        asked = TaggedAsked(
+            epoch=self._stamp,
+            channel=self._channel,
+            number=number,
+            reading=incoming.reading,
+            read=incoming.read,
+        )
+        self._say(source, asked)
+
+    def _piece(self, source: int, message: TaggedPiece) -> None:
+        reading = self._readings.get((source, message.number))
+        if reading is None:
+            return
+        piece = Piece(message.data, message.lent, message.digest)
+        if piece.nbytes:
+            reading.came(message.reading, message.piece, piece)
+        elif message.reading == reading.incoming.reading:
+            reading.fail(_GivenUp(f"rank {source} gave its message up as it was taken"))
+
+    def _fail_readings(self, source: int, error: ZbmdError) -> None:
+        """Have the receives fail that wait for pieces of this member."""
+        for (sender, _), reading in self._readings.items():
+            if sender == source:
+                reading.fail(error)
+
+    async def _get(self, piece: Piece, source: int, flat: Array) -> None:
+        lent = piece.lent
+        if lent is None:
+            flat[:] = np.frombuffer(piece.data, np.uint8)
+            return
         if source == self._worker.rank:
             flat[:] = np.frombuffer(
                 self._worker.segment.regions.resolve(lent, 0, flat.nbytes, write=False), np.uint8
             )
             return
         region = self._worker.peers[source].memory.open_region(lent, self._worker.segment)
-        transfer = region.get(flat)
+        try:
+            await self._transferred(source, region.get(flat))
+        except PeerLost as error:  # its notice will come
+            raise MembersLost((source,), f"its message went with it: {error.reason}") from None
+        finally:
+            region.close()
+        if xxhash.xxh3_64_digest(flat.data) != piece.digest:
+            raise self._ended or OperationAborted(f"rank {source} gave its message up as it was taken")
+
+    async def _transferred(self, source: int, transfer: Transfer) -> None:
         try:
             await transfer
         except BaseException:
             self._let_memory_go(source, (transfer,))
             raise
-        finally:
-            region.close()
-        if xxhash.xxh3_64_digest(flat.data) != digest:
-            raise self._ended or OperationAborted(f"rank {source} gave its message up as it was taken")
 
     def _let_go(self, send: _Send, error: ZbmdError | None) -> None:
-        if send.handle is not None:
-            self._worker.segment.regions.take_back(send.handle)
+        if send.to is not None:
+            self._lent.pop((send.to, send.number), None)
+        if send.lending is not None:
+            send.lending.end()
             if error is not None and send.to is not None:
                 self._let_memory_go(send.to)
         if send.done.done():
@@ -466,6 +564,8 @@ class TaggedEnd(ABC):
         for matched in self._receives.values():
             if not matched.done():
                 matched.set_exception(error)
+        for reading in self._readings.values():
+            reading.fail(error)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -473,54 +573,26 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
-class Tagged(TaggedEnd):
-    """The tagged messages of a group of one epoch: they end with the first loss, but outlast a member's
-    close.
-    """
-
-    def __init__(self, worker: Worker, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
-        super().__init__(worker, stamp=epoch, channel=channel)
-        self._members = members
-        self._machine = TagMachine(members)
-
-    def _handle(self, event: TagEvent | MemberLeft) -> None:
-        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
-        self._machine.check_invariants()
-        for action in actions:
-            self._perform(action)
-
-    def _others(self) -> list[int]:
-        return [member for member in self._members if member != self._worker.rank]
-
-    def _lost(self, rank: int, incarnation: int) -> None:
-        if rank in self._members and not self._machine.has_left(rank):
-            self._end(MembersLost((rank,), f"incarnation {incarnation} ended; wait for the next view"))
-
-    def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
-        assert cause is Cause.LEFT, "the first loss ends all"
-        return OperationAborted(f"{named(ranks)} closed the group of epoch {self._stamp}")
-
-
 @asynccontextmanager
 async def within(timeout: float | None, what: str) -> AsyncGenerator[None]:
     """Raise `DeadlineExceeded`, which names `what`, after `timeout` seconds; None is the default."""
     limit_s = timeout_ns(timeout) / 1e9
     try:
-        async with asyncio.timeout(limit_s):
+        async with patient_timeout(limit_s):
             yield
     except TimeoutError:
         raise DeadlineExceeded(f"{what}: nothing in {limit_s:g} s") from None
 
 
-def _dtype(code: int) -> np.dtype[Any]:
-    if DTYPE_NAMES[code] == "bfloat16":
-        import ml_dtypes
+def _own(given: Array, *, lasts: bool) -> Array:
+    """A copy of it, or, if it lasts until it is there, itself where it is large and in one piece."""
+    flat = packed(given)
+    dtype_code(flat.dtype)
+    array = flat.reshape(given.shape)
+    return array if lasts and array.nbytes > INLINE_BYTES_MAX else array.copy()
 
-        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return narrow
-    return np.dtype(DTYPE_NAMES[code])
 
-
-def _require_tag(tag: int) -> None:
+def require_tag(tag: int) -> None:
+    """Raise `UserError` unless it can be a tag."""
     if not 0 <= tag <= TAG_MAX:
         raise UserError(f"tag={tag!r} is not in 0..{TAG_MAX}")

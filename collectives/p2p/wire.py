@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+import numpy as np
 
 from zbmd.actors.contracts import Contract
+from zbmd.collectives.p2p.member_ends import CALLS_MAX, REASON_CHARS_MAX
 from zbmd.collectives.programs.reductions import DTYPE_NAMES, itemsize
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
@@ -16,10 +18,15 @@ AXES_MAX: Final = 32
 ARRAY_BYTES_MAX: Final = 2**48
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Text = Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
+"""For people: what follows "rank 3": "closed the group"; empty if nothing is to be said."""
 
 
-class TaggedMessage(Contract, id="zbmd.tagged.message"):
-    """An array: `data` if it is small, otherwise where it lies. `digest`: XXH3 of its bytes if it is lent."""
+class TaggedMessage(Contract, id="zbmd.tagged.message", version=2):
+    """An array: `data` if it is small, otherwise where it lies. `digest`: XXH3 of its bytes if it is lent.
+
+    If these are fewer bytes than the array has, they are its first ones: the receiver asks for the others.
+    """
 
     epoch: Count
     channel: Count
@@ -30,6 +37,13 @@ class TaggedMessage(Contract, id="zbmd.tagged.message"):
     data: bytes
     lent: RegionHandle | None
     digest: bytes
+    label: Text = ""
+    """The array in its sender's words: `float32[4,3]`."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole array, as it is described."""
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 class TaggedTaken(Contract, id="zbmd.tagged.taken"):
@@ -40,11 +54,50 @@ class TaggedTaken(Contract, id="zbmd.tagged.taken"):
     number: Count
 
 
-class TaggedClosed(Contract, id="zbmd.tagged.closed", parting=True):
+class TaggedAsked(Contract, id="zbmd.tagged.asked"):
+    """The receiver of a message in pieces has read this many after the first, in this reading of it.
+
+    The first of a reading asks for its pieces; see `pieces`.
+    """
+
+    epoch: Count
+    channel: Count
+    number: Count
+    reading: Count
+    read: Count
+
+
+class TaggedPiece(Contract, id="zbmd.tagged.piece"):
+    """More of a message's array: `data`, or where it lies and its digest. `piece`: its place in the reading.
+
+    Empty: the sender has given the message up.
+    """
+
+    epoch: Count
+    channel: Count
+    number: Count
+    reading: Count
+    piece: Count
+    data: bytes
+    lent: RegionHandle | None
+    digest: bytes
+
+
+class TaggedClosed(Contract, id="zbmd.tagged.closed", version=2, parting=True):
     """The sender has closed the group: it neither sends nor accepts messages any more."""
 
     epoch: Count
     channel: Count
+    reason: Text = ""
+
+
+class TaggedFailed(Contract, id="zbmd.tagged.failed", parting=True):
+    """The sender's operations in the group have ended. `calls`: the last, in their callers' words."""
+
+    epoch: Count
+    channel: Count
+    reason: Text
+    calls: Annotated[tuple[Text, ...], msgspec.Meta(max_length=CALLS_MAX)]
 
 
 class TaggedLinkEnded(Contract, id="zbmd.tagged.link_ended"):
@@ -70,6 +123,16 @@ def described(message: TaggedMessage, source: int) -> int:
     size = math.prod(message.shape)
     nbytes = size * itemsize(message.dtype)
     came = len(message.data) if message.lent is None else message.lent.nbytes
-    if came != nbytes or nbytes > ARRAY_BYTES_MAX:
+    if not min(nbytes, 1) <= came <= nbytes <= ARRAY_BYTES_MAX:
         raise RemoteProtocolError(f"rank {source} sent {came} bytes for an array of {nbytes}")
     return size
+
+
+def dtype_of(code: int) -> np.dtype[Any]:
+    """Return the dtype of a code."""
+    if DTYPE_NAMES[code] == "bfloat16":
+        import ml_dtypes
+
+        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return narrow
+    return np.dtype(DTYPE_NAMES[code])

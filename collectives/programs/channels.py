@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.native._native import CHANNELS
+from zbmd.transport.native._native import CHANNELS, FAR_CHANNELS
 
 SUBGROUP_CHANNEL_FIRST: Final = 8
 """Channels below it are for the groups of views, and their callers' to choose."""
 SUBGROUPS_MAX: Final = CHANNELS - SUBGROUP_CHANNEL_FIRST
 """Sub-groups that a process can be in at once."""
+FAR_SUBGROUPS_MAX: Final = FAR_CHANNELS - SUBGROUP_CHANNEL_FIRST
+"""Sub-groups of a process with members on several hosts: they use the first channels."""
 STAMP_MAX: Final = 2**32 - 2
+
+
+class NoChannel(LocalProtocolError):
+    """No channel is free on all members of a new sub-group. All of them get it, of the same call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,21 +85,26 @@ class Channels:
         self._free &= ~(1 << place)
 
 
-def agree(offers: Sequence[Offer]) -> Agreed:
+def agree(offers: Sequence[Offer], *, one_host: bool) -> Agreed:
     """Return the choice that every member makes by itself from the offers of all of them.
 
-    The lowest channel that is free everywhere. Raises `LocalProtocolError`, on all members, if there is none.
+    The lowest channel that is free everywhere; if all members are on one host, of those that groups over
+    hosts cannot use, as long as there is one. Raises `LocalProtocolError`, on all members, if there is none.
     """
+    places = [*range(FAR_SUBGROUPS_MAX)]
+    if one_host:
+        places = [*range(FAR_SUBGROUPS_MAX, SUBGROUPS_MAX), *places]
     free = (1 << SUBGROUPS_MAX) - 1
     for offer in offers:
         free &= offer.free
-    for place in range(SUBGROUPS_MAX):
+    for place in places:
         stamp = max(offer.used[place] for offer in offers) + 1
         if free >> place & 1 and stamp <= STAMP_MAX:
             return Agreed(channel=SUBGROUP_CHANNEL_FIRST + place, stamp=stamp)
-    raise LocalProtocolError(
-        f"no channel is free on all members of a new sub-group: a process can be in {SUBGROUPS_MAX} of them "
-        "at once; close one that is not needed any more"
+    raise NoChannel(
+        f"a process can be in {SUBGROUPS_MAX} sub-groups (in PyTorch: process groups) at once, "
+        f"{FAR_SUBGROUPS_MAX} of them over several hosts, and a member of the new one is: close one that is "
+        "not needed (destroy it), or use one of the same ranks again"
     )
 
 

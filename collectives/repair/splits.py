@@ -21,10 +21,10 @@ from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.errors import Desynchronised, OperationAborted
 from zbmd.collectives.native._stepper import COUNTER_MAX
-from zbmd.collectives.programs.channels import STAMP_MAX, SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Offer
+from zbmd.collectives.programs.channels import FAR_SUBGROUPS_MAX, STAMP_MAX, SUBGROUP_CHANNEL_FIRST, Offer
 from zbmd.collectives.repair.operations_shared import AllGather, CallContext
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
-from zbmd.transport.native._native import CHANNELS, load_cell
+from zbmd.transport.native._native import CHANNELS, FAR_CHANNELS, load_cell
 
 
 class SplitOperation(AllGather):
@@ -68,14 +68,15 @@ def has_ended(worker: Worker, member: MemberId, channel: int, base: int) -> bool
 SPLITS_MAX: Final = 256
 """Splits of one group in its lifetime; later members receive all of them."""
 NUMBER_MAX: Final = 2**62 - 1
-SUBGROUPS_OF_A_PROCESS_MAX: Final = SUBGROUPS_MAX // 2
+SUBGROUPS_OF_A_PROCESS_MAX: Final = FAR_SUBGROUPS_MAX // 2
 """Sub-groups of a process: each takes one channel, and one for repairs."""
+_ALL_FREE: Final = (1 << FAR_SUBGROUPS_MAX) - 1
 _FIXED = 5
 """Numbers of a row before the stamps: whether there is a color, the color, the key, the free channels, and
 what tells the given ranks."""
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)]
-Channel = Annotated[int, msgspec.Meta(ge=SUBGROUP_CHANNEL_FIRST, lt=CHANNELS)]
+Channel = Annotated[int, msgspec.Meta(ge=SUBGROUP_CHANNEL_FIRST, lt=FAR_CHANNELS)]
 Number = Annotated[int, msgspec.Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)]
 SplitMember = tuple[Rank, Number, Number]
 
@@ -130,11 +131,15 @@ class SplitRequest:
 
 
 def row_of(request: SplitRequest, offer: Offer) -> Array:
-    """Return a member's request, (5 + SUBGROUPS_MAX,) int64. Raises `UserError` for numbers out of bounds."""
+    """Return a member's request, (5 + FAR_SUBGROUPS_MAX,) int64.
+
+    Raises `UserError` for numbers out of bounds.
+    """
     if not all(abs(number) <= NUMBER_MAX for number in (request.color or 0, request.key)):
         raise UserError(f"color={request.color} or key={request.key} is out of bounds")
-    fixed = (request.color is not None, request.color or 0, request.key, offer.free, _digest(request.ranks))
-    return np.array([*fixed, *offer.used], np.int64)
+    free = offer.free & _ALL_FREE
+    fixed = (request.color is not None, request.color or 0, request.key, free, _digest(request.ranks))
+    return np.array([*fixed, *offer.used[:FAR_SUBGROUPS_MAX]], np.int64)
 
 
 def _digest(ranks: tuple[int, ...]) -> int:
@@ -142,8 +147,9 @@ def _digest(ranks: tuple[int, ...]) -> int:
 
 
 def agree_on(request: SplitRequest, rows: Array, contributors: tuple[int, ...]) -> Split:
-    """Return the split that all members compute from the rows, (contributors, 5 + SUBGROUPS_MAX), of these
-    ranks.
+    """Return the split that all members compute from the rows of these ranks.
+
+    rows: (contributors, 5 + FAR_SUBGROUPS_MAX).
 
     Raises, on all of them, `Desynchronised` if they gave different ranks for a sub-group, and
     `LocalProtocolError` if they have no two channels free.
@@ -152,11 +158,11 @@ def agree_on(request: SplitRequest, rows: Array, contributors: tuple[int, ...]) 
         raise Desynchronised(
             f"the members gave different ranks, here {list(request.ranks)}, for a sub-group", {}
         )
-    free, used = (1 << SUBGROUPS_MAX) - 1, [0] * SUBGROUPS_MAX
+    free, used = _ALL_FREE, [0] * FAR_SUBGROUPS_MAX
     for row in rows:
         free &= int(row[3])
         used = [max(before, int(stamp)) for before, stamp in zip(used, row[_FIXED:], strict=True)]
-    places = [place for place in range(SUBGROUPS_MAX) if free >> place & 1][:2]
+    places = [place for place in range(FAR_SUBGROUPS_MAX) if free >> place & 1][:2]
     if len(places) < 2:
         raise LocalProtocolError(
             "no two channels are free on all members of a new sub-group: a process can be in "

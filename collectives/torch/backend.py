@@ -26,6 +26,8 @@ def register() -> None:
         raise UserError("this PyTorch was built without torch.distributed: install another build")
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        rendezvous: Any = importlib.import_module("zbmd.collectives.torch.rendezvous")
+        rendezvous.install()
 
 
 def _create(options: Any, _: Any) -> Any:

@@ -1,13 +1,12 @@
 """A `torch.distributed` process group over a group of ours.
 
-Operations are queued at the call, in its order, and run on the group's data-plane thread; sends and receives
-go apart from them, by tag. Needs PyTorch; imported by `backend` when a process group is made.
+Operations are queued at the call, in its order, and run on the group's data-plane thread; `messages` has
+sends and receives. Needs PyTorch; imported by `backend` when a process group is made.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -19,16 +18,17 @@ import numpy as np
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.work import COMPLETERS, Array, TensorBuffer, Work, as_torch_error
+from zbmd.collectives.p2p.direct import DirectMessages
+from zbmd.collectives.torch import messages
+from zbmd.collectives.torch.identity import Identity
+from zbmd.collectives.torch.tensors import Array, Called, TensorBuffer
+from zbmd.collectives.torch.work import COMPLETERS, DONE, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
-
-WORKS_KEPT = 1024
-"""The latest work objects: C++ may hold one that Python has dropped, and its methods are Python's."""
 
 REDUCTIONS: Final = {
     "SUM": "sum",
@@ -40,6 +40,8 @@ REDUCTIONS: Final = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
+
+_REDUCTIONS: Final = [(getattr(dist.ReduceOp, name), ours) for name, ours in REDUCTIONS.items()]
 
 Operation = Callable[[Communicator, int], object]
 """Takes the communicator and the deadline, ns."""
@@ -71,8 +73,8 @@ def _raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
 
 
 def _reduction(op: Any) -> str:
-    for name, ours in REDUCTIONS.items():
-        if op == getattr(dist.ReduceOp, name):
+    for theirs, ours in _REDUCTIONS:
+        if op == theirs:
             return ours
     raise UserError(f"the backend zbmd has no reduction {op}; it has {', '.join(REDUCTIONS)}")
 
@@ -86,20 +88,14 @@ def _only(tensors: Any) -> Any:
     return tensors[0]
 
 
-class Operations:
+class Operations(Identity):
     """The methods of a process group; `ProcessGroup` has torch's class below it.
 
     Each collective takes its tensors as buffers, and queues a call of the communicator's operation.
     """
 
     def __init__(self, group: Group, store: Any, timeout_s: float, name: str) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
-        self._group = group
-        self._store = store
-        self._timeout_s = timeout_s
-        self._name, self._description = name, "undefined"
-        self._calls = 0
-        self._kept: deque[Any] = deque(maxlen=WORKS_KEPT)
+        super().__init__(group, store, timeout_s, name)
         self._together: list[Future[Any]] | None = None
         self._completers = ThreadPoolExecutor(COMPLETERS, thread_name_prefix="zbmd-torch-done")
         self._closed = False
@@ -114,7 +110,8 @@ class Operations:
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce tensors over all ranks, in place; those of a dtype as one."""
         buffers = [TensorBuffer(tensor, numbers=True) for tensor in tensors]
-        return self._queue(partial(_all_reduce, buffers, self._op(opts, op)), tensors, opts, timeout)
+        run = partial(_all_reduce, buffers, self._op(opts, op))
+        return self._queue(Called("all_reduce", buffers), run, tensors, opts, timeout)
 
     @_raising
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
@@ -124,7 +121,8 @@ class Operations:
         def run(c: Communicator, end_ns: int) -> None:
             c.broadcast(buffer.array, place, deadline_ns=end_ns)
 
-        return self._queue(run, tensors, opts, timeout, home=[buffer])
+        called = Called("broadcast", [buffer], f", src={place}")
+        return self._queue(called, run, tensors, opts, timeout, home=[buffer])
 
     @_raising
     def reduce(
@@ -137,7 +135,8 @@ class Operations:
         def run(c: Communicator, end_ns: int) -> None:
             c.reduce(buffer.array, place, op=reduction, deadline_ns=end_ns)
 
-        return self._queue(run, tensors, opts, timeout, home=[buffer] if place == self.rank() else [])
+        called, home = Called("reduce", [buffer], f", dst={place}"), [buffer] if place == self.rank() else []
+        return self._queue(called, run, tensors, opts, timeout, home=home)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Collect the tensors of all ranks, one after the other, in one."""
@@ -154,7 +153,8 @@ class Operations:
             for source, target in pairs:
                 c.all_gather(source.array, target.array.reshape(c.size, -1), deadline_ns=end_ns)
 
-        return self._queue(run, outputs, opts, timeout, home=targets)
+        called = Called("all_gather_into_tensor", [source for source, _ in pairs])
+        return self._queue(called, run, outputs, opts, timeout, home=targets)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -179,7 +179,7 @@ class Operations:
             for source, buffers in zip(sources, targets, strict=True):
                 _hand_out(c.all_gather(source.array, deadline_ns=end_ns), buffers)
 
-        return self._queue(run, outputs, opts, timeout)
+        return self._queue(Called("all_gather", sources), run, outputs, opts, timeout)
 
     @_raising
     def gather(
@@ -200,7 +200,7 @@ class Operations:
             if place == c.place:
                 _hand_out(rows, targets)
 
-        return self._queue(run, outputs, opts, timeout)
+        return self._queue(Called("gather", [source], f", dst={place}"), run, outputs, opts, timeout)
 
     @_raising
     def scatter(
@@ -219,7 +219,9 @@ class Operations:
             rows = np.stack([source.array for source in sources]) if place == c.place else None
             c.scatter(rows, place, target.array, deadline_ns=end_ns)
 
-        return self._queue(run, [tensor], opts, timeout, home=[target])
+        return self._queue(
+            Called("scatter", [target], f", src={place}"), run, [tensor], opts, timeout, home=[target]
+        )
 
     def reduce_scatter_single(
         self, output: Any, input: Any, opts: Any = None, op: Any = None, timeout: Any = None
@@ -240,7 +242,8 @@ class Operations:
                 rows = source.array.reshape(c.size, -1)
                 c.reduce_scatter(rows, target.array, op=reduction, deadline_ns=end_ns)
 
-        return self._queue(run, outputs, opts, timeout, home=targets)
+        called = Called("reduce_scatter_tensor", [source for source, _ in pairs])
+        return self._queue(called, run, outputs, opts, timeout, home=targets)
 
     @_raising
     def reduce_scatter(
@@ -256,7 +259,7 @@ class Operations:
             whole = np.concatenate([source.array for source in sources])
             c.reduce_scatter_v(whole, rows, target.array, op=reduction, deadline_ns=end_ns)
 
-        return self._queue(run, [tensor], opts, timeout, home=[target])
+        return self._queue(Called("reduce_scatter", sources), run, [tensor], opts, timeout, home=[target])
 
     @_raising
     def all_to_all_single(
@@ -270,13 +273,19 @@ class Operations:
     ) -> Any:
         """Send each rank its rows of a tensor. Split sizes: in rows, none for even ones."""
         source, target = TensorBuffer(input), TensorBuffer(output, load=False)
-        sends = _row_bytes(input, source, input_split_sizes, self.size())
-        receives = _row_bytes(output, target, output_split_sizes, self.size())
+        sends = _row_elements(input, source, input_split_sizes, self.size())
+        receives = _row_elements(output, target, output_split_sizes, self.size())
+        even = not len(input_split_sizes) and not len(output_split_sizes) and sends == receives
 
         def run(c: Communicator, end_ns: int) -> None:
-            c.all_to_all_v(source.array, sends, receives, target.array, deadline_ns=end_ns)
+            if even:
+                blocks = source.array.reshape(c.size, -1), target.array.reshape(c.size, -1)
+                c.all_to_all(*blocks, deadline_ns=end_ns)
+            else:
+                c.all_to_all_v(source.array, sends, receives, target.array, deadline_ns=end_ns)
 
-        return self._queue(run, [output], opts, timeout, home=[target])
+        called = Called("all_to_all_single", [source])
+        return self._queue(called, run, [output], opts, timeout, home=[target])
 
     @_raising
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -290,12 +299,12 @@ class Operations:
             came = c.all_to_all_v(whole, sends, receives, deadline_ns=end_ns)
             _hand_out(np.split(came.reshape(-1), np.cumsum(receives)[:-1]), targets)
 
-        return self._queue(run, output_tensors, opts, timeout)
+        return self._queue(Called("all_to_all", sources), run, output_tensors, opts, timeout)
 
     @_raising
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Wait for all ranks."""
-        return self._queue(lambda c, end_ns: c.barrier(deadline_ns=end_ns), [], opts, timeout)
+        return self._queue(Called("barrier", []), _barrier, [], opts, timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """As `barrier`, and done when it returns. The error of a deadline names who is missing."""
@@ -307,7 +316,11 @@ class Operations:
     def send(self, tensors: Any, dst: int, tag: int) -> Any:
         """Send a tensor to one rank."""
         buffer, to = TensorBuffer(_only(tensors)), self._rank(dst)
-        sent = self._group.send(buffer.array, to, tag=tag, timeout=self._timeout_s)
+        direct = self._direct()
+        if direct is not None:
+            request = direct.send(buffer.array, to, tag, buffer.label, self._timeout_ns)
+            return self._message_work(MessageWork(direct, request, self._completers))
+        sent = messages.send(self._group, buffer, to, tag, self._timeout_s)
         return self._work(world().start(sent), [])
 
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
@@ -320,20 +333,33 @@ class Operations:
 
     @_raising
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Any:
-        sources: list[int] = []
         buffer, source = TensorBuffer(tensor, load=False), None if src is None else self._rank(src)
+        direct = self._direct()
+        if direct is not None:
+            request = direct.receive(buffer.array, source, tag, buffer.label, self._timeout_ns)
+            return self._message_work(MessageWork(direct, request, self._completers, tensor, buffer))
+        sources: list[int] = []
 
         async def receive() -> None:
-            got = await self._group.recv(source, tag=tag, out=buffer.array, timeout=self._timeout_s)
-            buffer.bring_home()
-            sources.append(got.source)
+            sources.append(await messages.receive(self._group, buffer, source, tag, self._timeout_s))
 
         return self._work(world().start(receive()), [tensor], lambda: sources[0] if sources else -1)
+
+    def _direct(self) -> DirectMessages | None:
+        self._group.check_process()
+        return self._group.direct
+
+    def _message_work(self, work: Any) -> Any:
+        if self._together is not None:
+            self._together.append(work.future())
+        self._kept.append(work)
+        return work
 
     # The queue.
 
     def _queue(
         self,
+        called: Called,
         operation: Operation,
         outputs: Sequence[Any],
         opts: Any,
@@ -344,13 +370,28 @@ class Operations:
         """Queue an operation, after which what came into the buffers of `home` is in their tensors."""
         end_ns = now_ns() + round(self._limit_s(opts, timeout) * 1e9)
         self._calls += 1
+        called.place = f" #{self._calls} of {self.title}"
 
         def run(c: Communicator) -> None:
-            operation(c, end_ns)
+            c.label(called.text)
+            try:
+                operation(c, end_ns)
+            except ZbmdError as error:
+                raise in_call(error, called.text()) from None
             for buffer in home:
                 buffer.bring_home()
 
-        return self._work(self._group.submit(run), outputs)
+        if self._may_run_here(opts):
+            run(self._group.communicator)
+            return self._work(DONE, outputs)
+        patience_s = (end_ns - now_ns()) / 1e9  # for when very many are in flight
+        return self._work(self._group.submit(run, patience_s=patience_s), outputs)
+
+    def _may_run_here(self, opts: Any) -> bool:
+        """Whether the caller waits for the operation that it asks for, and none is queued before it."""
+        if getattr(opts, "asyncOp", True) or self._together is not None:
+            return False
+        return not self._group.communicator.fast_path.queued
 
     def _work(
         self, done: Future[Any], outputs: Sequence[Any], source: Callable[[], int] | None = None
@@ -405,95 +446,9 @@ class Operations:
         """Close the group."""
         if not self._closed:
             self._closed = True
-            world().close(self._group)
+            self._store = None
+            world().close(self._group, "destroyed its process group")
             self._completers.shutdown(wait=False)
-
-    # Its identity: the base class raises for what a subclass does not answer.
-
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_shrinking = False
-    bound_device_id = None
-
-    def rank(self) -> int:
-        """Return the rank of this process in the group."""
-        return self._group.rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._group.size
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return "zbmd"
-
-    getBackendName = _get_backend_name = name
-
-    def get_group_store(self) -> Any:
-        """Return the store that torch keeps for it."""
-        return self._store
-
-    @property
-    def group_name(self) -> str:
-        """Its name in torch."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """Its description in torch."""
-        return self._description
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    def getGroupName(self) -> str:
-        """As `group_name`, for C++."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """As `group_desc`, for C++."""
-        return self._description
-
-    setGroupName = _set_group_name
-    setGroupDesc = _set_group_desc
-
-    @property
-    def _device_types(self) -> list[Any]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, _: Any) -> Any:
-        return self
-
-    def supports_tensor_alloc(self, _: Any = None) -> bool:
-        """Return False: it has no memory of its own for tensors."""
-        return False
-
-    def eager_connect_single_device(self, _: Any = None) -> None:
-        """Do nothing: it is connected from its beginning."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of operations that state none."""
-        self._timeout_s = min(timeout.total_seconds(), TIMEOUT_S_MAX)
-
-    _set_default_timeout = set_timeout
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
-        for work in list(self._kept):
-            if not work.is_completed():
-                work.wait()
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._calls
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: calls are counted from 0 on all ranks."""
 
     # Names of older versions.
     _allgather_base = all_gather_single
@@ -521,6 +476,10 @@ def _all_reduce(places: list[TensorBuffer], reduction: str, c: Communicator, end
         _hand_out(np.split(whole, np.cumsum([place.array.size for place in alike])[:-1]), alike)
 
 
+def _barrier(c: Communicator, end_ns: int) -> None:
+    c.barrier(deadline_ns=end_ns)
+
+
 def _buffers(tensors: Iterable[Any], *, numbers: bool = False, load: bool = True) -> list[TensorBuffer]:
     return [TensorBuffer(tensor, numbers=numbers, load=load) for tensor in tensors]
 
@@ -545,8 +504,8 @@ def _list_of(tensors: Any) -> list[Any]:
     return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
 
 
-def _row_bytes(tensor: Any, place: TensorBuffer, rows: Any, size: int) -> list[int]:
-    """Return the number of bytes that go to, or come from, each rank."""
+def _row_elements(tensor: Any, place: TensorBuffer, rows: Any, size: int) -> list[int]:
+    """Return the number of elements that go to, or come from, each rank."""
     rows = [int(number) for number in rows]
     if not rows:
         if tensor.shape[0] % size:
@@ -556,5 +515,5 @@ def _row_bytes(tensor: Any, place: TensorBuffer, rows: Any, size: int) -> list[i
         raise UserError(
             f"the split sizes {rows} are not {size} numbers that add up to {tensor.shape[0]} rows"
         )
-    row_bytes = place.array.size // tensor.shape[0] if tensor.shape[0] else 0
-    return [number * row_bytes for number in rows]
+    in_a_row = place.array.size // tensor.shape[0] if tensor.shape[0] else 0
+    return [number * in_a_row for number in rows]

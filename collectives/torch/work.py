@@ -1,4 +1,4 @@
-"""Works and futures of `torch.distributed`, and numpy arrays over the memory of tensors.
+"""Works and futures of `torch.distributed`.
 
 Needs PyTorch; imported by `process_group` alone.
 """
@@ -11,27 +11,37 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.collectives.native._messages import Request
+from zbmd.collectives.p2p.direct import DirectMessages
+from zbmd.collectives.torch.tensors import TensorBuffer
+from zbmd.transport.errors import ZbmdError
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
 
-Array = NDArray[Any]
-
 COMPLETERS = 8
 """Threads that complete futures. A callback may wait for another future, so there is more than one."""
+
+DONE: Final[Future[Any]] = Future()
+"""Of operations that are over when their works are made."""
+DONE.set_result(None)
+
+
+def in_call(error: ZbmdError, call: str) -> ZbmdError:
+    """Have the error name the call, in its caller's words."""
+    if call not in str(error):
+        error.add_note(f"in {call}")
+    return error
 
 
 def as_torch_error(error: BaseException) -> BaseException:
     """Return what torch's users expect: a `DistBackendError`, which is a `RuntimeError`, caused by ours."""
     if not isinstance(error, ZbmdError):
         return error
-    wrapped: BaseException = dist.DistBackendError(f"{type(error).__name__}: {error}")
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    wrapped: BaseException = dist.DistBackendError(f"{type(error).__name__}: {error}{notes}")
     wrapped.__cause__ = error
     return wrapped
 
@@ -118,50 +128,106 @@ class Waits:
         return self._future
 
 
-Work: Any = type("ZbmdWork", (Waits, dist.Work), {"__doc__": Waits.__doc__})
+class MessageWaits(Waits):
+    """The methods of `MessageWork`: of a send or a receive that its caller's thread carries out.
 
-
-class TensorBuffer:
-    """One tensor: `array` is flat, over its memory, or over a copy if it is not contiguous.
-
-    numbers: of its own dtype, for a reduction; else of bytes, whatever its dtype is. load: it is read. Raises
-    `UserError` for tensors that are sparse or not in host memory, and for dtypes that cannot be reduced.
+    buffer: where a receive puts its message; it is brought home once that is there.
     """
 
-    __slots__ = ("_flat", "_home", "array")
+    _buffer: TensorBuffer | None = None
+    _future: Any = None
+    _ended: Future[Any] | None = None
 
-    def __init__(self, tensor: Any, *, numbers: bool = False, load: bool = True) -> None:
-        if tensor.layout is not torch.strided:
-            raise UserError(
-                f"a tensor has layout {tensor.layout}: the backend zbmd takes dense ones (.to_dense())"
-            )
-        if tensor.device.type != "cpu":
-            raise UserError(
-                f"a tensor is on {tensor.device}: the backend zbmd takes those in host memory (.cpu())"
-            )
-        whole = tensor.detach()
-        self._home = None if whole.is_contiguous() else whole
-        if self._home is not None:
-            whole = whole.contiguous() if load else torch.empty(whole.shape, dtype=whole.dtype)
-        self._flat = whole
-        flat = whole.view(-1)
-        self.array: Array = _numbers(flat) if numbers else flat.view(torch.uint8).numpy()
+    def __init__(
+        self,
+        direct: DirectMessages,
+        request: Request,
+        completers: ThreadPoolExecutor,
+        tensor: Any = None,
+        buffer: TensorBuffer | None = None,
+    ) -> None:
+        super(Waits, self).__init__()  # C++ needs it
+        self._direct, self._request, self._completers = direct, request, completers
+        if buffer is not None:
+            self._output = weakref.ref(tensor)
+            self._buffer = buffer
 
-    def bring_home(self) -> None:
-        """Copy the array to its tensor, unless they share memory."""
-        if self._home is not None:
-            with torch.inference_mode():
-                self._home.copy_(self._flat)
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once it is done. timeout: no limit if it is 0 or less. Raises `DistBackendError`."""
+        request = self._request
+        if not request.is_over or request.failure:
+            limit_s = timeout.total_seconds() if timeout is not None else 0.0
+            try:
+                self._direct.wait(request, limit_s if limit_s > 0 else None)
+            except TimeoutError:
+                raise dist.DistBackendError(f"the operation is not done after {limit_s:g} s") from None
+            except ZbmdError as error:
+                raise as_torch_error(error) from error
+        if self._buffer is not None:
+            self._bring_home()
+        return True
+
+    def _bring_home(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and not self._request.failure:
+            buffer.bring_home()
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, in either way."""
+        over = self._direct.is_over(self._request)
+        if over:
+            self._bring_home()
+        return over
+
+    def is_success(self) -> bool:
+        """Return whether it has succeeded."""
+        return self.is_completed() and not self._request.failure
+
+    def exception(self) -> BaseException | None:
+        """Return the error that it failed with, if it has."""
+        if not self.is_completed() or not self._request.failure:
+            return None
+        return as_torch_error(self._direct.error_of(self._request))
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent, of a receive; else -1."""
+        return self._request.source
+
+    _source_rank = source_rank
+
+    def result(self) -> list[Any]:
+        """Return the tensor that it has written, if it has and that still exists."""
+        tensor = None if self._request.sends else self._output()
+        return [] if tensor is None else [tensor]
+
+    @property
+    def _done(self) -> Future[Any]:  # type: ignore[override]
+        """A future of its end; a thread of the group carries on with it."""
+        done, request, direct = self._ended, self._request, self._direct
+        if done is not None:
+            return done
+        done = self._ended = Future()
+
+        def complete() -> None:
+            if request.failure:
+                done.set_exception(direct.error_of(request))
+            else:
+                self._bring_home()
+                done.set_result(None)
+
+        def over() -> None:
+            try:
+                self._completers.submit(complete)
+            except RuntimeError:  # the process group has been shut down
+                complete()
+
+        request.when_over(over)
+        return done
+
+    def future(self) -> Future[Any]:
+        """Return a future of its end."""
+        return self._done
 
 
-def _numbers(flat: Any) -> Array:
-    if flat.dtype is torch.bfloat16:
-        try:
-            narrow: Any = importlib.import_module("ml_dtypes")
-        except ImportError:
-            raise UserError("bfloat16 takes ml_dtypes: pip install 'zbmd[bfloat16]'") from None
-        return np.asarray(flat.view(torch.int16).numpy().view(narrow.bfloat16))
-    try:
-        return np.asarray(flat.numpy())
-    except TypeError as error:
-        raise UserError(f"{flat.dtype} cannot be reduced: {error}") from None
+Work: Any = type("ZbmdWork", (Waits, dist.Work), {"__doc__": Waits.__doc__})
+MessageWork: Any = type("ZbmdMessageWork", (MessageWaits, dist.Work), {"__doc__": MessageWaits.__doc__})

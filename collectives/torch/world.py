@@ -6,33 +6,55 @@ The loop runs in a thread of its own. The process stays a member until it ends: 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import structlog
 import uvloop
 
 from zbmd.actors.process.exit import at_script_end
+from zbmd.actors.rank.losses import unless_lost
 from zbmd.actors.rank.member import Worker, join
+from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.group.direct import open_direct
 from zbmd.collectives.group.group import Group, group
-from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.native._native import now_ns
+from zbmd.collectives.p2p.direct import DirectMessages, drain
+from zbmd.collectives.p2p.tagged import named
+from zbmd.transport.clock.patience import patient_timeout
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError, ZbmdError
+from zbmd.transport.tcp.address import parse_address
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.torch")
 
 LEAVE_S_MAX = 5.0
-"""Seconds that a process whose script has ended waits for the others, and again to leave, at most."""
+"""Seconds that a process whose script has ended takes to leave, at most."""
 
 ResultT = TypeVar("ResultT")
+LOCAL: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The members of a view that have met. address: of this process's host, for the others.
+
+    group: of all of them, in the order of their ranks.
+    """
+
+    group: Group
+    address: str
 
 
 class World:
-    """The membership of this process. Used from any thread but its own."""
+    """The membership of this process. Used from any thread but its own.
+
+    PyTorch's ranks are the places in the view that its default group was made of: 0, 1, … in the order of the
+    job's ranks, whichever are left.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -40,7 +62,14 @@ class World:
         self._membership = AsyncExitStack()
         self._worker: Worker | None = None
         self._base: Group | None = None
+        self._world_size = 1
+        self._numbers: tuple[int, ...] = ()
+        """The job's rank of each of PyTorch's; none before the first rendezvous here: they are the same."""
+        self._met: Group | None = None
+        """The default group of a rendezvous, until it is asked for."""
         self._groups: set[Group] = set()
+        self._undrained: list[DirectMessages] = []
+        """Of closed groups: copies of messages that have not been received."""
         self._guard = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="zbmd-torch", daemon=True)
         self._thread.start()
@@ -54,48 +83,142 @@ class World:
         """Begin a coroutine on the loop; those begun by one thread take their first steps in order."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    @property
+    def entered(self) -> int:
+        """The epoch of the view that this process has entered last; 0 if there was none."""
+        return 0 if self._worker is None else self._worker.epoch
+
+    def meet(self, timeout_s: float, *, after: int) -> Met:
+        """Make the group of all members of a view with an epoch greater than `after`; all members call this.
+
+        Raises what `Group.subgroup` raises, and `UserError` if a rank has finished its script.
+        """
+        return self.start(self._meet(timeout_s, after)).result()
+
+    def keep(self, met: Met) -> None:
+        """Return this group when the default group is asked for; its members are PyTorch's ranks."""
+        self._met, self._numbers = met.group, met.group.members
+
     def group(self, ranks: Sequence[int], *, rank: int, size: int, timeout_s: float) -> Group:
         """Return the group of these ranks, in this order; all of them call this. No ranks: all of the job.
 
         rank, size: those that torch expects. Raises `UserError` if the job says
         otherwise, and what `Group.subgroup` raises.
         """
+        met, self._met = self._met, None
+        if met is not None and not ranks and (met.rank, met.size) == (rank, size):
+            return met
+        if met is not None:
+            self.close(met)
         return self.start(self._open(tuple(ranks), rank, size, timeout_s)).result()
 
-    def close(self, opened: Group) -> None:
-        """Close a group; see `Group.close`."""
+    def close(self, opened: Group, reason: str = "") -> None:
+        """Close a group; see `Group.close`. reason: what the members hear."""
         with self._guard:
             self._groups.discard(opened)
-        self.start(opened.close()).result()
+        self.start(opened.close(reason)).result()
+        if opened.direct is not None:
+            opened.direct.close()
+            with self._guard:
+                self._undrained = [each for each in self._undrained if not each.is_drained]
+                self._undrained += [] if opened.direct.is_drained else [opened.direct]
+
+    async def _meet(self, timeout_s: float, after: int) -> Met:
+        try:
+            async with patient_timeout(timeout_s):
+                base = await self._base_group(after)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the ranks of the job did not come together in {timeout_s:g} s: raise the timeout of "
+                "init_process_group if replacements take longer to start"
+            ) from None
+        self._require_present([*base.members, *base.view.finished], base)
+        made = await self._subgroup(base, range(base.size), timeout_s)
+        own = base.view.member(base.members[base.rank])
+        listens = own.tcp_address if own is not None else ""
+        return Met(made, parse_address(listens).host if listens else LOCAL)
 
     async def _open(self, ranks: tuple[int, ...], rank: int, size: int, timeout_s: float) -> Group:
-        async with asyncio.timeout(timeout_s):
-            base = await self._base_group()
-        members, own = ranks or base.members, base.members[base.rank]
+        if ranks and self._numbers:
+            base = self._standing_base()
+        else:
+            async with patient_timeout(timeout_s):
+                base = await self._base_group()
+        numbers = self._numbers or tuple(range(self._world_size))
+        members, own = [numbers[rank] for rank in ranks] or list(numbers), base.members[base.rank]
+        self._require_present(members, base)
         if len(members) != size or own not in members or members.index(own) != rank:
             raise UserError(
                 f"torch.distributed takes this process for rank {rank} of {size}, and zbmd for rank "
-                f"{own} of {list(base.members)}: start it by `zbmd-node run`, and leave "
+                f"{own} of {list(members)}: start it by `zbmd-node run`, and leave "
                 "rank and world_size to its environment"
             )
-        if missing := set(members) - set(base.members):
-            raise UserError(
-                f"ranks {sorted(missing)} are not members of the job now: {list(base.members)} are"
-            )
-        made = await base.subgroup([base.members.index(member) for member in members], timeout=timeout_s)
+        return await self._subgroup(base, [base.members.index(member) for member in members], timeout_s)
+
+    def _require_present(self, members: Sequence[int], base: Group) -> None:
+        absent = [member for member in members if member not in base.members]
+        finished = [member for member in absent if member in base.view.finished]
+        if finished:
+            raise UserError(f"{named(finished)} finished its script: no process group can have it any more")
+        if absent:
+            raise UserError(f"{named(absent)} is not in the job now: {list(base.members)} are")
+
+    def _standing_base(self) -> Group:
+        """Return the group of all ranks of the last meeting.
+
+        Raises, if one of them has ended since: the others may have made a group with the same ranks before
+        they heard of it, and one of the next view would be another.
+        """
+        base, worker = self._base, self._worker
+        if base is None or worker is None:
+            raise LocalProtocolError("no meeting has made a group")
+        if self._is_over(base, worker):
+            finished = [member for member in base.members if member in worker.latest.finished]
+            if finished:
+                raise UserError(
+                    f"{named(finished)} finished its script: no process group can be made any more"
+                )
+            raise self._loss_in(base, worker)
+        return base
+
+    @staticmethod
+    def _loss_in(base: Group, worker: Worker) -> ZbmdError:
+        mask, advice = worker.segment.lost_mask(), "destroy the process groups, and initialise again"
+        lost = tuple(member for member in base.members if mask >> member & 1)
+        if lost:
+            return MembersLost(lost, f"as a process group was made: {advice}")
+        return OperationAborted(f"the view of the process groups is over: {advice}")
+
+    async def _subgroup(self, base: Group, places: Sequence[int], timeout_s: float) -> Group:
+        """Make a group, unless a rank is lost meanwhile: others may know of it, and not come."""
+        assert self._worker is not None
+        made = await unless_lost(self._worker, base.view, self._made(base, places, timeout_s))
+        if made is None:
+            raise self._loss_in(base, self._worker)
         with self._guard:
             self._groups.add(made)
         return made
 
-    async def _base_group(self) -> Group:
-        """Return the group of all ranks, of a view in which none is known to have ended."""
+    @staticmethod
+    async def _made(base: Group, places: Sequence[int], timeout_s: float) -> Group:
+        made = await base.subgroup(places, timeout=timeout_s)
+        try:
+            await open_direct(made, timeout=timeout_s)
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    async def _base_group(self, after: int = 0) -> Group:
+        """Return the group of all ranks, of a view after `after` in which none is known to have ended."""
         if self._worker is None:
             self._worker = await self._membership.enter_async_context(join(enter=False))
+            self._world_size = self._worker.world_size
         base = self._base
         if base is None:
-            base = self._base = await group(self._worker)
-        elif self._is_over(base, self._worker):
-            over, base = base, await group(self._worker, after=base.epoch)
+            base = self._base = await group(self._worker, after=after)
+        elif base.epoch <= after or self._is_over(base, self._worker):
+            over, base = base, await group(self._worker, after=max(base.epoch, after))
             self._base = base
             await over.close()
         return base
@@ -106,18 +229,20 @@ class World:
         return worker.latest.epoch != base.epoch or any(lost >> rank & 1 for rank in base.members)
 
     def _end(self, failed: bool) -> None:
-        """The script has ended: leave, once the others are through with what they do with this rank.
+        """The script has ended: tell the others, who may wait for this rank, and leave.
 
-        A process that has failed leaves at once; what others wait for from it will not come.
+        Operations that are complete here complete on the others, too.
         """
         with self._guard:
             groups = [*self._groups]
-        end_ns = now_ns() + round(LEAVE_S_MAX * 1e9)
-        if self._base is not None and not failed:
-            with contextlib.suppress(ZbmdError):
-                self._base.submit(lambda c: c.barrier(deadline_ns=end_ns)).result()
+        reason = "failed: its script raised an error" if failed else "finished its script"
         for opened in groups if self._base is None else [*groups, self._base]:
-            opened.communicator.give_up()
+            opened.give_up(reason)
+        direct = [opened.direct for opened in groups if opened.direct is not None]
+        for each in direct:
+            each.close()
+        if not failed:
+            drain([*self._undrained, *direct])
         leaving = self.start(self._membership.aclose())
         try:
             leaving.result(LEAVE_S_MAX)

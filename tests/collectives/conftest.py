@@ -89,7 +89,7 @@ def _child(rank: int, segments: list[Segment], wiring: Wiring, line: socket.sock
     pids: list[int] = json.loads(line.recv(PIDS_BYTES_MAX))
     plane, bulks, remote = wiring.connect(rank)
     mapped = {
-        q: PeerSegment.attach(segments[q].fd, slot=q) for q in range(n) if q != rank and q not in remote
+        q: PeerSegment.attach(segments[q].fds, slot=q) for q in range(n) if q != rank and q not in remote
     }
     event_fd = os.eventfd(0)
     own = segments[rank]

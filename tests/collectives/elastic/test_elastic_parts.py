@@ -14,7 +14,13 @@ import zbmd
 from zbmd.actors.view import MemberId
 from zbmd.collectives.elastic import views_machine as vm
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Channels, Offer
+from zbmd.collectives.programs.channels import (
+    FAR_SUBGROUPS_MAX,
+    SUBGROUP_CHANNEL_FIRST,
+    SUBGROUPS_MAX,
+    Channels,
+    Offer,
+)
 from zbmd.collectives.repair.splits import (
     Split,
     SplitLedger,
@@ -191,7 +197,7 @@ async def test_a_world_of_one_has_parts_of_parts_and_as_many_as_there_are_channe
         with pytest.raises(UserError, match="expected ranks of this group, each once"):
             await group.subgroup([0, 0])
         # One of the 24 channels is for the repairs of the group itself.
-        parts = [await group.split(0) for _ in range(SUBGROUPS_MAX // 2 - 1)]
+        parts = [await group.split(0) for _ in range(FAR_SUBGROUPS_MAX // 2 - 1)]
         with pytest.raises(LocalProtocolError, match="close one"):
             await group.split(0)
         await group.barrier()

@@ -15,7 +15,7 @@ from support.processes.one_killed import run_and_kill_the_last
 import zbmd
 from zbmd.actors.host.events import Outcome
 from zbmd.collectives.errors import OperationAborted
-from zbmd.collectives.p2p.tagged import OnLoop
+from zbmd.collectives.p2p.on_loop import OnLoop
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
 
@@ -75,6 +75,19 @@ async def test_a_receive_that_gives_up_leaves_the_message_for_the_next() -> None
         sent = asyncio.create_task(group.send(large, 0, tag=1))
         assert (await group.recv(0)).array.sum() == 100_000
         await sent
+        for count in (100_000, 4 << 20):  # lent as one piece, and in several
+            sent = asyncio.create_task(group.send(np.arange(count), 0, tag=2))
+            await asyncio.sleep(0)
+            sent.cancel()
+            await asyncio.wait([sent])
+            if count == 100_000:  # a copy was under way
+                assert (await group.recv(0)).array[-1] == count - 1
+            else:
+                with pytest.raises(OperationAborted, match="rank 0 gave its message up"):
+                    await group.recv(0)
+            sent = asyncio.create_task(group.send(np.arange(count) + 1, 0, tag=2))
+            assert (await group.recv(0)).array[-1] == count
+            await sent
         with pytest.raises(UserError, match="tag"):
             await group.send(np.ones(1), 0, tag=-1)
         with pytest.raises(UserError, match="no reduction for dtype"):

@@ -181,6 +181,77 @@ if me:  # rank 0 leaves without a word
     dist.destroy_process_group()
 """
 
+LARGE = """
+dist.init_process_group("zbmd", timeout=timedelta(minutes=2))
+me, other, mib = dist.get_rank(), 1 - dist.get_rank(), 1 << 20  # the arena has 48 MiB
+x, out = torch.arange(8 * mib), torch.zeros(8 * mib, dtype=torch.int64)
+works = [dist.isend(x + me, other), dist.irecv(out, other)]
+for work in works:
+    work.wait()
+assert torch.equal(out, x + other)
+outs = [torch.full((14 * mib,), k + 10 * me, dtype=torch.uint8) for k in range(6)]
+ins = [torch.zeros(14 * mib, dtype=torch.uint8) for _ in range(6)]
+there = [dist.P2POp(dist.isend, out, other, tag=k) for k, out in enumerate(outs)]
+back = [dist.P2POp(dist.irecv, ins[k], other, tag=k) for k in reversed(range(6))]
+for work in dist.batch_isend_irecv(there + back):
+    work.wait()
+assert all((each == k + 10 * other).all() for k, each in enumerate(ins))
+
+# Every collective, of tensors that the arena could not hold; many of them in flight.
+x = torch.full((15 * mib,), 1.0 + me)
+dist.all_reduce(x)
+assert (x == 3).all()
+dist.broadcast(x, 1)
+outs = [torch.empty(15 * mib) for _ in range(2)]
+dist.all_gather(outs, x + me)
+assert (outs[1] == 4).all()
+dist.gather(x, outs if me == 0 else None)
+dist.scatter(x, outs if me == 0 else None)
+dist.reduce(x, 1)
+out = torch.empty(15 * mib)
+dist.reduce_scatter(out, [x, x])
+dist.all_to_all(outs, [x, x])
+dist.all_to_all_single(torch.empty(30 * mib), torch.ones(30 * mib))
+dist.all_gather_into_tensor(torch.empty(30 * mib), x)
+objects = [bytes(60 * mib)] if me == 0 else [None]
+dist.broadcast_object_list(objects)
+assert len(objects[0]) == 60 * mib
+works = [dist.all_reduce(torch.ones(15 * mib), async_op=True) for _ in range(3)]
+works += [dist.isend(x, other), dist.irecv(torch.empty_like(x), other)]
+for work in works:
+    work.wait()
+print("good")
+dist.destroy_process_group()
+"""
+
+COUNTS = """
+dist.init_process_group("zbmd")
+me, groups = dist.get_rank(), []
+for number in range(64):
+    groups.append(dist.new_group())
+    x = torch.full((3,), float(number + me))
+    dist.all_reduce(x, group=groups[-1])
+    assert (x == 2 * number + 1).all(), x
+given = [torch.full((2,), float(k)) for k in range(4096)]
+works = [dist.all_reduce(x, group=groups[k % 64], async_op=True) for k, x in enumerate(given)]
+works += [dist.isend(x, 1 - me, tag=k) for k, x in enumerate(given[:100])]
+outs = [torch.empty(2) for _ in range(100)]
+works += [dist.irecv(out, 1 - me, tag=k) for k, out in reversed([*enumerate(outs)])]
+for work in works:
+    work.wait()
+assert all((x == 2.0 * k).all() for k, x in enumerate(given))
+given = [torch.full((2,), float(k)) for k in range(4096)]
+works = [dist.all_reduce(x, async_op=True) for k, x in enumerate(given)]
+assert torch.futures.wait_all([work.get_future() for work in works[::2]])
+dist.barrier()
+assert all((x == 2.0 * k).all() for k, x in enumerate(given))
+for group in groups:
+    dist.destroy_process_group(group)
+dist.all_reduce(x, group=dist.new_group())
+print("good")
+dist.destroy_process_group()
+"""
+
 LOSSES = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -265,11 +336,149 @@ print("good")
 dist.destroy_process_group()
 """
 
+CHILDREN = """
+import multiprocessing
+import sys
+from torch.utils.data import DataLoader
+
+
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def new_group():
+    dist.new_group([dist.get_rank()])
+
+
+def main():
+    dist.init_process_group("zbmd")
+    dist.all_reduce(torch.ones(1))
+    for call, code in ((dist.barrier, 7), (dist.destroy_process_group, 5), (new_group, 7)):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                call()
+            except RuntimeError:
+                sys.exit(7)
+            sys.exit(5)
+        assert ended(pid) == code, call
+    for how in ("fork", "spawn"):
+        child = multiprocessing.get_context(how).Process(target=print, args=("a child",))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    for _ in range(2):
+        batches = DataLoader(list(range(100)), batch_size=8, num_workers=2)
+        assert sum(int(batch.sum()) for batch in batches) == 4950
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x[0] == 2
+    print("good")
+
+
+if __name__ == "__main__":  # a child by `spawn` runs this file again
+    main()
+"""
+
+
+DEATHS_WHILE_ALL_MEET = """
+from zbmd.collectives.torch import rendezvous
+
+KILLED = {(1, 1): "step", (1, 2): "before", (0, 1): "behind"}  # (rank, incarnation): where it dies
+end = KILLED.get((int(os.environ["RANK"]), int(os.environ["ZBMD_INCARNATION"])))
+share, meetings = rendezvous._shared_store, 0
+
+
+def shared_store(*args):
+    global meetings
+    meetings += 1
+    if end == "before" or (end == "behind" and meetings == 2):
+        if end == "behind":
+            share(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return share(*args)
+
+
+rendezvous._shared_store = shared_store
+for _ in range(8):
+    dist.init_process_group("zbmd")
+    try:
+        for step in range(4):
+            if end == "step" and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            total = torch.ones(3)
+            dist.all_reduce(total)
+            sub = dist.new_group([0, 2])  # which uses the store
+        break
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group()
+assert total[0] == 3 and dist.get_world_size() == 3
+stores = [None] * 3
+dist.all_gather_object(stores, str(dist.distributed_c10d._get_default_store()))
+print("good")
+dist.destroy_process_group()
+"""
+
+SHRINK = """
+for world in (4, 3, 2):
+    dist.init_process_group("zbmd")
+    assert dist.get_world_size() == world, dist.get_world_size()
+    me, last = dist.get_rank(), int(os.environ["RANK"])
+    try:
+        gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+        for step in range(3):
+            if (world, last, step) in {(4, 1, 2), (3, 0, 1)}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_gather(gathered, torch.tensor([last]))
+        if world == 2:
+            break
+        dist.barrier()
+    except RuntimeError as error:
+        print(f"lost: {error}")
+    dist.destroy_process_group()
+left = torch.cat(gathered).tolist()
+assert left == [2, 3] and left[me] == last, (left, me)
+pair = dist.new_group([0, 1])  # ranks of the new numbering
+x = torch.full((2,), float(me))
+dist.broadcast(x, 1, group=pair)
+assert x[0] == 1
+dist.send(x, 1 - me) if me else dist.recv(x, 1)
+print("good")
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.parametrize(
     ("body", "ranks", "links"),
-    [(OPERATIONS, 3, "auto"), (OPERATIONS, 3, "tcp"), (LOSSES, 2, "auto"), (DEATH, 3, "auto")],
-    ids=["operations", "operations over TCP", "losses", "death"],
+    [
+        (OPERATIONS, 3, "auto"),
+        (OPERATIONS, 3, "tcp"),
+        (LARGE, 2, "auto"),
+        (LARGE, 2, "tcp"),
+        (COUNTS, 2, "auto"),
+        (LOSSES, 2, "auto"),
+        (DEATH, 3, "auto"),
+        (CHILDREN, 2, "auto"),
+        (DEATHS_WHILE_ALL_MEET, 3, "auto"),
+        (DEATHS_WHILE_ALL_MEET, 3, "tcp"),
+        (SHRINK, 4, "auto"),
+        (SHRINK, 4, "tcp"),
+    ],
+    ids=[
+        "operations",
+        "operations over TCP",
+        "large",
+        "large over TCP",
+        "counts",
+        "losses",
+        "death",
+        "children",
+        "deaths while all meet",
+        "deaths while all meet, over TCP",
+        "shrink",
+        "shrink over TCP",
+    ],
 )
 async def test_torch_over_zbmd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, ranks: int, links: str
@@ -280,8 +489,12 @@ async def test_torch_over_zbmd(
     script = tmp_path / "job.py"
     script.write_text(f"{HEAD}\nSTORE = {str(tmp_path / 'store')!r}\n{body}")
     output = Lines()
-    on_loss = OnLoss.REPLACE if body is DEATH else OnLoss.STOP
-    config = HostConfig(target=str(script), world_size=ranks, on_loss=on_loss, arena_bytes=32 << 20)
+    on_loss = {DEATH: OnLoss.REPLACE, DEATHS_WHILE_ALL_MEET: OnLoss.REPLACE, SHRINK: OnLoss.SHRINK}
+    arena_bytes = (48 if body is LARGE else 32) << 20
+    config = HostConfig(
+        target=str(script), world_size=ranks, on_loss=on_loss.get(body, OnLoss.STOP), arena_bytes=arena_bytes
+    )
     result = await Host(config, output=output).run()
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
-    assert sum(line.endswith(": good") for line in output.lines) == ranks, "\n".join(output.lines)
+    good = sum(line.endswith(": good") for line in output.lines)
+    assert good == (2 if body is SHRINK else ranks), "\n".join(output.lines)

@@ -1,0 +1,125 @@
+"""Name, ranks, timeout and other attributes of a process group; the base class raises without them.
+
+Needs PyTorch; imported by `process_group` alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
+from zbmd.collectives.group.group import OPERATIONS_IN_FLIGHT_MAX, Group
+
+torch: Any = importlib.import_module("torch")
+
+WORKS_KEPT = OPERATIONS_IN_FLIGHT_MAX
+"""The latest work objects: C++ may hold one that Python has dropped, and its methods are Python's."""
+
+
+class Identity:
+    """The methods of a process group that carry nothing out."""
+
+    def __init__(self, group: Group, store: Any, timeout_s: float, name: str) -> None:
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+        self._group = group
+        self._store = store
+        self._set_limit(timeout_s)
+        self._name, self._description = name, "undefined"
+        self._calls = 0
+        self._kept: deque[Any] = deque(maxlen=WORKS_KEPT)
+
+    @property
+    def title(self) -> str:
+        """The name of the group in errors: its description, or its name in torch."""
+        return f"group {self._name}" if self._description == "undefined" else self._description
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+    bound_device_id = None
+
+    def rank(self) -> int:
+        """Return the rank of this process in the group."""
+        return self._group.rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._group.size
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "zbmd"
+
+    getBackendName = _get_backend_name = name
+
+    def get_group_store(self) -> Any:
+        """Return the store that torch keeps for it."""
+        return self._store
+
+    @property
+    def group_name(self) -> str:
+        """Its name in torch."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """Its description in torch."""
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupName(self) -> str:
+        """As `group_name`, for C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """As `group_desc`, for C++."""
+        return self._description
+
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, _: Any) -> Any:
+        return self
+
+    def supports_tensor_alloc(self, _: Any = None) -> bool:
+        """Return False: it has no memory of its own for tensors."""
+        return False
+
+    def eager_connect_single_device(self, _: Any = None) -> None:
+        """Do nothing: it is connected from its beginning."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of operations that state none."""
+        self._set_limit(min(timeout.total_seconds(), TIMEOUT_S_MAX))
+
+    _set_default_timeout = set_timeout
+
+    def _set_limit(self, timeout_s: float) -> None:
+        self._timeout_s, self._timeout_ns = timeout_s, round(timeout_s * 1e9)
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        for work in list(self._kept):
+            if not work.is_completed():
+                work.wait()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are counted from 0 on all ranks."""

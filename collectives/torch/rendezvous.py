@@ -1,0 +1,141 @@
+"""The rendezvous of `init_process_group`: the members of the job's newest view meet and share a new store.
+
+PyTorch's own `env://` has rank 0 serve a store at MASTER_ADDR:MASTER_PORT. After a loss the survivors call
+`init_process_group` again at different times: one that comes before rank 0 has closed the old store joins
+that, and waits for ranks that never come. Here each call makes a new store, at a port of its own, whose
+address only members of the view learn; what belongs to an earlier epoch cannot be reached.
+
+The default group is made in the same step. So a rank that dies while the others meet is not the caller's
+concern: they meet again, in the next view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Final, TypeAlias
+from urllib.parse import parse_qs, urlparse
+
+import numpy as np
+import structlog
+
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.torch.work import as_torch_error
+from zbmd.collectives.torch.world import Met, world
+from zbmd.transport.clock.patience import PATIENCE
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, ZbmdError
+from zbmd.transport.native._native import now_ns
+
+dist: Any = importlib.import_module("torch.distributed")
+
+log: Final = structlog.stdlib.get_logger("zbmd.collectives.torch")
+
+SCHEMES: Final = ("env", "tcp")
+ADDRESS_BYTES_MAX: Final = 256
+CONNECT_S_MAX: Final = 30.0
+"""Seconds to reach the store of this very moment; if it is gone, so is the view."""
+AGAIN_MAX: Final = 16
+"""Meetings of one view that fail although nobody in it is lost."""
+
+Handler: TypeAlias = Callable[..., Iterator[tuple[Any, int, int]]]
+
+
+def install() -> None:
+    """Have `init_process_group` meet here in ranks of a job. Other processes meet as before."""
+    theirs: Any = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Handler] | None = getattr(theirs, "_rendezvous_handlers", None)
+    if handlers is None:
+        log.warning("this PyTorch has other rendezvous handlers: a loop that initialises again may hang")
+        return
+    for scheme in SCHEMES:
+        handlers[scheme] = _for_ranks(handlers[scheme])
+
+
+def _for_ranks(theirs: Handler) -> Handler:
+    def handler(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        limit: timedelta = timeout or dist.default_pg_timeout
+        if not _is_for_the_job(url):
+            yield from theirs(url, timeout=limit, **options)
+            return
+        try:
+            yield meet(limit)
+        except ZbmdError as error:
+            raise as_torch_error(error) from error
+        raise RuntimeError("a rendezvous of the backend zbmd is not repeated: call init_process_group again")
+
+    return handler
+
+
+def _is_for_the_job(url: str) -> bool:
+    """Whether the ranks that are to meet are those of the job that this process is a rank of."""
+    environment = RankEnvironment.read(os.environ)
+    if environment is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    asked = parse_qs(urlparse(url).query)
+    job = {"rank": environment.rank, "world_size": environment.world_size}
+    return all(name not in asked or asked[name] == [str(number)] for name, number in job.items())
+
+
+def meet(timeout: timedelta) -> tuple[Any, int, int]:
+    """Return a store of the members of the newest view, this process's rank among them, and their number.
+
+    Waits for the replacements of lost ranks. Raises `DeadlineExceeded`, and `UserError` once a rank has
+    finished.
+    """
+    end_ns = now_ns() + round(timeout.total_seconds() * 1e9)
+    over, again = 0, 0
+    while True:
+        left_s = PATIENCE.left_ns(end_ns) / 1e9
+        if left_s <= 0:
+            raise DeadlineExceeded(f"the ranks of the job did not meet in {timeout.total_seconds():g} s")
+        met = None
+        try:
+            met = world().meet(left_s, after=over)  # which leaves the view of `over` alone
+            store = _shared_store(met, min(left_s, CONNECT_S_MAX), timeout, end_ns)
+        except PeerLost as lost:
+            log.info("a rank was lost while all met: meet again", reason=str(lost))
+            over = world().entered
+        except (OperationAborted, LinkClosed, dist.DistError) as error:
+            again += 1
+            if again > AGAIN_MAX:
+                raise
+            log.info("a meeting failed: meet again", reason=str(error))
+        else:
+            world().keep(met)
+            return store, met.group.rank, met.group.size
+        if met is not None:
+            world().close(met.group)
+
+
+def _shared_store(met: Met, connect_s: float, timeout: timedelta, end_ns: int) -> Any:
+    """Have the first member serve a store, and tell the others where."""
+    group, connect = met.group, timedelta(seconds=connect_s)
+    store, said = None, b""
+    if group.rank == 0:
+        store = dist.TCPStore(met.address, 0, is_master=True, wait_for_workers=False, timeout=connect)
+        said = f"{met.address} {store.port}".encode()
+    place = np.zeros(ADDRESS_BYTES_MAX, np.uint8)
+    place[: len(said)] = np.frombuffer(said, np.uint8)
+    group.submit(lambda c: c.broadcast(place, 0, deadline_ns=end_ns)).result()
+    if store is None:
+        host, port = place.tobytes().rstrip(b"\0").decode().split(" ")
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=connect)
+    store.set_timeout(timeout)
+    _kept[:] = [store]
+    return store
+
+
+_kept: Final[list[Any]] = []
+"""The store of the last meeting: rank 0's has threads, which no forked child may join."""
+
+
+def _keep_for_ever() -> None:
+    for store in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)

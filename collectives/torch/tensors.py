@@ -1,0 +1,145 @@
+"""Tensors as numpy arrays over the same memory, and as text in PyTorch's notation."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.collectives.native._fast_path import array_at
+from zbmd.transport.errors import UserError
+
+torch: Any = importlib.import_module("torch")
+
+Array = NDArray[Any]
+
+LABELS_KEPT: Final = 512
+NAMED_MAX: Final = 3
+"""Tensors of a list that are described one by one."""
+_NAMES: Final = (
+    *("float64", "float32", "float16", "complex128", "complex64", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+)
+_NUMPY: Final[dict[Any, np.dtype[Any]]] = {
+    getattr(torch, name): np.dtype(name) for name in _NAMES if hasattr(torch, name)
+}
+_BYTES: Final = np.dtype(np.uint8)
+_STRIDED: Final = torch.strided
+
+
+class TensorBuffer:
+    """One tensor: `array` is flat, over its memory, or over a copy if it is not contiguous.
+
+    numbers: it is to be reduced. Otherwise a dtype that numpy does not have is taken as bytes. load: it is
+    read. Raises `UserError` for tensors that are sparse or not in host memory, and for dtypes that cannot be
+    reduced.
+    """
+
+    __slots__ = ("_flat", "_home", "array", "shape", "tensor_dtype")
+
+    def __init__(self, tensor: Any, *, numbers: bool = False, load: bool = True) -> None:
+        if tensor.layout is not _STRIDED:
+            raise UserError(
+                f"a tensor has layout {tensor.layout}: the backend zbmd takes dense ones (.to_dense())"
+            )
+        if not tensor.is_cpu:
+            raise UserError(
+                f"a tensor is on {tensor.device}: the backend zbmd takes those in host memory (.cpu())"
+            )
+        self.shape, self.tensor_dtype = tensor.shape, tensor.dtype
+        self._home = self._flat = None
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            self._home = whole = tensor.detach()
+            self._flat = tensor = (
+                whole.resolve_conj().resolve_neg().contiguous()
+                if load
+                else torch.empty_like(whole, memory_format=torch.contiguous_format)
+            )
+        self.array: Array = _array_over(tensor, numbers)
+
+    @property
+    def text(self) -> str:
+        """Its dtype and shape: `float32[4,3]`."""
+        return tensor_text(self.tensor_dtype, self.shape)
+
+    @property
+    def label(self) -> bytes:
+        """Its text, for a message."""
+        return _label(self.tensor_dtype, self.shape)
+
+    def bring_home(self) -> None:
+        """Copy the array to its tensor, unless they share memory."""
+        if self._home is not None:
+            with torch.inference_mode():
+                self._home.copy_(self._flat)
+
+
+def tensor_text(dtype: Any, shape: Sequence[int]) -> str:
+    """Return a dtype and a shape as text: `float32[4,3]`."""
+    return f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
+
+
+@lru_cache(LABELS_KEPT)
+def _label(dtype: Any, shape: Any) -> bytes:
+    return tensor_text(dtype, shape).encode()
+
+
+def described(buffers: Sequence[TensorBuffer]) -> Callable[[], str]:
+    """Return a function that returns tensors as text: `float32[4,3]`, or `[float32[4], float32[2], … of 9]`.
+
+    It keeps none of them.
+    """
+    some = [(buffer.tensor_dtype, buffer.shape) for buffer in buffers[:NAMED_MAX]]
+    count = len(buffers)
+
+    def text() -> str:
+        named = [tensor_text(*each) for each in some]
+        if count <= 1:
+            return "".join(named)
+        more = [f"… of {count}"] if count > NAMED_MAX else []
+        return f"[{', '.join(named + more)}]"
+
+    return text
+
+
+class Called:
+    """A call in its caller's words, which are put together only for an error. Keeps no tensor."""
+
+    __slots__ = ("_more", "_name", "_tensors", "place")
+
+    def __init__(self, name: str, buffers: Sequence[TensorBuffer], more: str = "") -> None:
+        self._name, self._tensors, self._more = name, described(buffers), more
+        self.place = ""
+
+    def text(self) -> str:
+        """Return `all_reduce(float32[4,3]) #5 of default_pg`."""
+        return f"{self._name}({self._tensors()}{self._more}){self.place}"
+
+
+def _array_over(flat: Any, numbers: bool) -> Array:
+    count, dtype = flat.numel(), _NUMPY.get(flat.dtype)
+    if dtype is None and flat.dtype is torch.bfloat16:
+        dtype = _bfloat16(numbers)
+    elif dtype is None and numbers:
+        raise UserError(f"{flat.dtype} cannot be reduced by the backend zbmd")
+    if not count:
+        return np.empty(0, dtype or _BYTES)
+    if dtype is None:
+        count, dtype = count * flat.element_size(), _BYTES
+    # `Tensor.numpy()` would forbid that the tensor's storage is resized ever after, as FSDP does.
+    return array_at(flat, flat.data_ptr(), count, dtype)
+
+
+def _bfloat16(numbers: bool) -> np.dtype[Any]:
+    try:
+        narrow: Any = importlib.import_module("ml_dtypes")
+    except ImportError:
+        if numbers:
+            raise UserError("bfloat16 takes ml_dtypes: pip install 'zbmd[bfloat16]'") from None
+        return np.dtype(np.uint16)
+    found: np.dtype[Any] = np.dtype(narrow.bfloat16)
+    return found

@@ -101,6 +101,12 @@ class ActorStartFailed(ActorError):
     code = "start_failed"
 
 
+class AskRing(ActorError):
+    """The answer would never come: the actor that is asked waits for the asker, itself or through others."""
+
+    code = "ask_ring"
+
+
 class UnknownContract(ActorError):
     """The other side knows no contract of that id and version."""
 
@@ -144,6 +150,7 @@ _BY_CODE: dict[str, type[ActorError]] = {
         ChildExists,
         ActorFailed,
         ActorStartFailed,
+        AskRing,
         UnknownContract,
         NotUnderstood,
         InvalidMessage,

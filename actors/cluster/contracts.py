@@ -274,6 +274,22 @@ class HangSeen(Contract, id="zbmd.job.hang_seen"):
     gone: bool = False
 
 
+class HangDebugged(Contract, id="zbmd.job.hang_debugged"):
+    """To the judge, at each look: a rank of ours is in a debugger."""
+
+    job: int
+    rank: int
+    incarnation: int
+
+
+class HangExtend(Contract, id="zbmd.job.hang_extend"):
+    """From the judge, at each look: have a rank of yours extend its time-outs, since one is in a debugger."""
+
+    job: int
+    rank: int
+    incarnation: int
+
+
 class HangAsk(Contract, id="zbmd.job.hang_ask"):
     """From the judge: where does a rank of yours stand? outside: how does its process look?"""
 
@@ -291,4 +307,8 @@ class HangEnd(Contract, id="zbmd.job.hang_end"):
     incarnation: int
 
 
-HangMessage: TypeAlias = HangBeats | HangStanding | HangSeen | HangAsk | HangEnd
+HangReport: TypeAlias = HangBeats | HangStanding | HangSeen | HangDebugged
+"""To the judge."""
+HangOrder: TypeAlias = HangAsk | HangEnd | HangExtend
+"""From the judge."""
+HangMessage: TypeAlias = HangReport | HangOrder

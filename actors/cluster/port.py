@@ -55,6 +55,10 @@ class ClusterPort(Protocol):
         """Send to another member, in order; dropped if that incarnation is gone."""
         ...
 
+    def leave(self) -> None:
+        """Leave the cluster in order."""
+        ...
+
     def listen(self, listener: ClusterListener) -> None:
         """Call `listener` from now on, starting with the current incarnation and view."""
         ...

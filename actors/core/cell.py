@@ -297,6 +297,12 @@ class ActorCell(CellCore):
         except Exception as error:  # noqa: BLE001 (let it crash: the reason goes to all who are tied to it)
             reason = Reason(ReasonKind.FAILED, f"{type(error).__name__}: {error}")
             self._log_error("actor failed", error)
+        except SystemExit as error:  # it is the actor that exits, not the process of all others
+            reason = _exit_reason(error)
+            if reason.is_normal:
+                _log.info("actor exited", actor=self.ref.address, reason=reason.text)
+            else:
+                self._log_error("actor exited", error, reason=reason.text)
         except BaseException as error:
             self._finish(Reason(ReasonKind.FAILED, f"{type(error).__name__}: {error}"))
             raise
@@ -416,7 +422,7 @@ class ActorCell(CellCore):
                 limit_s = self.actor.stopping_s
                 async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                     await (stopping if self.traced is None else self.traced.stopping(reason, stopping))
-        except Exception as error:  # noqa: BLE001 (it ends either way, for the reason it had)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (it ends either way, for the reason it had)
             self._log_error("stopping() failed", error, reason=str(reason))
         finally:
             self._finish(reason)
@@ -458,6 +464,13 @@ class ActorCell(CellCore):
         links, self.links = self.links, {}
         for other in links:
             self.system.send_exit(self.ref, other, reason)
+
+
+def _exit_reason(error: SystemExit) -> Reason:
+    """Return how an actor ends whose handler calls `sys.exit`: as a script would."""
+    failed = error.code not in (None, 0)
+    kind = ReasonKind.FAILED if failed else ReasonKind.NORMAL
+    return Reason(kind, f"sys.exit({'' if error.code is None else repr(error.code)})")
 
 
 def _traceback(error: BaseException) -> str:

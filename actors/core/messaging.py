@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from zbmd.actors.contracts import Contract, contract_tag
-from zbmd.actors.core import wire
+from zbmd.actors.core import rings, wire
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell, current_delivery
 from zbmd.actors.core.native._asking import Asked, Asker, ask, deadline, envelope
 from zbmd.actors.core.native._mailbox import Delivery, MailboxMemory
+from zbmd.actors.core.native._serving import CellCore
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.pools import Pools
 from zbmd.actors.core.ref import Ref
@@ -21,6 +22,7 @@ from zbmd.actors.core.services import RouteService
 from zbmd.actors.core.timers import DeadlineWheel, Expired
 from zbmd.actors.errors import (
     ActorError,
+    AskRing,
     DeadActor,
     MailboxFull,
     MailboxMemoryFull,
@@ -252,6 +254,15 @@ class Messaging(Asker):
         """Return (deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
         running = current_delivery.get()
         return deadline(timeout, 0 if running is None else running.deadline_ns, whom)
+
+    def _check_ring(self, asked: CellCore) -> None:
+        """Raise `AskRing` if an ask, made here and now, closes a ring. asked: is busy."""
+        asker = current_cell.get()
+        # What a handler asks in a task of its own may be answered after it has ended.
+        if asker is not None and asker.task is not None and asker.task is asyncio.current_task():
+            ring = rings.ring_closed_by(self, asker, asked)
+            if ring:
+                raise AskRing(rings.described(ring))
 
     def _no_memory(self, nbytes: int) -> ActorError:
         """Return the refusal of a message of that size."""

@@ -174,7 +174,7 @@ def _answer(request: bytes) -> tuple[bool, bytes]:
         function_id, body = msgspec.msgpack.decode(request, type=tuple[str, bytes])
         function = _find(function_id)
         return True, bytes(encode_body(function(_decoder.decode(body))))
-    except Exception as error:  # noqa: BLE001 (the handler's own errors, told to its actor)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the handler's own errors, told to its actor)
         return False, f"{type(error).__name__}: {error}".encode()
 
 

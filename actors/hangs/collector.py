@@ -18,7 +18,17 @@ import structlog
 
 from zbmd.actors.hangs import verdict
 from zbmd.actors.hangs.loop_watch import look_outside
-from zbmd.actors.hangs.wire import PACKET_BYTES_MAX, Ask, Beat, Hello, Standing, decode_from_rank, encode
+from zbmd.actors.hangs.wire import (
+    PACKET_BYTES_MAX,
+    Ask,
+    Beat,
+    Extend,
+    FromHost,
+    Hello,
+    Standing,
+    decode_from_rank,
+    encode,
+)
 from zbmd.transport.errors import RemoteProtocolError
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.hang")
@@ -71,7 +81,7 @@ class HangPeers(Protocol):
         """Pass it on to the host that judges."""
         ...
 
-    def ask(self, action: verdict.AskStanding | verdict.LookOutside | verdict.Replace) -> bool:
+    def ask(self, action: verdict.RankAction) -> bool:
         """Have another host do it; False if it is not for another one."""
         ...
 
@@ -106,6 +116,8 @@ class HangCollector:
         self._on_hang = on_hang
         self._machine = verdict.HangMachine(deadline_ns=deadline_ns, on_hang=on_hang) if deadline_ns else None
         self._connections: dict[int, _Connection] = {}
+        self._debugged: set[tuple[int, int]] = set()
+        """Ranks of this host in a debugger."""
         self._listener: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -144,20 +156,29 @@ class HangCollector:
 
     def ended(self, rank: int, incarnation: int) -> None:
         """The process is gone."""
+        self.debugging(rank, incarnation, is_on=False)
         self._put(verdict.RankGone(rank=rank, incarnation=incarnation))
 
-    def placed(self, *, anew: bool) -> None:
-        """The job's hosts have changed. anew: another one judges, or this one does: with what is still so."""
+    def debugging(self, rank: int, incarnation: int, *, is_on: bool) -> None:
+        """A rank of this host stops in a debugger, or goes on: meanwhile no rank counts as hanging."""
+        if is_on:
+            self._debugged.add((rank, incarnation))
+            self._put(verdict.RankDebugged(rank=rank, incarnation=incarnation))
+        else:
+            self._debugged.discard((rank, incarnation))
+
+    def placed(self, *, restarts: bool) -> None:
+        """The job's hosts have changed. restarts: the judgement begins again, with what is still so."""
         if self._machine is None:
             return
-        if anew:
+        if restarts:
             self._machine = verdict.HangMachine(deadline_ns=self._deadline_ns, on_hang=self._on_hang)
         for connection in list(self._connections.values()):
             if connection.rank is None:
                 continue
             rank, incarnation = connection.rank
             self._put(self._watched(rank, incarnation))
-            if anew and connection.standing is not None:
+            if restarts and connection.standing is not None:
                 self._put(
                     verdict.RankPosition(rank=rank, incarnation=incarnation, standing=connection.standing)
                 )
@@ -166,7 +187,7 @@ class HangCollector:
         """Another host passes this on."""
         self._judge(event)
 
-    def obey(self, action: verdict.AskStanding | verdict.LookOutside | verdict.Replace) -> None:
+    def obey(self, action: verdict.RankAction) -> None:
         """The host that judges wants this of a rank here."""
         self._perform(action)
 
@@ -177,6 +198,8 @@ class HangCollector:
     def _tick(self) -> None:
         assert self._machine is not None
         self._timer = self._loop.call_later(self._machine.look_ns / 1e9, self._tick)
+        for rank, incarnation in sorted(self._debugged):
+            self._put(verdict.RankDebugged(rank=rank, incarnation=incarnation))
         self._put(verdict.Ticked())
 
     def _accept(self) -> None:
@@ -254,14 +277,16 @@ class HangCollector:
 
     def _perform(self, action: verdict.HangAction) -> None:
         if (
-            isinstance(action, verdict.AskStanding | verdict.LookOutside | verdict.Replace)
+            isinstance(action, verdict.RankAction)
             and self._elsewhere is not None
             and self._elsewhere.ask(action)
         ):
             return
         match action:
-            case verdict.AskStanding():
-                self._ask(action)
+            case verdict.AskStanding(rank=rank, incarnation=incarnation):
+                self._say(rank, incarnation, Ask())
+            case verdict.ExtendTimeouts(rank=rank, incarnation=incarnation):
+                self._say(rank, incarnation, Extend())
             case verdict.LookOutside(rank=rank, incarnation=incarnation):
                 connection = self._of(rank, incarnation)
                 words = None if connection is None else look_outside(connection.pid)
@@ -278,11 +303,11 @@ class HangCollector:
             case _:
                 assert_never(action)
 
-    def _ask(self, action: verdict.AskStanding) -> None:
-        connection = self._of(action.rank, action.incarnation)
+    def _say(self, rank: int, incarnation: int, message: FromHost) -> None:
+        connection = self._of(rank, incarnation)
         if connection is not None:
             with contextlib.suppress(OSError):  # one that does not read is looked at from outside
-                connection.sock.send(encode(Ask()), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                connection.sock.send(encode(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def _of(self, rank: int, incarnation: int) -> _Connection | None:
         wanted = (rank, incarnation)

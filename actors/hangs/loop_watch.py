@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from zbmd.actors.hangs.wire import Frame
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from zbmd.actors.core.native._asking import Asking
+from zbmd.actors.core.rings import asks_of, awaited_by
 from zbmd.actors.hangs.wire import FRAMES_MAX, Frame, cut, cut_path
 from zbmd.transport.host.topology.kernel_files import entries, read_fields, read_text
 
@@ -79,8 +79,6 @@ def _waits_in(folder: Path) -> str:
     return "" if name == "0" else name
 
 
-AWAITS_MAX = 256
-"""Coroutines, each awaiting the next, that are followed."""
 _PACKAGES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _OWN_PREFIX = "zbmd."
 
@@ -98,22 +96,11 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
 def awaits(awaitable: Any) -> list[FrameType]:
     """Return the frames of a coroutine that waits, and of all that it awaits in turn, outermost first."""
     found: list[FrameType] = []
-    for each in _chain(awaitable):
+    for each in awaited_by(awaitable):
         frame = getattr(each, "cr_frame", None) or getattr(each, "gi_frame", None)
         if isinstance(frame, FrameType) and (not found or found[-1] is not frame):
             found.append(frame)
     return found
-
-
-def _chain(awaitable: Any) -> Iterator[Any]:
-    """Return a waiting awaitable and everything that it awaits in turn."""
-    for _ in range(AWAITS_MAX):
-        if awaitable is None:
-            return
-        yield awaitable
-        # Of a future that is a task, say behind a shield, the task's coroutine is what goes on.
-        inner = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)
-        awaitable = inner.get_coro() if isinstance(inner, asyncio.Task) else inner
 
 
 def task_frames(task: asyncio.Task[Any]) -> tuple[Frame, ...]:
@@ -126,8 +113,8 @@ def asked_address(task: asyncio.Task[Any]) -> str:
 
     The stack says it, so that no ask pays for being found.
     """
-    asking = [each for each in _chain(task.get_coro()) if isinstance(each, Asking) and each.cr_await]
-    return asking[-1].ref.address if asking else ""
+    asking = asks_of(task)
+    return "" if asking is None else asking.ref.address
 
 
 def _described(frames: Iterable[FrameType]) -> tuple[Frame, ...]:

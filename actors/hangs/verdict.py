@@ -6,6 +6,9 @@ to its root: an operation to the members that never entered it, a handler that w
 actor that owes it. A ring of waits is a deadlock. Each root is reported once, and once more when it is
 over.
 
+While a rank is in a debugger, which its host says at each look, nobody hangs, and all ranks are told to
+extend their time-outs. What was known before counts no more once that is over.
+
 Time counts from tick to tick, as in `progress`, so a host that was suspended accuses nobody.
 """
 
@@ -25,6 +28,8 @@ GATHER_NS_MAX = 2_000_000_000
 GATHER_LOOKS = 4
 LOOKS_FACTOR = 2
 """So many times the time for the answers is waited, with that for the looks from outside."""
+DEBUGGED_LOOKS = 3
+"""A rank counts as debugged for so many looks after its host has said so last."""
 REPORTED_MAX = 256
 """Root causes that are reported and not over; further ones are not reported."""
 
@@ -96,6 +101,14 @@ class RankGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankDebugged:
+    """It is in a debugger; said again at each look."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time has passed; meant to come once a look."""
 
@@ -111,6 +124,14 @@ class AskStanding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookOutside:
     """Look at its process; answered by `RankSeen` or `RankGone`."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendTimeouts:
+    """Have it wait on where a time-out would end its wait; said again at each look."""
 
     rank: int
     incarnation: int
@@ -139,8 +160,10 @@ class StopRun:
     reason: str
 
 
-HangEvent = RankWatched | RankAlive | RankPosition | RankSeen | RankGone | Ticked
-HangAction = AskStanding | LookOutside | ReportHang | Replace | StopRun
+HangEvent = RankWatched | RankAlive | RankPosition | RankSeen | RankGone | RankDebugged | Ticked
+RankAction = AskStanding | LookOutside | Replace | ExtendTimeouts
+"""The host of the rank carries it out."""
+HangAction = RankAction | ReportHang | StopRun
 
 
 class CaseState(Enum):
@@ -182,6 +205,10 @@ class HangMachine:
         self._reported: dict[object, _Reported] = {}
         self._gathered_ns = 0
         self._ticked_ns: int | None = None
+        self._debugged: dict[int, int] = {}
+        """Ranks in a debugger, and for how many looks they count as such."""
+        self._recheck_ns = 0
+        """Until all ranks are asked again, since one was in a debugger."""
 
     @property
     def notices(self) -> tuple[HangNotice, ...]:
@@ -221,6 +248,11 @@ class HangMachine:
                 if self._current(event.rank, event.incarnation) is not None:
                     self._forget(event.rank)
                 return []
+            case RankDebugged():
+                began = not self._debugged
+                if self._current(event.rank, event.incarnation) is not None:
+                    self._debugged[event.rank] = DEBUGGED_LOOKS
+                return self._extend() if began else []
             case Ticked():
                 return self._tick(now_ns)
             case _:
@@ -232,6 +264,7 @@ class HangMachine:
         for rank, known in self._ranks.items():
             assert known.facts.rank == rank, f"rank {known.facts.rank} is kept as {rank}"
             assert known.facts.silent_ns >= 0, f"rank {rank} has been silent for {known.facts.silent_ns} ns"
+        assert self._debugged.keys() <= self._ranks.keys(), "a rank that is not known is in a debugger"
         if self.state is CaseState.LOOKING:
             assert self._unseen(), "nobody is left to look at"
         for case in self._reported.values():
@@ -248,6 +281,8 @@ class HangMachine:
         A case that is open begins again: the others may be about to learn of that end.
         """
         del self._ranks[rank]
+        if self._debugged.pop(rank, 0) and not self._debugged:
+            self._begin_again()
         self.state = CaseState.QUIET
         self._known = {trigger for trigger in self._known if trigger[0] != rank}
         for key, case in list(self._reported.items()):
@@ -260,14 +295,47 @@ class HangMachine:
         if passed_ns < 0:
             raise LocalProtocolError(f"a tick at {now_ns} ns, behind one at {self._ticked_ns} ns")
         self._ticked_ns = now_ns
+        if self._debugged:
+            return self._tick_of_debugger()
         for rank in self._ranks.values():
             rank.facts.silent_ns += passed_ns
             rank.facts.silent = rank.facts.silent_ns >= self.deadline_ns
         self._gathered_ns += passed_ns
+        if self._recheck_ns:
+            self._recheck_ns = max(0, self._recheck_ns - passed_ns)
+            if not self._recheck_ns and self.state is CaseState.QUIET:
+                return self._gather()
         return self._go_on()
+
+    def _tick_of_debugger(self) -> list[HangAction]:
+        self._debugged = {rank: looks - 1 for rank, looks in self._debugged.items() if looks > 1}
+        if not self._debugged:
+            self._begin_again()
+        return self._extend()
+
+    def _extend(self) -> list[HangAction]:
+        """Nobody hangs meanwhile."""
+        if not self._debugged:
+            return []
+        self.state = CaseState.QUIET
+        return [
+            ExtendTimeouts(rank=r, incarnation=known.facts.incarnation) for r, known in self._ranks.items()
+        ]
+
+    def _begin_again(self) -> None:
+        """Forget the positions of the ranks: they are of the time when one was in a debugger.
+
+        A rank says only once that it is stuck: all are asked again when they have had time to go on.
+        """
+        self._recheck_ns = self.deadline_ns
+        for rank, known in self._ranks.items():
+            facts = known.facts
+            self._ranks[rank] = _Rank(RankFacts(rank, facts.incarnation, host=facts.host))
 
     def _go_on(self) -> list[HangAction]:
         """From state to state, as far as what is known allows."""
+        if self._debugged:
+            return []
         if self.state is CaseState.QUIET:
             triggers = self._triggers()
             actions = self._close(triggers)

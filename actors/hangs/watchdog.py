@@ -35,6 +35,7 @@ from zbmd.actors.hangs.wire import (
     PLACES_MAX,
     Ask,
     Beat,
+    Extend,
     Frame,
     FromRank,
     Hello,
@@ -322,11 +323,21 @@ class Watchdog:
     """Watches one process; made, started and closed on its event loop.
 
     name: the process's (`rank2`); deadline_ns: without progress for so long a thing is stuck, 0 watches
-    nothing; address: of the host's collector, None for a process without one.
+    nothing; address: of the host's collector, None for a process without one; on_extend: called on the
+    watchdog's thread, at each look, while another rank is in a debugger.
     """
 
-    def __init__(self, name: str, system: CoreSystem, *, deadline_ns: int, address: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        system: CoreSystem,
+        *,
+        deadline_ns: int,
+        address: str | None,
+        on_extend: Callable[[], object] = lambda: None,
+    ) -> None:
         self.deadline_ns = deadline_ns
+        self._on_extend = on_extend
         self._name = name
         self._address = address
         self._activities = ActivitySource(name)
@@ -490,6 +501,8 @@ class Watchdog:
             match decode_from_host(packet):
                 case Ask():
                     self._send(self.standing())
+                case Extend():
+                    self._on_extend()
         except BlockingIOError:
             return True
         except (OSError, RemoteProtocolError) as error:

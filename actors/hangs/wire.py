@@ -100,10 +100,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """The host asks a rank where it stands."""
 
 
-FromRank = Hello | Beat | Standing
-FromHost = Ask
+class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
+    """The host has a rank extend its time-outs: another one is in a debugger."""
 
-MessageT = TypeVar("MessageT", Hello | Beat | Standing, Ask)
+
+FromRank = Hello | Beat | Standing
+FromHost = Ask | Extend
+
+MessageT = TypeVar("MessageT", Hello | Beat | Standing, Ask | Extend)
 
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_host: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)

@@ -32,7 +32,8 @@ class RankDown:
 
     noticed_ns: the native watcher's notice, None if the process had no link to the host or left cleanly;
     confirmed_ns: the kernel reported its end; code: its exit code, or minus the signal that ended it;
-    normal: exit code 0; expected: it ended because it was asked to; tail: the last lines of its standard
+    normal: exit code 0; no_memory: the kernel ended it for want of memory, as `reason` says; expected: it
+    ended because it was asked to; tail: the last lines of its standard
     error; next_step: what follows from it, in words.
     """
 
@@ -47,6 +48,7 @@ class RankDown:
     confirmed_ns: int
     tail: tuple[str, ...]
     next_step: str
+    no_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,13 @@ class RankProcess:
         self.asked_ns = time.monotonic_ns()
         self.notice: DeathNotice | None = None
         self.confirmed_ns = 0
+        self.cause = ""
+        """See `zbmd.actors.process.causes`; its template reads it at its end."""
+        self.killed_by = ""
+        """The reason of its SIGKILL, for people, if it is known."""
         self.asked_to_end = False
+        self.on_debugger: Callable[[RankProcess, bool], None] | None = None
+        """Called when it stops in a debugger, and when it goes on."""
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
@@ -59,6 +65,7 @@ class RankProcess:
             OutputPump(out_read, rank=rank, incarnation=incarnation, stream="stdout", sink=sink, job=job),
             OutputPump(err_read, rank=rank, incarnation=incarnation, stream="stderr", sink=sink, job=job),
         ]
+        self._pumps[1].on_debugger = self._debugging
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -70,14 +77,15 @@ class RankProcess:
         """The last lines of its standard error."""
         return tuple(self._pumps[1].tail)
 
-    def down(self, code: int, *, expected: bool, next_step: str) -> RankDown:
-        """Return the event of its end, once its last lines are known."""
+    def down(self, code: int, *, expected: bool, next_step: str, why: str = "") -> RankDown:
+        """Return the event of its end, once its last lines are known. why: it was ended from here."""
         return RankDown(
             rank=self.rank,
             incarnation=self.incarnation,
             pid=self.pid,
             code=code,
-            reason=describe_exit(code),
+            reason=f"{describe_exit(code)}: {why}" if why else self.killed_by or describe_exit(code),
+            no_memory=bool(self.killed_by),
             normal=code == 0,
             expected=expected,
             noticed_ns=self.notice.at_ns if self.notice is not None else None,
@@ -85,6 +93,10 @@ class RankProcess:
             tail=self.tail,
             next_step=next_step,
         )
+
+    def _debugging(self, is_on: bool) -> None:
+        if self.on_debugger is not None:
+            self.on_debugger(self, is_on)
 
     def release_child_ends(self) -> None:
         """Close our copies of the child's pipe ends."""
@@ -103,6 +115,11 @@ class RankProcess:
             on_end(self)
 
         self._loop.add_reader(pidfd, gone)
+
+    @property
+    def pidfd(self) -> int:
+        """Its pidfd; -1 before the process exists, and once it is reaped."""
+        return self._pidfd
 
     def send_signal(self, number: signal.Signals) -> bool:
         """Send a signal to this process, never to a later one with its pid; return False if it is gone."""
@@ -145,6 +162,13 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
 
 KILLED_S_MAX = 1.0
 
+
+def kept_after(kept_fd: int, ending: Sequence[RankProcess]) -> Sequence[int] | None:
+    """Return the memory of a rank, and the pidfd of its process that is ending; None if there are several."""
+    fds = [one.pidfd for one in ending if not one.ended.is_set()]
+    return [kept_fd, *fds] if len(fds) < 2 and all(fd >= 0 for fd in fds) else None
+
+
 ProcessKey: TypeAlias = tuple[int, int, int]
 """Job, rank and incarnation."""
 
@@ -164,19 +188,32 @@ class ProcessHandler(Protocol):
         """The process is reaped. Returns a function to call once its last line is delivered."""
         ...
 
+    def debugging(self, process: RankProcess, *, is_on: bool) -> None:
+        """The process stops in a debugger, or goes on."""
+        ...
+
     def template_lost(self, error: TemplateLost) -> None:
         """The template is gone, and every process with it; their ends are reported next."""
         ...
 
 
 class RankProcesses:
-    """All rank processes of one template. output: takes their lines; early: see `TemplateClient`."""
+    """All rank processes of one template. output: takes their lines; early: see `TemplateClient`.
+
+    stdin_rank: the rank that has this process's standard input; None for no one.
+    """
 
     def __init__(
-        self, handler: ProcessHandler, output: OutputSink, *, early: EarlyTemplate | None = None
+        self,
+        handler: ProcessHandler,
+        output: OutputSink,
+        *,
+        early: EarlyTemplate | None = None,
+        stdin_rank: int | None = None,
     ) -> None:
         self._handler = handler
         self._output = output
+        self._stdin_rank = stdin_rank
         self._live: dict[ProcessKey, RankProcess] = {}
         self._draining: dict[ProcessKey, RankProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -200,13 +237,26 @@ class RankProcesses:
         """The process, until it is reaped."""
         return self._live.get(key)
 
-    def fork(self, request: ForkRequest) -> None:
-        """Make a process; answered by the handler's `forked` or `fork_failed`. Raises `UserError`."""
+    def fork(self, request: ForkRequest, *, kept_fd: int | None = None) -> None:
+        """Make a process; answered by the handler's `forked` or `fork_failed`. Raises `UserError`.
+
+        kept_fd: memory that outlives the rank's processes. A predecessor that is still ending may write to
+        it: the process uses it only once that has ended, and is given its pidfd to wait for.
+        """
+        ending = [p for p in self._live.values() if (p.job, p.rank) == (request.job, request.rank)]
+        kept_fds = None if kept_fd is None else kept_after(kept_fd, ending)
         process = RankProcess(request.rank, request.incarnation, self._output, job=request.job)
+        process.on_debugger = lambda one, is_on: self._handler.debugging(one, is_on=is_on)
         self._live[process.key] = process
         self._empty.clear()
         try:
-            self._template.fork(request, stdout_fd=process.stdout_fd, stderr_fd=process.stderr_fd)
+            self._template.fork(
+                request,
+                stdout_fd=process.stdout_fd,
+                stderr_fd=process.stderr_fd,
+                stdin_fd=0 if request.rank == self._stdin_rank else None,
+                kept_fds=kept_fds,
+            )
         except TemplateLost as error:
             asyncio.get_running_loop().call_soon(self._fork_failed, process, str(error))
         except UserError:
@@ -262,6 +312,7 @@ class RankProcesses:
             case ForkFailed():
                 self._fork_failed(process, reply.reason)
             case ForkExited():
+                process.cause = reply.cause
                 self._on_exited(process, reply.code)
             case _:
                 assert_never(reply)

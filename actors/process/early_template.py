@@ -20,24 +20,7 @@ from typing import Final, NoReturn
 
 from zbmd.actors.process.template import serve_host
 from zbmd.transport.host.process import adopt_orphans, end_with_parent, set_process_name
-
-# --- one BLAS thread for each rank, by the variables that the common libraries read ---------------------
-
-
-ONE_THREAD_DEFAULTS: Final = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""Ranks share the cores, so a pool of BLAS threads in each would oversubscribe them, and a pool that is
-started before a fork makes the fork unsafe. Variables that the user has set take precedence."""
-
-
-def default_to_one_thread() -> None:
-    """Set `ONE_THREAD_DEFAULTS` in this process. Has no effect once numpy is imported."""
-    for name, value in ONE_THREAD_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-
+from zbmd.transport.host.threads import ONE_THREAD
 
 # --- the reaper -------------------------------------------------------------------------------------------
 
@@ -244,7 +227,7 @@ def _be_new(environment: Mapping[str, str]) -> None:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
-    variables = {**ONE_THREAD_DEFAULTS, **environment}
+    variables = {**environment, **ONE_THREAD}  # it may be our own environment
     os.environ.clear()
     os.environ.update(variables)
     if not sys.flags.safe_path:

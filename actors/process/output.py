@@ -11,17 +11,21 @@ import os
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, runtime_checkable
 
-from zbmd.actors.process.exit import without_mark
+from zbmd.actors.process.debugger import terminal_of_run
+from zbmd.actors.process.exit import TERMINAL_BACK_MARK, TERMINAL_MARK
+from zbmd.actors.process.lines import LineAssembler, rendered, showable, without_marks
 
-LINE_BYTES_MAX = 64 * 1024  # a longer line is cut
 READ_BYTES = 64 * 1024
 TAIL_LINES_MAX = 30  # kept of each rank's standard error, for the report of its failure
 WRITER_LINES_MAX = 1024
 FLUSH_S_MAX = 0.5
+UNFINISHED_S = 0.15
+"""A line without an end is shown after it, and again when it has changed; a busy rank may end it before."""
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -49,31 +53,17 @@ class OutputSink(Protocol):
         ...
 
 
-class LineAssembler:
-    """Cuts a stream of bytes into lines of at most `LINE_BYTES_MAX` bytes (sans-I/O)."""
+@runtime_checkable
+class LiveSink(OutputSink, Protocol):
+    """Takes lines that have no end yet, too."""
 
-    def __init__(self) -> None:
-        self._partial = bytearray()
+    def show_unfinished(self, line: OutputLine, *, rewritten: bool) -> None:
+        """Take a line as it is so far; never waits. rewritten: by carriage returns, as a progress bar is."""
+        ...
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that `data` completes."""
-        self._partial += data
-        while True:
-            end = self._partial.find(b"\n", 0, LINE_BYTES_MAX + 1)
-            if end >= 0:
-                yield bytes(self._partial[:end])
-                del self._partial[: end + 1]
-            elif len(self._partial) > LINE_BYTES_MAX:
-                yield bytes(self._partial[:LINE_BYTES_MAX])
-                del self._partial[:LINE_BYTES_MAX]
-            else:
-                return
-
-    def end(self) -> Iterator[bytes]:
-        """Yield the rest that has no newline."""
-        if self._partial:
-            yield bytes(self._partial)
-            self._partial.clear()
+    def lend_terminal(self, *, is_back: bool) -> None:
+        """Let a rank that stops in a debugger have the terminal, or note that it is back; never waits."""
+        ...
 
 
 class OutputPump:
@@ -92,6 +82,12 @@ class OutputPump:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._finishing = False
+        self._live = sink if isinstance(sink, LiveSink) else None
+        self.on_debugger: Callable[[bool], None] | None = None
+        """Called when the rank asks for the terminal, and when it gives it back."""
+        self._is_lent = False
+        self._changed = False
+        self._shown_at_s = 0.0
         self.tail: deque[str] = deque(maxlen=TAIL_LINES_MAX)
         self._task = self._loop.create_task(self._run(), name=f"output of rank{rank}")
 
@@ -117,31 +113,68 @@ class OutputPump:
                 except BlockingIOError:
                     if last:
                         break
-                    await self._readable()
+                    await self._readable(assembler)
                     continue
                 if not data:
                     break
                 for text in assembler.feed(data):
                     await self._deliver(text)
+                self._changed = True
             for text in assembler.end():
                 await self._deliver(text)
         finally:
+            if self._is_lent:  # it ended in its debugger
+                self._lend(is_back=True)
             os.close(self._fd)
 
-    async def _readable(self) -> None:
+    async def _readable(self, assembler: LineAssembler) -> None:
+        """Wait for more; show the line that has no end, if it was not just shown."""
+        timer = None
+        if self._live is not None and self._changed:
+            timer = self._loop.call_later(UNFINISHED_S, self._show, assembler)
         self._loop.add_reader(self._fd, self._wake.set)
         try:
             await self._wake.wait()
             self._wake.clear()
         finally:
             self._loop.remove_reader(self._fd)
+            if timer is not None:
+                timer.cancel()
+                if self._loop.time() >= self._shown_at_s + UNFINISHED_S and self._changed:
+                    self._show(assembler)  # it is rewritten faster than that
+
+    def _show(self, assembler: LineAssembler) -> None:
+        assert self._live is not None
+        self._changed, self._shown_at_s = False, self._loop.time()
+        state = assembler.unfinished()
+        text = showable(state) if self._stream == "stderr" else state
+        self._live.show_unfinished(self._line(rendered(text), False), rewritten=b"\r" in state)
 
     async def _deliver(self, text: bytes) -> None:
-        is_exit_reason = False
-        if self._stream == "stderr":
-            text, is_exit_reason = without_mark(text)
-            self.tail.append(text.decode(errors="replace"))
-        line = OutputLine(
+        if self._stream == "stdout":
+            await self._sink.write_line(self._line(rendered(text), False))
+            return
+        for mark, is_back in ((TERMINAL_MARK, False), (TERMINAL_BACK_MARK, True)):
+            if mark in text:
+                self._lend(is_back=is_back)
+                text = text.replace(mark, b"")
+                if not text:
+                    return
+        for part, is_exit_reason in without_marks(text):
+            shown = rendered(part)
+            self.tail.append(shown.decode(errors="replace"))
+            await self._sink.write_line(self._line(shown, is_exit_reason))
+
+    def _lend(self, *, is_back: bool) -> None:
+        """Lend the rank the terminal, or note that it has it no more."""
+        self._is_lent = not is_back
+        if self.on_debugger is not None:
+            self.on_debugger(not is_back)
+        if self._live is not None:
+            self._live.lend_terminal(is_back=is_back)
+
+    def _line(self, text: bytes, is_exit_reason: bool) -> OutputLine:
+        return OutputLine(
             rank=self._rank,
             incarnation=self._incarnation,
             stream=self._stream,
@@ -149,22 +182,89 @@ class OutputPump:
             is_exit_reason=is_exit_reason,
             job=self._job,
         )
-        await self._sink.write_line(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputText:
+    """Text for a stream of ours. source: who wrote it, None for whole lines of our own.
+
+    prefix: of each line of a source; ended: whether its line has an end; rewritten: see `LiveSink`; lends: it
+    is no text, but lends the terminal, for the time of that number.
+    """
+
+    stream: StreamName
+    text: str
+    prefix: str = ""
+    source: tuple[int, int, StreamName] | None = None
+    ended: bool = True
+    rewritten: bool = False
+    lends: int = 0
+
+
+def text_of(line: OutputLine, *, stream: StreamName | None = None, **state: bool) -> OutputText:
+    """Return a rank's line as it is to be written. stream: of ours, if it is another one."""
+    return OutputText(
+        stream=stream or line.stream,
+        text=line.text.decode(errors="replace"),
+        prefix=f"[rank{line.rank}]: ",
+        source=(line.rank, line.incarnation, line.stream),
+        **state,
+    )
+
+
+class PlainOutput:
+    """Writes what may go to a file: lines whole, and the beginning of one that has no end for a while.
+
+    A line that is rewritten is written once it has an end, as it then is. One that was begun and is passed
+    by another source's is ended, and continued on a line of its own.
+    """
+
+    def __init__(self) -> None:
+        self._open: OutputText | None = None
+        self._begun: dict[tuple[int, int, StreamName], str] = {}
+
+    def emit(self, item: OutputText) -> None:
+        """Write it, or remember it."""
+        source = item.source
+        begun = "" if source is None else self._begun.pop(source, "")
+        follows = self._open is not None and self._open.source == source and item.text.startswith(begun)
+        rest = item.text[len(begun) :] if item.text.startswith(begun) else item.text
+        if source is not None and not item.ended and (item.rewritten or not rest):
+            if begun:
+                self._begun[source] = begun
+            return
+        if self._open is not None and not follows:
+            emit_plainly(self._open.stream, "")
+            self._open = None
+        if begun and not rest and not follows:
+            return  # all of it was written
+        text = rest if follows else item.prefix + rest
+        emit_plainly(item.stream, text, end="\n" if item.ended else "")
+        self._open = None if item.ended else item
+        if source is not None and not item.ended:
+            self._begun[source] = item.text
 
 
 class LineWriter:
-    """An `OutputSink` that prints `[rankN]: …` from a thread of its own.
+    """A `LiveSink` that prints `[rankN]: …` from a thread of its own.
 
-    `emit` writes one line to a stream; it may block, and only the thread waits for it. A terminal cannot be
-    written to without blocking unless it is made non-blocking for every process that shares it.
+    `emit` writes one item; it may block, and only the thread waits for it. A terminal cannot be
+    written to without blocking unless it is made non-blocking for every process that shares it. lending: a
+    context in which a rank has the terminal.
     """
 
-    def __init__(self, emit: Callable[[StreamName, str], None] | None = None) -> None:
-        self._emit = emit or emit_plainly
+    def __init__(
+        self,
+        emit: Callable[[OutputText], None] | None = None,
+        *,
+        lending: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._emit = emit or PlainOutput().emit
+        self._lending = lending
         self._loop = asyncio.get_running_loop()
-        self._lines: deque[tuple[StreamName, str]] = deque()
-        self._busy = False
+        self._items: deque[OutputText] = deque()
         self._closed = False
+        self._terminal_asked = self._terminal_back = 0
         self._changed = threading.Condition()
         self._room = asyncio.Event()
         self._thread = threading.Thread(target=self._write, name="zbmd-output", daemon=True)
@@ -172,18 +272,45 @@ class LineWriter:
 
     async def write_line(self, line: OutputLine) -> None:
         """Queue the line with its rank's prefix; waits while `WRITER_LINES_MAX` lines are queued."""
-        await self.write(line.stream, f"[rank{line.rank}]: {line.text.decode(errors='replace')}")
+        await self.put(text_of(line))
+
+    def show_unfinished(self, line: OutputLine, *, rewritten: bool) -> None:
+        """See `LiveSink`."""
+        self.show(text_of(line, ended=False, rewritten=rewritten))
+
+    def lend_terminal(self, *, is_back: bool) -> None:
+        """See `LiveSink`."""
+        with self._changed:
+            if is_back:
+                self._terminal_back += 1
+                return
+            self._terminal_asked += 1
+            self._items.append(OutputText(stream="stderr", text="", lends=self._terminal_asked))
+            self._changed.notify_all()
 
     async def write(self, stream: StreamName, text: str) -> None:
-        """Queue a line without a prefix."""
+        """Queue a line of our own, without a prefix."""
+        await self.put(OutputText(stream=stream, text=text))
+
+    async def put(self, item: OutputText) -> None:
+        """Queue an item; waits for room."""
         while True:
             with self._changed:
-                if len(self._lines) < WRITER_LINES_MAX:
-                    self._lines.append((stream, text))
+                if len(self._items) < WRITER_LINES_MAX:
+                    self._items.append(item)
                     self._changed.notify_all()
                     return
                 self._room.clear()
             await self._room.wait()
+
+    def show(self, item: OutputText) -> None:
+        """Queue an item that is dropped if there is no room: a later one has its text, too."""
+        with self._changed:
+            if self._items and not self._items[-1].ended and self._items[-1].source == item.source:
+                self._items[-1] = item
+            elif len(self._items) < WRITER_LINES_MAX:
+                self._items.append(item)
+            self._changed.notify_all()
 
     async def close(self) -> None:
         """Write queued lines and end the thread; gives up after `FLUSH_S_MAX` on a stalled terminal."""
@@ -195,27 +322,37 @@ class LineWriter:
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._lines or self._closed)
-                if not self._lines:
+                self._changed.wait_for(lambda: self._items or self._closed)
+                if not self._items:
                     return
-                stream, text = self._lines.popleft()
-                half_empty = len(self._lines) == WRITER_LINES_MAX // 2
+                item = self._items.popleft()
+                half_empty = len(self._items) == WRITER_LINES_MAX // 2
             if half_empty and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._room.set)
-            self._emit(stream, text)
+            if not item.lends:
+                self._emit(item)
+            elif (terminal := terminal_of_run()) is not None:
+                with self._lending():
+                    terminal.lend(lambda number=item.lends: self._terminal_back >= number)  # type: ignore[misc]
 
 
-def emit_plainly(stream: StreamName, text: str) -> None:
-    """Write one line to standard output or error, in one piece; dropped if the reader is gone.
+def emit_plainly(stream: StreamName, text: str, *, end: str = "\n") -> None:
+    """Write one line to standard output or error, in one piece; dropped if it cannot be written.
 
     `print` writes the newline separately, so another thread's line could come in between.
     """
     file = sys.stdout if stream == "stdout" else sys.stderr
     try:
-        file.write(f"{text}\n")
+        try:
+            file.write(f"{text}{end}")
+        except UnicodeEncodeError:  # by PYTHONIOENCODING, or a locale that is no UTF-8
+            file.write(f"{text}{end}".encode(file.encoding, "backslashreplace").decode(file.encoding))
         file.flush()
-    except BrokenPipeError:
-        return
+    except BlockingIOError:  # another process that has this terminal has made it so
+        os.set_blocking(file.fileno(), True)
+        file.flush()
+    except OSError:
+        return  # its reader is gone, or its disk is full: that ends no run
 
 
 # --- the newest lines of each job, kept for clients that follow it ----------------------------------------

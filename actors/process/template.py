@@ -26,22 +26,34 @@ from typing import NoReturn
 
 import msgspec
 
-from zbmd.actors.process.exit import USAGE_EXIT_CODE, needs_no_traceback, script_ended, write_exit_reason
+from zbmd.actors.process import debugger
+from zbmd.actors.process.causes import CausePage, cause_of
+from zbmd.actors.process.exit import (
+    USAGE_EXIT_CODE,
+    needs_no_traceback,
+    script_begins,
+    script_ended,
+    write_exit_reason,
+)
+from zbmd.actors.process.forks import JOINED_VARIABLE, children_end_here
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import RANKS_MAX
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.host.process import end_with_parent, set_process_name
+from zbmd.transport.host.threads import apply_threads
+from zbmd.transport.memory.kept import KEPT_FDS_VARIABLE
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
 FDS_PER_REQUEST_MIN = 2
-FDS_PER_REQUEST_MAX = 3
+FDS_PER_REQUEST_MAX = 5
 CHILDREN_MAX = 2 * RANKS_MAX  # live children: a host's ranks, and some that are still dying
 REASON_CHARACTERS_MAX = 500
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     """Fork one process. Two descriptors come with the request, for standard output and error; optionally a
-    third, for standard input.
+    third, for standard input, and `keeps` more: the memory that outlives the process, and the pidfd of the
+    process that may still write to it.
 
     job, rank and incarnation name the process in replies.
     """
@@ -53,6 +65,7 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     arguments: tuple[str, ...]
     environment: dict[str, str]
     job: int = 0
+    keeps: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -81,13 +94,14 @@ class ForkFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class ForkExited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
-    """The child is reaped. `code`: its exit code, or minus the signal that ended it."""
+    """The child is reaped. `code`: its exit code, or minus the signal that ended it; cause: see `causes`."""
 
     rank: int
     incarnation: int
     pid: int
     code: int
     job: int = 0
+    cause: str = ""
 
 
 Reply = Ready | Forked | ForkFailed | ForkExited
@@ -119,6 +133,7 @@ class _Child:
     rank: int
     incarnation: int
     pid: int
+    cause: CausePage
 
 
 class Template:
@@ -130,6 +145,8 @@ class Template:
         self._poll = select.poll()
         self._poll.register(host, select.POLLIN)
         self._children: dict[int, _Child] = {}  # by pidfd
+        self.cause: CausePage | None = None
+        """In a child, where it leaves the cause of its failure."""
 
     def serve(self) -> ForkRequest | None:
         """Serve requests until the host closes (returns None); in a child, return the request to run."""
@@ -158,6 +175,7 @@ class Template:
         try:
             if len(self._children) >= CHILDREN_MAX:
                 raise OSError(f"the template has {CHILDREN_MAX} children already")
+            cause = CausePage()
             # Only the pidfd is opened after the fork: without it the child could not be supervised.
             pid = os.fork()
         except OSError as error:
@@ -170,10 +188,11 @@ class Template:
             return None
         if pid == 0:
             self._become_child(request, fds)
+            self.cause = cause
             return request
         _close_all(fds)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = _Child(request.job, request.rank, request.incarnation, pid)
+        self._children[pidfd] = _Child(request.job, request.rank, request.incarnation, pid, cause)
         self._poll.register(pidfd, select.POLLIN)
         forked = Forked(rank=request.rank, incarnation=request.incarnation, pid=pid, job=request.job)
         self._reply(forked, [pidfd])
@@ -186,6 +205,11 @@ class Template:
         set_process_name(f"zbmd-rank{request.rank}")
         self._host.close()
         _close_all(list(self._children))
+        for other in self._children.values():
+            other.cause.close()
+        if request.keeps:
+            request.environment[KEPT_FDS_VARIABLE] = " ".join(map(str, fds[-request.keeps :]))
+            del fds[-request.keeps :]
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
         for stdin_fd in fds[2:]:
@@ -205,8 +229,14 @@ class Template:
         assert end is not None, "a readable pidfd has an end to report"
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         exited = ForkExited(
-            rank=child.rank, incarnation=child.incarnation, pid=child.pid, code=code, job=child.job
+            rank=child.rank,
+            incarnation=child.incarnation,
+            pid=child.pid,
+            code=code,
+            job=child.job,
+            cause=child.cause.read() if code > 0 else "",
         )
+        child.cause.close()
         self._reply(exited)
 
     def _reply(self, reply: Reply, fds: Sequence[int] = ()) -> None:
@@ -233,9 +263,13 @@ def _show_exception(kind: type[BaseException], error: BaseException, trace: Trac
     write_exit_reason("".join(traceback.format_exception(kind, error, trace)))
 
 
-def run_target(request: ForkRequest) -> None:
-    """Run the script or module as `__main__`, as `python` would."""
+def run_target(request: ForkRequest, cause: CausePage | None = None) -> None:
+    """Run the script or module as `__main__`, as `python` would. cause: takes the cause of its failure."""
+    pid = os.getpid()
     os.environ.update(request.environment)
+    os.environ.pop(JOINED_VARIABLE, None)  # of a rank that has started this launcher
+    script_begins()
+    apply_threads(os.environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Completed lines must be written before a kill; a pipe would buffer them in blocks.
     for stream in (sys.stdout, sys.stderr):
@@ -255,8 +289,10 @@ def run_target(request: ForkRequest) -> None:
             sys.path.insert(0, str(Path(request.target).resolve().parent))
             runpy.run_path(request.target, run_name="__main__")
         failed = False
-    except SystemExit as end:
-        failed = end.code not in (None, 0)
+    except BaseException as error:
+        failed = not isinstance(error, SystemExit) or error.code not in (None, 0)
+        if failed and cause is not None and os.getpid() == pid:
+            cause.write(cause_of(error))
         raise
     finally:
         script_ended(failed=failed)
@@ -272,10 +308,14 @@ def serve_host(fd: int, modules: Sequence[str]) -> NoReturn:
         host.set_inheritable(False)
         gc.collect()
         gc.freeze()  # so that a child's collector does not touch, and copy, inherited pages
-        request = Template(host).serve()
+        template = Template(host)
+        request = template.serve()
     if request is not None:
         try:
-            run_target(request)
+            if request.incarnation:  # a rank, and no process of a pool
+                debugger.install()
+            with children_end_here():
+                run_target(request, template.cause)
         except ZbmdError as error:
             if not needs_no_traceback(error):
                 raise

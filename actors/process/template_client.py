@@ -10,10 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from zbmd.actors.process import template
-from zbmd.actors.process.early_template import ONE_THREAD_DEFAULTS, EarlyTemplate, ForkedProcess
+from zbmd.actors.process.early_template import EarlyTemplate, ForkedProcess
 from zbmd.actors.process.template import Forked, ForkExited, ForkFailed, ForkRequest, Ready, Reply
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
+from zbmd.transport.host.threads import ONE_THREAD
 from zbmd.transport.shm.attach import close_all
 
 READY_S_MAX = 300.0
@@ -98,14 +101,20 @@ class TemplateClient:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
-                env={**ONE_THREAD_DEFAULTS, **environment},
+                env={**environment, **ONE_THREAD},  # a pool that is started before a fork makes it unsafe
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the host alone, which decides
             )
         return process, ours
 
     def fork(
-        self, request: ForkRequest, *, stdout_fd: int, stderr_fd: int, stdin_fd: int | None = None
+        self,
+        request: ForkRequest,
+        *,
+        stdout_fd: int,
+        stderr_fd: int,
+        stdin_fd: int | None = None,
+        kept_fds: Sequence[int] | None = None,
     ) -> None:
         """Ask for a child; the caller keeps its descriptors. Answered by `Forked` or `ForkFailed`.
 
@@ -113,15 +122,15 @@ class TemplateClient:
         """
         if self._socket is None:
             raise TemplateLost("the template process has ended")
-        packet = template.encode(request)
+        packet = template.encode(msgspec.structs.replace(request, keeps=len(kept_fds or ())))
         if len(packet) > template.REQUEST_BYTES_MAX:
             raise UserError(
                 f"the script's arguments take {len(packet)} bytes, more than {template.REQUEST_BYTES_MAX}. "
                 "Put them into a file and give its name."
             )
         try:
-            fds = [stdout_fd, stderr_fd] if stdin_fd is None else [stdout_fd, stderr_fd, stdin_fd]
-            socket.send_fds(self._socket, [packet], fds)
+            fds = (stdout_fd, stderr_fd, stdin_fd, *(kept_fds or ()))
+            socket.send_fds(self._socket, [packet], [fd for fd in fds if fd is not None])
         except OSError as error:
             raise TemplateLost(f"the template process takes no requests: {error}") from error
 

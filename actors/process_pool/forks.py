@@ -19,6 +19,7 @@ import structlog
 from zbmd.actors.process.template import CHILDREN_MAX, Forked, ForkExited, ForkFailed, ForkRequest
 from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
+from zbmd.transport.host.threads import ONE_THREAD
 
 FORKS_MAX: Final = CHILDREN_MAX
 """Forks of one template that live, or are about to."""
@@ -161,7 +162,12 @@ class Forks:
             return None
         if len(self._forks) >= FORKS_MAX:
             raise ForkRefused(f"{FORKS_MAX} processes are forked already")
-        wanted = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **(environment or {})}
+        wanted = {
+            **ONE_THREAD,
+            **os.environ,
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            **(environment or {}),
+        }
         self._next += 1
         number = self._next
         request = ForkRequest(
@@ -229,7 +235,7 @@ class Forks:
     async def _start(self) -> None:
         client = TemplateClient(on_reply=self._on_reply, on_lost=self._on_lost)
         path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
-        self._environment = {**os.environ, "PYTHONPATH": path}
+        self._environment = {**os.environ, "PYTHONPATH": path, **ONE_THREAD}
         try:
             ready = await client.start(modules=self._modules, environment=self._environment)
             if ready.threads > 1:

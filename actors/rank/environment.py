@@ -34,6 +34,7 @@ LINKS: Final = ("auto", "tcp", "rdma")
 LISTEN_LOCAL = "127.0.0.1:0"
 HOST_VARIABLE = "ZBMD_HOST"
 LISTEN_VARIABLE = "ZBMD_LISTEN"
+RANKS_MIN_VARIABLE = "ZBMD_RANKS_MIN"
 HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
 """Memory that the host had available before any rank started; later, ranks cannot tell whether all fit."""
 
@@ -87,7 +88,8 @@ class RankEnvironment:
     recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
     ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
     `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is
-    reported, 0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one.
+    reported, 0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one. ranks_min: so
+    few may be left while the job goes on, 0: all are always replaced, or the job ends.
     """
 
     rank: int
@@ -101,6 +103,7 @@ class RankEnvironment:
     host: str = ""
     listen: str = ""
     local_world_size: int = 0
+    ranks_min: int = 0
 
     @property
     def ranks_per_host(self) -> int:
@@ -136,6 +139,7 @@ class RankEnvironment:
             else OFF,
             HOST_VARIABLE: self.host,
             LISTEN_VARIABLE: self.listen,
+            RANKS_MIN_VARIABLE: str(self.ranks_min),
         }
 
     @classmethod
@@ -155,6 +159,7 @@ class RankEnvironment:
             progress_deadline_ns=progress_deadline_ns(environment),
             **_whereabouts(environment),
             local_world_size=_ranks_of_each_host(environment),
+            ranks_min=_number(environment, RANKS_MIN_VARIABLE, absent=0),
         )
 
 

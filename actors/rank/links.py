@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -102,6 +103,8 @@ REDIAL_PAUSE_S: Final = 0.05
 """Pause after a failed dial; doubled with each."""
 DIALS_AT_ONCE: Final = 16
 """Concurrent dials of a rank, to the nearest lower ranks first, so that not all dial rank 0 at once."""
+ENTRY_TOLD_S: Final = 30.0
+"""A rank that waits for so long until the others enter its view says so."""
 LINK_NS: Final = 10_000_000
 """Core time that the set-up of a link may take at both ends, in addition to a view's deadline."""
 
@@ -252,13 +255,20 @@ class MemberLinks:
 
     async def entered(self, epoch: int) -> bool:
         """Wait until all members are linked; return False if a newer view comes first."""
-        while True:
-            self._changed.clear()
-            if self._may_enter >= epoch:
-                return True
-            if self.view.epoch > epoch:
-                return False
-            await self._changed.wait()
+        waits = "ranks of the view before have not all asked for this one yet, so it begins later"
+        late = asyncio.get_running_loop().call_later(
+            ENTRY_TOLD_S, partial(log.warning, "waits to enter a view", epoch=epoch, reason=waits)
+        )
+        try:
+            while True:
+                self._changed.clear()
+                if self._may_enter >= epoch:
+                    return True
+                if self.view.epoch > epoch:
+                    return False
+                await self._changed.wait()
+        finally:
+            late.cancel()
 
     async def settle(self) -> None:
         """Wait, for a bounded time, until puts into members' memory have arrived."""

@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.hangs.collector import collector_address
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.hangs.watchdog import Watchdog
+from zbmd.actors.process.forks import check_is_no_child, membership
 from zbmd.actors.process.log import RankLogFile, log_to_stderr, rank_logger
 from zbmd.actors.rank import host_contracts
 from zbmd.actors.rank.environment import (
@@ -55,11 +56,13 @@ from zbmd.actors.view import Member, View, rank_name, rank_of
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.clock.patience import PATIENCE
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.host import process as descriptors
 from zbmd.transport.identity import Identity
 from zbmd.transport.memory.arena import arena_joined, arena_left
+from zbmd.transport.memory.kept import take_kept_fd
 from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.shm.connect import Endpoint, dial
@@ -165,6 +168,7 @@ class Worker:
             self.system,
             deadline_ns=environment.progress_deadline_ns,
             address=None if alone else collector_address(environment.node_address),
+            on_extend=lambda: segment.extend_waits(PATIENCE.extend()),
         )
         self._environment = environment
         self._life = LifeThread(segment)
@@ -201,10 +205,8 @@ class Worker:
         self._telling: set[asyncio.Task[None]] = set()
         """At most one for each lost member."""
         self._reporter: asyncio.Task[None] | None = None
-        log_directory = os.environ.get("ZBMD_LOG_DIR")
-        self._log_file = (
-            RankLogFile(Path(log_directory) / f"{self.system.name}.jsonl") if log_directory else None
-        )
+        folder = os.environ.get("ZBMD_LOG_DIR")
+        self._log_file = RankLogFile(Path(folder) / f"{self.system.name}.jsonl") if folder else None
         self.log = rank_logger(self._log_file, rank=self.rank, incarnation=self.incarnation)
 
     def __repr__(self) -> str:
@@ -506,18 +508,26 @@ class Worker:
 
 @asynccontextmanager
 async def join(
-    *, arena: int | None = None, inbox_bytes: int = INBOX_BYTES_DEFAULT, enter: bool = True
+    *,
+    arena: int | None = None,
+    inbox_bytes: int = INBOX_BYTES_DEFAULT,
+    enter: bool = True,
+    outlives: bool = False,
 ) -> AsyncGenerator[Worker, None]:
     """Join the job that this process was started for, and leave it at the end.
 
     arena: bytes of shared memory for arrays, by default ZBMD_ARENA or 64 MiB; inbox_bytes: memory that peers
     may write to. Without a launcher this is a world of one. Returns once the first view is entered. With
     `enter=False` it returns before that, and `Worker.view` enters it: the other ranks continue without this
-    one until then, so slow preparations belong in between. Raises `UserError` on a wrong environment,
-    `OutOfMemory`, and `PeerLost` if the host is gone.
+    one until then, so slow preparations belong in between. outlives: have the arena outlive this process, for
+    its replacement, which then begins to write to it: no other rank may still want to read there. Raises
+    `UserError` on a wrong environment and in a child of a rank, `OutOfMemory`, and `PeerLost` if the host is
+    gone. A child that was forked within does not leave: it ends.
     """
     found = RankEnvironment.read(os.environ)
-    if found is None:
+    if found is not None:
+        check_is_no_child(os.environ)
+    else:
         log_to_stderr()  # as the launcher does for its ranks
     environment = found or RankEnvironment(
         rank=0,
@@ -545,13 +555,15 @@ async def join(
             arena_bytes=environment.arena_bytes if arena is None else arena,
             inbox_bytes=inbox_bytes,
             slots=environment.world_size,
+            kept_fd=take_kept_fd(os.environ, wanted=outlives),
         )
         worker = Worker(environment, identity, segment, cookie, capture, clock, alone=found is None)
         try:
             await worker.open()
             if enter:
                 await worker.view(after=0)
-            yield worker
+            with membership() if found is not None else nullcontext():
+                yield worker
         finally:
             await worker.leave()
     except BaseException as error:

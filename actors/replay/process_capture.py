@@ -24,6 +24,7 @@ from zbmd.transport.capture.log import LogRecorder, RingRecorder, dump_on_crash
 from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.user_directories import UserFiles, user_directory
 from zbmd.transport.identity import Identity
 
 CAPTURE_VARIABLE = "ZBMD_CAPTURE"
@@ -66,13 +67,8 @@ class CaptureSettings:
 def _crashes(environment: Mapping[str, str], job: str) -> Path | None:
     if given := environment.get(LOG_DIR_VARIABLE):
         return Path(given).absolute() / f"crash-{job}"
-    state = environment.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # the XDG specification: ignore a relative one
-        home = os.path.expanduser("~")
-        if not os.path.isabs(home):
-            return None
-        state = os.path.join(home, ".local", "state")
-    return Path(state) / "zbmd" / "crashes" / job
+    state = user_directory(UserFiles.STATE, environment)
+    return None if state is None else state / "crashes" / job
 
 
 class ProcessCapture:

@@ -48,7 +48,7 @@ from zbmd.actors.simulated.membership_scenario import (
 )
 from zbmd.actors.view import RANKS_MAX, View
 from zbmd.transport import sim
-from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, RECOVERY_BUDGET_NS_MIN, derive
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, RECOVERY_BUDGET_NS_MIN
 from zbmd.transport.machine import SetTimer, TimerFired
 
 JOB = 7
@@ -68,7 +68,9 @@ MUTE_SHARE = 0.1
 """Of the ranks that others wait for: they never join."""
 PARTED_SHARE = 0.01
 """Of the ticks of ranks: one and another lose the link between them."""
-JOBS_LIVENESS_NS = LIVENESS_NS + derive(RECOVERY_BUDGET_NS_MIN).join_ns
+START_TIMEOUT_NS = 6 * SECOND_NS
+"""Of the jobs that have ranks that never join."""
+JOBS_LIVENESS_NS = LIVENESS_NS + START_TIMEOUT_NS
 TICK_NS = 50_000_000
 PAUSED_NS_MIN = 2 * TICK_NS
 """A rank whose ticks are farther apart has not run in between."""
@@ -258,7 +260,7 @@ class JobsNode(SimulatedNode):
                 self._send(Node(to_node, name_of(to_node.id)), word)
             case SetTimer(at_ns=at_ns):
                 self._effects.append(sim.SetTimer(name="jobs", at_ns=at_ns))
-            case e.Open() | e.Close() | e.AnnounceDown():
+            case e.Open() | e.Close() | e.AnnounceDown() | e.LeaveCluster():
                 pass
             case _:
                 assert_never(action)
@@ -376,6 +378,7 @@ def spec_of(rng: random.Random, size: int) -> JobSpec:
         nodes_max=nodes_max,
         max_restarts=RESTARTS_MAX,
         recovery_budget_ns=rng.choice((RECOVERY_BUDGET_NS_MIN, RECOVERY_BUDGET_NS_DEFAULT)),
+        start_timeout_ns=START_TIMEOUT_NS,
     )
 
 

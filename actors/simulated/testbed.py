@@ -132,6 +132,10 @@ class SimNode:
         packet = Packet(self.me, to, msgspec.msgpack.encode(message))
         self._process.send_datagram(name_of(to.id), msgspec.msgpack.encode(packet))
 
+    def leave(self) -> None:
+        """See `ClusterPort`."""
+        self.feed(m.LeaveRequested())
+
     def listen(self, listener: ClusterListener) -> None:
         """See `ClusterPort`."""
         self._listener = listener

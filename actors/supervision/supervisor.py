@@ -374,7 +374,7 @@ class Supervisor(Actor):
     async def _start(self, spec: ChildSpec, running: _Running) -> None:
         try:
             ref = await self._spawn(spec, running)
-        except Exception as error:  # noqa: BLE001 (a failed start, whatever it raised)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (a failed start, whatever it raised)
             self._handle(events.ChildStartFailed(child=spec.name, reason=f"{type(error).__name__}: {error}"))
             return
         running.ref = ref

@@ -70,7 +70,7 @@ def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.nda
             stages=stages,
             dtype=storage_dtype(case.dtype),
             loss_scale=case.loss_scale,
-            zeros=worker.segment.arena.zeros,
+            arena=worker.segment.arena,
             overlap=case.overlap,
         )
     if case.poisoned == worker.rank and case.poison == "weight":

@@ -20,7 +20,15 @@ from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.jobs.local_port import LocalPort
 from zbmd.actors.cluster.jobs.node_driver import DRAIN_S_MAX, JobHost
 from zbmd.actors.cluster.jobs.node_events import RankKey
-from zbmd.actors.cluster.state.job_table import REASON_CHARACTERS_MAX, Job, JobSpec, Stop, Submit
+from zbmd.actors.cluster.state.job_table import (
+    REASON_CHARACTERS_MAX,
+    START_TIMEOUT_NS_DEFAULT,
+    STOP_GRACE_NS_DEFAULT,
+    Job,
+    JobSpec,
+    Stop,
+    Submit,
+)
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
 from zbmd.actors.host.events import EventQueue, HostEvent, Observer, RankInfo, RunResult
@@ -47,7 +55,8 @@ class HostConfig:
     preload: modules that the template imports before it forks; environment: variables for the ranks beside
     those of this process, of which the host reads those that `zbmd.actors.replay.process_capture` names;
     restart_window_s: the window that `max_restarts` counts in; recovery_budget_ns: what all deadlines are
-    derived from; progress_deadline_ns: what makes no progress for so long is reported, 0 is never.
+    derived from; progress_deadline_ns: what makes no progress for so long is reported, 0 is never;
+    stop_grace_ns, start_timeout_ns: see `JobSpec`.
     """
 
     target: str
@@ -61,6 +70,8 @@ class HostConfig:
     recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
     progress_deadline_ns: int = PROGRESS_DEADLINE_NS_DEFAULT
     on_hang: OnHang = OnHang.REPORT
+    stop_grace_ns: int = STOP_GRACE_NS_DEFAULT
+    start_timeout_ns: int = START_TIMEOUT_NS_DEFAULT
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     preload: Sequence[str] = PRELOAD
 
@@ -84,6 +95,8 @@ class HostConfig:
             restart_window_ns=round(self.restart_window_s * SECOND_NS),
             arena_bytes=self.arena_bytes,
             recovery_budget_ns=self.recovery_budget_ns,
+            stop_grace_ns=self.stop_grace_ns,
+            start_timeout_ns=self.start_timeout_ns,
         )
 
 
@@ -92,7 +105,8 @@ class Host:
 
     output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
     that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same; template: one
-    that was forked for this job (`zbmd.actors.process.early_template`), which the host then owns.
+    that was forked for this job (`zbmd.actors.process.early_template`), which the host then owns;
+    stdin_rank: the rank that has our standard input.
     """
 
     def __init__(
@@ -102,8 +116,10 @@ class Host:
         output: OutputSink | None = None,
         observer: Observer | None = None,
         template: EarlyTemplate | None = None,
+        stdin_rank: int | None = None,
     ) -> None:
         self.config = config
+        self._stdin_rank = stdin_rank
         self.job = secrets.randbits(63) | 1
         self._output = output
         self._observer = observer
@@ -174,6 +190,7 @@ class Host:
                 on_event=lambda _, event: events.put(event),
                 template=self._early,
                 on_template_lost=self._template_lost,
+                stdin_rank=self._stdin_rank,
             )
             try:
                 await self._jobs.open()

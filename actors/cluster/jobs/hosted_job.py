@@ -20,8 +20,12 @@ import structlog
 from zbmd.actors.cluster.contracts import (
     HangAsk,
     HangBeats,
+    HangDebugged,
     HangEnd,
+    HangExtend,
     HangMessage,
+    HangOrder,
+    HangReport,
     HangSeen,
     HangStanding,
 )
@@ -36,11 +40,14 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.hangs.collector import HangCollector
 from zbmd.actors.hangs.verdict import (
     AskStanding,
+    ExtendTimeouts,
     HangEvent,
     HangNotice,
     LookOutside,
     OnHang,
+    RankAction,
     RankAlive,
+    RankDebugged,
     RankGone,
     RankPosition,
     RankSeen,
@@ -72,6 +79,8 @@ from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError, UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.host import process as descriptors
+from zbmd.transport.host.threads import thread_share
+from zbmd.transport.host.topology.cpus import usable_cpus
 from zbmd.transport.shm.death_notice import DeathNotice
 
 # --- hang detection over the hosts of a job ---------------------------------------------------------------
@@ -152,13 +161,15 @@ class HangRelay:
                 self._send(self._judge, HangStanding(self._job, rank, incarnation, standing))
             case RankSeen(rank=rank, incarnation=incarnation, words=words):
                 self._send(self._judge, HangSeen(self._job, rank, incarnation, cut(words)))
+            case RankDebugged(rank=rank, incarnation=incarnation):
+                self._send(self._judge, HangDebugged(self._job, rank, incarnation))
             case RankGone(rank=rank, incarnation=incarnation):
                 self._heard.discard((rank, incarnation))
                 self._send(self._judge, HangSeen(self._job, rank, incarnation, "", gone=True))
             case _:
                 assert_never(event)
 
-    def ask(self, action: AskStanding | LookOutside | Replace) -> bool:
+    def ask(self, action: RankAction) -> bool:
         """Send the action to the node of a rank; False if that rank runs on no other node."""
         rank, incarnation = action.rank, action.incarnation
         node, runs = self._slots.get(rank, (self._me, 0))
@@ -170,9 +181,11 @@ class HangRelay:
                 self._send(node, HangAsk(self._job, rank, incarnation, outside))
             case Replace():
                 self._send(node, HangEnd(self._job, rank, incarnation))
+            case ExtendTimeouts():
+                self._send(node, HangExtend(self._job, rank, incarnation))
         return True
 
-    def events(self, sender: NodeKey, word: HangBeats | HangStanding | HangSeen) -> Iterator[HangEvent]:
+    def events(self, sender: NodeKey, word: HangReport) -> Iterator[HangEvent]:
         """Yield the events that another node forwards, for ranks that it runs."""
         if not self.judges:
             return  # it has not heard yet that another one is
@@ -191,6 +204,8 @@ class HangRelay:
         yield RankWatched(rank=rank, incarnation=incarnation, host=self.host_of(rank))
         if isinstance(word, HangStanding):
             yield RankPosition(rank=rank, incarnation=incarnation, standing=word.standing)
+        elif isinstance(word, HangDebugged):
+            yield RankDebugged(rank=rank, incarnation=incarnation)
         elif word.gone:
             yield RankGone(rank=rank, incarnation=incarnation)
         else:
@@ -204,6 +219,8 @@ class HangRelay:
 log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
 
 ON_HANG_VARIABLE: Final = "ZBMD_ON_HANG"
+KEEP_MEMORY_VARIABLE: Final = "ZBMD_KEEP_MEMORY"
+"""`off`: the memory of a rank that is killed goes with it, as that of a lost host would."""
 
 
 def memory_domain() -> str:
@@ -233,8 +250,12 @@ class JobHandler(Protocol):
         """Return the current processes of the ranks that this node runs or ran."""
         ...
 
-    def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
-        """Note the end of a process; return whether it is new."""
+    def noticed(self, key: RankKey, notice: DeathNotice) -> None:
+        """Note the end of a process, and put it to the machine if it is new."""
+        ...
+
+    def step_committed(self, job: int) -> None:
+        """Note that a rank has committed a step which none of this node had reported before."""
         ...
 
     def send_signal(self, key: RankKey, number: signal.Signals) -> bool:
@@ -263,7 +284,8 @@ class HostedJob:
     """The links and the watchdogs of one job's ranks.
 
     listen: where they accept members on other hosts, empty if there are none; captures: where they record, in
-    a folder of the job; finder: what the node knows of the routes to processes of the cluster.
+    a folder of the job; finder: what the node knows of the routes to processes of the cluster; environment:
+    of the node, whose variables its ranks have unless the job sets them.
     """
 
     def __init__(
@@ -275,6 +297,7 @@ class HostedJob:
         listen: str,
         captures: Path | None = None,
         finder: RouteTable | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._finder = finder
         self.spec = spec
@@ -287,9 +310,17 @@ class HostedJob:
         self._began_ns = time.monotonic_ns()
         self._deadlines = derive(spec.recovery_budget_ns)
         self._environment = dict(spec.environment)
+        variables = {**(environment or {}), **self._environment}
+        threads = thread_share(variables, ranks=spec.ranks_per_node, cores=usable_cpus())
+        self._threads = threads.variables
         self._relay = HangRelay(spec.job, handler.send)
+        self._step = -1
+        """The highest that a rank has reported."""
         self._links: HostLinks | None = None
         self._hangs: HangCollector | None = None
+        self._keeps = _keeps_memory(variables)
+        self._kept: dict[int, int] = {}
+        """Of each rank that ran here, the memfd of its arena, which outlives its processes."""
 
     async def open(self) -> None:
         """Start to listen. Raises `UserError` for an environment that cannot be, OSError, `OutOfMemory`."""
@@ -317,12 +348,31 @@ class HostedJob:
         if self._links is not None:
             links, self._links = self._links, None
             await links.close()
+        while self._kept:
+            os.close(self._kept.popitem()[1])
 
     @property
     def links(self) -> HostLinks:
         """To its ranks."""
         assert self._links is not None, f"job {self.spec.job:x} is not open"
         return self._links
+
+    def kept_fd(self, rank: int) -> int | None:
+        """Return the memfd in which the processes of a rank have their arena, one after the other.
+
+        It is empty, and without a size, before the first one comes. None if that was not wanted. Raises
+        OSError.
+        """
+        if not self._keeps:
+            return None
+        if rank not in self._kept:
+            self._kept[rank] = os.memfd_create(f"zbmd-arena-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return self._kept[rank]
+
+    def debugging(self, rank: int, incarnation: int, *, is_on: bool) -> None:
+        """A rank stops in a debugger, or goes on."""
+        if self._hangs is not None:
+            self._hangs.debugging(rank, incarnation, is_on=is_on)
 
     def request(self, key: RankKey, *, master_host: str) -> ForkRequest:
         """Return the template's fork request. master_host: MASTER_ADDR of the ranks on all hosts."""
@@ -339,6 +389,7 @@ class HostedJob:
             progress_deadline_ns=progress_deadline_ns(self._environment),
             host=memory_domain() if elsewhere else "",
             listen=self._listen,
+            ranks_min=spec.ranks_min,
         )
         return ForkRequest(
             job=spec.job,
@@ -350,6 +401,7 @@ class HostedJob:
             environment={
                 **({"MASTER_PORT": str(port_of_job(f"{spec.job:x}"))} if elsewhere else {}),
                 **self._captured,
+                **self._threads,
                 **self._environment,
                 **environment.variables(),
                 "MASTER_ADDR": master_host,
@@ -389,14 +441,16 @@ class HostedJob:
         except RemoteProtocolError as error:
             log.warning("report refused", job=self.spec.job, rank=message.rank, reason=str(error))
             return
+        step = payload.get("version") if payload.get("kind") == "step" else None
+        if isinstance(step, int) and step > self._step:
+            self._step = step
+            self._handler.step_committed(self.spec.job)
         report = RankReport(rank=message.rank, incarnation=message.incarnation, payload=payload)
         self._handler.tell(self.spec.job, report)
 
     def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
         """See `HostHandler`."""
-        key = self._key(rank, incarnation)
-        if self._handler.noticed(key, notice):
-            self._handler.put(e.LossProven(key=key))
+        self._handler.noticed(self._key(rank, incarnation), notice)
 
     async def status(self) -> NodeStatus:
         """See `HostHandler`."""
@@ -437,7 +491,7 @@ class HostedJob:
         changed, gone = self._relay.place(me, view.jobs.job(self.spec.job), names)
         if self._hangs is None:
             return
-        self._hangs.placed(anew=changed)
+        self._hangs.placed(restarts=changed)
         for event in gone:
             self._hangs.hear(event)
 
@@ -446,10 +500,10 @@ class HostedJob:
         if self._hangs is None:
             return
         match word:
-            case HangBeats() | HangStanding() | HangSeen():
+            case HangBeats() | HangStanding() | HangSeen() | HangDebugged():
                 for event in self._relay.events(sender, word):
                     self._hangs.hear(event)
-            case HangAsk() | HangEnd():
+            case HangAsk() | HangEnd() | HangExtend():
                 if self._relay.obeys(sender):
                     self._hangs.obey(_action_of(word))
             case _:
@@ -470,13 +524,23 @@ class HostedJob:
         self._handler.fail_job(self.spec.job, reason)
 
 
-def _action_of(word: HangAsk | HangEnd) -> AskStanding | LookOutside | Replace:
+def _action_of(word: HangOrder) -> RankAction:
     rank, incarnation = word.rank, word.incarnation
     if isinstance(word, HangEnd):
         return Replace(rank=rank, incarnation=incarnation, reason="the job's hang judge asked for it")
+    if isinstance(word, HangExtend):
+        return ExtendTimeouts(rank=rank, incarnation=incarnation)
     if word.outside:
         return LookOutside(rank=rank, incarnation=incarnation)
     return AskStanding(rank=rank, incarnation=incarnation)
+
+
+def _keeps_memory(environment: Mapping[str, str]) -> bool:
+    """Return whether arenas outlive their ranks, from ZBMD_KEEP_MEMORY. Raises `UserError`."""
+    text = environment.get(KEEP_MEMORY_VARIABLE, "on")
+    if text not in ("on", "off"):
+        raise UserError(f"{KEEP_MEMORY_VARIABLE}: expected on or off, got {text!r}.")
+    return text == "on"
 
 
 def _on_hang(environment: Mapping[str, str]) -> OnHang:

@@ -67,6 +67,9 @@ class LocalPort:
     def send(self, to: NodeKey, message: Contract) -> None:
         """See `ClusterPort`: there is no other member."""
 
+    def leave(self) -> None:
+        """See `ClusterPort`: a run on one host is stopped instead."""
+
     def listen(self, listener: ClusterListener) -> None:
         """See `ClusterPort`."""
         self._listeners.append(listener)

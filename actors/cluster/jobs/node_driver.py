@@ -23,6 +23,7 @@ from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs, ProcessState
 from zbmd.actors.cluster.port import ClusterPort
 from zbmd.actors.cluster.state.job_table import (
+    MEMORY_CAUSE,
     REASON_CHARACTERS_MAX,
     CommandRefused,
     JobPhase,
@@ -50,6 +51,7 @@ from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.machine import SetTimer, TimerFired
+from zbmd.transport.memory.memory_kills import MemoryKills
 from zbmd.transport.shm.death_notice import DeathNotice
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
@@ -59,6 +61,8 @@ TEMPLATES_LOST_MAX: Final = 3
 ENDS_S_MAX: Final = 2.0
 """For the kernel to end what was killed: it frees about 16 GiB a second."""
 DRAIN_S_MAX: Final = 1.0
+LOOK_S: Final = 1.0
+"""Between two looks at the kernel's counters of processes that it ended for want of memory."""
 OnJobEvent = Callable[[int, HostEvent], None]
 """Takes the job's id and what happened to it on this node."""
 
@@ -71,7 +75,8 @@ class JobHost:
     ranks listen for other hosts, None if there are none; on_event: called on the loop, must not block;
     template: the first one, if it was forked already; on_template_lost: called when a template is lost,
     instead of starting another; captures: where the ranks of each job record, in a folder of its own; without
-    it their environment says; finder: knows the routes to processes beyond a job.
+    it their environment says; finder: knows the routes to processes beyond a job; stdin_rank: see
+    `RankProcesses`.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class JobHost:
         on_template_lost: Callable[[TemplateLost], None] | None = None,
         captures: Path | None = None,
         finder: RouteTable | None = None,
+        stdin_rank: int | None = None,
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -103,6 +109,7 @@ class JobHost:
         self._on_template_lost = on_template_lost
         self._captures = captures
         self._finder = finder
+        self._stdin_rank = stdin_rank
         self._loop = asyncio.get_running_loop()
         self._machine = LocalJobs()
         self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
@@ -117,6 +124,8 @@ class JobHost:
         self._template: asyncio.Task[RankProcesses] | None = None
         self._templates_lost = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._memory_kills = MemoryKills()
+        self._look: asyncio.TimerHandle | None = None
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._closed = False
 
@@ -125,13 +134,27 @@ class JobHost:
         self._start_template()
         assert self._template is not None
         await asyncio.shield(self._template)
+        self._look_at_memory()
         self._port.listen(self)
 
+    def _look_at_memory(self) -> None:
+        self._memory_kills.look(time.monotonic_ns())
+        self._look = self._loop.call_later(LOOK_S, self._look_at_memory)
+
+    def leave(self) -> None:
+        """Leave the cluster, once the ranks of this node have had the time to save."""
+        self.put(e.LeaveAsked())
+
     async def settle(self) -> None:
-        """Wait, for a bounded time, until ending ranks are gone and their output is delivered."""
+        """Wait, for a bounded time, until ending ranks are gone and their output is delivered.
+
+        The bound is the time that the machine leaves them to save, and some for the kernel.
+        """
         if self._processes is not None:
+            last_ns = self._machine.last_kill_ns()
+            grace_s = 0.0 if last_ns is None else max(0.0, (last_ns - time.monotonic_ns()) / 1e9)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._processes.empty(), ENDS_S_MAX)
+                await asyncio.wait_for(self._processes.empty(), grace_s + ENDS_S_MAX)
             with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
                 await asyncio.wait_for(self._processes.settle(), DRAIN_S_MAX)
 
@@ -145,8 +168,9 @@ class JobHost:
             return
         self.stopped("the node ends")
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._look):
+            if timer is not None:
+                timer.cancel()
         tasks: list[asyncio.Task[Any]] = [*self._forks, *self._opened.values()]
         tasks += [self._template] if self._template is not None else []
         for task in tasks:
@@ -240,6 +264,8 @@ class JobHost:
                 self._ask(order)
             case e.SendToHost(to=to_node, word=word):
                 self._port.send(to_node, word)
+            case e.LeaveCluster():
+                self._port.leave()
             case SetTimer(at_ns=at_ns):
                 self._set_timer(at_ns)
             case _:
@@ -269,7 +295,13 @@ class JobHost:
     def _open(self, spec: JobSpec) -> None:
         assert self._me is not None
         hosted = self._jobs[spec.job] = HostedJob(
-            spec, self._me, self, listen=self._listen, captures=self._captures, finder=self._finder
+            spec,
+            self._me,
+            self,
+            listen=self._listen,
+            captures=self._captures,
+            finder=self._finder,
+            environment=self._environment,
         )
         self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
 
@@ -300,7 +332,9 @@ class JobHost:
                     f"the template process ended {self._templates_lost} times in a row on this node"
                 )
             master_host = host_of_first_rank(self._port.view, key.job)
-            self._template.result().fork(self._jobs[key.job].request(key, master_host=master_host))
+            hosted = self._jobs[key.job]
+            request = hosted.request(key, master_host=master_host)
+            self._template.result().fork(request, kept_fd=hosted.kept_fd(key.rank))
         except (ZbmdError, OSError) as error:
             self.put(e.ForkFailed(key=key, reason=str(error)))
 
@@ -344,11 +378,27 @@ class JobHost:
         """See `JobHandler`."""
         self._port.send(to, message)
 
-    def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
+    def noticed(self, key: RankKey, notice: DeathNotice) -> None:
         """See `JobHandler`."""
-        if self._processes is None:
-            return False
-        return self._processes.noticed((key.job, key.rank, key.incarnation), notice)
+        process = self._process(key)
+        if self._processes is None or not self._processes.noticed(
+            (key.job, key.rank, key.incarnation), notice
+        ):
+            return
+        killed_by = "" if process is None else self._killed_by(process)
+        self.put(e.LossProven(key=key, reason=killed_by, cause=MEMORY_CAUSE if killed_by else ""))
+
+    def _killed_by(self, process: RankProcess) -> str:
+        """Return what has killed a process, once it is known to be dead; empty if that is not known."""
+        if not process.killed_by:
+            process.killed_by = self._memory_kills.claim(time.monotonic_ns())
+        return process.killed_by
+
+    def step_committed(self, job: int) -> None:
+        """See `JobHandler`; it means something after a failure only, and is not recorded before."""
+        found = self._port.view.jobs.job(job)
+        if found is not None and any(entry.cause for entry in found.ranks):
+            self.put(e.StepCommitted(job=job))
 
     def send_signal(self, key: RankKey, number: signal.Signals) -> bool:
         """Send a signal to a process, also as a `JobHandler`; return False if it is gone."""
@@ -392,8 +442,9 @@ class JobHost:
 
     async def _new_template(self) -> RankProcesses:
         early, self._early = self._early, None
-        before, self._processes = self._processes, RankProcesses(self, self._output, early=early)
-        processes = self._processes
+        before = self._processes
+        processes = RankProcesses(self, self._output, early=early, stdin_rank=self._stdin_rank)
+        self._processes = processes
         if before is not None:
             self._task(self._closing, _close_once_empty(before))
         await processes.start(modules=self._preload, environment=self._environment)
@@ -421,9 +472,23 @@ class JobHost:
         local = self._machine.jobs.get(key.job)
         known = None if local is None else local.processes.get((key.rank, key.incarnation))
         expected = code == 0 or (known is not None and known.asked)
-        self.put(e.Exited(key=key, code=code, reason=reason))
+        cause = process.cause
+        if code == -signal.SIGKILL and not expected and (killed_by := self._killed_by(process)):
+            reason, cause = killed_by, MEMORY_CAUSE
+        elif code > 0 and not expected and (killed := self._memory_kills.claim(time.monotonic_ns())):
+            reason = process.killed_by = f"{reason}, after a process was {killed}"  # one that it had made
+        self.put(e.Exited(key=key, code=code, reason=reason, cause=cause))
         next_step = self._next_step(key)
-        return lambda: self.tell(key.job, process.down(code, expected=expected, next_step=next_step))
+        given_up = "" if known is None else known.given_up
+        return lambda: self.tell(
+            key.job, process.down(code, expected=expected, next_step=next_step, why=given_up)
+        )
+
+    def debugging(self, process: RankProcess, *, is_on: bool) -> None:
+        """See `ProcessHandler`."""
+        hosted = self._jobs.get(process.job)
+        if hosted is not None:
+            hosted.debugging(process.rank, process.incarnation, is_on=is_on)
 
     def _next_step(self, key: RankKey) -> str:
         """Return the message that says what follows from the end of a process."""
@@ -442,6 +507,8 @@ class JobHost:
         """See `ProcessHandler`: another template takes its place."""
         if self._closed:
             return
+        if killed := self._memory_kills.claim(time.monotonic_ns()):
+            error = TemplateLost(f"{error}; it was {killed}")
         if self._on_template_lost is not None:
             self._on_template_lost(error)
             return

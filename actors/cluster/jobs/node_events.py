@@ -45,6 +45,11 @@ class IncarnationEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveAsked:
+    """The node is to leave the cluster, once its ranks have had the time to save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ViewActedOn:
     """The node acts on a view of the cluster."""
 
@@ -103,23 +108,40 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossProven:
-    """The kernel says that the process died without a goodbye; its exit status is not known yet."""
+    """The kernel says that the process died without a goodbye; its exit status is not known yet.
+
+    reason, cause (as in `RankCause` of the job table): what is known of it, empty if nothing is.
+    """
 
     key: RankKey
+    reason: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """The process is gone. `code`: its exit code, or minus the signal that ended it."""
+    """The process is gone.
+
+    code: its exit code, or minus the signal that ended it; cause: as in `LossProven`.
+    """
 
     key: RankKey
     code: int
     reason: str
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCommitted:
+    """A rank of this node has committed a step that none of them had reported before."""
+
+    job: int
 
 
 Event: TypeAlias = (
     IncarnationBegan
     | IncarnationEnded
+    | LeaveAsked
     | ViewActedOn
     | HostReported
     | Forked
@@ -129,6 +151,7 @@ Event: TypeAlias = (
     | LinkLost
     | LossProven
     | Exited
+    | StepCommitted
     | TimerFired
 )
 
@@ -217,6 +240,11 @@ class SendToHost:
     word: HostLinked
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveCluster:
+    """Leave the cluster in order; answered by `IncarnationEnded`."""
+
+
 Action: TypeAlias = (
     Open
     | Close
@@ -228,5 +256,6 @@ Action: TypeAlias = (
     | Kill
     | ProposeOrder
     | SendToHost
+    | LeaveCluster
     | SetTimer
 )

@@ -8,18 +8,23 @@ are linked, a host promises so to the job's other hosts, and its ranks enter onc
 host that has promised goes on to a later view only if that view was entered, if a member of it is gone, or if
 another host says that it went on without a promise: then nobody can have entered.
 
-**A node whose incarnation in the cluster ends kills its ranks at once.** Its membership ends an incarnation
-within the recovery budget after it has lost touch with a quorum, so ranks of a node that was cut off outlive
-the view that gave their work to others by little more than that; they are in an older epoch of their job, and
-no member of the newer one listens to them.
+**A node whose incarnation in the cluster ends kills its ranks at once**, unless it has left: then the others
+have agreed to go on without it, and its ranks have the time to save that their job states. Its membership
+ends an incarnation within the recovery budget after it has lost touch with a quorum, so ranks of a node that
+was cut off outlive the view that gave their work to others by little more than that; they are in an older
+epoch of their job, and no member of the newer one listens to them.
 
 **Links between ranks that live can break.** A rank that lost one waits for a view. If none comes although
 there was time to agree on any death, its host asks for another view of the same members, in which they link
 up again.
 
 **A process that never joins holds up nobody for ever.** The others' next view waits for it. One that has not
-joined within `join_ns` of its fork is killed, and reported down to the table. That holds once the job
-has had a view: before the first one a rank may take its time, for nobody is at work yet.
+joined within the job's `start_timeout_ns` of its fork is killed, and reported down to the table. That holds
+once the job has had a view: before the first one a rank may take its time, for nobody is at work yet.
+
+**A run that is stopped by a signal or its user gives its ranks the time to save that the job states.** A run
+that failed ends as fast as the recovery budget says: nothing of it is to be saved by ranks that wait for one
+that is gone.
 
 **A process that outlives SIGKILL holds up the end of its job for `stop_kill_ns`.** Then it is reported down.
 """
@@ -35,12 +40,16 @@ from typing import Any, assert_never
 from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.node_events import RankKey
+from zbmd.actors.cluster.membership.machine import LEFT
 from zbmd.actors.cluster.state.job_table import (
+    GRACE_OVER,
     REASON_CHARACTERS_MAX,
     STILL_RUNNING,
     Job,
     JobPhase,
     JobSpec,
+    Progressed,
+    RankCause,
     RankDown,
     RankEntry,
     RankUp,
@@ -49,7 +58,7 @@ from zbmd.actors.cluster.state.job_table import (
 )
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
-from zbmd.actors.view import View
+from zbmd.actors.view import Outcome, View
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.clock.deadlines import Deadlines, derive, format_duration
 from zbmd.transport.errors import LocalProtocolError
@@ -75,23 +84,29 @@ class ProcessState(Enum):
 class LocalProcess:
     """A process of this node, from the decision to fork it until its exit status is known.
 
-    told: its end was reported to the cluster, or need not be; asked: it was asked to end, so that its end is
-    no failure; kill_at_ns: when it is killed, if it was asked to end; gone_by_ns: when it is not waited for
-    any more, once it was killed; linked: the epoch of the newest view for which it is linked; hurried: others
-    wait for its join; join_by_ns: when it is given up, unless it joins.
+    told: its end was reported to the cluster, or need not be; caused: and the cause of it; asked: it was
+    asked to end, so that its end is no failure; saves: its node leaves, and it has the time to save;
+    kill_at_ns: when it is killed, if it was asked to end; late: it had not ended by then, although its user
+    gave it the time; gone_by_ns: when it is not waited for any more, once it was killed; linked: the epoch
+    of the newest view for which it is linked; hurried: others wait for its join; join_by_ns: when it is
+    given up, unless it joins; given_up: why it was.
     """
 
     key: RankKey
     state: ProcessState = ProcessState.FORKING
     told: bool = False
+    caused: bool = False
     condemned: bool = False
     killed: bool = False
     asked: bool = False
+    saves: bool = False
     kill_at_ns: int | None = None
+    late: bool = False
     gone_by_ns: int | None = None
     linked: int = 0
     hurried: bool = False
     join_by_ns: int | None = None
+    given_up: str = ""
 
 
 @dataclass(slots=True)
@@ -118,6 +133,8 @@ class LocalJob:
     """When another view is asked for: a member of ours has lost a link in the one that was entered."""
     relinked: int = 0
     """The epoch of the newest view that another was asked for."""
+    progressed: int = 0
+    """The epoch of the newest view that progress was reported of."""
 
     def living(self, rank: int, incarnation: int) -> LocalProcess | None:
         """The process, if nothing speaks against its being alive."""
@@ -138,6 +155,7 @@ class LocalJobs:
         self.view = ClusterView(epoch=0, nodes=())
         self.jobs: dict[int, LocalJob] = {}
         self.story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
+        self._leaving = False
         self._timer_ns: int | None = None
         self._actions: list[e.Action] = []
 
@@ -149,8 +167,10 @@ class LocalJobs:
         match event:
             case e.IncarnationBegan(me=me):
                 self.me = me
-            case e.IncarnationEnded():
-                self._end_incarnation(now_ns)
+            case e.IncarnationEnded(reason=reason):
+                self._end_incarnation(now_ns, left=reason == LEFT)
+            case e.LeaveAsked():
+                self._leave(now_ns)
             case e.ViewActedOn(view=view):
                 self._act_on(view, now_ns)
             case e.HostReported(sender=sender, word=word):
@@ -167,10 +187,12 @@ class LocalJobs:
                     process.linked = max(process.linked, epoch)
             case e.LinkLost(key=key, epoch=epoch):
                 self._link_lost(key, epoch, now_ns)
-            case e.LossProven(key=key):
-                self._loss_proven(key)
-            case e.Exited(key=key, code=code, reason=reason):
-                self._ended(key, code, reason)
+            case e.LossProven():
+                self._loss_proven(event)
+            case e.Exited(key=key, code=code, reason=reason, cause=cause):
+                self._ended(key, code, reason, cause)
+            case e.StepCommitted(job=job_id):
+                self._step_committed(job_id)
             case TimerFired():
                 self._timer_ns = None
                 self._timer(now_ns)
@@ -178,8 +200,16 @@ class LocalJobs:
                 assert_never(event)
         for local in list(self.jobs.values()):
             self._advance(local, now_ns)
+        if self._leaving and self._is_missed():
+            self._leaving = False
+            self._do(e.LeaveCluster())
         self._set_timer()
         return self._actions
+
+    def last_kill_ns(self) -> int | None:
+        """Return when the last process that was asked to end will be killed; None if there is none."""
+        processes = [p for local in self.jobs.values() for p in local.processes.values()]
+        return max((p.kill_at_ns for p in processes if p.kill_at_ns is not None), default=None)
 
     def check_invariants(self) -> None:
         """No rank has two processes that may go on, and no view is entered that was not promised."""
@@ -230,17 +260,52 @@ class LocalJobs:
                 local.started[entry.rank] = entry.incarnation
                 self._do(e.ProposeOrder(order=_never_started(key)))
 
-    def _end_incarnation(self, now_ns: int) -> None:
-        """Nothing that runs here may go on."""
+    def _end_incarnation(self, now_ns: int, *, left: bool) -> None:
+        """End everything that runs here: at once, unless the node has left and no other one misses it."""
         self.view = ClusterView(epoch=0, nodes=())
         for local in self.jobs.values():
             for process in local.processes.values():
                 process.told = True
-                self._condemn(local, process, now_ns, kill=True)
+                if left:
+                    self._end_in_order(local, process, now_ns)
+                else:
+                    self._condemn(local, process, now_ns, kill=True)
             local.view, local.hosts, local.entered, local.ask_at_ns = NO_VIEW, frozenset(), 0, None
             local.relink_at_ns = None
             local.promised.clear()
             local.words.clear()
+
+    def _leave(self, now_ns: int) -> None:
+        """Ask all ranks to end. Their job's other hosts hear of it by the view without this node."""
+        self._leaving = True
+        for local in self.jobs.values():
+            for process in local.processes.values():
+                process.told = True
+                self._end_in_order(local, process, now_ns)
+
+    def _end_in_order(self, local: LocalJob, process: LocalProcess, now_ns: int) -> None:
+        """Have a process of a node that leaves end, with the time to save that its job states."""
+        if process.saves:
+            return
+        process.saves = True
+        self._condemn(local, process, now_ns, kill=False)
+        if process.kill_at_ns is not None:  # also if a view had left it less
+            process.kill_at_ns = now_ns + local.spec.stop_grace_ns
+
+    def _is_missed(self) -> bool:
+        """Return whether another host waits, or would soon wait, for a rank of this node."""
+        for local in self.jobs.values():
+            job = self.view.jobs.job(local.spec.job)
+            if job is None or job.phase is not JobPhase.RUNNING or job.unsettled or job.epoch > local.entered:
+                return True
+            own = [entry for entry in job.ranks if entry.lives and entry.node == self.me]
+            if not all(self._runs(local, entry) for entry in own):
+                return True
+        return not self.jobs
+
+    def _runs(self, local: LocalJob, entry: RankEntry) -> bool:
+        process = local.processes.get((entry.rank, entry.incarnation))
+        return process is not None and not process.killed
 
     def _announce_others(self, local: LocalJob, before: Job | None, after: Job | None) -> None:
         """Tell our ranks of the ends of processes on other hosts."""
@@ -269,7 +334,7 @@ class LocalJobs:
             raise LocalProtocolError(f"{key} was not to be forked", story=tuple(self.story))
         process.state = ProcessState.STARTED
         if process.hurried:
-            process.join_by_ns = now_ns + self.jobs[key.job].deadlines.join_ns
+            process.join_by_ns = now_ns + self.jobs[key.job].spec.start_timeout_ns
         if process.condemned:  # the fork crossed the decision to end it
             process.condemned = False
             self._condemn(self.jobs[key.job], process, now_ns, kill=process.killed)
@@ -290,11 +355,11 @@ class LocalJobs:
         )
         self._do(e.ProposeOrder(order=up))
 
-    def _loss_proven(self, key: RankKey) -> None:
-        process = self._process(key)
+    def _loss_proven(self, event: e.LossProven) -> None:
+        key, process = event.key, self._process(event.key)
         if process is None:
             return
-        self._report_end(process, None, KILLED)
+        self._report_end(process, None, event.reason or KILLED, event.cause)
         process.condemned = process.killed = True  # there is nothing left to end
         process.kill_at_ns = process.gone_by_ns = None
         self._announce(key, KILLED, confirmed=False)
@@ -309,30 +374,49 @@ class LocalJobs:
             suspicion_ns = deadlines.suspicion_ns if local.hosts else 0
             local.relink_at_ns = now_ns + suspicion_ns + deadlines.agreement_ns
 
-    def _ended(self, key: RankKey, code: int | None, reason: str) -> None:
+    def _step_committed(self, job_id: int) -> None:
+        """Report the first step after a failure, of the view that came after it: ranks can get on."""
+        job, local = self.view.jobs.job(job_id), self.jobs.get(job_id)
+        if job is None or local is None or job.unsettled or local.entered != job.epoch:
+            return
+        if local.progressed != job.epoch and any(entry.cause for entry in job.ranks):
+            local.progressed = job.epoch
+            self._do(e.ProposeOrder(order=Progressed(job=job_id)))
+
+    def _ended(self, key: RankKey, code: int | None, reason: str, cause: str = "") -> None:
         process = self._process(key)
         if process is None:
             raise LocalProtocolError(f"{key} does not run", story=tuple(self.story))
-        self._report_end(process, code, reason)
+        if process.told and cause and not process.caused and not process.asked:
+            self._report_cause(process, cause)  # its death was proven before its template had read why
+        self._report_end(process, code, reason, cause)
         del self.jobs[key.job].processes[key.rank, key.incarnation]
         self._announce(key, reason, confirmed=True)
 
-    def _report_end(self, process: LocalProcess, code: int | None, reason: str) -> None:
+    def _report_end(self, process: LocalProcess, code: int | None, reason: str, cause: str = "") -> None:
         if process.told:
             return
         process.told = True
-        key, reason = process.key, reason[:REASON_CHARACTERS_MAX]
+        key, reason = process.key, GRACE_OVER if process.late else reason[:REASON_CHARACTERS_MAX]
+        if cause:
+            self._report_cause(process, cause)
         down = RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=code, reason=reason)
         self._do(e.ProposeOrder(order=down))
 
+    def _report_cause(self, process: LocalProcess, cause: str) -> None:
+        process.caused, key = True, process.key
+        cause = cause[:REASON_CHARACTERS_MAX]
+        order = RankCause(job=key.job, rank=key.rank, incarnation=key.incarnation, cause=cause)
+        self._do(e.ProposeOrder(order=order))
+
     def _give_up(self, local: LocalJob, process: LocalProcess, now_ns: int) -> None:
         """Others wait for a process that does not come."""
-        waited = format_duration(local.deadlines.join_ns)
-        reason = (
-            f"it was started {waited} ago and has not joined its job, whose other ranks wait for it: "
-            "call `zbmd.join` before what takes longer"
+        waited = format_duration(local.spec.start_timeout_ns)
+        process.given_up = (
+            f"it was started {waited} ago and has not joined its job, whose other ranks wait for it: call "
+            "`zbmd.join` before what takes longer, or give it more time with --start-timeout"
         )
-        self._report_end(process, None, reason)
+        self._report_end(process, None, process.given_up)
         self._condemn(local, process, now_ns, kill=True)
         process.asked = False  # its end is a failure: it was to join
 
@@ -361,7 +445,17 @@ class LocalJobs:
             process.gone_by_ns = None if process.told else now_ns + local.deadlines.stop_kill_ns
         else:
             self._do(e.Terminate(key=process.key))
-            process.kill_at_ns = now_ns + local.deadlines.stop_grace_ns
+            process.kill_at_ns = now_ns + self._grace_ns(local, process)
+
+    def _grace_ns(self, local: LocalJob, process: LocalProcess) -> int:
+        """Return how long a process that is asked to end may take."""
+        saves = process.saves or self._is_stopped(local)
+        return local.spec.stop_grace_ns if saves else local.deadlines.stop_grace_ns
+
+    def _is_stopped(self, local: LocalJob) -> bool:
+        """Return whether the job is being stopped by a signal or its user, and did not fail."""
+        job = self.view.jobs.job(local.spec.job)
+        return job is not None and job.phase is JobPhase.STOPPING and job.outcome is Outcome.STOPPED
 
     # -- views of jobs -----------------------------------------------------------------------------------
 
@@ -446,9 +540,10 @@ class LocalJobs:
                 if process.join_by_ns is not None and process.join_by_ns <= now_ns:
                     self._give_up(local, process, now_ns)
                 if process.kill_at_ns is not None and process.kill_at_ns <= now_ns:
+                    process.late = self._is_stopped(local)
                     self._condemn(local, process, now_ns, kill=True)
                 if process.gone_by_ns is not None and process.gone_by_ns <= now_ns:
-                    process.gone_by_ns = None
+                    process.gone_by_ns, process.late = None, False
                     self._report_end(process, None, STILL_RUNNING)
             if local.relink_at_ns is not None and local.relink_at_ns <= now_ns:
                 local.relink_at_ns, local.relinked = None, local.entered
@@ -489,6 +584,6 @@ def _build_jobs(config: Mapping[str, Any]) -> LocalJobs:
 
 
 LOCAL_JOBS: MachineKind[e.Event, e.Action] = register(
-    "jobs", 2, _build_jobs, events=e.Event, actions=e.Action, states=(LocalJobs,)
+    "jobs", 4, _build_jobs, events=e.Event, actions=e.Action, states=(LocalJobs,)
 )
 """The jobs of a node; it has no configuration."""

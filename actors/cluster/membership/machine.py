@@ -595,6 +595,6 @@ class ClusterMachine:
     def _stop(self, reason: str) -> None:
         reason = LEFT if self._word.leaving else reason
         self.story.append(f"stops: {reason}")
-        self.state = MemberState.STOPPED
+        self.state, self._own, self._relay = MemberState.STOPPED, None, None
         self._agenda.clear()
         self._actions.append(m.Stopped(reason=reason))

@@ -20,24 +20,37 @@ _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class AdmissionRequest(Contract, id="zbmd.node.door_request"):
-    """Asks whether a node may join as it is. See `admission.JoinApplication`."""
+RUN_CHARACTERS_MAX = 200
+
+
+class AdmissionRequest(Contract, id="zbmd.node.door_request", version=3, compatible_from=1):
+    """Asks whether a node may join as it is. See `join.JoinApplication`.
+
+    runs_at: the asker itself, a member of a cluster in which the job of this run runs, age_ns old.
+    """
 
     node_id: _Natural
     name: _Name
     host: Annotated[str, msgspec.Meta(max_length=64)]
     recovery_budget_ns: _Natural
     witnessed: bool = False
+    run: Annotated[str, msgspec.Meta(max_length=RUN_CHARACTERS_MAX)] = ""
+    runs_at: Node | None = None
+    age_ns: _Natural = 0
 
 
-class AdmissionReply(Contract, id="zbmd.node.door"):
-    """The answering node, and why the node may not join. member: whether it can admit others now."""
+class AdmissionReply(Contract, id="zbmd.node.door", version=2, compatible_from=1):
+    """The answering node, and why the node may not join.
+
+    member: whether it can admit others now; lowest: the lowest id of its view, 0 if it is in none.
+    """
 
     node: Node
     member: bool
     recovery_budget_ns: _Natural
     refused: _Text = ""
     passes: bool = False
+    lowest: _Natural = 0
 
 
 class MembersRequest(Contract, id="zbmd.node.members_request"):

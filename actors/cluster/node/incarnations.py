@@ -70,7 +70,8 @@ class NodeConfig:
     is given, it founds one. founds: it also does so if no member is found behind `joins`; join_ns: how long
     they are tried, None for as long as a view may take. recovery_budget_ns: None for the
     cluster's, or the default; witness: makes each incarnation its own, if the cluster has one; capture: where
-    incarnations are recorded, if they are; wall_clock: ns since 1970, only told to people.
+    incarnations are recorded, if they are; run: what the
+    cluster is made for, see `JoinApplication`; wall_clock: ns since 1970, only told to people.
     """
 
     name: str
@@ -85,6 +86,7 @@ class NodeConfig:
     release: str = ""
     witness: MakeWitness | None = None
     capture: CaptureSettings | None = None
+    run: str = ""
     wall_clock: Callable[[], int] = wall_ns
 
 
@@ -120,6 +122,14 @@ class MemberSuspected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunningPartFound:
+    """A member of another cluster of the same run, in which its job runs, has asked. age_ns: of that one."""
+
+    node: Node
+    age_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IncarnationEnded:
     """This incarnation has ended; unless it has left, the node tries to come back with its next."""
 
@@ -136,7 +146,13 @@ class MessageReceived:
 
 
 NodeEvent: TypeAlias = (
-    JoinDelayed | IncarnationBegan | ViewEntered | MemberSuspected | IncarnationEnded | MessageReceived
+    JoinDelayed
+    | IncarnationBegan
+    | ViewEntered
+    | MemberSuspected
+    | RunningPartFound
+    | IncarnationEnded
+    | MessageReceived
 )
 
 
@@ -239,6 +255,7 @@ class Incarnations:
             witnessed=config.witness is not None,
             names_may_come=config.join_ns is not None and not config.founds,
             founds=config.founds,
+            run=config.run,
         )
         tell = _unheard if config.founds else self._hindered
         try:
@@ -417,19 +434,29 @@ class Incarnations:
             host=request.host,
             recovery_budget_ns=request.recovery_budget_ns,
             witnessed=request.witnessed,
+            run=request.run,
         )
         own_host = parse_address(incarnation.me.address).host
         budget_ns = self._deadlines.recovery_budget_ns
         witnessed = self._config.witness is not None
         found = refuse_join(
-            wish, incarnation.machine.view, incarnation.me, own_host, budget_ns, witnessed=witnessed
+            wish,
+            incarnation.machine.view,
+            incarnation.me,
+            own_host,
+            budget_ns,
+            witnessed=witnessed,
+            run=self._config.run,
         )
+        if request.runs_at is not None and request.run == self._config.run:
+            self._tell(RunningPartFound(node=request.runs_at, age_ns=request.age_ns))
         return contracts.AdmissionReply(
             node=incarnation.me,
             member=incarnation.machine.state is MemberState.MEMBER,
             recovery_budget_ns=budget_ns,
             refused="" if found is None else found.reason,
             passes=found is not None and found.passes,
+            lowest=min((node.id for node in incarnation.machine.view.nodes), default=0),
         )
 
     def members(self) -> contracts.MembersReply:

@@ -43,7 +43,8 @@ class JoinApplication:
     """A node's statement about itself before it joins.
 
     host: numeric, where it would be dialed; recovery_budget_ns: 0 to take the cluster's; witnessed: whether
-    it asks a witness who may go on with half of a view.
+    it asks a witness who may go on with half of a view; run: the name of the run that its cluster is made
+    for, empty for a cluster that any job may be given to.
     """
 
     node_id: int
@@ -51,6 +52,7 @@ class JoinApplication:
     host: str
     recovery_budget_ns: int
     witnessed: bool = False
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +76,14 @@ def refuse_join(
     budget_ns: int,
     *,
     witnessed: bool = False,
+    run: str = "",
 ) -> JoinRefusal | None:
     """Return why the node may not join, judged by the newest known view; None if it may.
 
-    own_host: where others dial us; budget_ns, witnessed: the cluster's.
+    own_host: where others dial us; budget_ns, witnessed, run: the cluster's.
     """
+    if application.run != run:
+        return JoinRefusal(reason=_other_run(application.run, run), passes=False)
     if application.recovery_budget_ns not in (0, budget_ns):
         ours, theirs = format_duration(budget_ns), format_duration(application.recovery_budget_ns)
         return JoinRefusal(
@@ -108,6 +113,22 @@ def refuse_join(
                 passes=True,
             )
     return None
+
+
+def _other_run(wanted: str, run: str) -> str:
+    """Return why a node of one run may not join a cluster that was made for another, or for any job."""
+    if not run:
+        return (
+            f"it belongs to a cluster that is there for any job, and this node was started for {wanted}: give"
+            " its job to that cluster by `zbmd-node submit`, or the run another address (--rdzv-endpoint)"
+        )
+    if not wanted:
+        return f"it belongs to {run}, which has a cluster of its own: join another one"
+    return (
+        f"it belongs to {run}, and this node was started for {wanted}. Two runs have met at one address: give"
+        " each an --rdzv-endpoint of its own. Nodes of one run are started with the same --rdzv-id, or "
+        "without one with the same script and arguments"
+    )
 
 
 def has_namesake(node: Node, view: ClusterView) -> Node | None:
@@ -167,7 +188,8 @@ class Joiner:
     """A node that looks for a member to join. host: where it listens, numeric; empty if everywhere.
 
     names_may_come: a host that no name server knows is tried again, as one that has not been started yet.
-    founds: it founds the cluster if there is none.
+    founds: it founds the cluster if there is none. run: see `JoinApplication`; runs_at, age_ns: see
+    `AdmissionRequest`.
     """
 
     node_id: int
@@ -180,6 +202,9 @@ class Joiner:
     witnessed: bool = False
     names_may_come: bool = False
     founds: bool = False
+    run: str = ""
+    runs_at: Node | None = None
+    age_ns: int = 0
 
 
 def client_endpoint(cookie: bytes, deadlines: Deadlines) -> Endpoint:
@@ -267,6 +292,17 @@ async def _try(
 
 
 async def _knock(join_address: TcpAddress, seeker: Joiner) -> JoinOffer | AdmissionReply:
+    reply, own_host = await ask_admission(join_address, seeker)
+    if reply.refused or not reply.member:
+        return reply
+    return JoinOffer(node=reply.node, own_host=own_host, recovery_budget_ns=reply.recovery_budget_ns)
+
+
+async def ask_admission(join_address: TcpAddress, seeker: Joiner) -> tuple[AdmissionReply, str]:
+    """Ask a node whether it admits this one; return its answer and our end of the link, numeric.
+
+    Raises `ZbmdError` and OSError.
+    """
     endpoint = client_endpoint(seeker.cookie, seeker.deadlines)
     link = await tcp.dial(join_address, endpoint, settings=seeker.settings)
     own_host = link.local_address.host
@@ -280,13 +316,13 @@ async def _knock(join_address: TcpAddress, seeker: Joiner) -> JoinOffer | Admiss
             host=seeker.host or _advertised_host(own_host),
             recovery_budget_ns=seeker.recovery_budget_ns,
             witnessed=seeker.witnessed,
+            run=seeker.run,
+            runs_at=seeker.runs_at,
+            age_ns=seeker.age_ns,
         )
-        reply = await admin.ask(request, reply=AdmissionReply, timeout=ANSWER_S)
+        return await admin.ask(request, reply=AdmissionReply, timeout=ANSWER_S), own_host
     finally:
         await system.stop()
-    if reply.refused or not reply.member:
-        return reply
-    return JoinOffer(node=reply.node, own_host=own_host, recovery_budget_ns=reply.recovery_budget_ns)
 
 
 def _says_nobody(error: Exception) -> bool:

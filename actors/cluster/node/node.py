@@ -24,6 +24,7 @@ from zbmd.actors.cluster.node.incarnations import (
     MessageReceived,
     NodeConfig,
     NodeEvent,
+    RunningPartFound,
     ViewEntered,
 )
 from zbmd.actors.cluster.node.persistent_state import NodeStateStore
@@ -32,6 +33,7 @@ from zbmd.actors.cluster.state.job_table import CommandRefused, Order, problem_o
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
+from zbmd.actors.process.invariants import ending_at_broken_invariant
 from zbmd.actors.process.output import JobOutput
 from zbmd.transport.host.process import raise_thread_priority
 
@@ -133,7 +135,7 @@ class ClusterNode:
         log.debug("the cluster's thread has", urgency=raise_thread_priority().value)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._main())
+                runner.run(ending_at_broken_invariant(self._main()))
         except asyncio.CancelledError:
             log.debug("the cluster's thread was cancelled")
         except BaseException as raised:  # noqa: BLE001 (raised again by `run`)
@@ -211,7 +213,7 @@ class ClusterNode:
                 self._me, self._view = None, NO_VIEW
                 for listener in self._listeners:
                     listener.stopped(reason)
-            case JoinDelayed() | MemberSuspected():
+            case JoinDelayed() | MemberSuspected() | RunningPartFound():
                 pass
             case _:
                 assert_never(event)

@@ -21,6 +21,7 @@ import msgspec
 
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.user_directories import UserFiles, need_directory
 
 STATE_VARIABLE: Final = "ZBMD_STATE_DIR"
 STATE_BYTES_MAX: Final = 1 << 16
@@ -62,15 +63,10 @@ def state_path(environ: Mapping[str, str] = os.environ, *, hostname: str | None 
     """Return the state directory. Raises `StateError` if there is no home directory to put it in."""
     if given := environ.get(STATE_VARIABLE):
         return Path(given)
-    state = environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # the XDG specification: ignore a relative one
-        home = os.path.expanduser("~")
-        if not os.path.isabs(home):
-            raise StateError(
-                f"there is no home directory to keep the node's state in: set {STATE_VARIABLE} to a path"
-            )
-        state = str(Path(home) / ".local" / "state")
-    return Path(state) / "zbmd" / (hostname or socket.gethostname() or "localhost")
+    directory = need_directory(
+        UserFiles.STATE, environ, what="the node's state", variable=STATE_VARIABLE, error=StateError
+    )
+    return directory / (hostname or socket.gethostname() or "localhost")
 
 
 class NodeStateStore(Protocol):

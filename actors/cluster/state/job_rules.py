@@ -6,9 +6,10 @@
     - With fewer nodes than `nodes_min` the job waits: none of its ranks runs. It starts again, with the next
       incarnation of each rank, once there are enough nodes.
     - A rank that fails follows `on_loss`, as on one host: REPLACE restarts it on the same node, SHRINK goes
-    on without it for good, STOP ends the job. Under SHRINK the ranks of a lost node are lost too. More than
-    `max_restarts` restarts within the window end the job. The loss of a node is not a failure of its ranks
-    and costs no restart.
+    on without it for good, STOP ends the job. Under SHRINK the ranks of a lost node are lost too, unless too
+    few nodes are left for the job. More than `max_restarts` restarts within the window end the job, and so
+    does a failure that repeats (`failures`). The loss of a node is not a failure of its ranks and costs no
+    restart.
     - A job's view changes once no rank of it is starting, so that failures that come together cost one view.
 
 Commands are applied one after the other, and the table is put in order after each: how commands are batched
@@ -23,7 +24,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import assert_never
 
+from zbmd.actors.cluster.state import failures
 from zbmd.actors.cluster.state.job_table import (
+    GRACE_OVER,
     JOBS_MAX,
     REFUSALS_KEPT,
     STILL_RUNNING,
@@ -35,6 +38,8 @@ from zbmd.actors.cluster.state.job_table import (
     JobPhase,
     JobTable,
     Origin,
+    Progressed,
+    RankCause,
     RankDown,
     RankEntry,
     RankUp,
@@ -95,7 +100,7 @@ def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
     if not any(entry.lives and entry.node in removed for entry in job.ranks):
         return job
     gone = SlotState.VACANT
-    if job.phase is JobPhase.STOPPING or job.spec.on_loss is OnLoss.SHRINK:
+    if job.phase is JobPhase.STOPPING or (job.spec.on_loss is OnLoss.SHRINK and _goes_on(job, removed)):
         gone = SlotState.LOST
     lost = [entry for entry in job.ranks if entry.lives and entry.node in removed]
     job = _with_ranks(job, [_ended(entry, gone) if entry in lost else entry for entry in job.ranks])
@@ -108,17 +113,25 @@ def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
     return dataclasses.replace(job, reason=reason)
 
 
+def _goes_on(job: Job, removed: Collection[NodeKey]) -> bool:
+    """Whether enough nodes are left for a job under SHRINK; else it waits for others in their place."""
+    slots = [job.slot(number) for number in range(job.spec.nodes_max)]
+    left = sum(any(entry.lives and entry.node not in removed for entry in slot) for slot in slots)
+    return left >= job.spec.nodes_min or any(entry.state is SlotState.FINISHED for entry in job.ranks)
+
+
 def _ended(entry: RankEntry, state: SlotState) -> RankEntry:
     node = None if state is SlotState.VACANT else entry.node
-    return dataclasses.replace(entry, state=state, node=node, address="", host="", tcp_address="")
+    return dataclasses.replace(entry, state=state, node=node, address="", host="", tcp_address="", failing="")
 
 
 def _with_ranks(job: Job, ranks: Iterable[RankEntry], *, unsettled: bool = True) -> Job:
     return dataclasses.replace(job, ranks=tuple(ranks), unsettled=unsettled)
 
 
-def _with_rank(job: Job, changed: RankEntry) -> Job:
-    return _with_ranks(job, [changed if entry.rank == changed.rank else entry for entry in job.ranks])
+def _with_rank(job: Job, changed: RankEntry, *, unsettled: bool = True) -> Job:
+    ranks = [changed if entry.rank == changed.rank else entry for entry in job.ranks]
+    return _with_ranks(job, ranks, unsettled=unsettled)
 
 
 # --- placement ------------------------------------------------------------------------------------------
@@ -196,7 +209,13 @@ def _start_in_slot(job: Job, number: int, node: NodeKey) -> Job:
 
 
 def _started(entry: RankEntry, node: NodeKey) -> RankEntry:
-    return RankEntry(rank=entry.rank, node=node, incarnation=entry.incarnation + 1, state=SlotState.STARTING)
+    return RankEntry(
+        rank=entry.rank,
+        node=node,
+        incarnation=entry.incarnation + 1,
+        state=SlotState.STARTING,
+        cause=entry.cause,
+    )
 
 
 def _waiting(job: Job, reason: str) -> Job:
@@ -251,24 +270,40 @@ def _apply(table: JobTable, command: Command) -> JobTable:
                 table, refused = _submit(table, origin, order)
             case Stop():
                 table, refused = _stop(table, order)
-            case RankUp() | RankDown():
-                # What comes late, about an incarnation that is over or has moved on, changes nothing.
-                job = table.job(order.job)
-                entry = _entry_of(job, order, origin)
-                if job is not None and entry is not None:
-                    if isinstance(order, RankUp):
-                        job = _up(job, entry, order)
-                    else:
-                        job = _down(job, entry, order, table.age_ns)
-                    table = _with_job(table, job)
+            case RankUp() | RankDown() | RankCause():
+                table = _with_news(table, origin, order)
             case Relink(job=job_id, epoch=epoch):
                 job = table.job(job_id)
                 # A view that is due for another reason, or has come meanwhile, gives new links as well.
                 if job is not None and job.epoch == epoch and origin in job.nodes():
                     table = _with_job(table, dataclasses.replace(job, unsettled=True))
+            case Progressed(job=job_id):
+                job = table.job(job_id)
+                if job is not None and origin in job.nodes():
+                    table = _with_job(table, failures.without_causes(job))
             case _:
                 assert_never(order)
     return _noted(table, command, refused)
+
+
+def _with_news(table: JobTable, origin: NodeKey, order: RankUp | RankDown | RankCause) -> JobTable:
+    """Return the table with news of a rank. What comes late, about one that has moved on, changes nothing."""
+    job = table.job(order.job)
+    entry = _entry_of(job, order, origin)
+    if job is None or entry is None:
+        return table
+    match order:
+        case RankUp():
+            job = _up(job, entry, order, table.age_ns)
+        case RankDown():
+            job = _down(job, entry, order, table.age_ns)
+        case RankCause(cause=cause) if entry.incarnation == order.incarnation:
+            failing = dataclasses.replace(entry, failing=cause)
+            job = _with_rank(job, failing, unsettled=job.unsettled)
+        case RankCause(cause=cause):
+            job, why = failures.noted_late(job, entry, cause)
+            job = _failed(job, why) if why else job
+    return _with_job(table, job)
 
 
 def _noted(table: JobTable, command: Command, refused: str) -> JobTable:
@@ -315,16 +350,21 @@ def _stop(table: JobTable, order: Stop) -> tuple[JobTable, str]:
     return _with_job(table, _stopping(job, outcome, order.reason, kill=order.kill)), ""
 
 
-def _entry_of(job: Job | None, order: RankUp | RankDown, origin: NodeKey) -> RankEntry | None:
-    """Return the rank that the order is about, if `origin` runs that incarnation now."""
+def _entry_of(job: Job | None, order: RankUp | RankDown | RankCause, origin: NodeKey) -> RankEntry | None:
+    """Return the rank that the order is about, if `origin` runs that incarnation now.
+
+    A cause may come when the replacement is being started.
+    """
     if job is None or not 0 <= order.rank < len(job.ranks):
         return None
     entry = job.ranks[order.rank]
-    current = entry.lives and entry.node == origin and entry.incarnation == order.incarnation
+    late = isinstance(order, RankCause) and job.phase is JobPhase.RUNNING
+    meant = (order.incarnation, order.incarnation + 1) if late else (order.incarnation,)
+    current = entry.lives and entry.node == origin and entry.incarnation in meant
     return entry if current else None
 
 
-def _up(job: Job, entry: RankEntry, order: RankUp) -> Job:
+def _up(job: Job, entry: RankEntry, order: RankUp, age_ns: int) -> Job:
     if entry.state is not SlotState.STARTING:
         return job
     up = dataclasses.replace(
@@ -333,8 +373,12 @@ def _up(job: Job, entry: RankEntry, order: RankUp) -> Job:
         address=order.address,
         host=order.host,
         tcp_address=order.tcp_address,
+        up_ns=age_ns,
     )
-    return _with_rank(job, up)
+    job = _with_rank(job, up)
+    if any(entry.state is SlotState.STARTING for entry in job.ranks):
+        return job
+    return dataclasses.replace(job, together_ns=age_ns, origin=False)
 
 
 def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
@@ -343,7 +387,7 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
         return _with_rank(job, _ended(entry, SlotState.FINISHED))
     lost = _with_rank(job, _ended(entry, SlotState.LOST))
     if job.phase is not JobPhase.RUNNING:
-        return _naming(lost, child) if order.reason == STILL_RUNNING else lost
+        return _naming(lost, child, order.reason) if order.reason in (GRACE_OVER, STILL_RUNNING) else lost
     if order.code == USAGE_EXIT_CODE:
         why = f"{child} failed with a usage error: {order.reason}"
         return dataclasses.replace(_failed(lost, why), users_own=True)
@@ -353,20 +397,26 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
         return _failed(lost, f"{child} failed: {order.reason}; on-loss is stop")
     if spec.on_loss is OnLoss.SHRINK:
         return dataclasses.replace(lost, reason=f"{child}: {order.reason}")
+    job, why = failures.noted(job, entry, order, age_ns)
+    if why:
+        return _failed(lost, why)
     recent = [at_ns for at_ns in job.restarts_ns if at_ns > age_ns - spec.restart_window_ns]
     if len(recent) >= spec.max_restarts:
         window_s = spec.restart_window_ns / SECOND_NS
         why = f"more than {spec.max_restarts} restarts within {window_s:g} s; the last: {child} failed"
         return _failed(lost, f"{why}: {order.reason}")
     assert entry.node is not None
-    again = _with_rank(job, _started(entry, entry.node))
+    again = _with_rank(job, _started(job.ranks[entry.rank], entry.node))
     return dataclasses.replace(again, restarts_ns=(*recent, age_ns), restarts_total=job.restarts_total + 1)
 
 
-def _naming(job: Job, child: str) -> Job:
-    """Return a job that ends although `child` still runs, and says so."""
-    before = ", " if STILL_RUNNING in job.reason else f"; {STILL_RUNNING}: "
-    return dataclasses.replace(job, reason=f"{job.reason}{before}{child}")
+def _naming(job: Job, child: str, how: str) -> Job:
+    """Return a job whose reason says how `child` ended, or that it has not."""
+    head, found, names = job.reason.partition(f"; {how}: ")
+    if not found:
+        return dataclasses.replace(job, reason=f"{job.reason}; {how}: {child}")
+    names, semicolon, rest = names.partition(";")
+    return dataclasses.replace(job, reason=f"{head}{found}{names}, {child}{semicolon}{rest}")
 
 
 # --- views ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from zbmd.actors.process.exit import EXIT_FAILED, USAGE_EXIT_CODE
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, ARENA_BYTES_MAX, ARENA_BYTES_MIN
 from zbmd.actors.view import RANKS_MAX, Member, OnLoss, Outcome, View
 from zbmd.transport.clock.deadlines import (
+    DURATION_S_MAX,
     RECOVERY_BUDGET_NS_DEFAULT,
     RECOVERY_BUDGET_NS_MAX,
     RECOVERY_BUDGET_NS_MIN,
@@ -42,9 +43,21 @@ REFUSALS_KEPT = 8
 """Refusals kept for each node, the newest."""
 RESTARTS_MAX = 1_000
 WINDOW_NS_MAX = 24 * 3600 * SECOND_NS
+STOP_GRACE_NS_DEFAULT = 30 * SECOND_NS
+"""torchrun's, and Kubernetes' `terminationGracePeriodSeconds`: time to write a checkpoint."""
+START_TIMEOUT_NS_DEFAULT = 600 * SECOND_NS
+"""An import of a few gigabytes from a slow file system is no failure."""
+DURATION_NS_MAX = round(DURATION_S_MAX) * SECOND_NS
 REASON_CHARACTERS_MAX = 500
+MEMORY_CAUSE = "memory"
+"""The cause of the end of a process that the kernel has ended for want of memory."""
+MEMORY_ADVICE = (
+    "Have the ranks hold less (a smaller batch, --arena), run fewer on a host (-n), or raise the limit"
+)
 STILL_RUNNING = "still running after SIGKILL"
 """The reason of a `RankDown` for a process that the kernel does not end in time."""
+GRACE_OVER = "killed after --stop-grace"
+"""The reason of a `RankDown` for a process that had not ended when the time for it was over."""
 ADDRESS_CHARACTERS_MAX = 256
 JOB_ID_MAX = (1 << 63) - 1
 
@@ -55,7 +68,9 @@ class JobSpec:
 
     job: its id, drawn at random by whoever submits it; environment: variables for its ranks; code: the files
     that it is made of, with the digest of each; nodes_min: fewer nodes than that, and all of its ranks wait;
-    restart_window_ns: the window that `max_restarts` counts in.
+    restart_window_ns: the window that `max_restarts` counts in; stop_grace_ns: from SIGTERM to SIGKILL in a
+    run that is stopped by a signal or its user; start_timeout_ns: from a rank's fork to its join, while
+    others wait for it.
     """
 
     job: int
@@ -72,11 +87,20 @@ class JobSpec:
     restart_window_ns: int = 60 * SECOND_NS
     arena_bytes: int = ARENA_BYTES_DEFAULT
     recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
+    stop_grace_ns: int = STOP_GRACE_NS_DEFAULT
+    start_timeout_ns: int = START_TIMEOUT_NS_DEFAULT
 
     @property
     def world_size(self) -> int:
         """Ranks when every slot has a node."""
         return self.ranks_per_node * self.nodes_max
+
+    @property
+    def ranks_min(self) -> int:
+        """So few ranks may be left while the job goes on; 0: it never has fewer than all."""
+        if self.on_loss is OnLoss.SHRINK:
+            return self.nodes_min  # a rank of each
+        return self.nodes_min * self.ranks_per_node if self.nodes_min < self.nodes_max else 0
 
     def problem(self) -> str:
         """Return why the job is invalid, for its user; empty if it is valid."""
@@ -95,6 +119,8 @@ class JobSpec:
                 RECOVERY_BUDGET_NS_MIN,
                 RECOVERY_BUDGET_NS_MAX,
             ),
+            ("the stop grace in ns", self.stop_grace_ns, 0, DURATION_NS_MAX),
+            ("the start timeout in ns", self.start_timeout_ns, 1, DURATION_NS_MAX),
         )
         for what, value, least, most in bounds:
             if not least <= value <= most:
@@ -121,7 +147,9 @@ class SlotState(Enum):
 class RankEntry:
     """A rank in the table. incarnation: of its process, 0 before the first; node: where that runs or ran.
 
-    address, host, tcp_address: as in `zbmd.actors.view.Member`, once it is up.
+    address, host, tcp_address: as in `zbmd.actors.view.Member`, once it is up; up_ns: the table's age when it
+    came up; cause: of its last failure, without progress since (`failures`); failing: of one that is reported
+    next.
     """
 
     rank: int
@@ -131,6 +159,9 @@ class RankEntry:
     address: str = ""
     host: str = ""
     tcp_address: str = ""
+    failing: str = ""
+    cause: str = ""
+    up_ns: int = 0
 
     @property
     def lives(self) -> bool:
@@ -154,7 +185,8 @@ class Job:
     epoch: of its view, that of the cluster's view in which its members last changed; 0 before the first;
     unsettled: its members have changed since, or will once the ranks that are starting are up; restarts_ns:
     the table's age at each of the restarts that its window holds; kill: end its ranks without asking;
-    users_own: it failed for a reason that only its user can mend.
+    users_own: it failed for a reason that only its user can mend; together_ns: the table's age when its
+    last rank came up; origin: whether a rank has failed since, for a reason of its own.
     """
 
     spec: JobSpec
@@ -169,6 +201,8 @@ class Job:
     outcome: Outcome | None = None
     kill: bool = False
     users_own: bool = False
+    together_ns: int = 0
+    origin: bool = False
 
     @property
     def id(self) -> int:
@@ -307,6 +341,18 @@ class RankDown(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     reason: str
 
 
+class RankCause(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cause"):
+    """The cause of a failure: what tells it from others (`failures`). The sender reports the failure next.
+
+    For an incarnation that has its replacement already: the failure was reported before, without a cause.
+    """
+
+    job: int
+    rank: int
+    incarnation: int
+    cause: str
+
+
 class Relink(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="relink"):
     """Links between members of the job's view of `epoch` broke: give the job another view."""
 
@@ -314,7 +360,13 @@ class Relink(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="re
     epoch: int
 
 
-Order: TypeAlias = Submit | Stop | RankUp | RankDown | Relink
+class Progressed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="progressed"):
+    """The job has committed a step that none of its ranks had committed before, after a failure."""
+
+    job: int
+
+
+Order: TypeAlias = Submit | Stop | RankUp | RankDown | RankCause | Relink | Progressed
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -342,7 +394,9 @@ def problem_of(order: Order) -> str:
             found = _too_long("an address", longest, ADDRESS_CHARACTERS_MAX)
         case RankDown(reason=reason):
             found = _too_long("its reason", reason, REASON_CHARACTERS_MAX)
-        case Relink():
+        case RankCause(cause=cause):
+            found = _too_long("its cause", cause, REASON_CHARACTERS_MAX)
+        case Relink() | Progressed():
             found = ""
     if found:
         return found

@@ -135,6 +135,9 @@ class Asking(Coroutine[Any, Any, Any]):
     def ref(self) -> Ref:
         """The actor that is asked."""
     @property
+    def delivery(self) -> Delivery | None:
+        """The message that is there and waits to be answered, in this process."""
+    @property
     def cr_await(self) -> Any: ...
     def send(self, value: object) -> Any: ...
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any: ...

@@ -327,6 +327,8 @@ cdef class Asked:
         self.cell = system.found(ref)
         if self.cell is None:
             self.cell = system._living(ref)  # which tells why it cannot be asked
+        if self.cell.task is not None:
+            system._check_ring(self.cell)
         self.delivery.reply_to = reply_to
         if not self.cell.mailbox.take_in(self.delivery) and not self.cell.mailbox.offer(self.delivery):
             self.waits = True
@@ -461,6 +463,10 @@ cdef class Asking(Coroutine):  # no free list: what comes from one again is not 
     @property
     def cr_running(self):
         return False
+
+    @property
+    def delivery(self):
+        return None if self._asked is None else self._asked.delivery
 
     cdef int advance(self, value, error, PyObject **result) except -1:
         cdef int how

@@ -14,6 +14,7 @@ from zbmd.actors.cluster.state.job_rules import after_change
 from zbmd.actors.cluster.state.job_table import (
     COMMAND_BYTES_MAX,
     JOBS_MAX,
+    MEMORY_CAUSE,
     NO_JOBS,
     TABLE_BYTES_MAX,
     Command,
@@ -22,6 +23,7 @@ from zbmd.actors.cluster.state.job_table import (
     JobSpec,
     JobTable,
     Order,
+    RankCause,
     RankDown,
     RankUp,
     SlotState,
@@ -196,6 +198,28 @@ def test_fewer_nodes_than_the_fewest_and_the_job_waits() -> None:
     assert t.states() == "ssv" and [entry.incarnation for entry in t.job().ranks] == [2, 2, 0]
 
 
+def test_under_shrink_a_job_with_too_few_nodes_waits_for_them_and_begins_again() -> None:
+    t = Table(1, 2, 3)
+    t.submit(nodes_max=3, nodes_min=2, on_loss=OnLoss.SHRINK)
+    t.up()
+    t.change(removed=[3])
+    assert (t.states(), t.job().phase) == ("uul", JobPhase.RUNNING)
+    t.change(removed=[2])
+    assert (t.states(), t.job().phase) == ("vvl", JobPhase.WAITING)
+    assert t.job().reason == "2 nodes are needed, 1 are here"
+    t.change(added=[NodeKey(2, 2)])
+    assert (t.states(), t.job().phase) == ("ssl", JobPhase.RUNNING)
+
+
+def test_under_shrink_ranks_that_failed_do_not_come_back() -> None:
+    t = Table(1, 2)
+    t.submit(nodes_max=2, nodes_min=2, on_loss=OnLoss.SHRINK)
+    t.up()
+    t.down(1, 1)
+    assert t.job().phase is JobPhase.STOPPING
+    assert t.job().reason == "2 nodes are needed; all but 1 slots are lost for good"
+
+
 def test_a_rank_that_fails_starts_again_where_it_was_until_that_happens_too_often() -> None:
     t = Table(1, 2)
     t.submit(nodes_max=2, nodes_min=2, max_restarts=2, restart_window_ns=10 * SECOND_NS)
@@ -236,6 +260,26 @@ def test_a_job_ends_well_when_all_of_its_ranks_have() -> None:
     t.down(1, 0)
     job = t.job()
     assert (job.phase, job.outcome, job.reason) == (JobPhase.ENDED, Outcome.SUCCEEDED, "every rank finished")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "on_loss", "fewest"),
+    [
+        ((1, 1), OnLoss.REPLACE, 0),
+        ((1, 3), OnLoss.REPLACE, 2),
+        ((2, 3), OnLoss.STOP, 4),
+        ((1, 1), OnLoss.SHRINK, 1),
+        ((2, 3), OnLoss.SHRINK, 2),
+    ],
+)
+def test_a_job_says_how_few_ranks_it_goes_on_with(
+    nodes: tuple[int, int], on_loss: OnLoss, fewest: int
+) -> None:
+    """Under shrink one rank of each node may be left."""
+    spec = JobSpec(
+        job=1, target="job.py", nodes_min=nodes[0], nodes_max=nodes[1], ranks_per_node=2, on_loss=on_loss
+    )
+    assert spec.ranks_min == fewest
 
 
 def test_shrinking_goes_on_without_the_lost_for_good() -> None:
@@ -434,6 +478,11 @@ class Play:
                     down = RankDown(
                         job=job.id, rank=entry.rank, incarnation=entry.incarnation, code=code, reason="x"
                     )
+                    if cause := self.draw(st.sampled_from(["", "an error|1", MEMORY_CAUSE])):
+                        told = RankCause(
+                            job=job.id, rank=entry.rank, incarnation=entry.incarnation, cause=cause
+                        )
+                        orders.append((entry.node, told))
                     orders.append((entry.node, down))
             if kind == "stop" and self.draw(st.booleans()):
                 orders.append((self.t.nodes[0], Stop(job=job.id, reason="stop")))

@@ -6,7 +6,10 @@ from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJobs
+from zbmd.actors.cluster.membership.machine import LEFT
 from zbmd.actors.cluster.state.job_table import (
+    START_TIMEOUT_NS_DEFAULT,
+    STOP_GRACE_NS_DEFAULT,
     Command,
     JobPhase,
     JobSpec,
@@ -23,7 +26,7 @@ from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.machine import SetTimer, TimerFired
 
 JOB = 5
-GRACE_NS = derive().stop_grace_ns
+GRACE_NS = STOP_GRACE_NS_DEFAULT
 
 
 class Host:
@@ -234,6 +237,26 @@ def test_what_does_not_end_when_asked_is_killed() -> None:
     assert host.put(TimerFired()) == [e.Kill(key=key_of(0)), timer]
     (down,) = host.put(e.Exited(key=key_of(0), code=-9, reason="killed"))
     assert isinstance(down, e.ProposeOrder)
+    hosts.change((0, down.order))
+    job = hosts.view.jobs.job(JOB)
+    assert job is not None and job.reason == "enough; killed after --stop-grace: rank0"
+
+
+def test_a_stopped_job_has_the_grace_that_it_states_and_a_failed_one_that_of_its_budget() -> None:
+    for failed, grace_ns in ((False, 7), (True, derive().stop_grace_ns)):
+        hosts = Hosts(1, stop_grace_ns=7)
+        hosts.up()
+        hosts.change((0, Stop(job=JOB, reason="enough", failed=failed)))
+        assert hosts.act(0)[0] == [e.Terminate(key=key_of(0)), SetTimer(at_ns=1 + grace_ns)]
+        host = hosts.hosts[0]
+        host.now_ns += grace_ns
+        assert host.put(TimerFired())[0] == e.Kill(key=key_of(0))
+        (down,) = host.put(e.Exited(key=key_of(0), code=-9, reason="killed"))
+        assert isinstance(down, e.ProposeOrder)
+        hosts.change((0, down.order))
+        job = hosts.view.jobs.job(JOB)
+        assert job is not None and job.phase is JobPhase.ENDED
+        assert job.reason == "enough" + ("" if failed else "; killed after --stop-grace: rank0")
 
 
 def test_a_process_that_outlives_sigkill_is_named_and_not_waited_for() -> None:
@@ -251,6 +274,27 @@ def test_a_process_that_outlives_sigkill_is_named_and_not_waited_for() -> None:
     assert job is not None and job.phase is JobPhase.ENDED
     assert job.reason == "enough; still running after SIGKILL: rank0, rank1"
     assert hosts.act(0)[0] == [], "the processes are still there"
+
+
+def test_a_node_leaves_once_another_host_would_wait_for_one_of_its_ranks() -> None:
+    hosts = Hosts(2, nodes_min=1, ranks_per_node=2, stop_grace_ns=7)
+    view = next(action.view for action in hosts.up()[0] if isinstance(action, e.InstallView))
+    for rank, host in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        hosts.hosts[host].put(e.Linked(key=key_of(rank), epoch=view.epoch))
+    word = HostLinked(job=JOB, epoch=view.epoch, linked=True)
+    host = hosts.hosts[1]
+    host.put(e.HostReported(sender=hosts.keys[0], word=word))
+    asked = host.put(e.LeaveAsked())
+    assert asked == [e.Terminate(key=key_of(2)), e.Terminate(key=key_of(3)), SetTimer(at_ns=1 + 7)]
+    assert host.put(e.Exited(key=key_of(3), code=0, reason="saved")) == [e.LeaveCluster()]
+    host.now_ns = 5
+    assert host.put(e.IncarnationEnded(reason=LEFT)) == [], "the other one may save on"
+    host.now_ns = 8
+    assert host.put(TimerFired()) == [e.Kill(key=key_of(2))]
+
+
+def test_a_node_without_ranks_leaves_at_once() -> None:
+    assert Host(NodeKey(0, 1)).put(e.LeaveAsked()) == [e.LeaveCluster()]
 
 
 def test_when_its_life_ends_everything_is_killed_and_nothing_told() -> None:
@@ -347,12 +391,13 @@ def test_a_rank_that_never_joins_is_given_up_once_others_wait_for_it() -> None:
     assert isinstance(fork, e.Fork)
     second.now_ns = 1000
     (timer,) = second.put(e.Forked(key=fork.key))
-    assert isinstance(timer, SetTimer) and timer.at_ns == 1000 + derive().join_ns
+    assert isinstance(timer, SetTimer) and timer.at_ns == 1000 + START_TIMEOUT_NS_DEFAULT
     second.now_ns = timer.at_ns
     told, kill = second.put(TimerFired())
     assert isinstance(told, e.ProposeOrder) and isinstance(told.order, RankDown)
     assert (told.order.rank, told.order.incarnation, told.order.code) == (1, 2, None)
-    assert "has not joined its job" in told.order.reason
+    assert "it was started 10min ago and has not joined its job" in told.order.reason
+    assert "--start-timeout" in told.order.reason
     assert kill == e.Kill(key=fork.key)
     assert second.put(e.Joined(key=fork.key, address="too late")) == []
 

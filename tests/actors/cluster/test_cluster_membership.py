@@ -181,6 +181,21 @@ def test_all_nodes_may_leave_at_once(size: int) -> None:
     assert sorted(reason for _, reason in cluster.stops) == ["it left"] * size
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_nodes_may_leave_while_others_leave(seed: int) -> None:
+    """A round of a node is cut short by the view in which the others have left."""
+    size = 2 + seed % 3
+    simulation, cluster = formed(seed, size)
+    cluster.protected = frozenset()
+    chosen = simulation.rng("leave")
+    for node_id in chosen.sample(range(size), size):
+        simulation.command(name_of(node_id), "leave")
+        simulation.run(for_ns=chosen.randint(0, 10 ** chosen.randint(4, 8)))
+    everybody = names(*range(size))
+    simulation.run(until=lambda: not any(map(simulation.lives, everybody)), for_ns=5 * SECOND_NS)
+    assert sorted(reason for _, reason in cluster.stops) == ["it left"] * size
+
+
 def test_the_last_to_leave_does_not_wait_for_the_dead() -> None:
     simulation, cluster = formed(2, 2)
     cluster.protected = frozenset()

@@ -133,6 +133,26 @@ def test_what_stands_against_a_node() -> None:
     assert refuse_join(application(host="::1"), view, me, "127.0.0.1", SECOND_NS) is None, "all on one host"
     reason, passes = said(application(recovery_budget_ns=2 * SECOND_NS))
     assert not passes and "the cluster's recovery budget is 1s, this node's 2s" in reason
+
+
+@pytest.mark.parametrize(
+    ("wanted", "run", "words"),
+    [
+        (
+            "the run B",
+            "the run A",
+            "it belongs to the run A, and this node was started for the run B. Two runs",
+        ),
+        ("the run B", "", "there for any job, and this node was started for the run B: give its job"),
+        ("", "the run A", "it belongs to the run A, which has a cluster of its own"),
+    ],
+)
+def test_a_node_of_another_run_is_refused_for_good(wanted: str, run: str, words: str) -> None:
+    me = Node(NodeKey(1, 3), "10.0.0.1:29400", "n1")
+    view = ClusterView(epoch=1, nodes=(me,))
+    found = refuse_join(application(run=wanted), view, me, "10.0.0.1", SECOND_NS, run=run)
+    assert found is not None and not found.passes and words in found.reason
+    assert refuse_join(application(run=run), view, me, "10.0.0.1", SECOND_NS, run=run) is None
     assert has_namesake(Node(NodeKey(7, 1), "", "n1"), view) == me
     assert has_namesake(me, view) is None
 

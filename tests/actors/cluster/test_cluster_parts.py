@@ -41,7 +41,7 @@ def test_parts_out_of_turn_end_the_link() -> None:
             for part in turns:
                 assembly.take(part)
     assembly = Assembly()
-    assert [assembly.take(part) for part in (first, second, first, second)] == [None] * 4, "begun anew"
+    assert [assembly.take(part) for part in (first, second, first, second)] == [None] * 4, "begun again"
     assert assembly.take(third) is not None
     with pytest.raises(RemoteProtocolError):
         decode(msgspec.msgpack.encode(Part(index=0, count=1, data=b"x")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,8 @@ LEAVE_NS = 10**9
 class World:
     """A cluster that decides when the test says so, and the machines of its nodes."""
 
-    def __init__(self, nodes_min: int = 2, nodes_max: int = 3) -> None:
+    def __init__(self, nodes_min: int = 2, nodes_max: int = 3, *, last_call_ns: int = 0) -> None:
+        self.last_call_ns = last_call_ns
         self.spec = JobSpec(job=JOB, target="t", nodes_min=nodes_min, nodes_max=nodes_max)
         self.machines: dict[NodeKey, o.SingleJob] = {}
         self.view = ClusterView(epoch=1, nodes=())
@@ -49,6 +51,7 @@ class World:
                 nodes_max=self.spec.nodes_max,
                 patience_ns=PATIENCE_NS,
                 leave_ns=LEAVE_NS,
+                last_call_ns=self.last_call_ns,
             )
             self.put(key, o.IncarnationBegan(me=key))
             self.joining.append(key)
@@ -212,6 +215,82 @@ def test_who_is_asked_to_leave_goes_alone_and_is_gone_at_once_when_asked_again()
     w.put(two, again)
     assert w.codes == {three: 143, two: 143}
     assert one not in w.codes
+
+
+def test_a_node_that_waits_moves_to_where_the_run_has_begun_again() -> None:
+    w = World()
+    one, two = w.start(1, 2)
+    w.settle()
+    again = o.OtherPartFound(node=Node(NodeKey(0, 1), name="n0"), lowest=0 + 1)
+    assert w.put(two, again) == [], "it misses no node"
+    w.kill(one)
+    w.settle()
+    assert w.view.jobs.jobs[0].phase is JobPhase.WAITING
+    higher = o.OtherPartFound(node=Node(NodeKey(9, 1)), lowest=3)
+    assert w.put(two, higher) == [], "the part with the lower id stays"
+    own = o.OtherPartFound(node=w.view.nodes[0], lowest=1)
+    assert w.put(two, own) == [], "its own part"
+    w.put(two, again)
+    assert w.said[-1] == "the run has begun again at n0: this node joins it there"
+    w.settle()
+    assert w.codes == {two: o.MOVES}
+
+
+def test_enough_nodes_wait_for_more_of_them_until_the_last_call_is_over() -> None:
+    w = World(last_call_ns=LEAVE_NS)
+    one, _ = w.start(1, 2)
+    w.settle()
+    assert not w.view.jobs.jobs
+    w.now_ns += LEAVE_NS - 1
+    w.put(one, TimerFired())
+    w.settle()
+    assert not w.view.jobs.jobs, "it is not over"
+    w.now_ns += 1
+    w.put(one, TimerFired())
+    w.settle()
+    assert w.phase is JobPhase.RUNNING
+    whole = World(last_call_ns=LEAVE_NS)
+    whole.start(1, 2, 3)
+    whole.settle()
+    assert whole.phase is JobPhase.RUNNING, "there are no more to wait for"
+
+
+def test_a_founder_that_is_back_moves_to_where_the_run_is_under_way() -> None:
+    w = World(nodes_min=1, last_call_ns=LEAVE_NS)
+    one = w.start(1)[0]
+    w.settle()
+    elsewhere = o.RunningPartFound(node=Node(NodeKey(7, 1), address="a:1", name="n7"), age_ns=5)
+    w.put(one, o.RunningPartFound(node=w.view.nodes[0], age_ns=5))
+    assert not w.said, "its own part"
+    w.put(one, elsewhere)
+    assert w.said[-1] == "the run is under way at n7: this node joins it there"
+    assert w.machines[one].moves_to == elsewhere.node
+    w.settle()
+    assert w.codes == {one: o.MOVES}
+
+
+@pytest.mark.parametrize(("age_ns", "codes"), [(1 << 62, [o.MOVES]), (0, [])])
+def test_of_two_parts_in_which_the_job_runs_the_younger_one_moves(age_ns: int, codes: list[int]) -> None:
+    w = World(nodes_min=1)
+    one = w.start(1)[0]
+    w.settle()
+    assert w.phase is JobPhase.RUNNING
+    w.put(one, o.RunningPartFound(node=Node(NodeKey(7, 1), name="n7"), age_ns=age_ns))
+    w.settle()
+    assert list(w.codes.values()) == codes
+
+
+def test_the_lowest_node_of_a_job_that_misses_one_looks_for_a_founder_that_is_back() -> None:
+    w = World()
+    one, two, three = w.start(1, 2, 3)
+    w.settle()
+    looking = [key for key, machine in w.machines.items() if machine.age_to_tell_ns is not None]
+    assert looking == [], "no node is missing"
+    w.kill(one)
+    w.settle()
+    assert w.phase is JobPhase.RUNNING
+    assert [key for key, machine in w.machines.items() if machine.age_to_tell_ns is not None] == [two]
+    assert three in w.machines
 
 
 def test_nobody_waits_for_ever() -> None:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from zbmd.actors.cluster.jobs import node_events as v
 from zbmd.actors.cluster.jobs.node_events import RankKey
-from zbmd.actors.cluster.state.job_table import Job, JobPhase, JobSpec, SlotState, Stop
+from zbmd.actors.cluster.state.job_table import (
+    STOP_GRACE_NS_DEFAULT,
+    Job,
+    JobPhase,
+    JobSpec,
+    SlotState,
+    Stop,
+)
 from zbmd.actors.simulated.one_node import OneNode
 from zbmd.actors.view import Member, OnLoss, Outcome, View
 from zbmd.transport.clock.deadlines import derive
@@ -98,7 +105,7 @@ class Host:
             case v.Close():
                 assert self.ended is not None
                 self.closed = True
-            case v.ProposeOrder() | v.SendToHost():
+            case v.ProposeOrder() | v.SendToHost() | v.LeaveCluster():
                 pytest.fail(f"{action} is for no driver of a host alone")
 
     def die(self, rank: int, incarnation: int, *, normal: bool = False, early_notice: bool = False) -> None:
@@ -310,7 +317,7 @@ def test_a_fork_that_crosses_the_stop_is_ended_too() -> None:
     host = make(1)
     host.stop("asked")
     actions = host.node.handle(v.Forked(key=key(0)), now_ns=1)
-    assert actions == [v.Terminate(key=key(0)), SetTimer(at_ns=1 + derive().stop_grace_ns)]
+    assert actions == [v.Terminate(key=key(0)), SetTimer(at_ns=1 + STOP_GRACE_NS_DEFAULT)]
 
 
 def test_an_exit_of_nobody_is_our_own_bug() -> None:
@@ -402,4 +409,4 @@ def test_a_lost_link_does_not_hasten_the_end_of_a_stop() -> None:
     stopping = host.node.order(asked, now_ns=host.now_ns)
     assert stopping == [v.Terminate(key=key(0)), v.Terminate(key=key(1))]
     (later,) = host.node.handle(TimerFired(), now_ns=timer.at_ns)
-    assert later == SetTimer(at_ns=host.now_ns + derive().stop_grace_ns)
+    assert later == SetTimer(at_ns=host.now_ns + STOP_GRACE_NS_DEFAULT)

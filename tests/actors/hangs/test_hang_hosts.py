@@ -12,20 +12,24 @@ from support.machines.job_world import World, world
 from zbmd.actors.cluster.contracts import (
     HangAsk,
     HangBeats,
+    HangDebugged,
     HangEnd,
+    HangExtend,
     HangMessage,
+    HangReport,
     HangSeen,
-    HangStanding,
 )
 from zbmd.actors.cluster.jobs.hosted_job import HangRelay, judge_of
 from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, SlotState
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.hangs.verdict import (
     AskStanding,
+    ExtendTimeouts,
     HangEvent,
     HangNotice,
     LookOutside,
     RankAlive,
+    RankDebugged,
     RankGone,
     RankPosition,
     RankSeen,
@@ -93,6 +97,18 @@ async def test_the_root_is_ended_on_its_host_and_the_job_goes_on(tmp_path: Path)
         assert [len(of) for of in named(w)] == [1, 0, 0]
 
 
+async def test_ranks_of_all_hosts_wait_for_one_in_a_debugger(tmp_path: Path) -> None:
+    """Beyond the time-outs of their operations, and nobody takes any of them for hanging."""
+    async with world(tmp_path, 3) as w:
+        w.script = PROGRAMS / "actors/debugged.py"
+        environment = (("ZBMD_PROGRESS_DEADLINE", "400ms"), ("ZBMD_ON_HANG", "stop"))
+        w.submit(nodes_min=3, nodes_max=3, environment=environment)
+        job = await w.ended()
+    assert "every rank finished" in job.reason and job.restarts_total == 0, job
+    assert [place.lines for place in w.places] == [[f"{rank}#1: sum 3"] for rank in range(3)]
+    assert not [event for place in w.places for event in place.events if isinstance(event, HangNotice)]
+
+
 # --- the relay ------------------------------------------------------------------------------------------
 
 
@@ -129,26 +145,29 @@ def test_the_lowest_node_judges_and_the_others_pass_on() -> None:
         RankAlive(rank=0, incarnation=1),
         RankPosition(rank=0, incarnation=1, standing=STANDING),
         RankSeen(rank=0, incarnation=1, words="sleeps"),
+        RankDebugged(rank=0, incarnation=1),
         Ticked(),
         RankGone(rank=0, incarnation=1),
     ]
     for event in events:
         one.tell(event)
-    assert [to for to, _ in relays.sent] == [1, 1, 1, 1]
+    assert [to for to, _ in relays.sent] == [1, 1, 1, 1, 1]
     heard = [
         event
         for _, word in relays.sent
-        if isinstance(word, HangBeats | HangStanding | HangSeen)
+        if isinstance(word, HangReport)
         for event in judge.events(NODES[2], word)
     ]
     watched = RankWatched(rank=0, incarnation=1, host="c")
-    assert heard == [watched, events[2], watched, events[3], watched, events[1], watched, events[5]]
+    told = [events[2], events[3], events[4], events[1], events[6]]
+    assert heard == [event for one in told for event in (watched, one)]
 
 
 def test_nobody_speaks_for_ranks_of_others() -> None:
     relays = Relays(job_of(1, 2))
     judge = relays.relays[1]
-    for word in (HangBeats(job=5, ranks=((1, 1), (0, 1), (7, 1), (-3, 9))), HangSeen(5, 0, 1, "lies")):
+    beats = HangBeats(job=5, ranks=((1, 1), (0, 1), (7, 1), (-3, 9)))
+    for word in (beats, HangSeen(5, 0, 1, "lies"), HangDebugged(5, 0, 1)):
         assert [e for e in judge.events(NODES[2], word) if e.rank != 1] == []  # type: ignore[union-attr]
     assert list(relays.relays[2].events(NODES[1], HangSeen(5, 1, 1, "to one that does not judge"))) == []
     assert judge.obeys(NODES[1]) and not judge.obeys(NODES[2])
@@ -159,7 +178,9 @@ def test_what_is_asked_goes_to_the_node_of_the_rank() -> None:
     judge = relays.relays[0]
     assert judge.ask(AskStanding(rank=1, incarnation=1)) and judge.ask(LookOutside(rank=1, incarnation=1))
     assert judge.ask(Replace(rank=1, incarnation=1, reason="it hangs"))
-    assert relays.sent == [(2, HangAsk(5, 1, 1)), (2, HangAsk(5, 1, 1, True)), (2, HangEnd(5, 1, 1))]
+    assert judge.ask(ExtendTimeouts(rank=1, incarnation=1))
+    words = [HangAsk(5, 1, 1), HangAsk(5, 1, 1, True), HangEnd(5, 1, 1), HangExtend(5, 1, 1)]
+    assert relays.sent == [(2, word) for word in words]
     assert not judge.ask(AskStanding(rank=0, incarnation=1)), "it is here"
     assert not judge.ask(AskStanding(rank=1, incarnation=7)), "it is not that one"
 

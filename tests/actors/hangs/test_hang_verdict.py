@@ -11,6 +11,7 @@ from zbmd.actors.hangs.progress import Looked, ProgressMachine, Sample, look_ns
 from zbmd.actors.hangs.verdict import (
     AskStanding,
     CaseState,
+    ExtendTimeouts,
     HangAction,
     HangEvent,
     HangMachine,
@@ -18,6 +19,7 @@ from zbmd.actors.hangs.verdict import (
     LookOutside,
     OnHang,
     RankAlive,
+    RankDebugged,
     RankGone,
     RankPosition,
     RankSeen,
@@ -214,6 +216,53 @@ def test_a_host_that_slept_accuses_nobody() -> None:
     ranks.put(Ticked())
     ranks.wait(2 * DEADLINE_NS)
     assert not ranks.notices
+
+
+def debugged(ranks: Ranks, rank: int, looks: int) -> None:
+    for _ in range(looks):
+        ranks.put(RankDebugged(rank=rank, incarnation=1))
+        ranks.wait(LOOK_NS)
+
+
+def test_nobody_hangs_while_one_is_in_a_debugger_and_all_extend_their_time_outs() -> None:
+    ranks = Ranks(3, OnHang.STOP)
+    ranks.now(0, groups=(position(17, 3),))
+    ranks.standings[2] = None
+    ranks.put(RankDebugged(rank=2, incarnation=1))
+    extended = [ExtendTimeouts(rank=rank, incarnation=1) for rank in range(3)]
+    assert ranks.done == extended, "before any time-out that is longer than that"
+    looks = 4 * DEADLINE_NS // LOOK_NS
+    debugged(ranks, 2, looks)
+    assert ranks.done == (1 + looks) * extended
+    ranks.now(0)
+    ranks.now(2)
+    ranks.wait(4 * DEADLINE_NS)
+    assert not ranks.notices
+
+
+def test_a_hang_from_before_a_debugger_is_found_once_it_is_over() -> None:
+    """A rank says only once that it is stuck, and all were busy with the debugger then."""
+    ranks = Ranks(3)
+    ranks.now(0, groups=(position(17, 3),))
+    ranks.now(1, groups=(position(17, 3),))
+    debugged(ranks, 1, 2 * DEADLINE_NS // LOOK_NS)
+    for _ in range(3 * DEADLINE_NS // LOOK_NS):
+        ranks.now_ns += LOOK_NS
+        for rank in ranks.standings:
+            ranks.put(RankAlive(rank=rank, incarnation=1))
+        ranks.put(Ticked())
+    assert [notice.culprits for notice in ranks.notices] == [((2, 1),)]
+
+
+def test_a_rank_that_ends_in_its_debugger_is_in_it_no_more() -> None:
+    ranks = Ranks(2)
+    ranks.put(RankDebugged(rank=1, incarnation=1))
+    ranks.put(RankGone(rank=1, incarnation=1))
+    del ranks.standings[1]
+    ranks.put(RankDebugged(rank=1, incarnation=1))  # on its way meanwhile
+    before = len(ranks.done)
+    ranks.wait(LOOK_NS)
+    assert not [action for action in ranks.done[before:] if isinstance(action, ExtendTimeouts)]
 
 
 def test_the_run_is_stopped_if_so_asked() -> None:

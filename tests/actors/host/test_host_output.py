@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbmd.actors.process.lines import LINE_BYTES_MAX, LineAssembler
 from zbmd.actors.process.output import (
-    LINE_BYTES_MAX,
     TAIL_LINES_MAX,
     WRITER_LINES_MAX,
-    LineAssembler,
     LineWriter,
     OutputLine,
     OutputPump,
-    StreamName,
+    OutputText,
     emit_plainly,
 )
 
@@ -114,10 +113,10 @@ async def test_the_writer_is_bounded_and_keeps_order() -> None:
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def emit(stream: StreamName, text: str) -> None:
+    def emit(item: OutputText) -> None:
         loop.call_soon_threadsafe(started.set)
         stalled.wait()
-        emitted.append(text)
+        emitted.append(item.text)
 
     writer = LineWriter(emit)
     await writer.write("stdout", "0")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.process.exit import without_mark
+from zbmd.actors.process.lines import without_marks
 from zbmd.actors.process.template import REQUEST_BYTES_MAX, Forked, ForkExited, ForkFailed, ForkRequest
 from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
@@ -97,7 +97,7 @@ async def test_ends_are_told_as_they_are(tmp_path: Path) -> None:
         assert await running.run("import os; os.kill(os.getpid(), 15)") == (-signal.SIGTERM, "")
         code, output = await running.run("def f():\n    1 / 0\nf()")
         assert code == 1
-        lines = [without_mark(line.encode()) for line in output.split("\n")[:-1]]
+        lines = [part for line in output.split("\n")[:-1] for part in without_marks(line.encode())]
         assert all(marked for _, marked in lines)
         assert lines[0][0] == b"Traceback (most recent call last):"
         assert b"in <module>" in lines[1][0]

@@ -10,6 +10,8 @@ import zbmd
 from zbmd.collectives.errors import MembersLost
 
 LARGE = 300_000
+BEYOND = 5 << 20
+"""Elements, of 8 bytes: more than the arena has."""
 
 
 async def exchange(group: zbmd.Group) -> None:
@@ -37,6 +39,7 @@ async def exchange(group: zbmd.Group) -> None:
     assert got.array is out and got.source == (me - 1) % n and out[299, -1] == LARGE - 1 + got.source
     await sent
     await give_up_and_take(group, shared, out)
+    await beyond_the_arena(group)
     many = [asyncio.ensure_future(group.send(np.array([k]), (me + 1) % n, tag=k % 3)) for k in range(200)]
     assert [(await group.recv((me - 1) % n)).array[0] for _ in range(200)] == list(range(200))
     await asyncio.gather(*many)
@@ -63,6 +66,29 @@ async def give_up_and_take(group: zbmd.Group, shared: np.ndarray, out: np.ndarra
     await sent
 
 
+async def beyond_the_arena(group: zbmd.Group) -> None:
+    """Send and receive in a ring what no arena could hold; give the receive up in the middle."""
+    me, n = group.rank, group.size
+    x, out = np.arange(BEYOND) + me, np.zeros(BEYOND, np.int64)
+    sent = asyncio.ensure_future(group.send(x, (me + 1) % n, tag=7))
+    taking = asyncio.ensure_future(group.recv((me - 1) % n, tag=7, out=out))
+    while not out[BEYOND // 2]:  # noqa: ASYNC110 (turn by turn)
+        await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.wait([taking])
+    out[:] = 0
+    await group.recv((me - 1) % n, tag=7, out=out)
+    assert (out == np.arange(BEYOND) + (me - 1) % n).all()
+    await sent
+
+
+async def stream(group: zbmd.Group) -> None:
+    """Rank 2 sends large arrays to rank 0 for ever."""
+    x = np.ones(BEYOND // 4)
+    while True:
+        await (group.send(x, 0, tag=98) if group.rank == 2 else group.recv(2, tag=98))
+
+
 async def main() -> None:
     async with zbmd.join() as worker:
         group = await zbmd.group(worker)
@@ -70,9 +96,7 @@ async def main() -> None:
         worker.report({"ready": worker.rank})
         lost = False
         try:
-            if worker.rank == 2:
-                await asyncio.Event().wait()
-            await group.recv(2, tag=99)
+            await (group.recv(2, tag=99) if worker.rank == 1 else stream(group))
         except MembersLost as error:
             assert error.ranks == (2,), error
             lost = True

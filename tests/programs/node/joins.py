@@ -98,6 +98,15 @@ async def takes_signals(worker: Worker) -> None:
         say("SIGUSR2", count)
 
 
+async def takes_sigquit(worker: Worker) -> None:
+    """SIGQUIT and SIGCONT end it in this order."""
+    for number in (signal.SIGQUIT, signal.SIGCONT):
+        came = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(number, came.set)
+        say("ready for", number.name)
+        await came.wait()
+
+
 async def has_an_actor(worker: Worker) -> None:
     await worker.system.spawn(Counter, name="counter")
     say("ready", os.environ["ZBMD_NODE"], os.getpid())

@@ -69,11 +69,12 @@ class Run:
         pytest.fail(f"{self.what} never printed {pattern!r}:\n{self}")
 
     async def ended(self) -> int:
-        """Wait for the end; the exit code, or minus the signal."""
-        async with asyncio.timeout(TIMEOUT_S):
-            if self._readers:  # which go on if this gives up
-                await asyncio.wait(self._readers)
-            return await asyncio.shield(self.code)
+        """Wait for the end; the exit code, or minus the signal. Fails with all that was printed."""
+        ending = [*self._readers, self.code]  # which go on if this gives up
+        _, left = await asyncio.wait(ending, timeout=TIMEOUT_S)
+        if left:
+            pytest.fail(f"{self.what} never ended:\n{self}")
+        return self.code.result()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it still runs."""

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from zbmd.actors.process.early_template import default_to_one_thread
 from zbmd.tools.cli import process
+from zbmd.transport.host.threads import default_to_one_thread
 
 REQUEST_BYTES_MAX = 1 << 16
 COMMAND = "zbmd.tools.node.cli"

@@ -60,6 +60,10 @@ class MemoryNode:
             self._listener.began(self.me)
         self.start(door)
 
+    def leave(self) -> None:
+        """See `ClusterPort`."""
+        self.feed(m.LeaveRequested())
+
     def cut_off(self) -> None:
         """Nothing comes or goes any more; the others learn that this life is over, and so does the node."""
         self.die()

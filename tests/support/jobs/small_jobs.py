@@ -6,10 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.job_worker import JobCase, Worker
-from zbmd.tools.chaos.small_job import RANKS_DEFAULT, JobOutcome
+from zbmd.tools.chaos.small_job import RANKS_DEFAULT, JobOutcome, variables_for
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import UserError
 
@@ -44,8 +45,14 @@ class SmallJobs:
         mesh: str = "",
         precision: Precision = "float32",
         optimizer: str = "adamw",
+        keep_memory: bool = True,
     ) -> JobOutcome:
-        """As `zbmd.tools.chaos.small_job.run_small_job`, captured if this process's environment says so."""
+        """As `zbmd.tools.chaos.small_job.run_small_job`, captured if this process's environment says so.
+
+        keep_memory: whether that of a rank outlives it; off anyway where `fault` needs it.
+        """
+        captured = {name: value for name, value in os.environ.items() if name == CAPTURE_VARIABLE}
+        kept = variables_for(fault) if keep_memory else {KEEP_MEMORY_VARIABLE: "off"}
         case = JobCase(
             out=out,
             data=data,
@@ -57,7 +64,7 @@ class SmallJobs:
             mesh=mesh,
             precision=precision,
             optimizer=optimizer,
-            variables={name: value for name, value in os.environ.items() if name == CAPTURE_VARIABLE},
+            variables={**captured, **kept},
         )
         ended = self._worker.run(case)
         if ended.outcome is None:

@@ -24,6 +24,17 @@ TIMEOUT_S = 60.0
 MARKER = "ZBMD_TEST_LAUNCH"
 
 
+THREADS = re.compile(r"zbmd-node: \d+ ranks? with \d+ threads?( each)?: .+")
+"""The first line of each run that begins."""
+
+
+def after_threads(errors: list[str]) -> list[str]:
+    """Return what a run has written beside the threads of its ranks, which it states before all else."""
+    stated, *others = [line for line in errors if line.startswith("zbmd-node: ") and THREADS.match(line)]
+    assert not others, errors
+    return [line for line in errors if line is not stated]
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A command that has ended: its exit code (or minus a signal) and what it printed."""
@@ -56,6 +67,12 @@ class Running:
             if not self._read():
                 pytest.fail(f"never printed {count} x {pattern!r}:\n{self.text}")
         return found
+
+    def until_shown(self, text: str) -> None:
+        """Read until the text is there, if its line has no end either."""
+        while text not in self.text:
+            if not self._read():
+                pytest.fail(f"never printed {text!r}:\n{self.text}")
 
     def end(self) -> int:
         """Read to the end, which comes when the last process that holds the stream has ended."""
@@ -108,7 +125,8 @@ class Launcher:
             "TMPDIR": str(self.scratch),
         }
 
-    def _command(self, arguments: Sequence[str], marker: str) -> tuple[list[str], dict[str, str]]:
+    def command(self, arguments: Sequence[str], marker: str) -> tuple[list[str], dict[str, str]]:
+        """Return the command line and the environment of a process that bears the marker."""
         command = [sys.executable, "-m", "zbmd.tools.node.cli", *arguments]
         return command, {**self._environment, MARKER: marker}
 
@@ -124,7 +142,7 @@ class Launcher:
         environment that the template was started with.
         """
         marker = uuid.uuid4().hex
-        command, environment = self._command(arguments, marker)
+        command, environment = self.command(arguments, marker)
         environment |= variables
         if not before:
             code, out, errors = run_forked(self._template, arguments, environment, self.directory, TIMEOUT_S)
@@ -149,7 +167,7 @@ class Launcher:
     def start(self, *arguments: str, **variables: str) -> Generator[Running]:
         """Start the command in a session of its own, as a terminal would; it has to end by itself."""
         marker = uuid.uuid4().hex
-        command, environment = self._command(arguments, marker)
+        command, environment = self.command(arguments, marker)
         with subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

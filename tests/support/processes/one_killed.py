@@ -46,7 +46,7 @@ async def run_and_kill_the_last(
     output, said = Lines(), defaultdict[str, set[int]](set)
 
     async def observe(event: HostEvent) -> None:
-        if not isinstance(event, RankReport):
+        if not isinstance(event, RankReport) or "kind" in event.payload:
             return
         ((what, rank),) = event.payload.items()
         said[what].add(rank)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Final
 
-from zbmd.actors.process.early_template import default_to_one_thread
 from zbmd.tools.lab.rdma_vm import guest
+from zbmd.transport.host.threads import default_to_one_thread
 
 JOBS: Final = ("tests/rdma/test_rdma_ranks.py", "tests/rdma/test_rdma_heartbeats.py")
 CABLES: Final = ("tests/rdma/test_rdma_beats.py", "tests/rdma/test_rdma_faults.py")

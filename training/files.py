@@ -9,11 +9,18 @@ import os
 import secrets
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Final, TypeVar
+
+import structlog
 
 from zbmd.transport.errors import UserError
 
 LineT = TypeVar("LineT")
+
+
+log: Final = structlog.stdlib.get_logger("zbmd.files")
+
+DAMAGED_NAMED_MAX = 5
 
 
 def read_json_lines(
@@ -21,8 +28,9 @@ def read_json_lines(
 ) -> Iterator[LineT]:
     """Yield each line, decoded by `decode`. A last line that was cut off by a kill is left out.
 
-    `what`, `advice`: words for error messages: what such a file is, and what to do. Raises `UserError` if the
-    file cannot be read, is larger than `bytes_max`, or `decode` raises for a line.
+    Lines for which `decode` raises are left out, too, and reported to the log. `what`, `advice`: words for
+    error messages: what such a file is, and what to do. Raises `UserError` if the file cannot be read, or is
+    larger than `bytes_max`.
     """
     try:
         if path.stat().st_size > bytes_max:
@@ -30,15 +38,18 @@ def read_json_lines(
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
-    for number, line in enumerate(data.split(b"\n"), 1):
+    lines, damaged = data.split(b"\n"), list[int]()
+    for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
             yield decode(line)
-        except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
-            if not data.endswith(b"\n") and number == data.count(b"\n") + 1:
-                return
-            raise UserError(f"line {number} of {path} is damaged ({error}): {advice}.") from None
+        except (ValueError, RecursionError):  # text that is no UTF-8 is no MsgspecError
+            if number < len(lines):
+                damaged.append(number)
+    if damaged:
+        first = ", ".join(map(str, damaged[:DAMAGED_NAMED_MAX]))
+        log.warning("left out lines that are damaged", path=str(path), count=len(damaged), first=first)
 
 
 # What file systems without O_TMPFILE answer: overlay and 9p of older kernels, NFS, vfat.

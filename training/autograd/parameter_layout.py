@@ -95,6 +95,12 @@ class ParameterLayout:
         """Return the elements that are parameters, without padding."""
         return sum(slot.size for slot in self.slots)
 
+    def clear_padding(self, flat: Array) -> None:
+        """Set the elements between parameters, of (size,), to 0."""
+        ends = [0, *(slot.offset + slot.size for slot in self.slots)]
+        for end, start in zip(ends, [*(slot.offset for slot in self.slots), self.size], strict=True):
+            flat[end:start] = 0
+
     def views(self, flat: Array) -> list[Array]:
         """Return each parameter's view of `flat` (1-D, `size` elements, contiguous), by index."""
         self.check(flat)

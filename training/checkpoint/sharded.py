@@ -213,8 +213,13 @@ def _take_over(directory: Path, names: ShardNames) -> None:
     write_names(directory, names)
     faults.hit(NAMED_POINT)
     for path in directory.glob("checkpoint-*.safetensors"):
-        if path.name not in names.files and _SHARD_NAME.fullmatch(path.name):
+        if path.name not in names.files and is_shard(path):
             path.unlink(missing_ok=True)
+
+
+def is_shard(path: Path) -> bool:
+    """Return whether a file has the name of a shard."""
+    return _SHARD_NAME.fullmatch(path.name) is not None
 
 
 def write_names(directory: Path, names: ShardNames) -> None:

@@ -11,13 +11,10 @@ corpus, in contiguous runs, and no held-out byte is ever a target in training.
 
 from __future__ import annotations
 
-import errno
-import glob
 import hashlib
 import mmap
 import os
 import shutil
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -28,7 +25,18 @@ import numpy.typing as npt
 
 from zbmd.training.autograd.rng import Permutation
 from zbmd.training.config import VOCABULARY
-from zbmd.training.files import locked_directory, write_atomically
+from zbmd.training.data.sources import (
+    NEW_RUN,
+    RunData,
+    Source,
+    inputs_digest,
+    report_changed,
+    require_unchanged,
+    settled_sources,
+    sources_for,
+    unreadable,
+)
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 SMOOTHING = 0.1  # added to every count; 0.01 to 1 differ by 0.001 nats on the standard library
@@ -62,12 +70,9 @@ CORPUS_FILE = "corpus.bin"
 CORPUS_FORMAT = 1
 CORPUS_BYTES_MAX = 1 << 40
 STDLIB_BYTES_MAX = 64 << 20
-SOURCES_MAX = 100_000
 SEPARATOR = b"\0"
 BLOCK_WINDOWS = 64
 HELD_OUT_EVERY = 20
-# Third-party packages differ from machine to machine, and tests are mostly tables of cases.
-STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 _HEADER_BYTES = mmap.PAGESIZE
 _COPY_BYTES = 1 << 20
@@ -92,47 +97,44 @@ class CorpusHeader(msgspec.Struct, frozen=True, kw_only=True):
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One input file, with what identifies its content without reading it."""
-
-    path: Path
-    nbytes: int
-    modified_ns: int
-
-
 def prepare_corpus(
-    data: str | None, directory: Path, *, context: int = 1, bytes_max: int | None = None
+    data: str | None,
+    directory: Path,
+    *,
+    context: int = 1,
+    bytes_max: int | None = None,
+    run: RunData = NEW_RUN,
 ) -> Path:
     """Create the corpus file of `data` in `directory`, unless it is up to date, and return its path.
 
     `data` is a file, a directory (all files below it) or a glob (`**` crosses directories); None is the
     source of the Python standard library, without tests and third-party packages. Sources are joined in the
-    order of their paths, with one chunk in memory at a time. An existing file is used again if its sources
-    have not changed. The corpus is truncated to `bytes_max` bytes if given, the standard library to
-    `STDLIB_BYTES_MAX`. One process of a host at a time does this in a directory.
+    order of their paths, with one chunk in memory at a time. They are listed once for a `run`
+    (`sources_for`), and an existing file of them is used again. The corpus is truncated to `bytes_max` bytes
+    if given, the standard library to `STDLIB_BYTES_MAX`. One process of a host at a time does this in a
+    directory.
 
     Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty, too short for windows
-    of `context` bytes or longer than `CORPUS_BYTES_MAX`, or the disk is full; unsuitable data creates no
-    file.
+    of `context` bytes or longer than `CORPUS_BYTES_MAX`, a source that has to be read has changed since it
+    was listed, or the disk is full; unsuitable data creates no file.
     """
-    sources, origin = _usable(data, context=context)
+    origin = "the Python standard library" if data is None else data
+    sources = sources_for(data, directory, run)
+    _require_usable(sources, origin, context=context)
     if bytes_max is None:
         bytes_max = STDLIB_BYTES_MAX if data is None else CORPUS_BYTES_MAX
     _check_length(min(_joined_bytes(sources), bytes_max), origin, context)
-    wanted = inputs_digest(sources, CORPUS_FORMAT, bytes_max)
     path = directory / CORPUS_FILE
-    with locked_directory(directory):
+    with settled_sources(data, directory, sources, run) as sources:
+        wanted = inputs_digest(sources, CORPUS_FORMAT, bytes_max)
         known = _read_header(path)
-        if known is None or known.inputs_digest != wanted:
+        if known is not None and known.inputs_digest == wanted:
+            report_changed(sources)
+        else:
+            require_unchanged(sources)
             require_disk(directory, min(_joined_bytes(sources), bytes_max), origin)
             write_atomically(path, lambda file: write_corpus(file, sources, wanted, origin, bytes_max))
     return path
-
-
-def require_data(data: str | None, *, context: int) -> None:
-    """Raise `UserError` for data that `prepare_corpus` would refuse, without reading or writing anything."""
-    _usable(data, context=context)
 
 
 def require_disk(directory: Path, nbytes: int, origin: str) -> None:
@@ -149,10 +151,8 @@ def _joined_bytes(sources: list[Source]) -> int:
     return sum(source.nbytes for source in sources) + len(sources) - 1
 
 
-def _usable(data: str | None, *, context: int) -> tuple[list[Source], str]:
-    """Return the sources of a corpus that is long enough, and its name."""
-    sources = _stdlib_sources() if data is None else find_sources(data)
-    origin = "the Python standard library" if data is None else data
+def _require_usable(sources: list[Source], origin: str, *, context: int) -> None:
+    """Raise `UserError` for sources that make no corpus."""
     if not any(source.nbytes for source in sources):
         raise UserError(
             f"the corpus {origin} is empty: all of its {len(sources)} files have no bytes. Give --data files "
@@ -164,7 +164,6 @@ def _usable(data: str | None, *, context: int) -> tuple[list[Source], str]:
             f"the corpus {origin} has {joined:,} bytes, more than {CORPUS_BYTES_MAX:,}: narrow it."
         )
     _check_length(joined, origin, context)
-    return sources, origin
 
 
 def _check_length(nbytes: int, origin: str, context: int) -> int:
@@ -176,30 +175,6 @@ def _check_length(nbytes: int, origin: str, context: int) -> int:
             f"{context} bytes need at least {2 * context + 1}. Give more text, or a shorter context."
         )
     return window_count
-
-
-def find_sources(data: str) -> list[Source]:
-    """Return the files that `data` (a file, a directory or a glob) names, in the order of their paths.
-
-    Raises `UserError` if there is none, if there are more than `SOURCES_MAX`, or if one cannot be read.
-    """
-    given = Path(data)
-    if given.is_file():
-        return [_source(given)]
-    if given.is_dir():
-        paths = _files_below(given, frozenset({"__pycache__"}), suffix="")
-    elif glob.has_magic(data):
-        paths = [path for match in glob.iglob(data, recursive=True) if (path := Path(match)).is_file()]
-    else:
-        raise UserError(f'--data "{data}" does not exist: check the path.')
-    if not paths:
-        raise UserError(
-            f'no file matches "{data}": check the path or pattern given to --data, and quote a pattern so '
-            "that it reaches us."
-        )
-    if len(paths) > SOURCES_MAX:
-        raise UserError(f'"{data}" matches {len(paths)} files, more than {SOURCES_MAX}: narrow it.')
-    return [_source(path) for path in sorted(paths, key=os.fsencode)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,49 +279,6 @@ class SampleOrder:
         return self._permutations[number]
 
 
-def _stdlib_sources() -> list[Source]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = _files_below(root, STDLIB_SKIPPED, suffix=".py")
-    if not paths:
-        raise UserError(
-            f"this Python has no source files in {root} to train on: give text of your own with --data."
-        )
-    return [_source(path) for path in sorted(paths, key=os.fsencode)]
-
-
-def _files_below(root: Path, skipped: frozenset[str], *, suffix: str) -> list[Path]:
-    def refuse(error: OSError) -> None:
-        raise unreadable(error.filename, error.strerror)
-
-    paths: list[Path] = []
-    for directory, names, files in os.walk(root, onerror=refuse):
-        names[:] = [name for name in names if name not in skipped]
-        found = (Path(directory, name) for name in files if name.endswith(suffix))
-        paths += [path for path in found if path.is_file()]
-    return paths
-
-
-def _source(path: Path) -> Source:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise unreadable(path, error.strerror) from error
-    if not os.access(path, os.R_OK):
-        raise unreadable(path, os.strerror(errno.EACCES))
-    return Source(path, status.st_size, status.st_mtime_ns)
-
-
-def unreadable(path: object, why: str | None) -> UserError:
-    """Return the error for a source that cannot be read."""
-    return UserError(f"cannot read {path}: {why}. Give --data files that exist and that you may read.")
-
-
-def inputs_digest(sources: list[Source], *asked: int | str) -> str:
-    """Return the digest that identifies data made of `sources` with the options `asked`."""
-    rows = [(os.fsencode(source.path.absolute()), source.nbytes, source.modified_ns) for source in sources]
-    return hashlib.sha256(msgspec.msgpack.encode((*asked, rows))).hexdigest()
-
-
 def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str, bytes_max: int) -> None:
     """Write a corpus file, truncated to `bytes_max` bytes. Raises `UserError` for an unreadable source."""
     digest = hashlib.sha256()
@@ -368,7 +300,7 @@ def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str
         if number:
             put(SEPARATOR)
         try:
-            with source.path.open("rb") as opened:
+            with open(source.path, "rb") as opened:
                 while chunk := opened.read(_COPY_BYTES):
                     put(chunk)
         except OSError as error:

@@ -17,19 +17,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training.data.corpus import (
-    Corpus,
-    CorpusHeader,
-    Ids,
+from zbmd.training.data.corpus import Corpus, CorpusHeader, Ids, Split, require_disk
+from zbmd.training.data.sources import (
+    NEW_RUN,
+    RunData,
     Source,
-    Split,
-    find_sources,
     inputs_digest,
-    require_disk,
+    report_changed,
+    require_unchanged,
+    settled_sources,
+    sources_for,
     unreadable,
 )
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer, Tokenizer, Tokens, read_pieces
-from zbmd.training.files import locked_directory, write_atomically
+from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 MANIFEST_NAME = "tokens.json"
@@ -118,6 +119,7 @@ def prepare_tokens(
     context: int,
     tokenizer: Path | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    run: RunData = NEW_RUN,
 ) -> BPETokenizer:
     """Create the BPE tokens of `data` in `directory`, unless they are up to date, and return their tokenizer.
 
@@ -126,15 +128,17 @@ def prepare_tokens(
     directory. Existing tokens are used again if the sources have not changed. One process of a host at a time
     does this in a directory. Raises `UserError`.
     """
-    sources = find_sources(data)
+    sources = sources_for(data, directory, run)
     given = None if tokenizer is None else BPETokenizer.load(tokenizer)
     asked = given.digest if given is not None else f"vocabulary {vocabulary}"
-    wanted = inputs_digest(sources, FORMAT, TRAINED_ON_BYTES, f"{asked} {shard_tokens}")
-    with locked_directory(directory):
+    with settled_sources(data, directory, sources, run) as sources:
+        wanted = inputs_digest(sources, FORMAT, TRAINED_ON_BYTES, f"{asked} {shard_tokens}")
         known, path = read_manifest(directory), directory / TOKENIZER_NAME
         if known is not None and known.inputs_digest == wanted and path.exists():
             require_windows(sum(known.shards), known.origin, context)
+            report_changed(sources)
             return BPETokenizer.load(path)
+        require_unchanged(sources)
         made = given or BPETokenizer.train(_sample(sources, TRAINED_ON_BYTES), vocabulary)
         manifest = _write(directory, made, sources, (wanted, data), shard_tokens, context)
         made.save(path)
@@ -205,7 +209,7 @@ def _sample(sources: list[Source], nbytes: int) -> Iterator[bytes]:
 def _pieces_of(source: Source, nbytes: int | None = None) -> Iterator[bytes]:
     """Yield the pieces of a text, or of its first `nbytes`. Raises `UserError` if it cannot be read."""
     try:
-        with source.path.open("rb") as file:
+        with open(source.path, "rb") as file:
             yield from read_pieces(file, PIECE_BYTES, nbytes)
     except OSError as error:
         raise unreadable(source.path, error.strerror) from error

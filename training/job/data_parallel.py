@@ -32,18 +32,21 @@ from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, s
 from zbmd.training.files import write_atomically
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions, errors_explained
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
+from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer, share_step
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.clip import global_norm
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.redundancy.machine import SLOTS
+from zbmd.training.redundancy.stamped import StampedSlots, kept_slots
 from zbmd.training.run.journal import report_result
 from zbmd.training.run.ledger import begin_log
 from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
 from zbmd.training.step.reduction import ShardReduction
 from zbmd.training.step.step_hook import StepHook
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.threads import computing_with
 from zbmd.transport.native._native import now_ns
 
 STATE_NAME = "state.safetensors"
@@ -119,13 +122,14 @@ async def run_task(
     evaluate_every: int = 0,
     tensorboard: bool = False,
     actors: bool = False,
+    threads: int = 1,
 ) -> TaskResult | None:
     """Train `task` on this rank, in the directory `out`; the first rank returns the result, the others None.
 
     A killed rank is replaced, or the others go on without it, as the launcher has it. `resume`: a checkpoint
     to go on from. `*_every`: in steps, 0: only at the end. `actors`: supervised actors compute the gradient
-    and the update, and compute again what fails. SIGTERM writes a checkpoint and ends the run: the result is
-    None then.
+    and the update, and compute again what fails. `threads`: of BLAS in each rank, on which the bits depend.
+    SIGTERM writes a checkpoint and ends the run: the result is None then.
 
     Raises `UserError` for what only a person can mend.
     """
@@ -154,8 +158,9 @@ async def run_task(
         tensorboard=tensorboard,
         replicas=True,
     )
-    with errors_explained(out, launched, memory=f"the state of {type(task).__name__} needs {arena} bytes"):
-        async with join(arena=arena, enter=False) as worker:
+    memory = f"the state of {type(task).__name__} needs {arena} bytes"
+    with computing_with(threads), errors_explained(out, launched, memory=memory):
+        async with join(arena=arena, enter=False, outlives=True) as worker:
             own = _Own(
                 worker, task, initial, layout, grads, out=out, ranks=ranks, buffers=buffers, actors=actors
             )
@@ -169,6 +174,8 @@ def _take_directory(out: Path, resume: Path | None) -> None:
 
 class _Own(Task[TaskResult]):
     """A `DataParallelTask` as the job sees it."""
+
+    resizes = False
 
     def __init__(
         self,
@@ -193,8 +200,8 @@ class _Own(Task[TaskResult]):
     def state_keys(self, groups: MeshGroups) -> Sequence[int]:
         return groups.mesh.state_keys()
 
-    def fits(self, ranks: int) -> bool:
-        return 1 <= ranks <= self._ranks
+    def fits(self, ranks: Sequence[int]) -> bool:
+        return 1 <= len(ranks) <= self._ranks
 
     async def groups(self, world: Group) -> MeshGroups:
         return await MeshGroups.of(world, Mesh.of(world.size, {DATA_AXIS: world.size}))
@@ -203,15 +210,23 @@ class _Own(Task[TaskResult]):
         """Nothing: all ranks have the task."""
 
     def trainer(self, groups: MeshGroups) -> _OwnTrainer:
-        zeros = self._worker.segment.arena.zeros
+        arena = self._worker.segment.arena
+        kept = kept_slots(self._worker, self._layout.size, note=note_numbers(self.row))
+        if kept is None:
+            slots = [arena.zeros(self._layout.size, np.float32) for _ in range(SLOTS)]
+        else:
+            slots = kept.slots
+            for slot in slots:
+                arena.ready(slot)
         return _OwnTrainer(
             self._task,
             self._initial,
             groups,
             self._layout,
             self._grads,
-            slots=[zeros(self._layout.size, np.float32) for _ in range(SLOTS)],
-            buffers=[zeros(self._grads.size, np.float32) for _ in range(self._buffers)],
+            slots=slots,
+            kept=kept,
+            buffers=[arena.zeros(self._grads.size, np.float32) for _ in range(self._buffers)],
         )
 
     def actors(self, trainer: Trainer) -> ModelActors | None:
@@ -263,8 +278,10 @@ class _OwnTrainer(Trainer):
         grads: ParameterLayout,
         *,
         slots: list[Array],
+        kept: StampedSlots | None,
         buffers: list[Array],
     ) -> None:
+        self.kept = kept
         self.groups, self.slots, self.slot, self.step, self.first = groups, slots, 0, 0, 0
         self._task, self._initial, self._layout, self._grads = task, initial, layout, grads
         self._room, self._buffers = buffers[-1], buffers

@@ -9,34 +9,37 @@ with the ids of its samples.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import signal
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.rank.losses import unless_lost
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state
 from zbmd.training.files import DiskFull
 from zbmd.training.job.checkpoints import Checkpoints
 from zbmd.training.job.mesh import MeshGroups
-from zbmd.training.job.records import Records
+from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import StepResults
 from zbmd.training.job.task import StepResult, Task, Trainer
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler
-from zbmd.training.redundancy.buddy import BuddyReplica
+from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, ResizableState
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import (
@@ -46,10 +49,11 @@ from zbmd.training.redundancy.interface import (
     JobEnd,
     Redundancy,
     Wish,
+    spare_until,
     through_epochs,
 )
 from zbmd.training.redundancy.machine import SLOTS
-from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.run.journal import adopted_report, report_losses, step_report
 from zbmd.training.run.ledger import CommitRecord, RunLog
 from zbmd.training.run.repeated_oom import raise_for
@@ -57,7 +61,6 @@ from zbmd.training.step.memory_estimate import StepOutOfMemory
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
 from zbmd.transport.native._native import now_ns
-from zbmd.transport.shm.death_notice import DeathNotice
 
 ResultT = TypeVar("ResultT")
 
@@ -65,6 +68,7 @@ ARENA_SPARE_BYTES = 4 << 20
 """Of a rank's arena, beside what its state and gradients need."""
 
 BEGIN_POINT = faults.declare("job.begin", "before a step")
+LOGGED_POINT = faults.declare("job.logged", "when a step is in the log, before it is reported and noted")
 MEET_POINT = faults.declare("job.meet", "in a new epoch, before its members say what they hold")
 MET_POINT = faults.declare("job.met", "when they have agreed on what they go on from")
 SAVED_POINT = faults.declare("job.saved", "when what a run makes is on disk, before the ranks part")
@@ -97,6 +101,9 @@ class Job(Generic[ResultT]):
     def __init__(self, worker: Worker, task: Task[ResultT], options: RunOptions, *, again: bool) -> None:
         self._worker, self._task, self._options = worker, task, options
         self._world: Group | None = None
+        """Of the ranks that train."""
+        self._members: Group | None = None
+        """Of all members of the view."""
         self._keys: Sequence[int] = ()
         """Of all members' shards in this epoch."""
         self._groups: MeshGroups | None = None
@@ -112,6 +119,7 @@ class Job(Generic[ResultT]):
             self._take_newest(first)
         self._following: Following | None = None
         self._wishes, self._asking = Wish.NOTHING, threading.Lock()
+        self._asked = asyncio.Event()
         self._log = RunLog(
             options.out,
             run_id=f"{worker.job:016x}",
@@ -120,6 +128,7 @@ class Job(Generic[ResultT]):
             seed=task.seed,
             resumed=options.resume,
             may_begin=worker.rank == 0,
+            on_begin=lambda: keep_until(options.out, first),
         )
         self._checkpoints = Checkpoints(options.out, task.plan)
         self._again = again
@@ -174,6 +183,7 @@ class Job(Generic[ResultT]):
         """Ask all ranks to save the state, or to stop then, after the step that is under way."""
         with self._asking:
             self._wishes |= wish
+        self._worker.system.loop.call_soon_threadsafe(self._asked.set)
 
     async def _epoch(self, view: View | None, following: Following | None) -> JobEnd[ResultT] | None:
         await self._leave_groups()
@@ -181,47 +191,37 @@ class Job(Generic[ResultT]):
             return None
         groups = self._groups = await self._groups_in(view)
         self._following = following
+        active = self._task.active(view.ranks)
+        if following is not None and self._worker.rank not in active:
+            asked, stops = self._asked, lambda: bool(self._wishes & Wish.STOP)
+            is_over = await spare_until(self._worker, following, active, asked=asked, stops=stops)
+            return JobEnd(None) if is_over else None
         return None if groups is None else await asyncio.to_thread(self._in_epoch, groups)
 
     async def _groups_in(self, view: View) -> MeshGroups | None:
-        """This rank's groups; None if the view does not last so long.
-
-        A rank that loses any member of the view gives up, not only one of the sub-group being made: the
-        others there may have lost one elsewhere, and will not come. A late notice of a member's predecessor
-        does not count: nobody else would give up then, and no other view come.
-        """
-        making = asyncio.ensure_future(self._make_groups(view))
-        members = frozenset((member.rank, member.incarnation) for member in view.members)
-
-        def lost(rank: int, incarnation: int, _notice: DeathNotice) -> None:
-            if (rank, incarnation) in members:
-                making.cancel()
-
-        undo = self._worker.on_peer_lost(lost)
-        try:
-            if self._worker.segment.lost_mask() & sum(1 << member.rank for member in view.members):
-                making.cancel()  # it was lost before we listened
-            await asyncio.wait([making])
-        finally:
-            undo()
-            making.cancel()
-            await asyncio.wait([making])
-        return None if making.cancelled() else making.result()
+        """This rank's groups; None if the view does not last so long."""
+        return await unless_lost(self._worker, view, self._make_groups(view))
 
     async def _make_groups(self, view: View) -> MeshGroups | None:
         try:
-            world = self._world = await group(self._worker, after=view.epoch - 1)
-            return await self._task.groups(world) if world.epoch == view.epoch else None
+            members = self._members = await group(self._worker, after=view.epoch - 1)
+            active = self._task.active(members.members)
+            if members.epoch != view.epoch or self._worker.rank not in active:
+                return None
+            if active == members.members:
+                self._world, self._members = members, None
+            else:
+                self._world = await members.subgroup([members.members.index(rank) for rank in active])
+            return await self._task.groups(self._world)
         except (PeerLost, OperationAborted):
             return None
 
     async def _leave_groups(self) -> None:
-        groups, world = self._groups, self._world
-        self._groups = self._world = None
-        if groups is not None:
-            await groups.close()
-        if world is not None:
-            await world.close()
+        opened = (self._groups, self._world, self._members)
+        self._groups = self._world = self._members = None
+        for one in opened:
+            if one is not None:
+                await one.close()
 
     # ---- on the thread that trains
 
@@ -229,8 +229,7 @@ class Job(Generic[ResultT]):
         """Train in one epoch; the end, if that was the last one."""
         try:
             self._task.agree(groups.world)
-            trainer, keeper = self._opened(groups)
-            return self._train(groups, trainer, keeper)
+            return self._train(groups, self._opened(groups))
         except (PeerLost, OperationAborted):
             if self._trainer is not None:
                 self._trainer.close(gave_up=True)
@@ -243,17 +242,38 @@ class Job(Generic[ResultT]):
             if self._keeper is not None:
                 self._keeper.epoch_over()
 
-    def _opened(self, groups: MeshGroups) -> tuple[Trainer, Redundancy]:
-        if self._trainer is None or self._keeper is None:
-            trainer = self._trainer = self._task.trainer(groups)
-            if self._saved is not None:
-                trainer.begin_from(self._saved)
-            if trainer.file is not None:
-                self._take_notes(trainer.file)
+    def _opened(self, groups: MeshGroups) -> Redundancy:
+        if self._keeper is None:
+            trainer = self._trainer = self._made(groups)
+            for found in (trainer.file, trainer.kept):
+                if found is not None:
+                    self._take_notes(found)
             self._keeper = self._keeper_of(trainer, groups.world)
-            starting = self._start_actors(trainer)
-            asyncio.run_coroutine_threadsafe(starting, self._worker.system.loop).result()
-        return self._trainer, self._keeper
+        return self._keeper
+
+    def _made(self, groups: MeshGroups) -> Trainer:
+        trainer = self._task.trainer(groups)
+        if self._saved is not None:
+            trainer.begin_from(self._saved)
+        self._on_loop(self._start_actors(trainer))
+        return trainer
+
+    def _remade(self) -> tuple[ResizableState, Sequence[Array]]:
+        """Return the state of a new trainer, for the number of ranks of this view, and room for copies."""
+        groups, trainer, actors = self._groups, self._trainer, self._actors
+        assert groups is not None and trainer is not None, "a state is recut in an epoch"
+        trainer.close()
+        self._trainer = self._actors = trainer = None
+        if actors is not None:
+            self._on_loop(actors.stop())
+            actors = None
+        gc.collect()  # a trainer and its state refer to each other; their memory is needed now
+        made = self._trainer = self._made(groups)
+        assert isinstance(made.shard, ResizableState), "a task that resizes has such a state"
+        return made.shard, self._task.copies(made)
+
+    def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._worker.system.loop).result()
 
     def _require_members(self) -> None:
         if self._groups is not None:
@@ -289,19 +309,31 @@ class Job(Generic[ResultT]):
             known=known,
             on_update=self._results.keep,
             on_commit=self._committed,
+            kept=None if trainer.kept is None else self._kept_state(trainer.kept),
+            resize=self._remade if self._task.resizes else None,
+        )
+
+    def _kept_state(self, slots: StampedSlots) -> KeptState:
+        return KeptState(
+            slots=slots,
+            ready=self._worker.segment.arena.ready,
+            step=self._task.row.encoded,
+            record=self._results.share,
         )
 
     def _remove_state(self) -> None:
         if self._trainer is not None and self._trainer.file is not None:
             self._trainer.file.remove()
 
-    def _train(self, groups: MeshGroups, trainer: Trainer, keeper: Redundancy) -> JobEnd[ResultT] | None:
+    def _train(self, groups: MeshGroups, keeper: Redundancy) -> JobEnd[ResultT] | None:
         faults.hit(MEET_POINT)
         self._keys = self._task.state_keys(groups)
         logged = self._share_records(groups.world)
         version = keeper.meet(groups.world, self._keys, max(logged, self._results.known))
         self._agree_on_log(groups.world, version, logged)
         faults.hit(MET_POINT)
+        trainer = self._trainer
+        assert trainer is not None, "it was made before its state was agreed on"
         trainer.enter(groups, version)
         if version > self._log.first:
             self._worker.report(adopted_report(version, groups.world.epoch))
@@ -410,12 +442,13 @@ class Job(Generic[ResultT]):
             grad_norm=math.nan,
         )
 
-    def _take_notes(self, file: StateFile) -> None:
-        """Know of a predecessor's file what its last steps reported: all ranks may be new at once."""
+    def _take_notes(self, found: StampedSlots) -> None:
+        """Know of a predecessor's state what its last steps reported: all ranks may be new at once."""
         for slot in range(SLOTS):
-            done = self._task.row.decoded(file.noted(slot).tolist())
-            if done is not None and done.version == file.version_in(slot):
+            done = self._task.row.decoded(found.noted(slot).tolist())
+            if done is not None and done.version == found.version_in(slot):
                 self._results.keep(done)
+        self._results.learn_records(found.recorded(slot).tolist() for slot in range(SLOTS))
 
     def _share(self, world: Group, version: int) -> None:
         """Tell who has not done the last step what it reported: any member may log it."""
@@ -438,7 +471,9 @@ class Job(Generic[ResultT]):
         if self._records is None:
             options = self._options
             again = self._again or self._worker.rank != 0  # another rank has begun them
-            self._records = Records(options.out, tensorboard=options.tensorboard, again=again)
+            self._records = Records(
+                options.out, tensorboard=options.tensorboard, first=self._log.first, again=again
+            )
         return self._records
 
     def _committed(self, version: int, digests: Digests) -> None:
@@ -456,6 +491,7 @@ class Job(Generic[ResultT]):
         )
         if found is not None and self._is_lowest():
             self._log.append(found.record)
+            faults.hit(LOGGED_POINT)
             self._note(found.record, found.done)
 
     def _note(self, record: CommitRecord, done: StepResult) -> None:
@@ -474,10 +510,17 @@ class Job(Generic[ResultT]):
         """
         self._share(world, version)
         if self._is_lowest():
+            if self._records is not None:
+                self._records.read_again()
             missing = self._results.missing(logged)
             if missing is not None:
                 self._log.append(missing.record)
                 self._note(missing.record, missing.done)
+            elif logged > max(self._log.first, self._opened_records().last_step("loss")):
+                done = self._result_of(logged)
+                if done is not None:
+                    self._note(self._log.record(logged), done)
+            self._results.in_log(logged if missing is None else missing.record.version)
         world.blocking.barrier()
 
 

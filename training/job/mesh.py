@@ -240,6 +240,28 @@ class Mesh:
         keys = {rank: key for key, group in groups for rank in group}
         return tuple(keys[rank] for rank in range(self.world_size))
 
+    def along_data(self, ranks: int) -> Mesh:
+        """Return the same mesh with so many ranks along `dp`."""
+        sizes = (
+            ranks if axis == DATA_AXIS else size for axis, size in zip(self.axes, self.sizes, strict=True)
+        )
+        return Mesh(self.axes, tuple(sizes))
+
+    def among(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `ranks`, ascending, that are a mesh of this kind with fewer ranks along `dp`.
+
+        Each holds there the state that it holds here. None, if they hold no state wholly.
+        """
+        keys = self.state_keys()
+        for size in range(self.size(DATA_AXIS), 0, -1):
+            wanted, found = self.along_data(size).state_keys(), list[int]()
+            for rank in sorted(ranks):
+                if len(found) < len(wanted) and keys[rank] == wanted[len(found)]:
+                    found.append(rank)
+            if len(found) == len(wanted):
+                return tuple(found)
+        return ()
+
     def has_replicas(self, ranks_per_host: int) -> bool:
         """Return whether each state is on several ranks and, if the mesh is, on several hosts.
 

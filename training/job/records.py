@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from zbmd.training.files import write_atomically
 from zbmd.training.profiler.lines import StepLine
 from zbmd.transport.errors import UserError
 
@@ -19,23 +20,60 @@ TAIL_BYTES = 1 << 20
 """Of the end of a file of records are read, to know what has been noted."""
 
 
+def keep_until(directory: Path, last: int) -> None:
+    """Leave out what was noted of steps after `last`, and damaged lines: a run goes on from there."""
+    path = directory / METRICS_NAME
+    if not path.exists():
+        return
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= last]
+    if len(kept) < len(lines):
+        write_atomically(path, lambda file: file.writelines(kept))
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a line; infinity for one that is damaged."""
+    step = (_noted_in(line) or {}).get("step")
+    return math.inf if step is None else step
+
+
+def _noted_in(line: bytes) -> dict[str, float | None] | None:
+    """Return the values of a line, None for one that is not finite; None for a line that is damaged."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, float | None])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
 class Records:
     """The records of a run in `directory`, added to what is there. Raises `UserError`.
 
-    Steps grow; what is noted again behind a loss is not written twice. again: the last lines there are of
-    this run, by a rank that was lost.
+    Steps grow; what is noted again behind a loss is not written twice. first: the version that the run begins
+    with. again: the last lines there are of this run, by a rank that was lost.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool, again: bool = False) -> None:
+    def __init__(self, directory: Path, *, tensorboard: bool, first: int = 0, again: bool = False) -> None:
         self._board: Any = None
         if tensorboard:
-            self._board = _board_library().SummaryWriter(str(directory / TENSORBOARD_NAME))
-        path = directory / METRICS_NAME
+            purge_step = first + 1 if first and not again else None
+            self._board = _board_library().SummaryWriter(
+                str(directory / TENSORBOARD_NAME), purge_step=purge_step
+            )
+        self._path = directory / METRICS_NAME
+        self._noted: dict[str, int] = {}
         try:
-            self._noted = last_steps(path) if again else {}
-            self._lines = path.open("ab")
+            if again:
+                self.read_again()
+            self._lines = self._path.open("ab")
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}.") from error
+            raise UserError(f"cannot write {self._path}: {error.strerror}.") from error
+
+    def read_again(self) -> None:
+        """Know what another rank has noted: it may have been the writer meanwhile, and be lost."""
+        self._noted = last_steps(self._path)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -102,11 +140,9 @@ def last_steps(path: Path) -> dict[str, int]:
         file.truncate(size - len(tail) + len(whole))
     found: dict[str, int] = {}
     for line in whole.splitlines():
-        try:
-            noted = msgspec.json.decode(line, type=dict[str, float])
-        except (msgspec.MsgspecError, ValueError, RecursionError):  # the first of the tail may be cut
-            continue
+        noted = _noted_in(line) or {}  # the first of the tail may be cut
         kind = next((name for name in noted if name != "step"), None)
-        if kind is not None and math.isfinite(noted.get("step", math.nan)):
-            found[kind] = int(noted["step"])
+        step = noted.get("step")
+        if kind is not None and step is not None and math.isfinite(step):
+            found[kind] = int(step)
     return found

@@ -17,7 +17,7 @@ import xxhash
 
 from zbmd.actors.view import RANKS_MAX
 from zbmd.training.job.task import ResultRow, StepResult
-from zbmd.training.redundancy.state_file import Note
+from zbmd.training.redundancy.stamped import Note
 from zbmd.training.run.ledger import CommitRecord
 
 RESULTS_KEPT = 3
@@ -50,6 +50,11 @@ def _joined(numbers: Sequence[float]) -> int:
 def state_digest(digests: Mapping[int, int]) -> str:
     """Return the digest of a state, from the digests of its shards by their keys."""
     return xxhash.xxh3_128_hexdigest(np.array([digests[key] for key in sorted(digests)], np.uint64).data)
+
+
+def note_numbers(row: ResultRow) -> int:
+    """Return the most numbers of what `StepResults` notes of a version."""
+    return _HEAD + row.numbers
 
 
 class StepResults:
@@ -134,6 +139,10 @@ class StepResults:
         """Return what a log up to version `logged` lacks, after `learn_records`: its writer was lost."""
         last = self._last
         return last if last is not None and last.record.version > logged else None
+
+    def in_log(self, version: int) -> None:
+        """Log no version up to this one again: its digest is another one if the state is recut."""
+        self.logged = max(self.logged, version)
 
     def share(self) -> Note:
         """Return (numbers,) float64 of the last record, for all members to see; zeros if there is none."""

@@ -26,7 +26,8 @@ from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.file import SegmentedState
-from zbmd.training.redundancy.state_file import Note, StateFile
+from zbmd.training.redundancy.stamped import Note, StampedSlots
+from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.step.step_hook import VOTE_NUMBERS, StepHook, Vote
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -171,7 +172,7 @@ def share_step(
         mine[at + shard * each :][:each] = ids
     mine[busy], mine[busy + 1 :] = float(busy_ns), beside
     with spans.COMM:
-        every = world.blocking.all_gather(mine)
+        every = world.blocking.all_gather(mine) if world.size > 1 else mine[np.newaxis]
     told = list(enumerate(reporters))
     return Told(
         losses=tuple(float(every[place][VOTE_NUMBERS + shard]) for shard, place in told),
@@ -191,6 +192,8 @@ class Trainer(Protocol):
     """The version in use: how many steps have led to it."""
     file: StateFile | None
     """The file of the state, if it is offloaded."""
+    kept: StampedSlots | None
+    """The slots of the state, if they outlive this rank otherwise."""
 
     @property
     def shard(self) -> SegmentedState:
@@ -260,14 +263,20 @@ class Task(Protocol, Generic[ResultT_co]):
     row: ResultRow
     windows: int
     """Held-out windows of an evaluation."""
+    resizes: bool
+    """Whether a sharded state is recut for each number of ranks: shards are `ResizableState`."""
 
     def state_keys(self, groups: MeshGroups) -> Sequence[int]:
         """Return the keys of all ranks' shards, in the order of ranks; empty: all differ."""
         ...
 
-    def fits(self, ranks: int) -> bool:
-        """Return whether so many ranks can train, while others are lost or have not come yet."""
+    def fits(self, ranks: Sequence[int]) -> bool:
+        """Return whether these ranks can train, while others are lost or have not come yet."""
         ...
+
+    def active(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return those of these ranks that train, ascending; the others wait for another view."""
+        return tuple(ranks)
 
     async def groups(self, world: Group) -> MeshGroups:
         """Return this rank's groups. On the event loop."""
@@ -278,7 +287,10 @@ class Task(Protocol, Generic[ResultT_co]):
         ...
 
     def trainer(self, groups: MeshGroups) -> Trainer:
-        """Return this rank's trainer, whose state is not initialised. Called once, by each for itself."""
+        """Return this rank's trainer, whose state is not initialised. Called by each for itself.
+
+        That is once, unless the task `resizes`. Its slots may lie in `kept_slots`.
+        """
         ...
 
     def actors(self, trainer: Trainer) -> ModelActors | None:

@@ -22,7 +22,7 @@ from zbmd.training.autograd.non_finite_probe import ProbePoint
 from zbmd.training.autograd.tape import GradReady, Tensor
 from zbmd.training.model.gpt import Batch
 from zbmd.training.pipeline.part import OwnParts, Pass
-from zbmd.training.pipeline.program import Boundary, Instruction, Message, Op, StageProgram
+from zbmd.training.pipeline.program import Boundary, Instruction, Message, Op, StageProgram, releases
 from zbmd.training.pipeline.rings import StageRings
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.pipeline.stage import (
@@ -127,12 +127,13 @@ class StagePasses:
         epoch: int,
     ) -> None:
         self._own, self._plan, self._buffers, self._group = own, plan, buffers, group
+        self._program = programs[own.stage]
         self._machine = StageMachine(programs, own.stage)
         config = stage_config(programs, own.stage)
         self._tap = captured_machine(worker, STAGE, f"stage{own.stage}/{epoch}", self._machine, config)
-        self._splits = any(one.op is Op.INPUT_GRADIENT for one in programs[own.stage].instructions)
+        self._splits = any(one.op is Op.INPUT_GRADIENT for one in self._program.instructions)
         self._rings_or_none = rings
-        schedule, shape = schedule_named(programs[own.stage].schedule), programs[own.stage].shape
+        schedule, shape = schedule_named(self._program.schedule), self._program.shape
         self._held_max = min(schedule.activations_max(shape, own.stage), shape.microbatches * len(own.parts))
         self._bytes_of: dict[int, int] = {}
         """Of the activations of a micro-batch, by part; the first pass of each is looked at."""
@@ -193,15 +194,28 @@ class StagePasses:
         self._weights, self._batches, self._final = weights, batches, final
         self._deadline_ns, self._loss_scale = deadline_ns, loss_scale
         try:
+            if self._rings_or_none is None:
+                self._run_alone(between)
+                return
             actions = deque(self._handle(StepBegun()))
             while actions:
                 actions += self._perform(actions.popleft())
                 between()
-            if self._rings_or_none is not None:
-                with spans.COMM:
-                    self._rings.drain(deadline_ns)
+            with spans.COMM:
+                self._rings.drain(deadline_ns)
         finally:
             self._weights = None  # who gathered them gives them back
+
+    def _run_alone(self, between: Callable[[], None]) -> None:
+        """Run the program of a single stage as it stands: there is nobody to hear from, or to wait for.
+
+        The machine would say the same, at 1 % of a short step.
+        """
+        for instruction in self._program.instructions:
+            self._compute(Compute(instruction=instruction, input_slot=None, gradient_slot=None))
+            if releases(instruction):
+                self._free(instruction.part, instruction.microbatch)
+            between()
 
     def close(self, *, gave_up: bool) -> None:
         """Leave the neighbours' rings; with `gave_up` their waits end. Idempotent."""
@@ -232,8 +246,7 @@ class StagePasses:
             case Release() as release:
                 self._rings.release(release)
             case Free(part=part, microbatch=microbatch):
-                if self._drop((part, microbatch)):
-                    self._bytes_held -= self._bytes_of[part]
+                self._free(part, microbatch)
             case Await() as awaited:
                 with spans.BUBBLE:
                     return self._wait(awaited)
@@ -245,6 +258,10 @@ class StagePasses:
             case _:
                 assert_never(action)
         return []
+
+    def _free(self, part: int, microbatch: int) -> None:
+        if self._drop((part, microbatch)):
+            self._bytes_held -= self._bytes_of[part]
 
     def _drop(self, key: tuple[int, int]) -> bool:
         """Drop the pass of a micro-batch through a part; return whether there was one."""

@@ -106,24 +106,37 @@ def encode_offers(offers: Sequence[RingOffer]) -> bytes:
 
 
 class RingMemory:
-    """The rings in the memory of one stage, for its lifetime: neighbours write into them in every epoch."""
+    """The rings in the memory of one stage, for its lifetime: neighbours write into them in every epoch.
 
-    def __init__(self, segment: Segment, program: StageProgram, traffic: Traffic) -> None:
+    programs: those that the stage may run; each uses the beginnings of the rings.
+    """
+
+    def __init__(self, segment: Segment, programs: Sequence[StageProgram], traffic: Traffic) -> None:
         self.traffic = traffic
         self._regions = segment.regions
         self._handles: list[RegionHandle] = []
+        most: dict[Boundary, int] = {}
+        for program in programs:
+            for boundary, slots in slots_of(program).items():
+                most[boundary] = max(slots, most.get(boundary, 0))
         self.arrays: dict[Boundary, Array] = {
             boundary: segment.inbox.empty((slots, *traffic.shape), traffic.dtype)
-            for boundary, slots in slots_of(program).items()
+            for boundary, slots in most.items()
         }
 
-    def offered(self, writers: Sequence[int]) -> bytes:
-        """Return the encoded offer of the rings to `writers`."""
-        self._handles = [self._regions.register(ring, writers=writers) for ring in self.arrays.values()]
+    def offered(self, program: StageProgram, writers: Sequence[int]) -> bytes:
+        """Return the encoded offer of the rings of `program` to `writers`.
+
+        Raises `LocalProtocolError` if it is none of those that the memory was made for, and needs more.
+        """
+        rings = {boundary: self.arrays[boundary][:slots] for boundary, slots in slots_of(program).items()}
+        if any(len(rings[boundary]) < slots for boundary, slots in slots_of(program).items()):
+            raise LocalProtocolError("a stage has less memory for its rings than the program needs")
+        self._handles = [self._regions.register(ring, writers=writers) for ring in rings.values()]
         return encode_offers(
             [
                 RingOffer(gradient=boundary.gradient, part=boundary.part, handle=handle)
-                for boundary, handle in zip(self.arrays, self._handles, strict=True)
+                for boundary, handle in zip(rings, self._handles, strict=True)
             ]
         )
 
@@ -162,7 +175,7 @@ class StageRings:
         self._regions: dict[Boundary, RemoteRegion] = {}
         self._towards: dict[int, RemoteRegion] = {}
         self._require_fresh()
-        offered = own.offered([rank for rank in group.members if rank != worker.rank])
+        offered = own.offered(programs[stage], [rank for rank in group.members if rank != worker.rank])
         for other, data in enumerate(_exchange(group, offered)):
             if other != stage:
                 self._open(worker, programs, stage, other, data)

@@ -137,8 +137,7 @@ def old_path(path: Path) -> Path:
 def read_profiles(directory: Path) -> list[RankProfile]:
     """Read the profiles of the run in `directory`, by rank and incarnation.
 
-    Raises `UserError` if there is none, or one is damaged. A last line that was cut off by a kill is left
-    out.
+    Raises `UserError` if there is none, or one contradicts itself. Damaged lines are left out.
     """
     paths = sorted((directory / PROFILE_DIRECTORY).glob("rank*.jsonl"))
     if not paths:
@@ -168,7 +167,7 @@ def _lives(lines: Iterable[RunLine | StepLine], path: Path) -> Iterable[RankProf
     for line in lines:
         if isinstance(line, StepLine):
             if run is None:
-                raise UserError(f"{path} does not begin with a run line: delete the file.")
+                continue  # that line was damaged
             if line.end_ns < line.begin_ns or sum(line.ns.values()) != line.wall_ns:
                 raise UserError(f"{path}: the times of step {line.step} do not add up: delete the file.")
             steps.append(line)

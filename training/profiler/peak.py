@@ -9,6 +9,7 @@ each process counts, so other load changes the result little. It is cached in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import numpy as np
 
 from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.user_directories import UserFiles, user_directory
 
 ORDER: Final = 1024
 """Rows and columns of the matrices: 12 MiB in float32, and their product reaches the peak."""
@@ -79,7 +81,7 @@ def this_machine(
 def known_peak(machine: MachineDescription) -> float | None:
     """Return the cached FLOPs a second of `machine`; None if it was not measured or the cache is
     unreadable."""
-    return next((peak.flops_per_s for peak in _read(cache_path()) if peak.machine == machine), None)
+    return next((peak.flops_per_s for peak in _cached() if peak.machine == machine), None)
 
 
 def peak_of(machine: MachineDescription) -> float:
@@ -91,9 +93,12 @@ def peak_of(machine: MachineDescription) -> float:
     if known is not None:
         return known
     found = measured(machine)
-    kept = [peak for peak in _read(cache_path()) if peak.machine != machine]
+    kept = [peak for peak in _cached() if peak.machine != machine]
     kept = [*kept[1 - PEAKS_MAX :], Peak(machine=machine, flops_per_s=found)]
-    write_atomically(cache_path(), lambda file: file.write(msgspec.json.encode(kept)))
+    path = cache_path()
+    if path is not None:
+        with contextlib.suppress(UserError):  # a home that cannot be written: it is measured again
+            write_atomically(path, lambda file: file.write(msgspec.json.encode(kept)))
     return found
 
 
@@ -145,14 +150,16 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.kill()
 
 
-def cache_path(environ: Mapping[str, str] | None = None) -> Path:
-    """`zbmd/peaks.json` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    given = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
-    root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return root / "zbmd" / "peaks.json"
+def cache_path(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return `zbmd/peaks.json` in `$XDG_CACHE_HOME` or `~/.cache`; None without a home directory."""
+    directory = user_directory(UserFiles.CACHE, environ)
+    return None if directory is None else directory / "peaks.json"
 
 
-def _read(path: Path) -> list[Peak]:
+def _cached() -> list[Peak]:
+    path = cache_path()
+    if path is None:
+        return []
     try:
         with path.open("rb") as file:
             return decode_peaks(file.read(FILE_BYTES_MAX + 1))

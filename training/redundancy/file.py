@@ -16,7 +16,8 @@ from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
-from zbmd.training.redundancy.state_file import NO_VERSION, Note, StateFile
+from zbmd.training.redundancy.stamped import NO_VERSION, Note
+from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -93,7 +94,7 @@ class FileRedundancy(RedundancyDriver):
         """See `StepHook`."""
         version = self._machine.version + 1
         faults.hit(STAMP_POINT)
-        self._file.end(version % zm.SLOTS, version, self._note(done))
+        self._file.written(version % zm.SLOTS, version, self._note(done))
         faults.hit(STAMPED_POINT)
         super().updated(done)
 
@@ -104,7 +105,7 @@ class FileRedundancy(RedundancyDriver):
         super()._start_anew()
         for part in self._parted.parts_in(slot):
             self._file.wrote(part)
-        self._file.end(slot, first)
+        self._file.written(slot, first)
 
     def _keep(self, version: int) -> None:
         self._perform(self._handle(zm.AllHold(version=version)))

@@ -20,13 +20,18 @@ from zbmd.actors.view import View
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy import resizing
+from zbmd.training.redundancy.cut_events import Divide, Forget, Reshard, Resharded
 from zbmd.training.redundancy.failures import FailureKind, StepFailed
 from zbmd.training.redundancy.machine import MIRROR, mirror_config
+from zbmd.training.redundancy.resizing import RESIZING_MIRROR, ResizingMirror, resizing_config
 from zbmd.training.run.journal import captured_machine
 from zbmd.training.step.step_hook import StepHook, Vote
 from zbmd.transport import kill_points as faults
+from zbmd.transport.capture.tap import ThreadTap
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.native._native import now_ns
+from zbmd.transport.shm.death_notice import DeathNotice
 
 ResultT = TypeVar("ResultT")
 
@@ -45,11 +50,11 @@ Following = asyncio.Task[ComingView]
 async def through_epochs(
     worker: Worker,
     epoch: Callable[[View | None, Following | None], Awaitable[JobEnd[ResultT] | None]],
-    fits: Callable[[int], bool] = lambda _: False,
+    fits: Callable[[Sequence[int]], bool] = lambda _: False,
 ) -> ResultT | None:
     """Call `epoch` with each view that can train, until it returns the end of the job; return its result.
 
-    Those are the views of all ranks, and of a number that `fits` the job. `epoch` is called with None for
+    Those are the views of all ranks, and of ranks that `fits` the job. `epoch` is called with None for
     another view, in which the groups of the previous one must be left, and with the view that will follow:
     once that is there, all members may leave this one, between two steps.
     Raises `StepFailed` if ranks are lost and will not be replaced.
@@ -74,6 +79,40 @@ async def through_epochs(
             await asyncio.wait([following])
 
 
+async def spare_until(
+    worker: Worker,
+    following: Following,
+    active: Sequence[int],
+    *,
+    asked: asyncio.Event,
+    stops: Callable[[], bool],
+) -> bool:
+    """Wait for the next view, in one that does not need this rank; return whether the run is over instead.
+
+    That is so once it `stops` and the `active` ranks have ended: a launcher that stops its job forms no view.
+    asked: set when this rank was asked for something.
+    """
+    gone = set[int]()
+
+    def lost(rank: int, _incarnation: int, _notice: DeathNotice) -> None:
+        gone.add(rank)
+        asked.set()
+
+    undo = worker.on_peer_lost(lost)
+    try:
+        while not following.done():
+            mask = worker.segment.lost_mask()
+            if stops() and all(rank in gone or mask >> rank & 1 for rank in active):
+                return True
+            asked.clear()
+            waiting = asyncio.ensure_future(asked.wait())
+            await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        return False
+    finally:
+        undo()
+
+
 class ViewUse(Enum):
     """What a job does with a view."""
 
@@ -84,15 +123,14 @@ class ViewUse(Enum):
     """A member has left, and nobody leaves before what the job makes is on disk."""
 
 
-def use_of(view: View, world_size: int, fits: Callable[[int], bool]) -> ViewUse:
+def use_of(view: View, world_size: int, fits: Callable[[Sequence[int]], bool]) -> ViewUse:
     """Return what a job of `world_size` ranks does with a view.
 
     Raises `StepFailed` if its members are too few, and the others will not come.
     """
     if view.finished:
         return ViewUse.END
-    ranks = len(view.members)
-    if ranks == world_size or fits(ranks):
+    if len(view.members) == world_size or fits(view.ranks):
         return ViewUse.TRAIN
     if view.lost:
         lost = ", ".join(map(str, view.lost))
@@ -206,7 +244,7 @@ class RedundancyDriver(Redundancy):
         self,
         worker: Worker,
         own: ProtectedState,
-        machine: zm.Mirror,
+        machine: zm.Mirror | ResizingMirror,
         *,
         outlives: bool,
         on_update: Callable[[Any], None],
@@ -214,12 +252,16 @@ class RedundancyDriver(Redundancy):
     ) -> None:
         if len(own.slots) != zm.SLOTS:
             raise LocalProtocolError(f"expected {zm.SLOTS} slots of state")
-        self._own, self._machine = own, machine
-        self._tap = captured_machine(
-            worker, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives)
-        )
+        self._own, self._resizing = own, machine if isinstance(machine, ResizingMirror) else None
+        self._tap: ThreadTap[Any, Any]
+        if isinstance(machine, ResizingMirror):
+            self._machine, config = machine.mirror, resizing_config(machine)
+            self._tap = captured_machine(worker, RESIZING_MIRROR, "mirror", machine, config)
+        else:
+            self._machine, config = machine, mirror_config(machine, outlives=outlives)
+            self._tap = captured_machine(worker, MIRROR, "mirror", machine, config)
         self._on_update, self._on_commit = on_update, on_commit
-        self.applies_first = machine.replicas
+        self.applies_first = self._machine.replicas
         self.asked, self.agreed = Agenda(), Agenda()
         self._group: Group | None = None
 
@@ -261,10 +303,10 @@ class RedundancyDriver(Redundancy):
 
     # ---- the machine
 
-    def _handle(self, event: zm.Event) -> list[zm.Action]:
+    def _handle(self, event: zm.Event | resizing.Event) -> list[resizing.Action]:
         return self._tap.handle(event, now_ns=now_ns())
 
-    def _perform(self, actions: list[zm.Action]) -> None:
+    def _perform(self, actions: list[resizing.Action]) -> None:
         for action in actions:
             match action:
                 case zm.Restore(version=version, source=source):
@@ -273,8 +315,15 @@ class RedundancyDriver(Redundancy):
                     self._start_anew()
                 case zm.Resume(version=version):
                     self._own.slot = version % zm.SLOTS
+                    self._resumed(version)
                 case zm.CopyWard():
                     self._start_copy(action)
+                case Divide():
+                    self._divide(action)
+                case Reshard():
+                    self._perform(self._handle(self._reshard(action)))
+                case Forget():
+                    self._forget()
                 case zm.Commit(version=version, digests=digests):
                     faults.hit(COMMIT_POINT)
                     self._on_commit(version, digests)
@@ -285,6 +334,9 @@ class RedundancyDriver(Redundancy):
 
     def _start_anew(self) -> None:
         self._own.begin_anew()
+
+    def _resumed(self, version: int) -> None:
+        """All go on from `version`."""
 
     @abstractmethod
     def _keep(self, version: int) -> None:
@@ -297,3 +349,14 @@ class RedundancyDriver(Redundancy):
     @abstractmethod
     def _start_copy(self, work: zm.CopyWard) -> None:
         """Start to copy the ward's shard."""
+
+    def _divide(self, work: Divide) -> None:
+        """Make memory for another part of the state."""
+        raise LocalProtocolError(f"{work}: this state is cut for good")
+
+    def _reshard(self, work: Reshard) -> Resharded:
+        """Read the own part out of those of another cut."""
+        raise LocalProtocolError(f"{work}: this state is cut for good")
+
+    def _forget(self) -> None:
+        """Give the memory of the cut before back."""

@@ -27,7 +27,7 @@ A rank overwrites the slot of v only after a step that all ranks have voted for.
 continues from the last version that any rank knows to be committed: who has only prepared it promotes it, who
 does not hold it pulls it from a rank with its key, and what was prepared beyond is computed again, since
 nobody knows the losses and samples of who was lost. The group may have another size in each epoch, with other
-keys.
+keys. A sharded state has to be recut for that: see `zbmd.training.redundancy.resizing`.
 
 If the state outlives its rank (`outlives`: in a file), there are no copies and no buddies either: a
 replacement begins with its predecessor's state, and everything else is the same.
@@ -46,11 +46,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, assert_never
 
+from zbmd.training.redundancy.holdings import NO_DIGEST as NO_DIGEST
+from zbmd.training.redundancy.holdings import SLOTS as SLOTS
+from zbmd.training.redundancy.holdings import Copy as Copy
+from zbmd.training.redundancy.holdings import Held as Held
+from zbmd.training.redundancy.holdings import Source as Source
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-
-SLOTS = 2
-NO_DIGEST = 0
 
 
 def buddies(hosts: Sequence[int]) -> tuple[int, ...]:
@@ -69,44 +71,6 @@ def buddies(hosts: Sequence[int]) -> tuple[int, ...]:
     for at, place in enumerate(order):
         found[place] = order[(at + shift) % n]
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """A complete copy of the shard of the rank at place `ward`."""
-
-    ward: int
-    version: int
-    digest: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The versions that a rank holds at the start of an epoch. `own`: of its shard by slot; None: incomplete.
-
-    `known`: the highest version that it knows to be committed, `digest`: of its shard of it, if it voted for
-    that. `first`: the version that it can begin with, from a seed or a checkpoint.
-    """
-
-    own: tuple[int | None, int | None]
-    known: int
-    copies: tuple[Copy | None, Copy | None]
-    first: int = 0
-    digest: int = NO_DIGEST
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The location of a shard: a slot of the rank at `place`.
-
-    `own`: whether it is a slot of that rank's own shard, and not of a copy; `digest` is `NO_DIGEST` if nobody
-    here voted for it.
-    """
-
-    place: int
-    slot: int
-    digest: int
-    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +117,7 @@ def choose(
     versions |= {version for one in held for version in one.own if version is not None}
     versions |= {copy.version for one in held for copy in one.copies if copy is not None}
     for version in sorted(versions, reverse=True):
-        sources = _sources(held, keys, version)
+        sources = sources_of(held, keys, version)
         if version < known or None in sources or (version > known and not beyond):
             continue
         pulled = sum(isinstance(source, Source) for source in sources)
@@ -165,7 +129,7 @@ def choose(
         )
     candidates = sorted(version for version in versions | {known} if version >= known)
     missing = [
-        [p for p, found in enumerate(_sources(held, keys, version)) if found is None]
+        [p for p, found in enumerate(sources_of(held, keys, version)) if found is None]
         for version in candidates
     ]
     gone = min(missing, key=len)
@@ -180,7 +144,7 @@ class _Here(Enum):
     HERE = "here"
 
 
-def _sources(held: Sequence[Held], keys: Sequence[int], version: int) -> list[Source | _Here | None]:
+def sources_of(held: Sequence[Held], keys: Sequence[int], version: int) -> list[Source | _Here | None]:
     """Return, for each place, the location of its shard of `version`."""
     found: list[Source | _Here | None] = [
         _Here.HERE if version == one.first or version in one.own else None for one in held
@@ -445,24 +409,40 @@ class Mirror:
             raise LocalProtocolError(f"{ranks} ranks, with hosts {event.hosts} and keys {event.keys}")
         if (ranks, event.place) != (self.ranks, self.place) and not self.replicas:
             raise LocalProtocolError(f"{ranks} ranks hold a state of {self.ranks}")
-        self.ranks, self.place, self.keys = ranks, event.place, keys
-        if any(c is not None and not 0 <= c.ward < self.ranks for one in event.held for c in one.copies):
+        if any(c is not None and not 0 <= c.ward < ranks for one in event.held for c in one.copies):
             raise RemoteProtocolError("a rank says that it has a copy of a rank that there is not")
         cause = LOST_WITH_BUDDY if self.copied else LOST_WITH_REPLICAS if self.replicas else LOST_WITH_FILE
-        choice = choose(event.held, cause, self.keys, beyond=not self.replicas)
+        choice = choose(event.held, cause, keys, beyond=not self.replicas)
         if isinstance(choice, Lost):
-            return self._fail(choice.reason, lost=True)
-        self._buddies = buddies(event.hosts)
-        self.ward = self._buddies.index(self.place)
-        self.known = max(one.known for one in event.held)
-        self._target = choice.version
-        slot, source = choice.version % SLOTS, choice.sources[self.place]
-        if source is None and self.own[slot] != choice.version:
+            return self.fail(choice.reason, lost=True)
+        self.take_place(event.place, keys, event.hosts, known=max(one.known for one in event.held))
+        return self.go_on_from(choice.version, choice.sources[self.place])
+
+    def take_place(self, place: int, keys: tuple[int, ...], hosts: Sequence[int], *, known: int) -> None:
+        """Be the rank at `place` in an epoch, with a ward."""
+        self.ranks, self.place, self.keys, self.known = len(keys), place, keys, known
+        self._buddies = buddies(hosts)
+        self.ward = self._buddies.index(place)
+
+    def go_on_from(self, version: int, source: Source | None) -> list[Action]:
+        """Hold `version`, from `source`. None: it is here, or is the first one."""
+        self._target, slot = version, version % SLOTS
+        if source is None and self.own[slot] != version:
             return [StartAnew(), *self._resume()]
         if source is None:
             return self._resume()
-        self.state, self.own[slot], self._expected = State.RESTORING, None, source.digest
-        return [Restore(version=choice.version, source=source)]
+        self.restore(version, source.digest)
+        return [Restore(version=version, source=source)]
+
+    def restore(self, version: int, digest: int = NO_DIGEST) -> None:
+        """Have the own shard of `version` written, and wait for `Restored`. digest: the expected one."""
+        self._target, self._expected = version, digest
+        self.state, self.own[version % SLOTS] = State.RESTORING, None
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.own, self.copies = [None] * SLOTS, [None] * SLOTS
+        self._voted_for = 0, NO_DIGEST
 
     def _resume(self) -> list[Action]:
         self.state, self.version = State.HOLDING, self._target
@@ -474,7 +454,7 @@ class Mirror:
     def _restored(self, digest: int) -> list[Action]:
         self._expect(Restored(digest=digest), State.RESTORING)
         if self._expected not in (NO_DIGEST, digest):
-            return self._fail(
+            return self.fail(
                 f"the shard of version {self._target} that place {self.place} pulled has digest "
                 f"{digest:016x}, and the original {self._expected:016x}: memory or a link has erred",
                 lost=False,
@@ -519,7 +499,7 @@ class Mirror:
         for place, (own, _) in enumerate(votes):
             first = first_of[self.keys[place]]
             if own != votes[first][0]:
-                return self._fail(
+                return self.fail(
                     f"places {first} and {place} hold the same state, and version {version} of it has "
                     f"digests {votes[first][0]:016x} and {own:016x}: memory or a processor has erred",
                     lost=False,
@@ -527,7 +507,7 @@ class Mirror:
         for place, (own, _) in enumerate(votes):
             keeper = votes[self._buddies[place]]
             if self.copied and keeper[1] != own:
-                return self._fail(
+                return self.fail(
                     f"the copy at place {self._buddies[place]} of version {self.version} of place {place} "
                     f"has digest {keeper[1]:016x}, and the original {own:016x}: memory or a link has erred",
                     lost=False,
@@ -537,7 +517,8 @@ class Mirror:
         self._voted_for = version, votes[self.place][0]
         return [Commit(version=version, digests=tuple(own for own, _ in votes))]
 
-    def _fail(self, reason: str, *, lost: bool) -> list[Action]:
+    def fail(self, reason: str, *, lost: bool) -> list[Action]:
+        """Handle no event any more."""
         self.state = State.FAILED
         return [Fail(lost=lost, reason=reason)]
 

@@ -13,15 +13,11 @@ import contextlib
 import errno
 import mmap
 import os
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot, padded
@@ -33,8 +29,8 @@ from zbmd.training.optim import (
     whole_parameters,
 )
 from zbmd.training.optim.elementwise import AdamWState, Shard, StateArray, slot_blocks
-from zbmd.training.redundancy.machine import SLOTS
-from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.training.redundancy.stamped import NAME, NO_NOTE, NOTE_NUMBERS, Note, StampedSlots, StateName
+from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import counted
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
@@ -164,37 +160,10 @@ def run_shards(size: int, blocks: Sequence[tuple[slice, bool]]) -> Iterator[tupl
         yield slice(0, size), Shard(size, [])
 
 
-MAGIC: Final = b"zbmdstate2\0\0\0\0\0\0"
-NO_VERSION: Final = -1
-_NAME: Final = struct.Struct("<16s5Q")  # magic, run, place, ranks, elements of a slot, numbers of a note
-_STAMP: Final = struct.Struct("<qQ")  # version, digest
-Note = NDArray[np.float64]
-NO_NOTE: Final[Note] = np.zeros(0)
-NOTE_NUMBERS: Final = 220
-"""Two notes of this length fit the page before the slots; longer ones take more pages."""
-_NOTES_AT: Final = 256
 _WILL_NEED, _PAGE_OUT = 3, 21  # of madvise(2); Python has no name for the second
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateName:
-    """The identity of a state file. `run`: distinguishes runs; `elements`: float32 numbers of a slot.
-
-    `note`: the most numbers that are noted of a version.
-    """
-
-    run: int
-    place: int
-    ranks: int
-    elements: int
-    note: int = NOTE_NUMBERS
-
-    def encoded(self) -> bytes:
-        """Return the header of the file."""
-        return _NAME.pack(MAGIC, self.run, self.place, self.ranks, self.elements, self.note)
-
-
-class StateFile:
+class StateFile(StampedSlots):
     """The state of one rank in `folder`. For one thread.
 
     `again`: this is a replacement, which takes over an existing file of the same name. Raises `UserError` if
@@ -203,44 +172,38 @@ class StateFile:
 
     def __init__(self, folder: Path, name: StateName, *, again: bool) -> None:
         self.path = folder / f"zero-{name.place}-of-{name.ranks}.state"
-        self._stride, nbytes = _stride(name.elements), file_bytes(name.elements, note=name.note)
-        self._note, head = name.note, _head(name.note)
         try:
-            fd = self._opened(name, nbytes) if again else None
+            fd = self._opened(name) if again else None
             if fd is None:
-                fd = self._made(folder, name, nbytes)
+                fd = self._made(folder, name)
         except OSError as error:
-            raise _cannot(folder, nbytes, error.strerror) from error
+            raise _cannot(folder, name.nbytes, error.strerror) from error
         try:
-            self._map = mmap.mmap(fd, nbytes)
+            self._map = mmap.mmap(fd, name.nbytes)
         finally:
             os.close(fd)
-        self.slots: list[Array] = [
-            np.frombuffer(self._map, np.float32, name.elements, head + slot * self._stride)
-            for slot in range(SLOTS)
-        ]
-        self._begin = address_of(self.slots[0]) - head
+        super().__init__(self._map, name)
+        self._begin = address_of(self.head)
         self._hash = xxhash.xxh3_64()
 
-    def _opened(self, name: StateName, nbytes: int) -> int | None:
+    def _opened(self, name: StateName) -> int | None:
         """Return the existing file, if it is this rank's of this run and complete."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        if os.fstat(fd).st_size == nbytes and os.pread(fd, _NAME.size, 0) == name.encoded():
+        if os.fstat(fd).st_size == name.nbytes and os.pread(fd, NAME.size, 0) == name.encoded():
             return fd
         os.close(fd)
         return None
 
-    def _made(self, folder: Path, name: StateName, nbytes: int) -> int:
+    def _made(self, folder: Path, name: StateName) -> int:
         """Return a new file that replaces any existing one, which another run may still have mapped."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(fd, 0, nbytes)  # a full disk is told here, not by a SIGBUS later
-            os.pwrite(fd, name.encoded() + SLOTS * _STAMP.pack(NO_VERSION, 0), 0)
+            os.posix_fallocate(fd, 0, name.nbytes)  # a full disk is told here, not by a SIGBUS later
         except BaseException:
             os.close(fd)
             self.path.unlink(missing_ok=True)
@@ -249,41 +212,18 @@ class StateFile:
 
     # ---- what is whole
 
-    def version_in(self, slot: int) -> int | None:
-        """Return the version of the slot if it is complete."""
-        version = _STAMP.unpack_from(self._map, self._stamp_at(slot))[0]
-        return version if version >= 0 and version % SLOTS == slot else None
-
-    def digest_in(self, slot: int) -> int:
-        """Return the digest of the slot, computed while it was written."""
-        return int(_STAMP.unpack_from(self._map, self._stamp_at(slot))[1])
-
     def begin(self, slot: int) -> None:
         """Mark the slot as incomplete."""
-        _STAMP.pack_into(self._map, self._stamp_at(slot), NO_VERSION, 0)
+        super().begin(slot)
         self._hash.reset()
 
-    def end(self, slot: int, version: int, note: Note = NO_NOTE) -> None:
-        """Mark the slot as complete, the version last, since the process may be killed before it.
+    def written(self, slot: int, version: int, note: Note = NO_NOTE) -> None:
+        """Mark the slot as complete, with the digest of what was written since `begin`.
 
-        `note`: what a later reader needs to know of the version, with at most as many numbers as the name
-        says.
+        `note`: what a later reader needs to know of the version.
         """
-        if version % SLOTS != slot:
-            raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
-        if len(note) > self._note:
-            raise LocalProtocolError(f"a note has {len(note)} numbers, at most {self._note} fit")
-        at = self._stamp_at(slot)
-        struct.pack_into("<Q", self._map, at + 8, self._hash.intdigest())
-        struct.pack_into(f"<Q{len(note)}d", self._map, self._note_at(slot), len(note), *note.tolist())
-        struct.pack_into("<q", self._map, at, version)
-
-    def noted(self, slot: int) -> Note:
-        """Return the note of the complete version in the slot; empty if there is none."""
-        (count,) = struct.unpack_from("<Q", self._map, self._note_at(slot))
-        if self.version_in(slot) is None or count > self._note:
-            return NO_NOTE
-        return np.frombuffer(self._map, np.float64, count, self._note_at(slot) + 8).copy()
+        self.put_note(slot, note)
+        self.end(slot, version, self._hash.intdigest())
 
     def drop_damaged(self, slot: int, parts: Iterable[Sequence[Array]]) -> None:
         """Verify what a predecessor has left: mark the slot as incomplete if its digest does not match."""
@@ -295,12 +235,6 @@ class StateFile:
             self.wrote(part)
         if self._hash.intdigest() != told:
             self.begin(slot)
-
-    def _stamp_at(self, slot: int) -> int:
-        return _NAME.size + slot * _STAMP.size
-
-    def _note_at(self, slot: int) -> int:
-        return _NOTES_AT + slot * 8 * (1 + self._note)
 
     # ---- what is in memory
 
@@ -333,19 +267,9 @@ class StateFile:
         self.path.unlink(missing_ok=True)
 
 
-def _head(note: int) -> int:
-    """Return the bytes before the slots: whole pages."""
-    return -(-(_NOTES_AT + SLOTS * 8 * (1 + note)) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def file_bytes(elements: int, *, note: int = NOTE_NUMBERS) -> int:
-    """Return the bytes of a file with slots of `elements` float32 numbers, and notes of at most `note`."""
-    return _head(note) + SLOTS * _stride(elements)
-
-
 def require_folder(folder: Path, *, elements: int, ranks: int, note: int = NOTE_NUMBERS) -> None:
     """Create `folder` if needed. Raise `UserError` if its disk cannot hold the files of so many ranks."""
-    nbytes = file_bytes(elements, note=note)
+    nbytes = StateName(run=0, place=0, ranks=ranks, elements=elements, note=note).nbytes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -357,10 +281,6 @@ def require_folder(folder: Path, *, elements: int, ranks: int, note: int = NOTE_
     there = sum(path.stat().st_blocks * 512 for path in folder.glob("*.state") if path.is_file())
     if ranks * nbytes > free_bytes + there:  # those of a run before make room
         raise _cannot(folder, nbytes, f"{ranks} ranks are here, and {in_words(free_bytes)} are free")
-
-
-def _stride(elements: int) -> int:
-    return -(-4 * elements // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _cannot(folder: Path, nbytes: int, why: str | None) -> UserError:

@@ -1,8 +1,9 @@
 """The commit log: what each committed step consisted of, and the audit that proves that no sample was lost.
 
 The log is a stream of MessagePack objects that any msgpack tool can read: one header, then one record per
-committed version. The lowest rank of an epoch appends; after its death the next one truncates a torn last
-record and continues. A version that is already in the log is not written again (its digest must be equal).
+committed version. Behind each is its length in bytes, a uint32, so that who goes on with a long log reads its
+end alone. The lowest rank of an epoch appends; after its death the next one truncates a torn last record and
+continues. A version that is already in the log is not written again (its digest must be equal).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,11 +24,18 @@ import msgspec
 from zbmd.training.files import DISK_FULL_ERRNOS, DiskFull, write_atomically
 from zbmd.transport.errors import UserError, ZbmdError
 
-LOG_FORMAT = 1
+LOG_FORMAT = 2
 RECORD_BYTES_MAX = 1 << 20
 """A larger record cannot be ours: reading stops there."""
+DIGESTS_KEPT = 1024
+"""Of the last versions of a log; those of earlier ones are looked up."""
+_LENGTH = struct.Struct(">BI")
+"""A MessagePack uint32."""
+_UINT32 = 0xCE
 
 LOG_NAME = "commits.zlog"
+LOCK_NAME = "run.lock"
+"""Locked, shared, for as long as a writer of the log lives."""
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +79,20 @@ class _Damaged(Exception):
 
 
 _pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
+_LIMITS: dict[str, Any] = {
+    "raw": False,
+    "strict_map_key": False,
+    "max_str_len": RECORD_BYTES_MAX,
+    "max_array_len": 65_536,
+    "max_map_len": 65_536,
+}
+_UNREADABLE = (msgpack.UnpackException, ValueError, TypeError, RecursionError)
+
+
+def _packed(value: LogHeader | CommitRecord) -> bytes:
+    """An object of the log, with its length behind it."""
+    data = _pack(msgspec.to_builtins(value, str_keys=False))
+    return data + _LENGTH.pack(_UINT32, len(data))
 
 
 def _objects(path: Path, start: int = 0) -> Generator[tuple[int, Any]]:
@@ -80,24 +103,59 @@ def _objects(path: Path, start: int = 0) -> Generator[tuple[int, Any]]:
     end = start
     with path.open("rb") as file:
         file.seek(start)
-        unpacker = msgpack.Unpacker(
-            file,
-            raw=False,
-            strict_map_key=False,
-            max_buffer_size=2 * RECORD_BYTES_MAX,
-            max_str_len=RECORD_BYTES_MAX,
-            max_array_len=65_536,
-            max_map_len=65_536,
-        )
+        unpacker = msgpack.Unpacker(file, max_buffer_size=2 * RECORD_BYTES_MAX, **_LIMITS)
         while True:
             try:
-                value = unpacker.unpack()
+                value, length = unpacker.unpack(), unpacker.unpack()
             except msgpack.OutOfData:
                 return
-            except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
+            except _UNREADABLE as error:
                 raise _Damaged(end, f"{type(error).__name__} {error}") from None
-            end = start + unpacker.tell()
+            begin, end = end, start + unpacker.tell()
+            if length != end - begin - _LENGTH.size:
+                raise _Damaged(begin, f"an object of {end - begin} bytes says that it has {length!r}")
             yield end, value
+
+
+def _records_backwards(path: Path) -> Generator[CommitRecord]:
+    """Yield the records of a log from its last one on, up to its header. Raises `_Damaged`.
+
+    The last one may be torn: then that is where it is damaged.
+    """
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            kind = length = 0
+            if end >= _LENGTH.size:
+                file.seek(end - _LENGTH.size)
+                kind, length = _LENGTH.unpack(file.read(_LENGTH.size))
+            begin = end - _LENGTH.size - length
+            if kind != _UINT32 or length > RECORD_BYTES_MAX or begin < 0:
+                raise _Damaged(end, "there is no object before it")
+            if begin == 0:
+                return
+            file.seek(begin)
+            try:
+                yield msgspec.convert(msgpack.unpackb(file.read(length), **_LIMITS), CommitRecord)
+            except (*_UNREADABLE, msgspec.ValidationError) as error:
+                raise _Damaged(begin, f"{type(error).__name__} {error}") from None
+            end = begin
+
+
+def read_record(path: Path, version: int | None = None) -> CommitRecord | None:
+    """Return the record of a version, by default of the last one; None if the log has none of it.
+
+    Reads the log from its end. Raises as `read_log`.
+    """
+    with _errors_explained(path):
+        try:
+            for record in _records_backwards(path):
+                if version is None or record.version <= version:
+                    return record if version in (None, record.version) else None
+        except _Damaged:  # or the last record is torn
+            records = read_log(path)[1]
+            return next((one for one in reversed(records) if version in (None, one.version)), None)
+    return None
 
 
 def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
@@ -121,6 +179,17 @@ def read_header(path: Path) -> LogHeader:
         return _header_of(path, objects)
 
 
+def has_log(path: Path) -> bool:
+    """Return whether a commit log has been begun at `path`.
+
+    It has not where its writer ended, or is, between making the file and writing the header.
+    """
+    if not path.exists():
+        return False
+    with _errors_explained(path), contextlib.closing(_objects(path)) as objects:
+        return next(objects, None) is not None
+
+
 def _header_of(path: Path, objects: Iterator[tuple[int, Any]]) -> LogHeader:
     header = msgspec.convert(next(objects)[1], LogHeader)
     if header.format != LOG_FORMAT:
@@ -137,7 +206,10 @@ def _errors_explained(path: Path) -> Generator[None]:
         raise UserError(f"no commit log at {path}: give the directory of a run.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. Give the directory of a run.") from error
-    except (StopIteration, msgspec.ValidationError, _Damaged) as error:
+    except StopIteration:
+        empty = f"{path} is not a commit log, or none yet: it has no header, and so no step is committed"
+        raise UserError(f"{empty}. Give the directory of a run.") from None
+    except (msgspec.ValidationError, _Damaged) as error:
         raise UserError(f"{path} is not a commit log ({error}): give the directory of a run.") from None
 
 
@@ -154,6 +226,7 @@ class CommitLog:
         self.path = path
         self.header = header
         self._file: int | None = None
+        self._lock: int | None = None
         self._digests: dict[int, str] = {}
         self._last = header.base_version
         """The highest version that is known to be in the log."""
@@ -166,11 +239,12 @@ class CommitLog:
 
         Raises `UserError` if the log belongs to another run.
         """
-        if not self.path.exists():
+        if not has_log(self.path):
             return self.header.base_version
-        header, records = read_log(self.path)
+        header = read_header(self.path)
         self._check(header)
-        return max((record.version for record in records), default=header.base_version)
+        last = read_record(self.path)
+        return header.base_version if last is None else last.version
 
     def append(self, record: CommitRecord) -> None:
         """Write `record`, unless its version is already in the log.
@@ -181,6 +255,7 @@ class CommitLog:
         if self._file is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
             self._file = os.open(self.path, flags, 0o644)
+            self._lock = _locked(self.path.parent, fcntl.LOCK_SH)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._catch_up(self._file)
@@ -191,25 +266,40 @@ class CommitLog:
             raise
 
     def _append(self, file: int, record: CommitRecord) -> None:
-        known = self._digests.get(record.version)
+        known = self._digest_of(record.version)
         if known is not None and known != record.digest:
             raise LedgerBroken(f"version {record.version} is in {self.path} as {known}, now {record.digest}")
         if known is not None:
             return
         if record.version != self._last + 1:
             raise LedgerBroken(f"version {record.version} cannot follow {self._last} in {self.path}")
-        self._write(file, _pack(msgspec.to_builtins(record, str_keys=False)))
+        self._write(file, _packed(record))
         self._know(record)
+
+    def _digest_of(self, version: int) -> str | None:
+        """Return the digest of a version that is in the log."""
+        if version in self._digests or not self.header.base_version < version <= self._last:
+            return self._digests.get(version)
+        try:
+            found = next((one for one in _records_backwards(self.path) if one.version == version), None)
+        except _Damaged as error:
+            raise self._damaged(error) from None
+        return None if found is None else found.digest
 
     def _know(self, record: CommitRecord) -> None:
         self._digests[record.version] = record.digest
         self._last = max(self._last, record.version)
+        if len(self._digests) > DIGESTS_KEPT:
+            del self._digests[next(iter(self._digests))]
 
     def close(self) -> None:
         """Close the file; `append` opens it again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _catch_up(self, file: int) -> None:
         """Read what is new in the log, whose lock is held, and truncate it after its last complete record."""
@@ -219,7 +309,7 @@ class CommitLog:
         end = self._read_known(status)
         os.ftruncate(file, end)  # a record torn by the last writer's death
         if end == 0:
-            self._write(file, _pack(msgspec.to_builtins(self.header)))
+            self._write(file, _packed(self.header))
 
     def _write(self, file: int, data: bytes) -> None:
         _write(file, data, self.path)
@@ -227,7 +317,7 @@ class CommitLog:
         self._read = inode, end + len(data)
 
     def _read_known(self, status: os.stat_result) -> int:
-        """Read the digests in the log; return the offset after its last complete record.
+        """Read what is new in the log; return the offset after its last complete record.
 
         Only a truncated record is left out. Damage raises, because records of the run may follow it.
         """
@@ -235,7 +325,7 @@ class CommitLog:
         if inode != status.st_ino or end > status.st_size:
             self._digests.clear()
             self._last = self.header.base_version
-            end = 0
+            end = self._read_end(status)
         begin = end
         try:
             for offset, value in _objects(self.path, begin):
@@ -246,12 +336,30 @@ class CommitLog:
                     self._know(record)
                 end = offset
         except (msgspec.ValidationError, _Damaged) as error:
-            raise UserError(
-                f"{self.path} is not a commit log, or is damaged ({error}): restore it, or give this run "
-                "a directory of its own."
-            ) from None
+            raise self._damaged(error) from None
         self._read = (status.st_ino, end)
         return end
+
+    def _read_end(self, status: os.stat_result) -> int:
+        """Read the last record of a log that another process wrote; return the offset after it.
+
+        0 if the end cannot be read: it is torn, there is no record yet, or it is no log of ours.
+        """
+        try:
+            last = next(_records_backwards(self.path), None)
+        except _Damaged:
+            return 0
+        if last is None:
+            return 0
+        self._check(read_header(self.path))
+        self._know(last)
+        return status.st_size
+
+    def _damaged(self, error: Exception) -> UserError:
+        return UserError(
+            f"{self.path} is not a commit log, or is damaged ({error}): restore it, or give this run a "
+            "directory of its own."
+        )
 
     def _check(self, header: LogHeader) -> None:
         if header != self.header:
@@ -263,7 +371,7 @@ class RunLog:
 
     first: the version that this rank can begin with. may_begin: whether this rank takes the directory over
     for the run; `resumed`: the checkpoint that it goes on from. If that lies in the same directory, the log
-    there goes on, too.
+    there goes on, too. on_begin: called before the directory is taken over.
 
     Raises `UserError` if the log in the directory is another run's.
     """
@@ -278,17 +386,19 @@ class RunLog:
         seed: int,
         resumed: Path | None = None,
         may_begin: bool,
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.path, self.first = directory / LOG_NAME, first
         self._header = LogHeader(format=LOG_FORMAT, run_id=run_id, base_version=first, plan=plan, seed=seed)
         self._log: CommitLog | None = None
         if may_begin and not self._is_ours():
             begin_log(directory, resumed)
-            if self.path.exists():
+            on_begin()
+            if has_log(self.path):
                 _continue(self.path, self._header)
 
     def _is_ours(self) -> bool:
-        return self.path.exists() and read_header(self.path).run_id == self._header.run_id
+        return has_log(self.path) and read_header(self.path).run_id == self._header.run_id
 
     def last_version(self) -> int:
         """Return the highest version that this run has logged, or `first`."""
@@ -296,7 +406,10 @@ class RunLog:
 
     def record(self, version: int) -> CommitRecord:
         """Return the record of a version that is in the log."""
-        return next(record for record in read_log(self.path)[1] if record.version == version)
+        found = read_record(self.path, version)
+        if found is None:
+            raise LedgerBroken(f"version {version} is not in {self.path}, which has the versions after it")
+        return found
 
     def append(self, record: CommitRecord) -> None:
         """Log a version; see `CommitLog.append`."""
@@ -312,6 +425,37 @@ class RunLog:
         """Close the file. Idempotent."""
         if self._log is not None:
             self._log.close()
+
+
+def _locked(directory: Path, kind: int) -> int | None:
+    """Return a descriptor that holds the lock of a run; None if another one prevents it.
+
+    A file system without locks prevents nothing.
+    """
+    lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:
+        return lock
+    return lock
+
+
+@contextlib.contextmanager
+def nobody_writes(directory: Path) -> Generator[None]:
+    """Let the block change the log of a run in `directory`. Raises `UserError` if a rank writes it."""
+    lock = _locked(directory, fcntl.LOCK_EX)
+    if lock is None:
+        raise UserError(
+            f"a run is under way in {directory}, so it is not overwritten: stop it first, or give this run a "
+            "directory of its own with --out."
+        )
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def begin_log(directory: Path, resumed: Path | None) -> None:
@@ -330,21 +474,20 @@ def _continue(path: Path, header: LogHeader) -> None:
         header = msgspec.structs.replace(header, base_version=old.base_version)
     else:  # it misses some: what is left is proved from the checkpoint on
         kept = {}
-    parts = [_pack(msgspec.to_builtins(header))]
-    parts += [_pack(msgspec.to_builtins(record, str_keys=False)) for record in kept.values()]
+    parts = [_packed(header), *map(_packed, kept.values())]
     write_atomically(path, lambda file: file.write(b"".join(parts)))
 
 
 def require_no_log(path: Path) -> None:
     """Raise `UserError` if there is a log at `path`, where a new run begins."""
-    if path.exists():
+    if has_log(path):
         raise _of_another_run(path, read_log(path)[0])
 
 
 def _of_another_run(path: Path, header: LogHeader) -> UserError:
     return UserError(
         f"{path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run a directory of "
-        "its own with --out; --resume can continue from that run's checkpoint."
+        "its own with --out, continue that run with --resume, or remove its files with --overwrite on."
     )
 
 

@@ -2,8 +2,9 @@
 
 Each rank is the production machine with the production rules of epochs, wishes and records, over a model of
 memory: slots that peers can read, also after the owner's death. The mesh, the way in which the state is kept
-(replicas, buddies, files) and the hosts are the seed's choice. The node runs the job as the only one of a
-cluster of one node (`zbmd.collectives.scenarios.node`): it restarts the dead, or shrinks the group.
+(replicas, buddies, files, memory that outlives its rank) and the hosts are the seed's choice. The node runs
+the job as the only one of a cluster of one node (`zbmd.collectives.scenarios.node`): it restarts the dead, or
+shrinks the group.
 
 Checked after every event: a committed version has the one content that it may have, and survives the loss of
 any one rank; a slot that somebody reads does not change; what is known to be committed only grows; every
@@ -40,6 +41,7 @@ DATA_ONLY_SHARE = 0.4
 """The share of runs on a mesh of `dp` alone, whose groups can shrink and grow."""
 SHARDED_SHARE = 0.25
 FILES_SHARE = 0.15
+KEPT_SHARE = 0.3
 HOSTS_SHARE = 0.4
 TALKS_SHARE = 0.2
 RESUMED_SHARE = 0.2
@@ -76,6 +78,7 @@ def draw_options(
             )
             for _ in range(signals)
         ),
+        kept=rng.random() < KEPT_SHARE,
     )
 
 

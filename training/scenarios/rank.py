@@ -10,26 +10,25 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Generator, Sequence
-from typing import NamedTuple, TypeAlias, assert_never
+from typing import NamedTuple
 
 import numpy as np
 
-from zbmd.actors.cluster.jobs import node_events as jobs
-from zbmd.actors.view import MemberId, View
-from zbmd.collectives.scenarios.hosted_job import NODE, Enter, Message, Parted, joined, linked, member_of
+from zbmd.actors.view import MemberId
 from zbmd.training.job.results import StepResults
 from zbmd.training.job.task import ResultRow, StepResult
-from zbmd.training.redundancy import interface
+from zbmd.training.redundancy import interface, resizing
 from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.cut_events import Divide, EnteredCut, Forget, HeldCut, Reshard, Resharded
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.interface import Agenda, ViewUse, Wish, digests_in
 from zbmd.training.redundancy.machine import SLOTS
-from zbmd.training.scenarios.world import COPIES_AT, Asked, Cells, CommitWorld, StepOrder
+from zbmd.training.redundancy.resizing import NEVER, ResizingMirror
+from zbmd.training.scenarios.moved_process import WAIT, MovedProcess, Moves
+from zbmd.training.scenarios.world import COPIES_AT, Bank, Cells, CommitWorld, RankFile, StepOrder
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import sim
-from zbmd.transport.errors import LocalProtocolError
 
-MOVE_NS_MAX = 3_000_000
 CUT_SHARE = 0.5
 """The share of operations that are cut for a member, of those that could also end for it."""
 WHOLE_SHARE = 0.3
@@ -40,10 +39,6 @@ CORRUPTED_SHARE = 0.2
 """The share of copies and updates in which memory errs, in a run where it does."""
 
 BITS = 32
-
-WAIT = True
-"""Yielded by a rank that waits for a view; other moves yield False."""
-Moves: TypeAlias = Generator[bool, None, None]
 
 
 class Cut(Exception):
@@ -61,104 +56,37 @@ class Ballot(NamedTuple):
     samples: dict[int, tuple[int, ...]]
 
 
-class RankProcess:
+class Met(NamedTuple):
+    """The report of a rank in a new epoch, and where it lies."""
+
+    held: zm.Held | HeldCut
+    banks: tuple[Bank, ...]
+
+
+class RankProcess(MovedProcess):
     """One incarnation of a rank; see `zbmd.transport.sim.Process`."""
 
     def __init__(self, world: CommitWorld, rank: int, incarnation: int, rng: random.Random) -> None:
-        self.world, self.rng = world, rng
-        self.member = MemberId(rank=rank, incarnation=incarnation)
+        super().__init__(world, rank, incarnation, rng)
         self.cells = world.open(self.member)
-        self.view = self.installed = View(epoch=0, members=())
-        self.coming: View | None = None
-        self.lost: set[MemberId] = set()
         self.machine: zm.Mirror | None = None
+        self.resizing: ResizingMirror | None = None
+        """Of a state that is recut; `machine` is in it."""
+        self.met: tuple[tuple[Bank, ...], ...] = ()
+        """The memory of all members when they met, in their order."""
         self.results = StepResults(ResultRow(world.contents.shards, world.contents.samples), 0)
-        self.wishes = Wish.NOTHING
         self.agreed = Agenda()
         self.copying: zm.CopyWard | None = None
         self.reading: tuple[Cells, int, int] | None = None
         """The memory that is being read, the cell in it, and its digest."""
-        self.effects: list[sim.Effect[Message]] = []
-        self.waits = True
-        self.program = self._run()
 
     def check_invariants(self) -> None:
         """The machine's own, and: what is being read does not change."""
-        if self.machine is not None:
-            self.machine.check_invariants()
+        if (machine := self.resizing or self.machine) is not None:
+            machine.check_invariants()
         if self.reading is not None:
             cells, cell, digest = self.reading
             assert cells.digest(cell) == digest, f"{self.member}: the slot being read has changed"
-
-    # ---- stimuli
-
-    def deliver(self, stimulus: sim.Stimulus[Message], *, now_ns: int) -> Sequence[sim.Effect[Message]]:
-        """Take a stimulus, and make the next move if it is due."""
-        match stimulus:
-            case sim.Started():
-                return [joined(self.member), *self._signals(now_ns), *self._go_on(now_ns)]
-            case sim.Arrived(message=message):
-                return self._take(message, now_ns)
-            case sim.PeerEnded(peer=peer, incarnation=incarnation):
-                if peer != NODE:
-                    self.lost.add(member_of(peer, incarnation))
-                return []
-            case sim.TimerFired(name="move"):
-                return self._go_on(now_ns)
-            case sim.TimerFired(name=name):
-                self.wishes |= self._asked()[int(name)].wish
-                return []
-            case sim.Commanded():
-                raise LocalProtocolError("a rank is not a node")
-            case _:
-                assert_never(stimulus)
-
-    def _asked(self) -> list[Asked]:
-        return [asked for asked in self.world.options.asked if asked.rank == self.member.rank]
-
-    def _signals(self, now_ns: int) -> list[sim.Effect[Message]]:
-        """Arm the signals of the rank's first process; a replacement gets none."""
-        if self.member.incarnation > 1:
-            return []
-        every = enumerate(self._asked())
-        return [sim.SetTimer(name=str(at), at_ns=now_ns + asked.after_ns) for at, asked in every]
-
-    def _take(self, message: Message, now_ns: int) -> Sequence[sim.Effect[Message]]:
-        match message:
-            case jobs.InstallView(view=view):
-                if view.epoch <= self.installed.epoch:
-                    return []  # overtaken by the next
-                self.installed = view
-                return self._link()
-            case Enter(epoch=epoch):
-                if epoch != self.installed.epoch or epoch <= self.view.epoch or self.coming is not None:
-                    return []
-                self.coming = self.installed
-                return self._go_on(now_ns) if self.waits else []
-            case Parted(member=member):
-                self.lost.add(member)
-                return []
-            case jobs.Joined() | jobs.Linked():
-                raise LocalProtocolError("a rank is not a node")
-            case _:
-                assert_never(message)
-
-    def _link(self) -> list[sim.Effect[Message]]:
-        """Link up for the newest view, unless another is to be entered first."""
-        if self.coming is not None or self.installed.epoch <= self.view.epoch:
-            return []
-        return [linked(self.member, self.installed.epoch)]
-
-    def _go_on(self, now_ns: int) -> list[sim.Effect[Message]]:
-        self.effects = []
-        try:
-            self.waits = next(self.program)
-        except StopIteration:
-            return [*self.effects, sim.Exit()]
-        if self.waits:
-            return self.effects
-        at_ns = now_ns + self.rng.randint(1, MOVE_NS_MAX)
-        return [*self.effects, sim.SetTimer(name="move", at_ns=at_ns)]
 
     # ---- epochs; see `through_epochs` and `zbmd.training.job.job.Job`
 
@@ -174,7 +102,7 @@ class RankProcess:
             try:
                 use = interface.use_of(self.view, options.world_size, options.fits)
             except StepFailed:
-                assert options.shrink and not options.fits(len(links)), "it could go on"
+                assert options.shrink and not options.fits(self.view.ranks), "it could go on"
                 world.stranded = True
                 return
             if use is ViewUse.END:
@@ -183,6 +111,9 @@ class RankProcess:
                 return
             if use is ViewUse.WAIT:
                 world.ways.add("waits")
+                continue
+            if self.member not in self._members:
+                world.ways.add("is a spare")
                 continue
             try:
                 yield from self._in_epoch()
@@ -196,7 +127,8 @@ class RankProcess:
 
     @property
     def _members(self) -> tuple[MemberId, ...]:
-        return self.view.ids
+        active = self.world.options.active(self.view.ranks)
+        return tuple(member for member in self.view.ids if member.rank in active)
 
     @property
     def _place(self) -> int:
@@ -206,7 +138,12 @@ class RankProcess:
     def _keys(self) -> tuple[int, ...]:
         """The keys of the members' shards; see `Task.state_keys`."""
         options = self.world.options
-        return () if options.sharded else options.keys(len(self._members))
+        return options.keys(len(self._members)) if options.resizes or not options.sharded else ()
+
+    @property
+    def _key(self) -> int:
+        """The key of this rank's shard."""
+        return self.world.keys(self._members)[self.member]
 
     @property
     def _is_lowest(self) -> bool:
@@ -255,16 +192,22 @@ class RankProcess:
         """Make the machine, in the first epoch that this rank takes part in."""
         world, options = self.world, self.world.options
         own: tuple[int | None, int | None] = (None, None)
-        if options.files:
-            file = world.files[self.member.rank]
+        place, ranks, known = self._place, len(self._members), world.log.last
+        if options.resizes:
+            self.resizing = world.resizing(place=place, ranks=ranks, known=known, first=options.first)
+            self.machine = world.machines[self.member] = self.resizing.mirror
+            self.cells = world.divide(self.member, NEVER, ranks, place)
+            return
+        if (file := self._kept) is not None:
             own = file.stamps[0], file.stamps[1]
             for version, done in zip(own, file.notes, strict=True):
                 if done is not None and done.version == version:
                     self.results.keep(done)
+            self.results.learn_records([file.record] if file.record else [])
         self.machine = world.machines[self.member] = world.mirror(
-            place=self._place,
-            ranks=len(self._members),
-            known=world.log.last,
+            place=place,
+            ranks=ranks,
+            known=known,
             first=options.first,
             own=own,
             outlives=options.files,
@@ -299,7 +242,7 @@ class RankProcess:
         """Part from the others, when what the run makes is on disk."""
         world, version = self.world, self._mirror.version
         yield from self._together("end")
-        right = world.holds(self.member, version % SLOTS, self.member.rank, version)
+        right = world.holds(self.member, version % SLOTS, self._key, version)
         assert right or (world.corrupted and world.unverified), "it ends with wrong bits"
         agreed = world.ended_in.setdefault(self.view.epoch, version)
         assert agreed == version, f"members end at versions {agreed} and {version}"
@@ -309,9 +252,16 @@ class RankProcess:
 
     # ---- the machine
 
-    def _feed(self, event: zm.Event) -> list[zm.Action]:
-        known = self._mirror.known
-        actions = self._mirror.handle(event, now_ns=0)
+    def _feed(self, event: zm.Event | EnteredCut | Resharded) -> list[resizing.Action]:
+        known, actions = self._mirror.known, list[resizing.Action]()
+        match event:
+            case zm.Entered():
+                actions += self._mirror.handle(event, now_ns=0)
+            case EnteredCut() | Resharded():
+                assert self.resizing is not None
+                actions += self.resizing.handle(event, now_ns=0)
+            case _:
+                actions += (self.resizing or self._mirror).handle(event, now_ns=0)
         assert self._mirror.known >= known, "what is known to be committed grows"
         return actions
 
@@ -320,17 +270,25 @@ class RankProcess:
         every = yield from self._together("records", self.results.share())
         self.results.learn_records(_rows(every))
         known = max(self.results.known, world.log.last if self._is_lowest else 0)
-        every = yield from self._together("meet", self._mirror.report(known))
-        held = tuple(one for one in every if isinstance(one, zm.Held))
+        banks, report = world.banks.get(self.member, ()), (self.resizing or self._mirror).report(known)
+        every = yield from self._together("meet", Met(report, banks))
+        self.met = tuple(one.banks for one in every if isinstance(one, Met))
+        reports = [one.held for one in every if isinstance(one, Met)]
+        held = tuple(one if isinstance(one, zm.Held) else one.held for one in reports)
         options = world.options
-        entered = zm.Entered(
-            held=held,
-            hosts=tuple(options.host(member.rank) for member in members),
-            place=self._place,
-            keys=() if options.files else self._keys,
-        )
+        entered: zm.Entered | EnteredCut
+        hosts = tuple(options.host(member.rank) for member in members)
+        if self.resizing is None:
+            keys = () if options.files else self._keys
+            entered = zm.Entered(held=held, hosts=hosts, place=self._place, keys=keys)
+        else:
+            cuts = tuple(one for one in reports if isinstance(one, HeldCut))
+            entered = EnteredCut(held=cuts, hosts=hosts, place=self._place, epoch=self.view.epoch)
         for action in self._feed(entered):
             yield from self._restore(action, known=max(one.known for one in held))
+        if self.resizing is not None:
+            world.cut(self.member, self.resizing.cut.made)
+            yield from self._together("handles")
         version = self._mirror.version
         assert version >= world.saved, f"version {world.saved} is saved, and {version} is gone on from"
         assert version >= world.log.last, f"version {world.log.last} is logged, and {version} is gone on from"
@@ -338,16 +296,17 @@ class RankProcess:
             "members go on from different ones"
         )
 
-    def _restore(self, action: zm.Action, *, known: int) -> Moves:
+    def _restore(self, action: resizing.Action, *, known: int) -> Moves:
         world, cells = self.world, self.cells
         match action:
             case zm.Restore(version=version, source=source):
                 member = self._members[source.place]
                 cell = source.slot + (0 if source.own else COPIES_AT)
+                self._unstamp(version)
                 cells.tear(version % SLOTS)
-                wrong = not world.holds(member, cell, self.member.rank, version)
+                wrong = not world.holds(member, cell, self._key, version)
                 yield from self._pull(world.cells[member], cell, version % SLOTS)
-                compared = not source.own or world.has_voter(self._members, self.member.rank, version)
+                compared = not source.own or world.has_voter(self._members, self._key, version)
                 if not compared or (wrong and version not in world.committed):
                     world.unverified = True
                 world.ways.add("pulls")
@@ -356,15 +315,24 @@ class RankProcess:
                     world.voted[self.member] = version
                 for more in self._feed(zm.Restored(digest=digest)):
                     yield from self._restore(more, known=known)
+            case Divide():
+                self.cells = world.redivide(self.member, self.view.epoch, action)
+            case Reshard():
+                yield from self._reshard(action, known=known)
+            case Forget():
+                world.forget(self.member)
             case zm.StartAnew():
-                self._write_file(world.options.first, None)
+                self._unstamp(world.options.first)
                 cells.begin(world.options.first)
-                self._wrote_file(world.options.first, None)
+                if world.options.files:
+                    self._stamp(world.options.first)
             case zm.Resume(version=version):
-                right = world.holds(self.member, version % SLOTS, self.member.rank, version)
+                right = world.holds(self.member, version % SLOTS, self._key, version)
                 assert right or world.corrupted, f"it goes on from {version}, which it does not hold"
                 if self.results.result(version + 1) is not None:
                     world.ways.add("rolls back")
+                if world.options.replicas:
+                    self._unstamp(version + 1)
             case zm.Fail(lost=True, reason=reason):
                 world.check_lost(known, self._members)
                 world.state_lost, world.reason = True, reason
@@ -373,6 +341,31 @@ class RankProcess:
                 self._diverged(reason)
             case _:
                 raise AssertionError(f"{action} after an epoch was entered")
+
+    def _reshard(self, work: Reshard, *, known: int) -> Moves:
+        """Read all parts of the cut before, one after the other, into our part of the new one."""
+        world, slot, sources = self.world, work.version % SLOTS, list[tuple[Cells, int]]()
+        self.cells.tear(slot)
+        for found in work.sources:
+            source = found.source
+            cells = self.met[source.place][int(found.older)].cells
+            cell = source.slot + (0 if source.own else COPIES_AT)
+            sources.append((cells, cell))
+            self.reading = cells, cell, cells.digest(cell)
+            yield False
+            self.reading = None
+            if self._is_cut() and self.rng.random() < CUT_SHARE:
+                raise Cut
+        self.cells.assemble(sources, work.version)
+        world.unverified = world.unverified or bool(world.corrupted)
+        world.ways.add("reshards")
+        given = tuple(
+            cells.digest(cell)
+            for (cells, cell), found in zip(sources, work.sources, strict=True)
+            if found.source.place == self._place
+        )
+        for more in self._feed(Resharded(digest=self.cells.digest(slot), given=given)):
+            yield from self._restore(more, known=known)
 
     def _diverged(self, reason: str) -> None:
         world = self.world
@@ -427,14 +420,14 @@ class RankProcess:
         told = yield from self._together(f"vote {version}", self._ballot(version, asked))
         done = self._done(version, told)
         if first:
-            self.results.keep(done)
+            self._note(done)
         self._voted(told)
         if not first:
-            self._write_file(version, None)
             yield from self._update(order)
-            self._wrote_file(version, done)
+            if self.world.options.files:
+                self._stamp(version)
             self._feed(zm.Updated())
-            self.results.keep(done)
+            self._note(done)
         world.ways.add("steps")
         yield False
 
@@ -445,7 +438,7 @@ class RankProcess:
         if self.world.options.talks:
             yield from self._together(f"optimizer {order.version}")
         self.cells.update(order)
-        alike = self.world.options.keys(len(self._members)).count(self.world.key(self.member.rank))
+        alike = self.world.options.keys(len(self._members)).count(self._key)
         if self._mirror.replicas and alike > 1:
             self._err(slot)
 
@@ -457,6 +450,8 @@ class RankProcess:
         ids = contents.sample_ids(version)
         samples = {shard: tuple(int(one) for one in ids[shard]) for shard in shards}
         slot = machine.version % SLOTS
+        if not options.files:
+            self._stamp(machine.version + machine.replicas)
         if machine.replicas:
             vote = asked.vote(cells.digest(1 - slot), 0)
         else:
@@ -509,8 +504,13 @@ class RankProcess:
                     self._committed(version, digests)
                 case zm.Fail(lost=False, reason=reason):
                     self._diverged(reason)
+                case Forget():
+                    self.world.forget(self.member)
                 case _:
                     raise AssertionError(f"{action} after a vote")
+        if (kept := self._kept) is not None:
+            kept.record = self.results.share().tolist()
+            self._unstamp(self._mirror.version + 1)
 
     def _committed(self, version: int, digests: tuple[int, ...]) -> None:
         world, members = self.world, self._members
@@ -552,29 +552,41 @@ class RankProcess:
         if save or version == world.options.last:
             yield from self._settle(f"{name} save")
             yield from self._together(f"{name} written {version}")
-            for member in self._members:
-                assert world.corrupted or world.holds(member, version % SLOTS, member.rank, version)
+            for member, own in world.keys(self._members).items():
+                assert world.corrupted or world.holds(member, version % SLOTS, own, version)
             world.saved = max(world.saved, version)
             world.ways.add("saves")
 
     def _agree_on_log(self, version: int) -> Moves:
-        """See `zbmd.training.job.job.Job`."""
         every = yield from self._together("share", self.results.go_on_from(version))
         self.results.learn(version, _rows(every))
         missing = self.results.missing(self.world.log.last) if self._is_lowest else None
         if missing is not None:
             self.world.log.append(missing.record)
             self.world.ways.add("logs for another")
+        if self._is_lowest:
+            self.results.in_log(self.world.log.last)
         yield from self._together("logged")
 
-    def _write_file(self, version: int, _done: StepResult | None) -> None:
-        if self.world.options.files:
-            self.world.files[self.member.rank].stamps[version % SLOTS] = None
+    @property
+    def _kept(self) -> RankFile | None:
+        return self.world.files.get(self.member.rank)
 
-    def _wrote_file(self, version: int, done: StepResult | None) -> None:
-        if self.world.options.files:
-            file, slot = self.world.files[self.member.rank], version % SLOTS
-            file.stamps[slot], file.notes[slot] = version, done
+    def _unstamp(self, version: int) -> None:
+        """The slot is about to be written; see `StampedSlots.begin`."""
+        if self._kept is not None:
+            self._kept.stamps[version % SLOTS] = None
+
+    def _stamp(self, version: int) -> None:
+        """The slot is whole; see `StampedSlots.end`."""
+        if self._kept is not None:
+            self._kept.stamps[version % SLOTS] = version
+
+    def _note(self, done: StepResult) -> None:
+        """Keep the result of a step that is done; see `KeptState.note_step`."""
+        self.results.keep(done)
+        if self._kept is not None:
+            self._kept.notes[done.version % SLOTS] = done
 
 
 def _rows(every: Sequence[object]) -> list[list[float]]:

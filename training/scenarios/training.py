@@ -28,13 +28,22 @@ from zbmd.collectives.programs.simulate import Outcome, Result, Simulation
 from zbmd.collectives.scenarios.hosted_job import Message
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.data.corpus import Corpus, Source, write_corpus
+from zbmd.training.data.corpus import Corpus, write_corpus
+from zbmd.training.data.sources import Source
 from zbmd.training.model.gpt import GPT
 from zbmd.training.optim.elementwise import ARRAYS, AdamWState
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.scenarios.commit import CommitScenario, draw_options
-from zbmd.training.scenarios.world import CELLS, Cells, CommitOptions, Contents, ContentsOf, StepOrder
+from zbmd.training.scenarios.world import (
+    CELLS,
+    Cells,
+    CommitOptions,
+    Contents,
+    ContentsOf,
+    StepOrder,
+    part_key,
+)
 from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport import sim
@@ -93,7 +102,7 @@ def _corpus() -> Corpus:
     text_fd, corpus_fd = os.memfd_create("zbmd-text"), os.memfd_create("zbmd-corpus")
     try:
         os.write(text_fd, text)
-        source = Source(Path(f"/proc/self/fd/{text_fd}"), TEXT_BYTES, 0)
+        source = Source(f"/proc/self/fd/{text_fd}", TEXT_BYTES, 0)
         with os.fdopen(os.dup(corpus_fd), "wb") as file:
             write_corpus(file, [source], "", "words of no sense", TEXT_BYTES)
         corpus = Corpus(Path(f"/proc/self/fd/{corpus_fd}"), context=MODEL.context)
@@ -239,6 +248,15 @@ class TrainingCells(Cells):
         """See `Cells`."""
         assert isinstance(source, TrainingCells)
         self.cells[cell], self._keys[cell] = source.cells[source_cell], source._keys[source_cell]
+
+    def assemble(self, sources: Sequence[tuple[Cells, int]], version: int) -> None:
+        """See `Cells`. Every part is the whole."""
+        slot, (whole, cell) = version % SLOTS, sources[0]
+        assert isinstance(whole, TrainingCells)
+        flat = whole.cells[cell]
+        right = [digest_of(flat, part_key(len(sources), part)) for part in range(len(sources))]
+        if [cells.digest(at) for cells, at in sources] == right:
+            self.cells[slot] = flat
 
 
 @dataclass(frozen=True)

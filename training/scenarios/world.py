@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol, TypeAlias
 
@@ -19,8 +19,10 @@ from zbmd.training.job.mesh import DATA_AXIS, Mesh
 from zbmd.training.job.results import state_digest
 from zbmd.training.job.task import StepResult
 from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.cut_events import Divide, Keeps
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.redundancy.machine import SLOTS
+from zbmd.training.redundancy.resizing import ResizingMirror
 from zbmd.training.run.ledger import Audit, CommitRecord, audit
 from zbmd.transport import sim
 
@@ -31,6 +33,12 @@ SHARDS, SAMPLES = 4, 2
 """Logical shards of a step of the hash chain, and the samples of each."""
 TORN = 1
 """The content of a cell that is being written: no version's."""
+PART_BITS = 16
+
+
+def part_key(parts: int, part: int) -> int:
+    """Return the key of a part of a state that is cut into so many."""
+    return parts << PART_BITS | part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +55,29 @@ class CommitOptions(JobOptions):
     """One run. `steps` of them lead from version `first` to the last; hosts have `per_host` ranks, 0: all.
 
     mesh: of `zbmd train`, "": dp. sharded: each rank alone holds its shard, as under ZeRO. files: the state
-    is in files, which outlive their ranks. talks: the optimizer has an operation in its update, as Muon has.
-    corrupting: memory errs now and then, where a vote or a digest must notice it.
+    is in files, which outlive their ranks. kept: it is in memory that outlives them. talks: the optimizer has
+    an operation in its update, as Muon has. corrupting: memory errs now and then, where a vote or a digest
+    must notice it.
     """
 
     mesh: str = ""
     per_host: int = 0
     sharded: bool = False
     files: bool = False
+    kept: bool = False
     talks: bool = False
     corrupting: bool = False
     first: int = 0
     asked: tuple[Asked, ...] = ()
+
+    @property
+    def resizes(self) -> bool:
+        """Whether a sharded state is recut for each number of ranks."""
+        return self.shrink and self.sharded and not self.files and self._is_data_alone
+
+    @property
+    def _is_data_alone(self) -> bool:
+        return self.of_mesh(self.world_size).size(DATA_AXIS) == self.world_size
 
     @property
     def last(self) -> int:
@@ -66,10 +85,9 @@ class CommitOptions(JobOptions):
         return self.first + self.steps
 
     def of_mesh(self, ranks: int) -> Mesh:
-        """The mesh of so many ranks: with fewer than all, along `dp` alone."""
-        if ranks < self.world_size or not self.mesh:
-            return Mesh.of(ranks, {DATA_AXIS: ranks})
-        return Mesh.parse(self.mesh, ranks)
+        """The mesh of so many ranks: fewer than all are fewer along `dp`."""
+        whole = Mesh.parse(self.mesh or f"{DATA_AXIS}={self.world_size}", self.world_size)
+        return whole.along_data(ranks * whole.size(DATA_AXIS) // self.world_size)
 
     @property
     def replicas(self) -> bool:
@@ -79,13 +97,18 @@ class CommitOptions(JobOptions):
         mesh = self.of_mesh(self.world_size)
         return self.world_size == 1 or mesh.has_replicas(self.per_host or self.world_size)
 
-    def fits(self, ranks: int) -> bool:
-        """Whether the job can train with so many ranks, fewer than all."""
-        whole = self.of_mesh(self.world_size).size(DATA_AXIS) == self.world_size
-        return self.shrink and self.replicas and whole and 1 <= ranks <= self.world_size
+    def fits(self, ranks: Sequence[int]) -> bool:
+        """Whether the job can train with these ranks, fewer than all."""
+        return self.shrink and (self.replicas or self.resizes) and bool(self.active(ranks))
+
+    def active(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Those of these ranks that train; the others wait for another view."""
+        return self.of_mesh(self.world_size).among(ranks)
 
     def keys(self, ranks: int) -> tuple[int, ...]:
         """The keys of the shards of so many ranks, by their places."""
+        if self.resizes:
+            return tuple(part_key(ranks, part) for part in range(ranks))
         return tuple(range(ranks)) if self.sharded else self.of_mesh(ranks).state_keys()
 
     def host(self, rank: int) -> int:
@@ -146,6 +169,10 @@ class Cells(Protocol):
 
     def copy(self, source: Cells, source_cell: int, cell: int) -> None:
         """Pull what a cell of a member holds into one of ours."""
+        ...
+
+    def assemble(self, sources: Sequence[tuple[Cells, int]], version: int) -> None:
+        """Put our part of a version together, in its slot, from the cells of all parts of another cut."""
         ...
 
 
@@ -222,6 +249,12 @@ class HashCells(Cells):
         """See `Cells`."""
         self.held[cell] = source.digest(source_cell)
 
+    def assemble(self, sources: Sequence[tuple[Cells, int]], version: int) -> None:
+        """See `Cells`."""
+        found = [cells.digest(cell) for cells, cell in sources]
+        right = [chained(part_key(len(found), part), version) for part in range(len(found))]
+        self.held[version % SLOTS] = chained(self.key, version) if found == right else sum(found) + TORN
+
 
 class HashChain(Contents):
     """The simplest job whose versions can be distinguished."""
@@ -270,11 +303,24 @@ class SimulatedLog:
 
 @dataclass(slots=True)
 class RankFile:
-    """The state file of one rank: its cells, and of each slot the version that is whole, with its result."""
+    """The state file of one rank: its cells, and of each slot the version that is whole, with its result.
+
+    Memory that outlives a rank is as a file, with the record of the last version that it saw committed.
+    """
 
     cells: Cells
     stamps: list[int | None] = field(default_factory=lambda: [None, None])
     notes: list[StepResult | None] = field(default_factory=lambda: [None, None])
+    record: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """The cells of one incarnation for a part of the cut that was made in an epoch."""
+
+    made: int
+    parts: int
+    cells: Cells
 
 
 Acts: TypeAlias = "dict[int, dict[int, Wish]]"
@@ -289,9 +335,13 @@ class CommitWorld:
     log: SimulatedLog = field(init=False)
     mirror: type[zm.Mirror] = zm.Mirror
     """The machine of ranks; a test's choice."""
+    resizing: type[ResizingMirror] = ResizingMirror
+    """That of a state which is recut."""
     lives: Callable[[MemberId], bool] = lambda member: True
     cells: dict[MemberId, Cells] = field(default_factory=dict[MemberId, Cells])
     files: dict[int, RankFile] = field(default_factory=dict[int, RankFile])
+    banks: dict[MemberId, tuple[Bank, ...]] = field(default_factory=dict[MemberId, tuple[Bank, ...]])
+    """Of a state that is recut: all memory of an incarnation, that in use first."""
     machines: dict[MemberId, zm.Mirror] = field(default_factory=dict[MemberId, zm.Mirror])
     operations: dict[tuple[int, str], dict[MemberId, object]] = field(
         default_factory=dict[tuple[int, str], dict[MemberId, object]]
@@ -336,21 +386,26 @@ class CommitWorld:
         return self.state_lost or self.stranded or self.corruption_noticed
 
     def key(self, rank: int) -> int:
-        """The key of a rank's shard; groups of another size have one key alone."""
+        """The key of a rank's shard; groups of another size have one key alone, or recut their state."""
         return self.options.keys(self.options.world_size)[rank]
 
-    def holds(self, member: MemberId, cell: int, rank: int, version: int) -> bool:
-        """Whether a cell holds what the shard of `rank` is at `version`."""
-        return self.cells[member].digest(cell) == self.contents.digest_of(self.key(rank), version)
+    def keys(self, members: Sequence[MemberId]) -> dict[MemberId, int]:
+        """The keys of these members' shards."""
+        if self.options.resizes:
+            return dict(zip(members, self.options.keys(len(members)), strict=True))
+        return {member: self.key(member.rank) for member in members}
 
-    def has_voter(self, members: Sequence[MemberId], rank: int, version: int) -> bool:
-        """Whether any of `members` knows the digest of the shard of `rank` at `version`."""
-        key = self.key(rank)
-        return any(self.voted.get(one) == version for one in members if self.key(one.rank) == key)
+    def holds(self, member: MemberId, cell: int, key: int, version: int) -> bool:
+        """Whether a cell holds what the shard of a key is at `version`."""
+        return self.cells[member].digest(cell) == self.contents.digest_of(key, version)
+
+    def has_voter(self, members: Sequence[MemberId], key: int, version: int) -> bool:
+        """Whether any of `members` knows the digest of the shard of a key at `version`."""
+        return any(self.voted.get(one) == version for one, own in self.keys(members).items() if own == key)
 
     def open(self, member: MemberId) -> Cells:
-        """Return the cells of a new incarnation: those of its file, if it has one."""
-        if not self.options.files:
+        """Return the cells of a new incarnation: those of its file, or kept memory, if it has one."""
+        if self.options.resizes or not (self.options.files or self.options.kept):
             cells = self.contents.open(member, self.key(member.rank))
         else:
             if member.rank not in self.files:
@@ -359,15 +414,39 @@ class CommitWorld:
         self.cells[member] = cells
         return cells
 
+    def divide(self, member: MemberId, made: int, parts: int, part: int, kept: Sequence[Bank] = ()) -> Cells:
+        """Open cells for a part of a state, beside those that are kept."""
+        cells = self.cells[member] = self.contents.open(member, part_key(parts, part))
+        self.banks[member] = (Bank(made, parts, cells), *kept)
+        return cells
+
+    def redivide(self, member: MemberId, made: int, work: Divide) -> Cells:
+        """Perform `work` in the epoch `made`."""
+        now, *older = self.banks[member]
+        kept = {Keeps.OWN: [now], Keeps.OLDER: older, Keeps.NOTHING: []}[work.keeps]
+        self.ways.add("is recut")
+        return self.divide(member, made, work.parts, work.part, kept)
+
+    def cut(self, member: MemberId, made: int) -> None:
+        """Note the cut that the cells in use belong to."""
+        now, *older = self.banks[member]
+        self.banks[member] = (replace(now, made=made), *older)
+
+    def forget(self, member: MemberId) -> None:
+        """Give back the cells that were kept."""
+        self.banks[member] = self.banks[member][:1]
+
     # ---- what must hold
 
     def check_commit(self, version: int, digests: tuple[int, ...], members: Sequence[MemberId]) -> None:
         """A version is committed with the content that it may have; what is not corrupted, that is."""
-        wanted = tuple(self.contents.digest_of(self.key(member.rank), version) for member in members)
+        wanted = tuple(self.contents.digest_of(key, version) for key in self.keys(members).values())
         if not self.corrupted:
             assert digests == wanted, f"version {version} is committed with a wrong content"
         before = self.committed.get(version, digests)
-        assert self.corrupted or set(before) == set(digests), f"version {version} is committed twice"
+        is_recut = self.options.resizes and len(before) != len(digests)
+        alike = self.corrupted or is_recut or set(before) == set(digests)
+        assert alike, f"version {version} is committed twice"
         assert version in self.committed or version <= max(self.committed, default=self.options.first) + 1
         self.committed[version] = digests
 
@@ -376,34 +455,46 @@ class CommitWorld:
         options = self.options
         if self.corrupted or len(members) == 1:
             return
+        keys = self.keys(members)
         for member in members:
             if options.files:
                 assert version in self.files[member.rank].stamps, f"{member} has no whole {version}"
             elif options.replicas:
-                alike = [m for m in members if self.key(m.rank) == self.key(member.rank)]
-                held = all(self.holds(m, version % SLOTS, m.rank, version) for m in alike)
+                alike = [m for m in members if keys[m] == keys[member]]
+                held = all(self.holds(m, version % SLOTS, keys[m], version) for m in alike)
                 assert held, f"version {version} of {member} is not on all of {alike}"
             else:
                 copies = [
                     m
                     for m in members
-                    if m != member and self.holds(m, COPIES_AT + version % SLOTS, member.rank, version)
+                    if m != member and self.holds(m, COPIES_AT + version % SLOTS, keys[member], version)
                 ]
                 assert copies, f"version {version} of {member} is committed without a copy"
 
     def check_lost(self, known: int, members: Sequence[MemberId]) -> None:
         """The state is said to be lost only if it is."""
+        if self.options.resizes:
+            self._check_cuts_lost(known, members)
+            return
         for version in range(known, self.options.last + 1):
             gone = [
                 member
                 for member in members
                 if not any(
-                    self.holds(m, cell, member.rank, version)
+                    self.holds(m, cell, self.key(member.rank), version)
                     for m in ((member,) if self.options.files else members)
                     for cell in range(CELLS)
                 )
             ]
             assert gone, f"version {version} is said to be lost, and all of it is here"
+
+    def _check_cuts_lost(self, known: int, members: Sequence[MemberId]) -> None:
+        banks = [bank for member in members for bank in self.banks[member]]
+        for made, parts in {(bank.made, bank.parts) for bank in banks}:
+            there = {bank.cells.digest(cell) for bank in banks if bank.made == made for cell in range(CELLS)}
+            for version in range(known, self.options.last + 1):
+                wanted = {self.contents.digest_of(part_key(parts, part), version) for part in range(parts)}
+                assert not wanted <= there, f"version {version} is said to be lost, and all of it is here"
 
     def check_ledger(self) -> None:
         """Every committed version is logged once, with each of its samples once, and its one digest."""
@@ -417,8 +508,9 @@ class CommitWorld:
             samples_repeated=0,
         )
         assert found == wanted, f"the log has {found}, and should have {wanted}"
-        keys = set(self.options.keys(self.options.world_size))
         for record in () if self.corrupted else self.log.records:
+            ranks = len(record.members) if self.options.resizes else self.options.world_size
+            keys = set(self.options.keys(ranks))
             digest = state_digest({key: self.contents.digest_of(key, record.version) for key in keys})
             assert record.digest == digest, f"version {record.version} is logged with another digest"
 

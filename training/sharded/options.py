@@ -12,6 +12,7 @@ from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precisio
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.zero.options import STAGES, ZeroOptions
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.threads import THREADS_MAX
 
 Tokens = Literal["bytes", "bpe"]
 TOKENS: tuple[Tokens, ...] = ("bytes", "bpe")
@@ -25,8 +26,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     `loss_scale`: the initial scale of float16. `weights`: a GPT-2 in Hugging Face's layout to start from.
     `zero`: the stage that shards the state along `dp`, 0 for none; `prefetch`: units that stage 3 gathers
     ahead. `balance`: divide layers over stages by what they cost. `resume`: a checkpoint to continue from.
+    `overwrite`: start over in the directory of a run that has ended.
     `offload`: a folder, on a disk of each host, for files with the ranks' states. `actors`: whether
-    supervised actors compute; `plain`: whether one process computes, without any of the stack.
+    supervised actors compute; `plain`: whether one process computes, without any of the stack. `threads`: of
+    BLAS in each rank; the bits depend on it.
     """
 
     out: Path
@@ -42,6 +45,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False
     actors: bool = False
     plain: bool = False
+    threads: int = 1
     overlap: bool = True
     schedule: str = "1f1b"
     chunks: int = 1
@@ -50,6 +54,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: int = 1
     weights: Path | None = None
     resume: Path | None = None
+    overwrite: bool = False
     offload: Path | None = None
     evaluate_every: int = 50
     evaluate_windows: int = 64
@@ -87,6 +92,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `UserError` for what cannot go together."""
+        if self.overwrite and self.resume is not None:
+            raise UserError("--overwrite and --resume exclude each other: give one of them.")
         if self.weights is not None and self.resume is not None:
             raise UserError("--weights and --resume exclude each other: give one of them.")
         if self.precision == "float64" and (self.checkpoint_every or self.resume is not None):
@@ -105,6 +112,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or more.")
+        if not 1 <= self.threads <= THREADS_MAX:
+            raise UserError(f"--threads: expected 1 to {THREADS_MAX}, got {self.threads}")
         if self.evaluate_windows < 1:
             raise UserError(f"evaluate_windows is {self.evaluate_windows}: it must be at least 1.")
 

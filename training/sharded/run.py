@@ -13,6 +13,7 @@ from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
 from zbmd.training.checkpoint.sharded import open_state, require_state, write_alone
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.data.sources import RunData
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions, errors_explained
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, require_axes
@@ -27,7 +28,7 @@ from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.redundancy.buddy import COPIES
 from zbmd.training.redundancy.state_file import require_folder
-from zbmd.training.run.ledger import begin_log
+from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.stages import (
@@ -47,8 +48,9 @@ from zbmd.training.step.memory_estimate import (
     too_large,
 )
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.zero.options import arena_bytes_needed
+from zbmd.training.zero.options import arena_bytes_needed, kept_bytes
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.threads import computing_with
 from zbmd.transport.native._native import now_ns
 
 
@@ -66,6 +68,12 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
         raise UserError("--zero has no stages to divide: omit --chunks and --balance, or give pp.")
     if options.tensorboard:
         require_board()
+    launched = RankEnvironment.read(os.environ)
+    run = RunData(
+        job=0 if launched is None else launched.job,
+        begun=has_log(options.out / LOG_NAME) and not options.overwrite,
+        resumed=options.resume,
+    )
     model = options.model
     if options.weights is not None:
         model = load_gpt2(options.weights)[1]
@@ -78,11 +86,12 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
             vocabulary=options.vocabulary,
             context=model.context,
             tokenizer=options.tokenizer,
+            run=run,
         )
         corpus: Corpus = TokenCorpus(options.out, context=model.context)
         vocabulary = tokenizer.vocabulary
     else:
-        path = prepare_corpus(options.data, options.out, context=model.context)
+        path = prepare_corpus(options.data, options.out, context=model.context, run=run)
         corpus, vocabulary = Corpus(path, context=model.context), 256
     if options.weights is None:
         model = replace(model, vocabulary=vocabulary)
@@ -109,7 +118,8 @@ def check_recipe(options: TrainOptions, ranks: int) -> None:
             elements = state_elements(elements_most(model, mesh, options.stages), dtype, training.optimizer)
         note = ResultRow(training.shards, training.sequences_per_shard).numbers
         require_folder(options.offload, elements=elements, ranks=ranks, note=note)
-    begin_log(options.out, options.resume)
+    if not options.overwrite:
+        begin_log(options.out, options.resume)
     _require_beginning(options, model, corpus)
 
 
@@ -145,6 +155,8 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     advice = f"{smaller}, --recompute on, or a mesh with more tp or pp."
     if options.zero:
         advice = "Choose a higher --zero stage, a smaller model, fewer sequences a shard, or more ranks."
+        if _fewest(options, mesh) < mesh.world_size:
+            advice += " A rank has room for its part among the fewest: --on-loss replace needs less."
     require_memory(config, needs, ranks=ranks, advice=advice)
 
 
@@ -152,8 +164,14 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
     """Return the memory that a rank needs. Raises `UserError` for what the mesh does not divide."""
     ranks, training, offloaded = mesh.size(TENSOR_AXIS), options.training, options.offload is not None
     if options.zero:
-        layouts, zero = shard_layouts(config, mesh, options.stages), options.zero_options
-        arena = arena_bytes_needed(layouts, training, zero, copies=COPIES, offloaded=offloaded)
+        zero, meshes = options.zero_options, _meshes(options, mesh)
+        every = [shard_layouts(config, one, options.stages) for one in meshes]
+        needed = [
+            arena_bytes_needed(layouts, training, zero, copies=COPIES, offloaded=offloaded)
+            for layouts in every
+        ]
+        kept = [kept_bytes(layouts, training, zero, copies=COPIES) for layouts in every[1:] and every]
+        arena = max(needed) + max(kept, default=0)
         return RankBytes(arena=arena, inbox=inbox_needed(config, training, mesh, options.stages))
     return bytes_needed(
         GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks),
@@ -163,7 +181,7 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
         dtype=storage_dtype(options.precision),
         copies=0 if _has_replicas(options, mesh) else SLOTS,
         offloaded=offloaded,
-        shrinks=_shrinks(options, mesh),
+        shrinks=_fewest(options, mesh) < mesh.world_size,
     )
 
 
@@ -176,9 +194,23 @@ def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
     return mesh.world_size == 1 or mesh.has_replicas(here)
 
 
-def _shrinks(options: TrainOptions, mesh: Mesh) -> bool:
-    """Return whether a run can go on with fewer ranks."""
-    return _has_replicas(options, mesh) and mesh.size(DATA_AXIS) == mesh.world_size
+def _fewest(options: TrainOptions, mesh: Mesh) -> int:
+    """Return the least number of ranks that the run goes on with.
+
+    A state that is sharded is recut for each number, as far as its launcher has it: a rank needs memory
+    for its largest part.
+    """
+    launched, ranks = RankEnvironment.read(os.environ), mesh.world_size
+    if options.zero and mesh.size(DATA_AXIS) == ranks and options.offload is None:
+        return ranks if launched is None else min(launched.ranks_min or ranks, ranks)
+    return ranks // mesh.size(DATA_AXIS) if _has_replicas(options, mesh) else ranks
+
+
+def _meshes(options: TrainOptions, mesh: Mesh) -> list[Mesh]:
+    """Return the meshes that a sharded state may be cut for."""
+    fewest = _fewest(options, mesh)
+    smaller = [Mesh.of(ranks, {DATA_AXIS: ranks}) for ranks in range(fewest, mesh.world_size)]
+    return [*smaller, mesh]
 
 
 def open_recipe(options: TrainOptions, ranks: int = 1) -> Recipe:
@@ -229,6 +261,11 @@ async def train(options: TrainOptions, task_of: type[EngineTask] = EngineTask) -
 
     Raises `UserError` for what only a person can mend: a divergence, or a rank and its buddy lost at once.
     """
+    with computing_with(options.threads):
+        return await _train(options, task_of)
+
+
+async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResult | None:
     launched = RankEnvironment.read(os.environ)
     if options.plain:
         done = run_plain(options)
@@ -239,12 +276,15 @@ async def train(options: TrainOptions, task_of: type[EngineTask] = EngineTask) -
     if not again:
         _require_beginning(options, model, corpus)
     needed = _bytes_needed(options, mesh, model)
-    arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
+    private = launched is None and not options.zero  # no other rank reads this one's memory
+    arena = ARENA_SPARE_BYTES + (0 if private else needed.arena)
     with errors_explained(options.out, launched, memory=too_large(model)):
-        async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as worker:
+        inbox = needed.inbox + INBOX_BYTES_DEFAULT
+        async with join(arena=arena, inbox_bytes=inbox, enter=False, outlives=True) as worker:
             if again:
                 worker.segment.arena.want()  # nothing else is to be done before the view
-            task = task_of(worker, options, mesh, model, corpus, again=again, shrinks=_shrinks(options, mesh))
+            fewest = _fewest(options, mesh)
+            task = task_of(worker, options, mesh, model, corpus, again=again, fewest=fewest)
             settings = RunOptions(
                 out=options.out,
                 resume=options.resume,

@@ -26,7 +26,8 @@ class StageOfView:
     """Makes the passes of a stage, once in each view, and keeps the memory of its rings over views.
 
     `own`: the layers of this rank; `buffers`: the gradients, flat arrays of `own.layout`, in which a step may
-    replace arrays; dtype: of activations.
+    replace arrays; dtype: of activations; shrinks: whether views may have fewer ranks along `dp`, so that
+    more micro-batches pass a stage.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class StageOfView:
         buffers: list[Array],
         *,
         dtype: np.dtype[np.floating],
+        shrinks: bool = False,
     ) -> None:
         self._recipe, self._own, self._stages, self._dtype = recipe, own, stages, dtype
+        self._shrinks = shrinks
         self._buffers = buffers
         self._groups: MeshGroups | None = None
         self._programs: Sequence[StageProgram] = ()
@@ -84,9 +87,11 @@ class StageOfView:
                     tensor_ranks=groups.size(TENSOR_AXIS),
                     dtype=self._dtype,
                 )
-                self._ring_memory = RingMemory(
-                    groups.worker.segment, self._programs[self._own.stage], traffic
-                )
+                every = [self._programs]
+                if self._shrinks:
+                    every += self._stages.programs(recipe.config, groups.mesh.along_data(1))
+                programs = [one[self._own.stage] for one in every]
+                self._ring_memory = RingMemory(groups.worker.segment, programs, traffic)
             rings = StageRings(
                 groups.worker, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
             )

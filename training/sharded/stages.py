@@ -99,7 +99,8 @@ def bytes_needed(
     computing = computing_dtype(dtype)
     stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
     state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize
-    inbox = inbox_needed(model.config, training, mesh, stages, dtype=computing)
+    meshes = [mesh, mesh.along_data(1)] if shrinks else [mesh]
+    inbox = max(inbox_needed(model.config, training, one, stages, dtype=computing) for one in meshes)
     return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
 
 

@@ -18,6 +18,7 @@ from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, MeshGroups
+from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
@@ -27,7 +28,8 @@ from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.costs import measured_costs
 from zbmd.training.pipeline.part import balanced_cuts, layers_in
 from zbmd.training.profiler.profiler import Profiler, open_profiler
-from zbmd.training.redundancy.state_file import StateFile, StateName
+from zbmd.training.redundancy.stamped import StampedSlots, StateName, kept_slots
+from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.stages import SLOTS, elements_most, shard_layouts, state_elements
@@ -87,7 +89,7 @@ def shard_elements(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> int:
 
 
 class EngineTask(Task[TrainResult]):
-    """A recipe as a `Task`. again: this rank is a replacement; shrinks: views may have fewer ranks."""
+    """A recipe as a `Task`. again: this rank is a replacement; fewest: views may have so few ranks."""
 
     def __init__(
         self,
@@ -98,14 +100,16 @@ class EngineTask(Task[TrainResult]):
         corpus: Corpus,
         *,
         again: bool,
-        shrinks: bool = False,
+        fewest: int,
     ) -> None:
         training = options.training
         self.plan, self.seed = plan_of(options, config, corpus), training.seed
         self.steps, self.windows, self.mesh = training.steps, options.evaluate_windows, mesh
         self.row = ResultRow(training.shards, training.sequences_per_shard)
         self._options, self._config, self._corpus = options, config, corpus
-        self._worker, self._again, self._shrinks = worker, again, shrinks
+        self._worker, self._again, self._fewest = worker, again, fewest
+        self._shrinks = fewest < mesh.world_size
+        self.resizes = self._shrinks and options.zero > 0
         self._stages = options.stages
         self._costs = np.zeros(layers_in(config))
         """Of the layers, if they are divided by what they cost; none is known at first."""
@@ -118,18 +122,20 @@ class EngineTask(Task[TrainResult]):
         """See `Task`."""
         return () if self._options.zero else groups.mesh.state_keys()
 
-    def fits(self, ranks: int) -> bool:
-        """See `Task`: a mesh of `dp` alone may have any size, if its ranks stand for each other."""
-        return self._shrinks and 1 <= ranks <= self.mesh.world_size
+    def fits(self, ranks: Sequence[int]) -> bool:
+        """See `Task`: the mesh may have fewer ranks along `dp`."""
+        return self._shrinks and self._fewest <= len(self.mesh.among(ranks))
+
+    def active(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """See `Task`."""
+        return self.mesh.among(ranks)
 
     async def groups(self, world: Group) -> MeshGroups:
         """See `Task`. A state that is sharded over the whole world needs no other group."""
-        if self._options.zero and self.mesh.size(DATA_AXIS) == world.size:
-            return MeshGroups(world, self.mesh, world, None, None)
-        mesh = (
-            self.mesh if world.size == self.mesh.world_size else Mesh.of(world.size, {DATA_AXIS: world.size})
-        )
-        return await MeshGroups.of(world, mesh)
+        if self._options.zero and self.mesh.size(DATA_AXIS) == self.mesh.world_size:
+            return MeshGroups.along_data(world)
+        others = self.mesh.world_size // self.mesh.size(DATA_AXIS)
+        return await MeshGroups.of(world, self.mesh.along_data(world.size // others))
 
     def agree(self, world: Group) -> None:
         """Divide layers as members of earlier views do; in the first one, by what the first rank measures."""
@@ -163,6 +169,7 @@ class EngineTask(Task[TrainResult]):
                 stages=self._stages,
                 keep_previous=True,
                 offload=offload,
+                keep=(lambda _: None) if self.resizes else self._kept_slots,
             )
         else:
             trainer = MeshTrainer(
@@ -170,9 +177,8 @@ class EngineTask(Task[TrainResult]):
                 groups,
                 stages=self._stages,
                 dtype=storage_dtype(options.precision),
-                zeros=self._arena.zeros,
-                state_zeros=self._arena.lazy_zeros,
-                ready=self._arena.ready,
+                arena=None if self._worker.alone else self._arena,
+                keep=self._kept_slots,
                 overlap=options.overlap,
                 loss_scale=options.loss_scale,
                 offload=offload,
@@ -197,6 +203,9 @@ class EngineTask(Task[TrainResult]):
 
         return made
 
+    def _kept_slots(self, elements: int) -> StampedSlots | None:
+        return kept_slots(self._worker, elements, note=note_numbers(self.row))
+
     def actors(self, trainer: Trainer) -> ModelActors | None:
         """See `Task`."""
         if not self._options.actors:
@@ -206,12 +215,14 @@ class EngineTask(Task[TrainResult]):
 
     def copies(self, trainer: Trainer) -> list[Array]:
         """See `Task`."""
+        if isinstance(trainer, ZeroTrainer) and self.resizes:
+            return trainer.own.mirror_copies() if trainer.groups.world.size > 1 else []
         if isinstance(trainer, ZeroTrainer):
             return trainer.own.mirror_copies(shard_elements(self._options, self._config, self.mesh))
         options, dtype = self._options, storage_dtype(self._options.precision)
         most = elements_most(self._config, self.mesh, self._stages)
         size = state_elements(most, dtype, options.training.optimizer)
-        return [self._arena.lazy_zeros(size, computing_dtype(dtype)) for _ in range(SLOTS)]
+        return [self._arena.lazy_empty(size, computing_dtype(dtype)) for _ in range(SLOTS)]
 
     @property
     def _arena(self) -> Arena:

@@ -32,6 +32,7 @@ from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, attempted, computing_dtype
 from zbmd.training.profiler.lines import ActivationPeak
+from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.model_part import ModelPart, reporters
 from zbmd.training.sharded.norm import mesh_norm
@@ -44,6 +45,7 @@ from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_fi
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import ShardReduction, gather_pieces, is_alone
 from zbmd.training.step.step_hook import NO_HOOK, StepHook
+from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 
 
@@ -51,11 +53,11 @@ class MeshTrainer(Trainer):
     """Trains `recipe`, whose model is of `groups.model`, with weights and gradients of `dtype`.
 
     Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
-    begins with. Arrays are made by `zeros`, which may give memory that peers can read
-    (`worker.segment.arena`): that saves copies, and is needed where a mirror goes along; slots by
-    `state_zeros`, which may be lazy: `ready` is called before they are written. Without `overlap`
-    the reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
-    numbers: they lie there. With `largest`, views have meshes of any size along `dp` up to that one's. With a
+    begins with. Arrays lie in `arena`, whose memory peers can read: that saves copies, and is needed where
+    other ranks read the state; without one, in memory of this process alone. `keep` makes slots of so many
+    float32 numbers that outlive the process, if it can. Without `overlap` the reductions
+    begin when the backward pass has ended. `offload` makes a file for slots of so many float32 numbers: they
+    lie there. With `largest`, views have meshes of any size along `dp` up to that one's. With a
     file, or `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a
     replica may have a later one.
     """
@@ -67,9 +69,8 @@ class MeshTrainer(Trainer):
         *,
         stages: Stages = ONE_EACH,
         dtype: np.dtype[np.floating] = FLOAT32,
-        zeros: Callable[[int, npt.DTypeLike], Array] = np.zeros,
-        state_zeros: Callable[[int, npt.DTypeLike], Array] = np.zeros,
-        ready: Callable[[Array], None] = lambda _: None,
+        arena: Arena | None = None,
+        keep: Callable[[int], StampedSlots | None] = lambda _: None,
         overlap: bool = True,
         loss_scale: float = SCALE_FIRST,
         offload: Callable[[int], StateFile] | None = None,
@@ -78,7 +79,7 @@ class MeshTrainer(Trainer):
     ) -> None:
         self.recipe = recipe
         self.groups = groups
-        self._ready = ready
+        self._arena = arena
         self.overlap = overlap
         self.step = self.first = 0
         self.dtype, self.state_dtype = dtype, computing_dtype(dtype)
@@ -90,20 +91,25 @@ class MeshTrainer(Trainer):
         size = self.own.layout.size
         sizes = range(1, largest.size(DATA_AXIS) + 1) if largest else [groups.size(DATA_AXIS)]
         buffers = buffers_most(config.shards, sizes)
-        self._buffers = [zeros(size, dtype) for _ in range(buffers)]
+        self._buffers = [self._gradient() for _ in range(buffers)]
         is_apart = not is_alone(assign_shards(config.shards, (largest or groups.mesh).size(DATA_AXIS)))
-        self._room = zeros(size, dtype) if is_apart else None
-        self._stage = StageOfView(recipe, self.own, stages, self._buffers, dtype=self.state_dtype)
+        self._room = self._gradient() if is_apart else None
+        self._stage = StageOfView(
+            recipe, self.own, stages, self._buffers, dtype=self.state_dtype, shrinks=largest is not None
+        )
         self._divide()
         elements = state_elements(size, dtype, config.optimizer)
         self.file = None if offload is None else offload(elements)
-        if self.file is None:
-            self.slots = [state_zeros(elements, self.state_dtype) for _ in range(SLOTS)]
+        self.kept = keep(elements * self.state_dtype.itemsize // FLOAT32.itemsize) if not self.file else None
+        stamped = self.file or self.kept
+        if stamped is None:
+            zeros = np.zeros if arena is None else arena.lazy_zeros
+            self.slots = [zeros(elements, self.state_dtype) for _ in range(SLOTS)]
         else:
-            self.slots = self.file.slots
+            self.slots = [slot.view(self.state_dtype) for slot in stamped.slots]
         """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
         it changes."""
-        self._apart = zeros(size, dtype) if dtype != self.state_dtype or self.file is not None else None
+        self._apart = self._gradient() if dtype != self.state_dtype or self.file is not None else None
         """The weights of the passes, where they are not the state's own."""
         self.slot = 0
         """The one in use."""
@@ -223,6 +229,17 @@ class MeshTrainer(Trainer):
         """Views that together are all of a slot, run by run, the loss scale last."""
         yield from self._optimizer.parts_of(self._state_in(slot))
         yield [self._scale_room(slot)]
+
+    def _gradient(self) -> Array:
+        """Return an array like the gradient, whose parameters are written before they are read."""
+        layout, arena = self.own.layout, self._arena
+        made = np.zeros(layout.size, self.dtype) if arena is None else arena.empty(layout.size, self.dtype)
+        layout.clear_padding(made)
+        return made
+
+    def _ready(self, slot: Array) -> None:
+        if self._arena is not None:
+            self._arena.ready(slot)
 
     def begin_anew(self) -> None:
         """Take the state that the training begins with, in the slot of `first`."""

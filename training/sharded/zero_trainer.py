@@ -38,6 +38,7 @@ from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
 from zbmd.training.optim.mixed_precision import LossScale, attempted, storage_dtype
 from zbmd.training.profiler.lines import ActivationPeak
+from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import captured_machine
 from zbmd.training.sharded.model_part import ModelPart, reporters
@@ -88,17 +89,19 @@ class ZeroTrainer(Trainer):
         stages: Stages = ONE_EACH,
         keep_previous: bool = False,
         offload: Callable[[int], StateFile] | None = None,
+        keep: Callable[[int], StampedSlots | None] = lambda _: None,
     ) -> None:
         self.recipe, self.options, self.groups = recipe, options, groups
         config, worker, ranks = recipe.config, groups.worker, groups.size(DATA_AXIS)
         arena = worker.segment.arena
         self.memory = Accountant(
-            make=arena.empty, make_zeros=arena.zeros, make_lazy=arena.lazy_zeros, ready=arena.ready
+            arena.empty, arena.zeros, arena.lazy_zeros, arena.lazy_empty, ready=arena.ready
         )
         self.part = ModelPart(recipe.model, groups, stages)
         self.sums, shards = ShardSum.of(config.shards, ranks), shards_of(self.part.own, ranks)
         elements = slot_elements(shards, config.optimizer, storage_dtype(options.storage))
         self.file = None if offload is None else offload(elements)
+        self.kept = None if self.file else keep(elements)
         self._buffers: list[Array] = []
         """Gradients of the passes that are under way."""
         self._stage: StageOfView | None = None
@@ -118,6 +121,7 @@ class ZeroTrainer(Trainer):
             keep_previous=keep_previous,
             loss_scale=options.loss_scale,
             offload=self.file,
+            kept=self.kept,
             gather=lambda piece: gather_pieces(self._update_group, piece),
             part=self._sharded_part(),
         )

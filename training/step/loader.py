@@ -15,8 +15,9 @@ from zbmd.training.model.gpt import Batch
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.native._native import now_ns
 
-AHEAD_NS: Final = 5_000_000
-"""Batches of shorter steps are cut when they are needed: handing them over would take longer."""
+AHEAD_SHARE: Final = 0.01
+"""Of a step: batches that are cut in less are cut when they are needed. A thread that cuts them holds the
+interpreter meanwhile, which costs the step as much."""
 
 
 class Loaded(NamedTuple):
@@ -34,7 +35,8 @@ class BatchLoader:
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, tuple[int, ...], Future[Loaded]] | None = None
         self._last: tuple[int, tuple[int, ...], Loaded] | None = None
-        self._asked_ns = 0
+        self._asked_ns = self._cut_ns = 0
+        """When batches were asked for last, and how long it takes to cut those of a step."""
 
     def load(self, step: int, shards: Sequence[int]) -> Loaded:
         """Return the batches of these shards of `step`; a step that is repeated takes the same ones.
@@ -57,14 +59,14 @@ class BatchLoader:
     def _look_ahead(self, step: int, shards: tuple[int, ...]) -> None:
         now = now_ns()
         took_ns, self._asked_ns = now - self._asked_ns, now
-        if took_ns < AHEAD_NS or step >= self._recipe.config.steps:
+        if self._cut_ns < AHEAD_SHARE * took_ns or step >= self._recipe.config.steps:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-loader")
         self._ahead = step, shards, self._pool.submit(self._cut, step, shards)
 
     def _cut(self, step: int, shards: tuple[int, ...]) -> Loaded:
-        recipe, config = self._recipe, self._recipe.config
+        recipe, config, began_ns = self._recipe, self._recipe.config, now_ns()
         ids = recipe.order_of(step)
         batches = [
             recipe.model.batch(
@@ -74,6 +76,7 @@ class BatchLoader:
             )
             for shard in shards
         ]
+        self._cut_ns = now_ns() - began_ns
         return Loaded({shard: ids[shard] for shard in shards}, batches)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ arXiv:2304.11277.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,6 +33,7 @@ from zbmd.training.autograd.parameter_layout import (
     flat_slice,
 )
 from zbmd.training.pipeline.part import OwnParts
+from zbmd.training.redundancy.cut_events import Span
 from zbmd.transport.errors import UserError
 
 
@@ -61,12 +62,14 @@ Make = Callable[[int, npt.DTypeLike], Array]
 class Accountant:
     """Hands out arrays and counts them.
 
-    They are made by `make`, by `make_zeros`, or by `make_lazy`: zeros that are used after a call of `ready`.
+    They are made by `make`, by `make_zeros`, by `make_lazy`: zeros that are used after a call of `ready`,
+    or by `make_room`, as lazy, but not zeros.
     """
 
     make: Make = np.empty
     make_zeros: Make = np.zeros
     make_lazy: Make = np.zeros
+    make_room: Make = np.empty
     ready: Callable[[Array], None] = lambda _: None
     held: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     most: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
@@ -81,6 +84,12 @@ class Accountant:
     def reserve(self, kind: MemoryKind, size: int, dtype: npt.DTypeLike) -> Array:
         """Return (size,) zeros of `dtype`. Call `ready` with it, or a part of it, before it is used."""
         array = self.make_lazy(size, dtype)
+        self.count(kind, array)
+        return array
+
+    def room(self, kind: MemoryKind, size: int, dtype: npt.DTypeLike) -> Array:
+        """Return an uninitialised array, (size,) of `dtype`. Call `ready` with it before it is used."""
+        array = self.make_room(size, dtype)
         self.count(kind, array)
         return array
 
@@ -172,6 +181,22 @@ class ShardLayout:
         if expected != len(layout.slots):
             raise ValueError(f"the units hold {expected} of {len(layout.slots)} parameters")
         return cls(layout, ranks, tuple(units))
+
+    def recut(self, ranks: int) -> ShardLayout:
+        """Return how another number of ranks shares the same units."""
+        groups = tuple(unit.parameters for unit in self.units)
+        return ShardLayout.of(self.layout, groups, ranks=ranks)
+
+    def spans_from(self, old: ShardLayout, rank: int) -> Iterator[Span]:
+        """Yield where the shard of `rank` lies in shards of another number of ranks."""
+        for new, before in zip(self.units, old.units, strict=True):
+            own = new.of_rank(rank)
+            for part in range(old.ranks):
+                there = before.of_rank(part)
+                start, stop = max(own.start, there.start), min(own.stop, there.stop)
+                if start < stop:
+                    at, into = before.shard_start + start - there.start, new.shard_start + start - own.start
+                    yield Span(part, at, stop - start, into)
 
     @property
     def shard_size(self) -> int:

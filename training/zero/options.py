@@ -43,6 +43,16 @@ class ZeroOptions:
         LossScale.of(storage_dtype(self.storage), first=self.loss_scale)
 
 
+def kept_bytes(
+    layouts: Sequence[ShardLayout], config: TrainingConfig, options: ZeroOptions, *, copies: int
+) -> int:
+    """Return the bytes of shards, with `copies`, that any rank keeps while a state is recut."""
+    arrays, shard = len(arrays_of(config.optimizer)), max(one.shard_size for one in layouts)
+    scale_bytes = 4 * LossScale.of(storage_dtype(options.storage)).numbers
+    held = (1 + copies) if layouts[0].ranks > 1 else min(2, 1 + copies)  # nobody copies the state of one
+    return int(ARENA_SLACK * held * (4 * arrays * shard + scale_bytes))
+
+
 def arena_bytes_needed(
     layouts: Sequence[ShardLayout],
     config: TrainingConfig,

@@ -37,6 +37,8 @@ from zbmd.training.optim import (
 )
 from zbmd.training.optim.elementwise import AdamWState, Shard, update_blocks
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
+from zbmd.training.redundancy.cut_events import Resharding, Span
+from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import Paging, StateFile, run_shards, state_in
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import Accountant, MemoryKind, ShardLayout, Unit
@@ -99,6 +101,7 @@ class ZeroRank:
         keep_previous: bool = False,
         loss_scale: float = SCALE_FIRST,
         offload: StateFile | None = None,
+        kept: StampedSlots | None = None,
         gather: Gather = gather_alone,
         part: PartOfModel | None = None,
     ) -> None:
@@ -122,11 +125,15 @@ class ZeroRank:
             self.slots = offload.slots
             for slot in self.slots:
                 self.memory.count(MemoryKind.OFFLOADED, slot)
+        elif kept is not None:
+            self.slots = kept.slots
+            for kind, slot in zip((MemoryKind.OPTIMIZER, MemoryKind.MIRROR), self.slots, strict=True):
+                self.memory.count(kind, slot)
         else:
             self.slots = [self.memory.reserve(MemoryKind.OPTIMIZER, size, np.float32)]
         """Masters and moments of the shard, one behind the other, and the loss scale, if it changes:
         what this rank alone holds."""
-        if keep_previous and offload is None:
+        if keep_previous and offload is None and kept is None:
             self.slots.append(self.memory.reserve(MemoryKind.MIRROR, size, np.float32))
         self.slot = 0
         """The one in use."""
@@ -206,6 +213,21 @@ class ZeroRank:
         if not self._begins_later:
             self.begin_anew()
 
+    def reshard(self, parts: int) -> Resharding:
+        """See `ResizableState`."""
+        old, arrays = self.shards.recut(parts), range(len(self.arrays))
+        size, before = self.shards.shard_size, old.shard_size
+        spans = list(self.shards.spans_from(old, self.rank))
+        every = [
+            Span(part, at * before + start, count, at * size + into)
+            for at in arrays
+            for part, start, count, into in spans
+        ]
+        scale = self.slots[0].size - len(arrays) * size
+        if scale:  # it is the same in all parts
+            every.append(Span(0, len(arrays) * before, scale, len(arrays) * size))
+        return Resharding(len(arrays) * before + scale, every)
+
     def tensors(self, version: int) -> Iterator[HeldTensor]:
         """See `StateSource`."""
         weights = self._state_in(version % len(self.slots)).weights
@@ -261,8 +283,8 @@ class ZeroRank:
 
     def mirror_copies(self, elements: int | None = None) -> list[Array]:
         """Return room for both versions of another rank's shard: of `elements`, or as large as this."""
-        size, reserve = self.slots[0].size if elements is None else elements, self.memory.reserve
-        return [reserve(MemoryKind.MIRROR, size, np.float32) for _ in self.slots]
+        size = self.slots[0].size if elements is None else elements
+        return [self.memory.room(MemoryKind.MIRROR, size, np.float32) for _ in self.slots]
 
     @property
     def state_flat(self) -> Array:

@@ -18,9 +18,9 @@ from zbmd.training.data.corpus import (
     Corpus,
     SampleOrder,
     Split,
-    find_sources,
     prepare_corpus,
 )
+from zbmd.training.data.sources import RECORD_NAME, find_sources
 from zbmd.transport.errors import UserError
 
 
@@ -46,7 +46,7 @@ def test_a_glob_crosses_directories_and_takes_files_only(tmp_path: Path) -> None
     (tmp_path / "y.txt").write_bytes(b"flat")
     (tmp_path / "z.bin").write_bytes(b"no")
     found = find_sources(str(tmp_path / "**" / "*.txt"))
-    assert [source.path.name for source in found] == ["deep.txt", "y.txt"]
+    assert [Path(source.path).name for source in found] == ["deep.txt", "y.txt"]
 
 
 def test_the_default_is_the_standard_library_without_tests(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_it_is_made_once_and_again_when_a_source_changes(tmp_path: Path) -> None
     prepare_corpus(str(source), tmp_path)
     assert bytes(Corpus(path, context=4).data) == b"other" * 10
     assert bytes(old.data) == b"first" * 10, "a process that has the old file mapped keeps it whole"
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [CORPUS_FILE, "source"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [CORPUS_FILE, RECORD_NAME, "source"]
 
 
 @pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b"{}"), lambda p: os.truncate(p, 5000)])

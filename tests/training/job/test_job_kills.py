@@ -19,6 +19,7 @@ CASES = (
     "rank0:mirror.prepared:2",
     "rank1:mirror.commit:2",
     "rank0:mirror.commit:3",
+    "rank0:job.logged:3",
     "rank0:shards.written",
     "rank2:job.parted",
     "rank1:collective.point:40",

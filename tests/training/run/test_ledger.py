@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from zbmd.training.run import ledger
 from zbmd.training.run.ledger import (
     LOG_FORMAT,
+    LOG_NAME,
     Audit,
     CommitLog,
     CommitRecord,
     LedgerBroken,
     LogHeader,
+    RunLog,
     audit,
+    has_log,
     read_log,
 )
 from zbmd.transport.errors import UserError
@@ -66,6 +73,49 @@ def test_the_next_writer_cuts_off_a_torn_record_at_any_byte(tmp_path: Path) -> N
         assert CommitLog(path, HEADER).last_version() == 2
         written(path, 3, 4)
         assert [r.version for r in read_log(path)[1]] == [1, 2, 3, 4]
+
+
+def test_who_goes_on_with_a_long_log_reads_its_end_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, count = tmp_path / LOG_NAME, 2 * ledger.DIGESTS_KEPT
+    written(path, *range(1, count + 1))
+    read: list[tuple[int, Any]] = []
+    objects = ledger._objects
+
+    def counted(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
+        for found in objects(path, start):
+            read.append(found)
+            yield found
+
+    monkeypatch.setattr(ledger, "_objects", counted)
+    run = RunLog(tmp_path, run_id="run", first=0, plan="{}", seed=1, may_begin=False)
+    with closing(run):
+        assert run.last_version() == count
+        assert run.record(count - 3) == record(count - 3)
+        run.append(record(count))  # again
+        run.append(record(count + 1))
+        run.append(record(7))  # again, of long ago
+        assert all(isinstance(value, dict) and "run_id" in value for _, value in read), "headers"
+        with pytest.raises(LedgerBroken, match=f"version 7 is in .* as {7:032x}"):
+            run.append(record(7, digest="another"))
+        with pytest.raises(LedgerBroken, match="is not in"):
+            run.record(count + 9)
+    assert [one.version for one in read_log(path)[1]] == list(range(1, count + 2))
+
+
+def test_a_log_whose_writer_ended_before_its_header_was_whole_is_none_yet(tmp_path: Path) -> None:
+    header = msgspec.msgpack.encode(HEADER)
+    for end in range(len(header)):
+        (tmp_path / LOG_NAME).write_bytes(header[:end])
+        assert not has_log(tmp_path / LOG_NAME)
+        options: dict[str, Any] = {"run_id": "another", "first": 0, "plan": "p", "seed": 3}
+        found = [RunLog(tmp_path, may_begin=may_begin, **options) for may_begin in (True, False)]
+        assert [log.last_version() for log in found] == [0, 0]
+        with closing(found[1]) as log:
+            log.append(record(1))
+        assert found[0].last_version() == 1
+    assert has_log(tmp_path / LOG_NAME)
 
 
 def test_a_version_is_written_once_and_only_with_one_digest(tmp_path: Path) -> None:

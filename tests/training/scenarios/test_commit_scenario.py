@@ -28,6 +28,7 @@ from zbmd.transport.sim import (
 
 WAYS = (
     *("replicas", "files", "buddies", "equal keys beside buddies", "pulls", "rolls back", "follows", "waits"),
+    *("is recut", "reshards", "is a spare"),
     *("saves", "stops", "logs for another", "shrinks", "is lost", "is stranded", "noticed", "finished"),
 )
 OPTIONS = CommitOptions(world_size=2, steps=1, kills=0)
@@ -108,7 +109,7 @@ def test_the_job_stands_what_it_is_meant_to(seed: int, ranks: int, length: int, 
 def test_the_runs_are_of_all_kinds() -> None:
     """Everything that the scenario provides for happens in some of its runs."""
     ways: Counter[str] = Counter()
-    for seed in range(500):
+    for seed in range(700):
         options = Options(ranks=(2, 3, 4)[seed % 3], length=3, faults=3)
         job = CommitScenario().options_of(seed, options)
         simulation, world = build(seed, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,32 @@ def test_a_run_that_shrinks_ends_with_the_same_bits(
     assert shrunk.digest == calm.digest
 
 
+@pytest.mark.parametrize(
+    ("mesh", "fault"),
+    [
+        ("dp=2,pp=2", "rank1:job.begin:3"),
+        ("dp=2,tp=2", "rank0:mirror.prepared:3"),
+        ("dp=3,pp=2", "rank2:pipeline.compute:20,rank1:job.met:2"),
+        ("pp=2,dp=2", "rank3:mirror.commit:3"),
+        ("dp=2,pp=2,tp=2", "rank5:job.begin:2"),
+    ],
+)
+def test_a_mesh_goes_on_with_whole_replicas(
+    small_jobs: SmallJobs, tmp_path: Path, mesh: str, fault: str
+) -> None:
+    """The other ranks of a replica that lost one wait, and are there when they are needed."""
+    data, ranks = write_text(tmp_path / "text"), math.prod(int(axis[-1]) for axis in mesh.split(","))
+    tensor = "tp" in mesh
+    calm = small_jobs.run(
+        tmp_path / "calm", data, mesh="tp=2" if tensor else "dp=1", world_size=2 if tensor else 1
+    )
+    shrunk = small_jobs.run(
+        tmp_path / "run", data, mesh=mesh, world_size=ranks, fault=fault, on_loss=OnLoss.SHRINK
+    )
+    assert shrunk.deaths == len(faults.parse(fault)), (shrunk.failures, shrunk.told)
+    assert shrunk.digest == calm.digest
+
+
 def test_a_run_whose_state_is_cut_does_not_shrink(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data, fault = write_text(tmp_path / "text"), "rank1:job.begin:3"
     with pytest.raises(UserError, match="the state is cut for 2: run with --on-loss replace"):
@@ -108,4 +135,35 @@ def test_a_kill_while_a_matrix_is_gathered_leaves_no_trace(
 def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data, fault = write_text(tmp_path / "text"), "rank0:job.begin:3,rank1:job.begin:3"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
-        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2")
+        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2", keep_memory=False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "faults_at"),
+    [
+        ("dp=1", 0, ["job.begin:3"]),
+        ("dp=2", 0, ["mirror.prepared:3", "job.begin:4"]),
+        ("dp=2", 0, ["mirror.commit:3", "mirror.commit:3"]),
+        ("pp=2", 0, ["job.begin:3", "job.begin:3"]),
+        ("tp=2", 0, ["mirror.copied:3", "mirror.commit:3"]),
+        ("", 3, ["zero.updated:2", "zero.update:2"]),
+        ("dp=2,tp=2", 1, ["zero.norm:3", "mirror.commit:3", "zero.updated:3", "mirror.middle:3"]),
+    ],
+)
+def test_a_run_loses_nothing_when_all_of_its_ranks_are_killed(
+    small_jobs: SmallJobs, tmp_path: Path, mesh: str, zero: int, faults_at: list[str]
+) -> None:
+    """Their memory outlives them."""
+    data, tensor = write_text(tmp_path / "text"), "tp" in mesh
+    calm = small_jobs.run(
+        tmp_path / "calm",
+        data,
+        mesh="tp=2" if tensor else "dp=1" if mesh else "",
+        world_size=2 if tensor else 1,
+    )
+    fault = ",".join(f"rank{rank}:{point}" for rank, point in enumerate(faults_at))
+    found = small_jobs.run(
+        tmp_path / "run", data, fault=fault, world_size=len(faults_at), mesh=mesh, zero=zero
+    )
+    assert found.deaths == len(faults_at), (found.failures, found.told)
+    assert found.digest == calm.digest

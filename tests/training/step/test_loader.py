@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
@@ -26,13 +27,13 @@ def recipe_in(directory: Path) -> Recipe:
     return Recipe(model, Corpus(path, context=8), TrainingConfig(steps=STEPS, shards=5, warmup_steps=1))
 
 
-@pytest.mark.parametrize("least_ns", [0, 1 << 62], ids=["ahead", "on time"])
+@pytest.mark.parametrize("least", [0.0, math.inf], ids=["ahead", "on time"])
 def test_batches_are_those_of_their_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least_ns: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float
 ) -> None:
     recipe = recipe_in(tmp_path)
     loading = BatchLoader(recipe)
-    monkeypatch.setattr(loader, "AHEAD_NS", least_ns)
+    monkeypatch.setattr(loader, "AHEAD_SHARE", least)
     read: list[tuple[int, bool]] = []
     of_class, here = Recipe.order_of, threading.get_ident()
 
@@ -59,7 +60,7 @@ def test_batches_are_those_of_their_step(
     loading.close()
     assert max(step for step, _ in read) == STEPS - 1
     by_thread = [step for step, is_here in read if not is_here]  # what was not needed yet is dropped
-    assert by_thread[:1] == ([1] if least_ns == 0 else [])
+    assert by_thread[:1] == ([1] if least == 0 else [])
     assert loading.load(3, (0,)).samples[0].tolist() == order(3)[0].tolist(), "it may be used again"
     loading.close()
 
@@ -68,7 +69,7 @@ def test_an_error_of_the_thread_is_raised_where_its_batches_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = BatchLoader(recipe_in(tmp_path))
-    monkeypatch.setattr(loader, "AHEAD_NS", 0)
+    monkeypatch.setattr(loader, "AHEAD_SHARE", 0)
     order = Recipe.order_of
 
     def broken(self: Recipe, step: int) -> npt.NDArray[np.int64]:

@@ -80,7 +80,7 @@ def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJo
     data = write_text(tmp_path / "text")
     fault = "rank0:zero.norm:3,rank1:zero.norm:3"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
-        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3)
+        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3, keep_memory=False)
 
 
 def test_all_ranks_lost_at_a_checkpoint_go_on_from_it(small_jobs: SmallJobs, tmp_path: Path) -> None:
@@ -88,5 +88,5 @@ def test_all_ranks_lost_at_a_checkpoint_go_on_from_it(small_jobs: SmallJobs, tmp
     data = write_text(tmp_path / "text")
     calm = small_jobs.run(tmp_path / "calm", data, world_size=2, zero=3)
     fault = "rank0:zero.norm:5,rank1:zero.norm:5"
-    found = small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3)
+    found = small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3, keep_memory=False)
     assert (found.deaths, found.digest) == (2, calm.digest)

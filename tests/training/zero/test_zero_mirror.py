@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -164,6 +165,40 @@ def test_what_lies_in_files_outlives_any_kills(seed: int, ranks: int, kills: lis
     options = CommitOptions(world_size=ranks, steps=4, files=True)
     world = run(seed, options, killed(options, kills))
     assert not world.state_lost and set(world.ended.values()) == {options.last}
+
+
+KEPT = {
+    "replicas": CommitOptions(world_size=3, steps=2, kept=True),
+    "meshes": CommitOptions(world_size=4, steps=2, kept=True, mesh="dp=2,pp=2"),
+    "buddies": CommitOptions(world_size=3, steps=2, kept=True, sharded=True),
+    "alone": CommitOptions(world_size=1, steps=3, kept=True),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_kill_at_any_moment_loses_nothing_of_memory_that_outlives_it(kind: str) -> None:
+    seed = 22
+    for point in kill_points(seed, KEPT[kind]):
+        world = run(seed, KEPT[kind], [point])
+        assert not world.state_lost and set(world.ended.values()) == {KEPT[kind].last}, point
+
+
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(sorted(KEPT)), kills=KILLS)
+def test_memory_that_outlives_its_ranks_outlives_any_kills(
+    seed: int, kind: str, kills: list[tuple[int, int]]
+) -> None:
+    options = replace(KEPT[kind], steps=4)
+    world = run(seed, options, killed(options, kills))
+    assert not world.state_lost and set(world.ended.values()) == {options.last}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_all_ranks_killed_at_once_go_on_from_what_outlives_them(kind: str) -> None:
+    options, ranks = KEPT[kind], KEPT[kind].world_size
+    for seed in (4, 9):  # in both the lowest rank of a mesh is the last to see a vote
+        for at_ns in range(0, SPAN_NS // 2, SPAN_NS // 300):
+            world = run(seed, options, killed(options, [(at_ns, rank) for rank in range(ranks)]))
+            assert not world.state_lost and set(world.ended.values()) == {options.last}, (seed, at_ns)
 
 
 def test_a_file_that_is_gone_is_told_as_lost_state() -> None:

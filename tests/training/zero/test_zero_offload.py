@@ -15,7 +15,8 @@ from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.training.redundancy import state_file as paging
-from zbmd.training.redundancy.state_file import StateFile, StateName
+from zbmd.training.redundancy.stamped import StateName
+from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import ShardLayout
 from zbmd.training.zero.rank import ZeroRank, slot_elements
@@ -65,13 +66,13 @@ def test_a_note_that_is_too_long_is_refused_and_the_longest_is_kept(tmp_path: Pa
     name = StateName(run=7, place=0, ranks=2, elements=3000, note=1000)
     file = StateFile(tmp_path, name, again=False)
     file.slots[0][:], file.slots[1][:] = 1.0, 2.0
-    file.end(0, 4, np.arange(1000.0))
-    file.end(1, 5, np.arange(1000.0) + 1.0)
+    file.written(0, 4, np.arange(1000.0))
+    file.written(1, 5, np.arange(1000.0) + 1.0)
     found = StateFile(tmp_path, name, again=True)
     assert [found.noted(slot).tolist()[-1] for slot in (0, 1)] == [999.0, 1000.0]
     assert [set(slot.tolist()) for slot in found.slots] == [{1.0}, {2.0}]
     with pytest.raises(LocalProtocolError, match="has 1001 numbers, at most 1000 fit"):
-        found.end(0, 6, np.arange(1001.0))
+        found.written(0, 6, np.arange(1001.0))
 
 
 async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def write(file: StateFile, version: int) -> None:
     for part in parts(file, slot):
         file.wrote(part)
         file.rest(part)
-    file.end(slot, version, np.array([version, 0.5]))
+    file.written(slot, version, np.array([version, 0.5]))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -172,7 +173,7 @@ def test_a_shard_that_is_written_run_by_run_has_the_bits_of_one_written_at_once(
         assert len(list(held[1].parts_in(1))) > 2 and len(list(held[0].parts_in(1))) == 2
         assert held[0].state_flat.tobytes() == held[1].state_flat.tobytes()
         assert held[0].part(0).tobytes() == held[1].part(0).tobytes()
-        file.end(1, 5)
+        file.written(1, 5)
         file.drop_damaged(1, held[1].parts_in(1))
         assert file.version_in(1) == 5, "the digest is of the parts in their order"
 

@@ -1,0 +1,161 @@
+"""Two slots of a rank's state in memory that outlives it, each stamped with its version once it is whole.
+
+A replacement finds there what its predecessor held. A stamp has a digest of the slot, and notes beside it say
+what a later reader needs to know of the version.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.actors.rank.member import Worker
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.redundancy.machine import SLOTS
+from zbmd.transport.errors import LocalProtocolError
+
+MAGIC: Final = b"zbmdstate3\0\0\0\0\0\0"
+NO_VERSION: Final = -1
+NAME: Final = struct.Struct("<16s5Q")  # magic, run, place, ranks, elements of a slot, numbers of a note
+_STAMP: Final = struct.Struct("<qQ")  # version, digest
+Note = NDArray[np.float64]
+NO_NOTE: Final[Note] = np.zeros(0)
+NOTE_NUMBERS: Final = 220
+_NOTES: Final = 2 * SLOTS
+"""Two of each slot: what its step reported, and its record once it is committed."""
+_NOTES_AT: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateName:
+    """The identity of a state. `run`: distinguishes runs; `elements`: float32 numbers of a slot.
+
+    `note`: the most numbers that are noted of a version.
+    """
+
+    run: int
+    place: int
+    ranks: int
+    elements: int
+    note: int = NOTE_NUMBERS
+
+    def encoded(self) -> bytes:
+        """Return the header of the memory."""
+        return NAME.pack(MAGIC, self.run, self.place, self.ranks, self.elements, self.note)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory: header, stamps, notes and slots."""
+        return self.head_bytes + SLOTS * self.slot_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Return the bytes before the slots: whole pages."""
+        return -(-(_NOTES_AT + _NOTES * 8 * (1 + self.note)) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+        return -(-4 * self.elements // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class StampedSlots:
+    """The slots in `memory`, of `name.nbytes`. For one thread.
+
+    A state of another name is cleared: all slots are incomplete then.
+    """
+
+    def __init__(self, memory: Any, name: StateName) -> None:
+        self.head = np.frombuffer(memory, np.uint8, name.head_bytes)
+        """The memory before the slots."""
+        self.slots: list[Array] = [
+            np.frombuffer(memory, np.float32, name.elements, name.head_bytes + slot * name.slot_bytes)
+            for slot in range(SLOTS)
+        ]
+        self._memory, self._note = memory, name.note
+        if bytes(self.head[: NAME.size]) != name.encoded():
+            if self.head.any():
+                for array in (self.head, *self.slots):
+                    array[:] = 0
+            for slot in range(SLOTS):
+                _STAMP.pack_into(memory, _stamp_at(slot), NO_VERSION, 0)
+            self.head[: NAME.size] = np.frombuffer(name.encoded(), np.uint8)
+
+    def version_in(self, slot: int) -> int | None:
+        """Return the version of the slot if it is complete."""
+        version = _STAMP.unpack_from(self._memory, _stamp_at(slot))[0]
+        return version if version >= 0 and version % SLOTS == slot else None
+
+    def digest_in(self, slot: int) -> int:
+        """Return the digest of the slot when it was complete."""
+        return int(_STAMP.unpack_from(self._memory, _stamp_at(slot))[1])
+
+    def begin(self, slot: int) -> None:
+        """Mark the slot as incomplete."""
+        _STAMP.pack_into(self._memory, _stamp_at(slot), NO_VERSION, 0)
+
+    def end(self, slot: int, version: int, digest: int) -> None:
+        """Mark the slot as complete, the version last, since the process may be killed before it."""
+        if version % SLOTS != slot:
+            raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
+        at = _stamp_at(slot)
+        struct.pack_into("<Q", self._memory, at + 8, digest)
+        struct.pack_into("<q", self._memory, at, version)
+
+    def put_note(self, slot: int, note: Note) -> None:
+        """Keep what the step to the slot's version reported, at most as many numbers as the name says."""
+        self._put(slot, note)
+
+    def noted(self, slot: int) -> Note:
+        """Return the note of the complete version in the slot; empty if there is none."""
+        return NO_NOTE if self.version_in(slot) is None else self._get(slot)
+
+    def put_record(self, slot: int, note: Note) -> None:
+        """Keep the record of a committed version of the slot, of a length as in `put_note`."""
+        self._put(SLOTS + slot, note)
+
+    def recorded(self, slot: int) -> Note:
+        """Return the last record of the slot; empty if there is none."""
+        return self._get(SLOTS + slot)
+
+    def _put(self, number: int, note: Note) -> None:
+        """Write the length last: who is killed before has left no note."""
+        if len(note) > self._note:
+            raise LocalProtocolError(f"a note has {len(note)} numbers, at most {self._note} fit")
+        at = self._note_at(number)
+        struct.pack_into("<Q", self._memory, at, 0)
+        struct.pack_into(f"<{len(note)}d", self._memory, at + 8, *note.tolist())
+        struct.pack_into("<Q", self._memory, at, len(note))
+
+    def _get(self, number: int) -> Note:
+        (count,) = struct.unpack_from("<Q", self._memory, self._note_at(number))
+        if count > self._note:
+            return NO_NOTE
+        return np.frombuffer(self._memory, np.float64, count, self._note_at(number) + 8).copy()
+
+    def _note_at(self, number: int) -> int:
+        return _NOTES_AT + number * 8 * (1 + self._note)
+
+
+def kept_slots(worker: Worker, elements: int, *, note: int) -> StampedSlots | None:
+    """Return slots of so many float32 numbers that outlive this process, or those of the one before it.
+
+    They lie in the arena. None without a launcher that keeps it. note: as in `StateName`.
+    """
+    kept = worker.segment.kept
+    if kept is None:
+        return None
+    ranks = worker.world_size
+    name = StateName(run=worker.job, place=worker.rank, ranks=ranks, elements=elements, note=note)
+    block, _ = kept.block("state", name.nbytes)
+    worker.segment.arena.ready(block[: name.head_bytes])
+    return StampedSlots(block, name)
+
+
+def _stamp_at(slot: int) -> int:
+    return NAME.size + slot * _STAMP.size

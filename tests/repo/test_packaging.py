@@ -34,6 +34,7 @@ BUILT = {
     "actors/replay/_turns",
     "collectives/flight/_flight",
     "collectives/native/_fast_path",
+    "collectives/native/_messages",
     "collectives/native/_program",
     "collectives/native/_remote_stepper",
     "collectives/native/_stepper",

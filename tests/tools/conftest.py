@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from support.cluster.cluster_nodes import Nodes, node_template, nodes_in
-from support.processes.launcher import Launcher
+from support.cluster.cluster_nodes import Nodes, nodes_in
+from support.processes.launch_fixtures import launcher, template
 
-
-@pytest.fixture(scope="session")
-def template() -> Generator[socket.socket]:
-    """What `cluster_nodes.nodes_in` forks nodes from."""
-    with node_template() as ours:
-        yield ours
+__all__ = ["launcher", "nodes", "template"]
 
 
 @pytest.fixture
@@ -23,9 +18,3 @@ async def nodes(tmp_path: Path, template: socket.socket) -> AsyncGenerator[Nodes
     """Real nodes, that are all gone afterwards."""
     async with nodes_in(tmp_path, template) as found:
         yield found
-
-
-@pytest.fixture
-def launcher(tmp_path: Path, template: socket.socket) -> Launcher:
-    """Starts `zbmd-node` in this test's directory."""
-    return Launcher(tmp_path, template)

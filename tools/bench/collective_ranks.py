@@ -83,7 +83,7 @@ class Rank:
 def _communicator(segments: list[Segment], rank: int) -> Communicator:
     own = segments[rank]
     peers = {
-        place: PeerSegment.attach(segment.fd, slot=place)
+        place: PeerSegment.attach(segment.fds, slot=place)
         for place, segment in enumerate(segments)
         if place != rank
     }

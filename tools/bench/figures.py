@@ -54,6 +54,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     commit: str | None = None
     load: float | None = None
     """The load average of the minute before."""
+    shown: bool = True
+    """Whether the page has a row of it: of many like it, some do."""
     format: str = FORMAT
 
 

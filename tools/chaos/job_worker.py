@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 
 from zbmd.actors.host.processes import PRELOAD
-from zbmd.actors.process.early_template import ONE_THREAD_DEFAULTS, fork_template
+from zbmd.actors.process.early_template import fork_template
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss
@@ -25,6 +25,7 @@ from zbmd.tools.chaos.small_job import JobOutcome, run_small_job
 from zbmd.tools.cli.process import run as run_command
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.host.threads import ONE_THREAD
 
 
 class JobCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +61,7 @@ class Worker:
             [sys.executable, "-m", "zbmd.tools.chaos.job_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**ONE_THREAD_DEFAULTS, **os.environ},
+            env={**ONE_THREAD, **os.environ},
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._cases, self._ends = self._process.stdin, self._process.stdout

@@ -252,7 +252,7 @@ class Rank:
             self._segment.end_proven(rank)
             old.close()
         self._segment.clear_lost(rank)
-        peer = PeerSegment.attach(fd, slot=rank)
+        peer = PeerSegment.attach([fd], slot=rank)
         os.close(fd)
         self._peers[rank] = peer
         own = self._segment
@@ -459,7 +459,7 @@ class KillPool:
     def _introduce(self, rank: int, to: int) -> tuple[int, int]:
         """Have `to` map `rank`; return how many descriptors and threads it then has."""
         message = json.dumps({"do": "attach", "rank": rank}).encode()
-        socket.send_fds(self._ranks[to].line, [message], [self._ranks[rank].segment.fd])
+        socket.send_fds(self._ranks[to].line, [message], self._ranks[rank].segment.fds)
         answer = self._answer(to)
         if answer is None:
             raise PoolBroken(f"rank {to} ended as rank {rank} came")

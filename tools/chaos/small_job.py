@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
 from zbmd.actors.host.events import HostEvent, RankDown
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import LINKS_VARIABLE, RankEnvironment
@@ -55,6 +56,14 @@ class JobOutcome:
     def deaths(self) -> int:
         """Number of ranks that ended unexpectedly."""
         return len(self.failures)
+
+
+def variables_for(fault: str) -> dict[str, str]:
+    """Return what a run needs in its environment so that a rank passes the points of `fault`.
+
+    A replacement pulls its state from another rank only if the memory of its predecessor is gone.
+    """
+    return {KEEP_MEMORY_VARIABLE: "off"} if "mirror.restore" in fault else {}
 
 
 async def run_small_job(

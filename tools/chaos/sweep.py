@@ -36,7 +36,7 @@ import msgspec
 
 from zbmd.tools.chaos.job_worker import CaseResult, JobCase, Worker
 from zbmd.tools.chaos.kill_lines import KillLines
-from zbmd.tools.chaos.small_job import RANKS_DEFAULT, Passes, read_passes, write_text
+from zbmd.tools.chaos.small_job import RANKS_DEFAULT, Passes, read_passes, variables_for, write_text
 from zbmd.tools.cli.options import script_parser
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.transport import kill_points as faults
@@ -334,6 +334,7 @@ class Sweep:
             mesh=setting.mesh,
             optimizer=setting.optimizer,
             counts=counts,
+            variables=variables_for(fault),
         )
         ended = worker.run(case)
         shutil.rmtree(out, ignore_errors=True)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 import rich.console
+import rich.live
 import rich.progress
 from rich.text import Text
 
-from zbmd.actors.process.output import LineWriter, OutputLine, StreamName, emit_plainly
+from zbmd.actors.process.output import LineWriter, OutputLine, OutputText, PlainOutput, StreamName, text_of
 
 # The progress line of a training run, and the line that reports a recovery.
 
@@ -82,7 +85,9 @@ def format_recovery(r: Recovery) -> str:
     return "; ".join(parts)
 
 
-BAR_REFRESHES_PER_S = 8
+REFRESHES_PER_S = 12
+UNFINISHED_SHOWN_MAX = 8
+"""Lines without an end that are shown at once, at the bottom of a terminal; of 64 ranks' bars not all."""
 TABLE_CHARACTERS = 240
 """The width of a table that goes to a file or a pipe: rich takes 80 there, and cuts names and addresses."""
 LAST_WORDS_HELD_S = 3.0
@@ -101,8 +106,105 @@ def screen_for_tables() -> rich.console.Console:
     return rich.console.Console(width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
 
 
+class TerminalOutput:
+    """Writes to a terminal: whole lines, and below them those that have no end yet, and the job's bar.
+
+    Used by the writing thread, apart from `progress`, `stop` and what the screen's own thread draws.
+    """
+
+    def __init__(self) -> None:
+        self._plain = PlainOutput()
+        self._unfinished: dict[tuple[int, int, StreamName], str] = {}
+        self._bar = rich.progress.Progress(
+            rich.progress.BarColumn(bar_width=30),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TimeRemainingColumn(),
+            auto_refresh=False,
+        )
+        self._task: rich.progress.TaskID | None = None
+        self._lock = threading.Lock()
+        self._is_lent = False
+        self._live = rich.live.Live(
+            console=rich.console.Console(stderr=True),
+            get_renderable=self._bottom,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def emit(self, item: OutputText) -> None:
+        """Write a line without tearing what is below; what is redirected to a file goes there plainly."""
+        if item.stream == "stdout" and not sys.stdout.isatty():
+            self._plain.emit(item)
+            return
+        with self._lock:
+            if item.source is not None:
+                self._unfinished.pop(item.source, None)
+            if not item.ended and item.source is not None and item.text:
+                self._unfinished[item.source] = item.prefix + item.text
+            self._start_or_stop()
+        if item.ended:
+            self._live.console.print(_on_terminal(item.prefix + item.text), soft_wrap=True)
+
+    def progress(self, text: str, *, completed: int, total: int | None) -> None:
+        """Move the job's bar."""
+        with self._lock:
+            if self._task is None:
+                self._task = self._bar.add_task(text, total=total)
+            self._bar.update(self._task, description=text, completed=completed, total=total)
+            self._start_or_stop()
+
+    @contextmanager
+    def lent(self) -> Generator[None]:
+        """Draw nothing meanwhile: a rank has the terminal."""
+        with self._lock:
+            self._is_lent = True
+            self._live.stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_lent = False
+                self._start_or_stop()
+
+    def stop(self) -> None:
+        """Leave the terminal as it was found, below what was printed."""
+        self._live.stop()
+
+    def _start_or_stop(self) -> None:
+        """A terminal with nothing at its bottom is left alone."""
+        if self._is_lent:
+            return
+        if self._unfinished or self._task is not None:
+            self._live.start()
+        else:
+            self._live.stop()
+
+    def _bottom(self) -> rich.console.Group:
+        lines = list(self._unfinished.values())
+        shown: list[rich.console.RenderableType] = [_one_row(line) for line in lines[:UNFINISHED_SHOWN_MAX]]
+        if lines[UNFINISHED_SHOWN_MAX:]:
+            shown.append(Text(f"… and {len(lines) - UNFINISHED_SHOWN_MAX} more"))
+        if self._task is not None:
+            shown.append(self._bar.get_renderable())
+        return rich.console.Group(*shown)
+
+
+def _on_terminal(line: str) -> Text:
+    """Return a line with its colours, and without what moves the cursor."""
+    return Text.from_ansi(line) if "\x1b" in line else Text(line)
+
+
+def _one_row(line: str) -> Text:
+    text = _on_terminal(line)
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
 class Console:
-    """An `OutputSink` with notes and progress. Use it as an async context manager, on the loop's thread.
+    """A `LiveSink` with notes and progress. Use it as an async context manager, on the loop's thread.
 
     `live` None means: a bar if standard error is a terminal. `ranks_to_stderr` keeps standard output for the
     caller. With `hold_last_words` a rank's exit reason waits for `take_last_words`, for at most
@@ -117,27 +219,13 @@ class Console:
         self._hold_last_words = hold_last_words
         self._held: dict[tuple[int, int], _LastWords] = {}
         self._releasing: set[asyncio.Task[None]] = set()
-        self._bar: rich.progress.Progress | None = None
-        self._task: rich.progress.TaskID | None = None
+        self._terminal: TerminalOutput | None = None
         self._writer: LineWriter | None = None
 
     async def __aenter__(self) -> Self:
-        emit: Callable[[StreamName, str], None] = emit_plainly
-        if self._live:
-            screen = rich.console.Console(stderr=True)
-            self._bar = rich.progress.Progress(
-                rich.progress.BarColumn(bar_width=30),
-                rich.progress.TaskProgressColumn(),
-                rich.progress.TextColumn("{task.description}"),
-                rich.progress.TimeRemainingColumn(),
-                console=screen,
-                refresh_per_second=BAR_REFRESHES_PER_S,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            emit = self._emit_above_bar
-        self._writer = LineWriter(emit)
+        self._terminal = TerminalOutput() if self._live else None
+        terminal = self._terminal
+        self._writer = LineWriter() if terminal is None else LineWriter(terminal.emit, lending=terminal.lent)
         return self
 
     async def __aexit__(
@@ -149,8 +237,8 @@ class Console:
         if self._releasing:
             await asyncio.wait(self._releasing)
         await self._writer.close()
-        if self._bar is not None and self._task is not None:
-            self._bar.stop()
+        if self._terminal is not None:
+            self._terminal.stop()
 
     async def write_line(self, line: OutputLine) -> None:
         """Print a rank's line, or hold it as a part of its exit reason."""
@@ -158,8 +246,21 @@ class Console:
         text = line.text.decode(errors="replace")
         if line.is_exit_reason and self._hold_last_words and self._hold(line.rank, line.incarnation, text):
             return
-        stream: StreamName = "stderr" if self._ranks_to_stderr else line.stream
-        await self._writer.write(stream, f"[rank{line.rank}]: {text}")
+        await self._writer.put(text_of(line, stream=self._stream_of(line)))
+
+    def show_unfinished(self, line: OutputLine, *, rewritten: bool) -> None:
+        """See `LiveSink`."""
+        assert self._writer is not None
+        stream = self._stream_of(line)
+        self._writer.show(text_of(line, stream=stream, ended=False, rewritten=rewritten))
+
+    def lend_terminal(self, *, is_back: bool) -> None:
+        """See `LiveSink`."""
+        assert self._writer is not None
+        self._writer.lend_terminal(is_back=is_back)
+
+    def _stream_of(self, line: OutputLine) -> StreamName:
+        return "stderr" if self._ranks_to_stderr else line.stream
 
     def take_last_words(self, rank: int, incarnation: int) -> tuple[str, ...]:
         """The lines that are held of a rank; whoever takes them shows them."""
@@ -187,14 +288,11 @@ class Console:
     async def progress(self, progress: Progress, *, steps_total: int | None = None) -> None:
         """Show a step: in the bar on a terminal, as a line elsewhere."""
         text = format_progress(progress)
-        if self._bar is None:
+        if self._terminal is None:
             assert self._writer is not None
             await self._writer.write("stderr", text)
-            return
-        if self._task is None:
-            self._task = self._bar.add_task(text, total=steps_total)
-            self._bar.start()
-        self._bar.update(self._task, description=text, completed=progress.step, total=steps_total)
+        else:
+            self._terminal.progress(text, completed=progress.step, total=steps_total)
 
     def _hold(self, rank: int, incarnation: int, text: str) -> bool:
         """Hold one more line of a rank's exit reason; False if that is too many."""
@@ -213,11 +311,3 @@ class Console:
         task = asyncio.get_running_loop().create_task(self.rank_lines(rank, lines))
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
-
-    def _emit_above_bar(self, stream: StreamName, text: str) -> None:
-        """Print a line without tearing the bar; what is redirected to a file goes there plainly."""
-        assert self._bar is not None
-        if stream == "stdout" and not sys.stdout.isatty():
-            emit_plainly(stream, text)
-        else:
-            self._bar.console.print(Text(text), soft_wrap=True)

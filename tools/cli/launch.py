@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from zbmd.actors.bootstrap.merge import Bootstrap, Role, bootstrap_of
 from zbmd.tools.cli.launch_settings import IGNORED, Settings, ignored, service, stated
 from zbmd.tools.cli.settings import DEFAULT, parse_ranks
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.threads import thread_share
 from zbmd.transport.host.topology.cpus import usable_cpus
 
 NAMESPACE_BYTES_MAX = 256
@@ -89,6 +91,14 @@ def notes(arguments: argparse.Namespace, settings: Settings, bootstrap: Bootstra
     return said
 
 
+def threads_in_words(ranks: int, environment: Mapping[str, str]) -> str:
+    """Return how many threads each rank of this host computes with, and why."""
+    share = thread_share(environment, ranks=ranks, cores=usable_cpus())
+    threads = f"{share.threads} thread{'s' * (share.threads > 1)}"
+    who = f"{ranks} ranks with {threads} each" if ranks > 1 else f"1 rank with {threads}"
+    return f"{who}: {share.why}"
+
+
 def rank_variables(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that scripts for torchrun read and that all ranks of a run share."""
     return {
@@ -98,6 +108,29 @@ def rank_variables(settings: Settings, environment: Mapping[str, str]) -> dict[s
         "TORCHELASTIC_RUN_ID": settings["rdzv_id"] or "none",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+
+
+def check_master_port(settings: Settings, environment: Mapping[str, str]) -> None:
+    """Raise `UserError` if rank 0 on this host is to listen on a port that is taken.
+
+    The ranks of a second run would talk to the first one's rank 0, which listens there.
+    """
+    if settings["master_port"]:
+        port, source = settings["master_port"], "--master-port"
+    elif "RANK" not in environment and environment.get("MASTER_PORT", "").isdecimal():
+        port, source = int(environment["MASTER_PORT"]), "MASTER_PORT"
+    else:
+        return
+    try:
+        with socket.create_server(("", port)):
+            return
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return  # rank 0 says so, if it listens at all
+    raise UserError(
+        f"{source} {port}: the port is in use on this host, perhaps by another run. Leave {source} away, and "
+        "a free one is chosen, or give another port."
+    )
 
 
 def free_port() -> int:

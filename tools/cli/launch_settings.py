@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -125,7 +126,6 @@ IGNORED: Final[dict[str, str]] = {
     "local_ranks_filter": "every line bears its rank",
     "logs_specs": "see --log-dir",
     "numa_binding": "see zbmd-node doctor",
-    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP end the run; ranks get SIGUSR1 and SIGUSR2",
 }
 """Options of torchrun that are taken and have no effect here, and why."""
 
@@ -139,6 +139,23 @@ def parse_backend(text: str) -> str:
     if text not in BACKENDS:
         raise UserError(f"expected one of {', '.join(BACKENDS)}, got {text[:64]!r}")
     return text
+
+
+NOT_TO_HANDLE: Final = frozenset({"SIGKILL", "SIGSTOP", "SIGCHLD"})
+"""The first two cannot be handled, and the third is the launcher's own."""
+
+
+def parse_signals(text: str) -> tuple[str, ...]:
+    """Names of signals with commas between them. Raises `UserError`."""
+    names = [word.strip().upper() for word in text.split(",") if word.strip()]
+    found = tuple(name if name.startswith("SIG") else f"SIG{name}" for name in names)
+    known = {number.name for number in signal.Signals} - NOT_TO_HANDLE
+    wrong = [name for name in found if name not in known]
+    if wrong or not found:
+        raise UserError(
+            f"expected names of signals with commas between them, such as SIGUSR1,SIGQUIT, got {text[:64]!r}"
+        )
+    return found
 
 
 def parse_name(text: str) -> str:
@@ -180,6 +197,12 @@ LAUNCH_SETTINGS: Final = (
         f"its port; default: {STATIC_PORT}",
     ),
     _setting("local_addr", parse_name, "HOST", "the address under which the others reach this node"),
+    _setting(
+        "signals_to_handle",
+        parse_signals,
+        "NAMES",
+        "signals for ranks that handle them, beside SIGUSR1, SIGUSR2; SIGINT, SIGTERM, SIGHUP end the run",
+    ),
     _setting("role", parse_name, "NAME", "the script finds it in ROLE_NAME"),
     _setting(
         "service", parse_name, "NAME", "the headless service of these pods (Kubernetes)", torchrun=False

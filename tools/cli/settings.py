@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from zbmd.actors.cluster.state.job_table import START_TIMEOUT_NS_DEFAULT, STOP_GRACE_NS_DEFAULT
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, parse_arena, parse_progress_deadline
@@ -59,6 +60,13 @@ def parse_restarts(text: str) -> int:
     return int(text)
 
 
+def parse_rank(text: str) -> int:
+    """Parse a rank's number. Raises `UserError`."""
+    if not _is_number(text) or int(text) >= RANKS_MAX:
+        raise UserError(f"expected a rank, 0 to {RANKS_MAX - 1}, got {text!r}")
+    return int(text)
+
+
 def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= DIGITS_MAX
 
@@ -87,6 +95,11 @@ def _policy(kind: type[PolicyT], text: str, what: str) -> PolicyT:
 def parse_progress(text: str) -> float:
     """Seconds of a progress deadline, 0 for `off`. Raises `UserError`."""
     return parse_progress_deadline(text) / 1e9
+
+
+def parse_grace(text: str) -> float:
+    """Seconds from SIGTERM to SIGKILL, also 0. Raises `UserError`."""
+    return 0.0 if text.strip() in ("0", "0s") else parse_duration(text)
 
 
 def parse_preload(text: str) -> tuple[str, ...]:
@@ -149,6 +162,20 @@ SETTINGS = (
         help="time from a death to the repeated step; all deadlines follow from it; default: 1s",
     ),
     Setting(
+        name="stop_grace",
+        parse=parse_grace,
+        default=STOP_GRACE_NS_DEFAULT / 1e9,
+        metavar="TIME",
+        help="time for ranks to save and end after Ctrl-C, SIGTERM or a stop, before SIGKILL; default: 30s",
+    ),
+    Setting(
+        name="start_timeout",
+        parse=parse_duration,
+        default=START_TIMEOUT_NS_DEFAULT / 1e9,
+        metavar="TIME",
+        help="time for a replacement to import and join, while the others wait for it; default: 10min",
+    ),
+    Setting(
         name="progress_deadline",
         parse=parse_progress,
         default=PROGRESS_DEADLINE_NS_DEFAULT / 1e9,
@@ -175,6 +202,13 @@ SETTINGS = (
         default=None,
         metavar="PATH",
         help="training data, a path or a glob; the script reads it from ZBMD_DATA",
+    ),
+    Setting(
+        name="stdin",
+        parse=parse_rank,
+        default=None,
+        metavar="RANK",
+        help="rank that has the launcher's standard input; default: none has",
     ),
     Setting(
         name="log_dir",

@@ -3,7 +3,7 @@
     python -m zbmd.tools.dev.bench_docs            write it (`make bench-docs`)
     python -m zbmd.tools.dev.bench_docs --check    exit with 1 if it is not what this renders
 
-Of several figures of one layer and one name, the latest counts.
+Of several figures of one layer and one name, the latest counts. One that is not `shown` stays in its file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def latest(figures: Iterable[Figure]) -> list[Figure]:
 
 def render(figures: Sequence[Figure]) -> str:
     """Return the page."""
-    shown = latest(figures)
+    shown = [figure for figure in latest(figures) if figure.shown]
     machines = list(dict.fromkeys(figure.machine for figure in shown))
     lines = [INTRODUCTION]
     lines += [f"- **{_label(number)}**: {_described(machine)}" for number, machine in enumerate(machines)]

@@ -57,6 +57,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
         "tools/bench/peers/pairs.py",
         "tools/bench/peers/collectives.py",
         "tools/lab/bench/training/torch_steps.py",
+        "tools/lab/bench/collectives/torch_calls.py",
         "tools/lab/gpu/job.py",
         "tools/lab/bench/training/engine.py",
         "tests/*",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from zbmd.actors.process.early_template import default_to_one_thread
 from zbmd.tools.cli.process import ended_by_ctrl_c, run
+from zbmd.transport.host.threads import default_to_one_thread
 
 
 def node() -> int:

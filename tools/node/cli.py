@@ -164,9 +164,10 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.process.early_template import fork_template
+    from zbmd.actors.process.invariants import ending_at_broken_invariant
     from zbmd.tools.cli import launch
     from zbmd.tools.cli.settings import SETTINGS, merge
-    from zbmd.tools.node.run import JobCommand, check, check_own, host_config, run_job
+    from zbmd.tools.node.run import OWN_JOBS, JobCommand, check, check_own, host_config, run_job
 
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     settings = merge(on_line, os.environ, arguments.config)
@@ -190,16 +191,26 @@ def run_command(arguments: argparse.Namespace) -> int:
         target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments)
     )
     check(job, settings)
+    if not (job.is_module and job.target in OWN_JOBS):  # which states its own threads
+        words = launch.threads_in_words(settings["nproc_per_node"], os.environ)
+        print(f"zbmd-node: {words}", file=sys.stderr)
     variables = launch.rank_variables(settings, os.environ)
     if bootstrap.role is Role.ALONE:
         check_own(job, settings)
+        launch.check_master_port(settings, os.environ)
         config = host_config(job, settings, variables)
-        return uvloop.run(run_job(config, fork_template(config.preload, os.environ)))
+        running = run_job(
+            config,
+            fork_template(config.preload, os.environ),
+            stdin_rank=settings["stdin"],
+            signals=settings["signals_to_handle"],
+        )
+        return uvloop.run(ending_at_broken_invariant(running))
     from zbmd.tools.node import run_many as node_run_many
 
     plan = node_run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
     template = fork_template(node_run_many.preload_of(plan), node_run_many.local_variables(plan))
-    return uvloop.run(node_run_many.run_over_nodes(plan, template))
+    return uvloop.run(ending_at_broken_invariant(node_run_many.run_over_nodes(plan, template)))
 
 
 def status_command(arguments: argparse.Namespace) -> int:

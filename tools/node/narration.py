@@ -2,7 +2,8 @@
 
 A job that gives `Worker.report` the fields `kind` = "step", `version` (the step that is committed) and any of
 `loss`, `grad_norm`, `tokens_per_s`, `tflops`, `mfu`, `steps_total` gets the progress line and bar, and each
-loss the one line that says what it cost.
+loss the one line that says what it cost. With `kind` = "missing" and `text`, a rank reports which rank an
+operation of its own waits for in vain; the end of a run that failed names the first one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from zbmd.actors.cluster.jobs.host import result_of, with_records
-from zbmd.actors.cluster.state.job_table import Job
+from zbmd.actors.cluster.state.job_table import MEMORY_ADVICE, Job
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.host.events import (
     EventQueue,
@@ -29,7 +30,7 @@ from zbmd.actors.host.events import (
     ViewChanged,
 )
 from zbmd.actors.host.processes import resident_bytes
-from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.exit import USAGE_EXIT_CODE, describe_exit
 from zbmd.actors.replay.process_capture import ProcessCapture
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console, Progress, Recovery
@@ -91,8 +92,12 @@ class RunTeller:
 RUN_ENDS = "the run ends"
 """`RankDown.next_step` of a failure that the paragraph on the run's end will tell of."""
 LAST_WORDS_KNOWN_MAX = 64
+MISSING_CHARACTERS_MAX = 300
+FINISHED_NAMED_MAX = 8
 
-_CONSEQUENCE = re.compile(r"zbmd\.[\w.]+\.(PeerLost|MembersLost|OperationAborted): ")
+_CONSEQUENCE = re.compile(
+    r"(?:[\w.]+\.DistBackendError: |zbmd\.[\w.]+\.)(PeerLost|MembersLost|OperationAborted): "
+)
 
 
 class RunNarrator:
@@ -110,6 +115,8 @@ class RunNarrator:
         self._lost: list[RankDown] = []  # no view without them yet
         self._repaired: list[RankDown] = []  # no step since; both are bounded by the restarts allowed
         self._step: int | None = None
+        self._finished: set[int] = set()  # ranks that ended normally while the run went on
+        self._missing = ""  # the first operation that waited for a rank in vain
 
     async def observe(self, event: HostEvent) -> None:
         """Take one event."""
@@ -121,6 +128,10 @@ class RunNarrator:
             case RankReport():
                 if event.payload.get("kind") == "step" and isinstance(event.payload.get("version"), int):
                     await self._committed(event.payload)
+                elif event.payload.get("kind") == "missing":
+                    self._missing = (
+                        self._missing or str(event.payload.get("text", ""))[:MISSING_CHARACTERS_MAX]
+                    )
             case HangNotice():
                 await self._hung(event)
             case RankStarted():
@@ -141,8 +152,12 @@ class RunNarrator:
         first, words = self._first
         if _is_users_own(first, words):
             return f"rank {first.rank} cannot go on, and so the run ends: {_sentence(words[-1])}"
-        text = f"the run failed: {_sentence(result.reason)} The first failure was rank {first.rank}'s: "
-        text += f"{_sentence(_cause(first, words))} {_advice(first, words)}"
+        text, cause = f"the run failed: {_sentence(result.reason)}", _cause(first, words)
+        if not first.no_memory or cause not in result.reason:
+            text += f" The first failure was rank {first.rank}'s: {_sentence(cause)}"
+        if (advice := _advice(first, words)) and advice not in text:
+            text += f" {advice}"
+        text += self._describe_missing(first, text)
         more = len(result.failures) - 1
         if more:
             text += f" {more} more came with it or after it."
@@ -150,7 +165,21 @@ class RunNarrator:
             text += f" See what went before: zbmd replay --show {result.last_records}."
         return text
 
+    def _describe_missing(self, first: RankDown, told: str) -> str:
+        """Return which ranks had ended before the first failure, and what waited for them."""
+        if self._missing:
+            return "" if self._missing in told else f" Before that: {_sentence(self._missing)}"
+        gone = sorted(self._finished)
+        if not gone or first.code < 0:
+            return ""
+        names = ", ".join(str(rank) for rank in gone[:FINISHED_NAMED_MAX])
+        more = f" and {len(gone) - FINISHED_NAMED_MAX} more" if len(gone) > FINISHED_NAMED_MAX else ""
+        ranks, them = ("rank", "it") if len(gone) == 1 else ("ranks", "them")
+        return f" By then {ranks} {names}{more} had finished: operations that need {them} fail."
+
     async def _down(self, down: RankDown) -> None:
+        if down.normal and down.next_step != RUN_ENDS:
+            self._finished.add(down.rank)
         words = self._console.take_last_words(down.rank, down.incarnation)
         if down.expected and len(words) == 1:  # a paragraph, whatever ended it before it could exit
             self._said_too.append((down.rank, words))
@@ -179,7 +208,7 @@ class RunNarrator:
         await self._console.note(f"no progress: {notice.text}; {notice.next_step}{stack}")
 
     async def _view_changed(self, event: ViewChanged) -> None:
-        lost, self._lost = self._lost, []
+        lost, self._lost, self._missing = self._lost, [], ""
         size = len(event.view.members)
         for down in lost:
             delay_ms = (event.at_ns - (down.noticed_ns or down.confirmed_ns)) / 1e6
@@ -241,6 +270,10 @@ def _is_consequence(words: tuple[str, ...]) -> bool:
 
 
 def _advice(down: RankDown, words: tuple[str, ...]) -> str:
+    if down.no_memory:
+        return _sentence(MEMORY_ADVICE)
+    if down.reason != describe_exit(down.code):
+        return ""
     if down.code == -signal.SIGKILL:
         return "If nobody killed it, the kernel's out-of-memory killer may have: see dmesg."
     if down.code < 0:

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.host.processes import PRELOAD
+from zbmd.actors.process.debugger import TERMINAL_VARIABLE, terminal_of_run
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
@@ -24,6 +25,7 @@ from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.node.narration import RunNarrator
 from zbmd.tools.node.signals import forwarded, handling
+from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, in_words
 
@@ -82,6 +84,10 @@ def check(job: JobCommand, settings: Settings) -> None:
             f"{in_words(needed_bytes)}, but {available.limited_by} has {in_words(available.nbytes)} "
             f"available. {_less_memory(ranks, arena_bytes, available.nbytes)}"
         )
+    nodes, stdin = settings["nnodes"], settings["stdin"]
+    size = ranks * (1 if nodes is None else nodes.most)
+    if stdin is not None and stdin >= size:
+        raise UserError(f"--stdin: there is no rank {stdin}: a run of {size} has 0 to {size - 1}")
     data = settings["data"]
     if data is not None and not glob.glob(data, recursive=True):
         raise UserError(f"--data {data} matches no file. Give a file, a directory or a glob that does.")
@@ -130,6 +136,8 @@ def _check_module(name: str) -> None:
 def host_variables(settings: Settings) -> dict[str, str]:
     """Variables for the ranks of this host alone."""
     environment = {HOST_MEMORY_VARIABLE: str(available_memory().nbytes)}
+    if (terminal := terminal_of_run()) is not None:
+        environment[TERMINAL_VARIABLE] = terminal.path
     if settings["log_dir"] is not None:
         environment[LOG_DIR_VARIABLE] = str(Path(settings["log_dir"]).absolute())
     if settings["capture"] is not None:
@@ -160,6 +168,8 @@ def job_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]
         recovery_budget_ns=round(settings["recovery_budget"] * 1e9),
         progress_deadline_ns=round(settings["progress_deadline"] * 1e9),
         on_hang=settings["on_hang"],
+        stop_grace_ns=round(settings["stop_grace"] * 1e9),
+        start_timeout_ns=round(settings["start_timeout"] * 1e9),
         environment=environment,
         preload=(*PRELOAD, *MORE_PRELOADS, *own_modules(job), *settings["preload"]),
     )
@@ -179,12 +189,21 @@ def own_modules(job: JobCommand) -> tuple[str, ...]:
     return tuple(sorted(each.name for each in modules if not each.name.endswith(".__main__")))
 
 
-async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
-    """Run the job on this terminal; returns the exit code. template: see `Host`."""
+async def run_job(
+    config: HostConfig,
+    template: EarlyTemplate | None,
+    *,
+    stdin_rank: int | None = None,
+    signals: Sequence[str] | None = None,
+) -> int:
+    """Run the job on this terminal; returns the exit code.
+
+    template, stdin_rank: see `Host`; signals: more to forward, by name.
+    """
     loop = asyncio.get_running_loop()
     async with Console(hold_last_words=True) as console:
         story = RunNarrator(console, lambda: host.ranks)
-        host = Host(config, output=console, observer=story.observe, template=template)
+        host = Host(config, output=console, observer=story.observe, template=template, stdin_rank=stdin_rank)
         running = loop.create_task(host.run())
         received: list[signal.Signals] = []
         notes: list[asyncio.Task[None]] = []
@@ -192,15 +211,19 @@ async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
         def on_signal(number: signal.Signals) -> None:
             received.append(number)
             host.stop(f"{number.name} received", kill=len(received) > 1)
-            if len(received) == 1 and not host.started:
+            if len(received) == 1 and host.started:
+                grace = format_duration(config.stop_grace_ns)
+                words = f"{number.name} received: ranks have {grace} to end (--stop-grace)"
+                notes.append(loop.create_task(console.note(f"{words}; once more to end at once")))
+            elif len(received) == 1:
                 running.cancel()  # the template still imports, and nobody else is there to be stopped
 
         def on_forwarded(number: signal.Signals) -> None:
-            if words := forwarded(number, host.forward):
+            if words := forwarded(number, host.forward, more=signals):
                 notes.append(loop.create_task(console.note(words)))
 
         try:
-            with handling(on_signal, on_forwarded):
+            with handling(on_signal, on_forwarded, more=signals):
                 result = await running
         except asyncio.CancelledError:
             if not received:

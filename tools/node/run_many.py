@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import shlex
 import signal
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,10 @@ from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.jobs.single_job import ONE_JOB
 from zbmd.actors.cluster.node.actors import NodeActors
+from zbmd.actors.cluster.node.contracts import RUN_CHARACTERS_MAX
 from zbmd.actors.cluster.node.incarnation import node_capture
-from zbmd.actors.cluster.node.incarnations import JoinDelayed, NodeConfig, NodeEvent
-from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut
+from zbmd.actors.cluster.node.incarnations import JoinDelayed, NodeConfig, NodeEvent, RunningPartFound
+from zbmd.actors.cluster.node.join import Joiner, JoinFailed, JoinTimedOut, ask_admission
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import EphemeralNodeState
 from zbmd.actors.cluster.state.job_table import REASON_CHARACTERS_MAX, JobSpec, Stop, Submit
@@ -46,12 +48,12 @@ from zbmd.tools.node.run import MORE_PRELOADS, JobCommand, host_variables, job_c
 from zbmd.tools.node.signals import forwarded, handling
 from zbmd.tools.node.store import with_store
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.clock.deadlines import SECOND_NS
+from zbmd.transport.clock.deadlines import SECOND_NS, derive
 from zbmd.transport.clock.hlc import HybridClock
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.machine import SetTimer, TimerFired
-from zbmd.transport.tcp.address import tcp_settings
+from zbmd.transport.tcp.address import parse_address, tcp_settings
 from zbmd.transport.tcp.sockets import PortInUse
 
 LEAVE_S: Final = 10.0
@@ -59,6 +61,10 @@ LEAVE_S: Final = 10.0
 NAMED_MAX: Final = 16
 NOT_COMPARED: Final = ("environment", "code")
 """A node's environment is its own; a host whose code differs says so itself."""
+LOOK_S: Final = 1.0
+"""Between two looks for another part of the run, while nodes are missing."""
+LAST_CALL_S: Final = 1.5
+"""Enough nodes wait for more before the job begins: a part in which it runs comes in that time."""
 STORE_TRY_S: Final = 12.0
 """At the join addresses that a store lists; then it is read again, since its founder may be gone by then."""
 
@@ -83,6 +89,26 @@ def job_id(bootstrap: Bootstrap) -> int:
     """Return the name of the job that all nodes use. A run without a name gets a fixed one."""
     name = f"zbmd-node run {bootstrap.job}".encode()
     return (int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 2) + 1
+
+
+def run_of(plan: NodeRun) -> str:
+    """Return the name of the run that this node was started for: equal on all of its nodes, and on no others.
+
+    A run without a name is known by its script and arguments.
+    """
+    job = plan.job
+    if plan.bootstrap.job:
+        text = f"the run {plan.bootstrap.job}"
+        exact = plan.bootstrap.job
+    else:
+        target = job.target if job.is_module else str(Path(job.target).absolute())
+        words = ("-m", target) if job.is_module else (target,)
+        text = f"the run of `{shlex.join([*words, *job.arguments])}`"
+        exact = "\0".join((*words, *job.arguments))
+    if len(text) <= RUN_CHARACTERS_MAX:
+        return text
+    digest = hashlib.blake2b(exact.encode(), digest_size=8).hexdigest()
+    return f"{text[: RUN_CHARACTERS_MAX - 20]}… {digest}"
 
 
 def spec_of(plan: NodeRun) -> JobSpec:
@@ -142,10 +168,14 @@ async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None) -> int:
                 async with _found(plan, config) as (found, superseded):
                     node = _NodeRun(plan, spec, found, console, template)
                     template = None  # it is its own now
-                    return await node.run(superseded)
-            except PortInUse:
+                    if (code := await node.run(superseded)) != o.MOVES:
+                        return code
+                config = joining(plan.bootstrap, config)
+                if (to := node.machine.moves_to) is not None:
+                    config = dataclasses.replace(config, joins=(parse_address(to.address), *config.joins))
+            except PortInUse as error:
                 if not (plan.bootstrap.role is Role.HOLDER and config.founds):
-                    raise
+                    raise UserError(f"{error}{await _of_another_run(plan, config)}") from None
                 config = joining(plan.bootstrap, config)  # another node of this host was faster
             except JoinFailed as error:
                 if plan.bootstrap.role is Role.STORE:
@@ -167,7 +197,31 @@ def _config(plan: NodeRun) -> NodeConfig:
         cookie=load_or_create_cookie(),
         settings=tcp_settings(),
         release=zbmd.__version__,
+        run=run_of(plan),
     )
+
+
+def _joiner(plan: NodeRun, config: NodeConfig) -> Joiner:
+    """Return a node of this run that only asks."""
+    return Joiner(
+        node_id=0,
+        name="",
+        host="",
+        recovery_budget_ns=0,
+        cookie=config.cookie,
+        settings=config.settings,
+        deadlines=derive(),
+        run=config.run,
+    )
+
+
+async def _of_another_run(plan: NodeRun, config: NodeConfig) -> str:
+    """Return that the address which this node was to listen on belongs to another run, if it does."""
+    for address in plan.bootstrap.join_addresses:
+        with contextlib.suppress(ZbmdError, OSError):
+            reply, _ = await ask_admission(address, _joiner(plan, config))
+            return f" {reply.node} is there: {reply.refused}." if reply.refused else ""
+    return ""
 
 
 @asynccontextmanager
@@ -195,7 +249,9 @@ class _NodeRun:
         template: EarlyTemplate | None,
     ) -> None:
         self._plan = plan
+        self._signals: Sequence[str] | None = plan.settings["signals_to_handle"]
         self._spec = spec
+        self._config = config
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -208,6 +264,8 @@ class _NodeRun:
             "nodes_max": spec.nodes_max,
             "patience_ns": plan.patience_ns,
             "leave_ns": round(LEAVE_S * SECOND_NS),
+            "grace_ns": spec.stop_grace_ns,
+            "last_call_ns": round(LAST_CALL_S * SECOND_NS),
         }
         self.machine = o.SingleJob(**about)
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.anew)
@@ -237,6 +295,7 @@ class _NodeRun:
             on_event=lambda _, event: self._teller.happened(event),
             template=template,
             finder=self._actors.finder,
+            stdin_rank=plan.settings["stdin"],
         )
 
     # -- its course --------------------------------------------------------------------------------------
@@ -246,7 +305,7 @@ class _NodeRun:
         if superseded is not None:
             superseded.add_done_callback(self._superseded)
         try:
-            with handling(self._on_signal, self._on_forwarded):
+            with handling(self._on_signal, self._on_forwarded, more=self._signals):
                 async with self._teller.telling():
                     code = await self._run()
                     with contextlib.suppress(TimeoutError):
@@ -264,6 +323,7 @@ class _NodeRun:
 
     async def _run(self) -> int:
         self._node.listen(self)
+        looking = self._loop.create_task(self._look_for_others())
         living = self._loop.create_task(self._node.run())
         hosting = self._loop.create_task(_host(self._jobs, self._actors))
         try:
@@ -279,11 +339,31 @@ class _NodeRun:
             if self._timer is not None:
                 self._timer.cancel()
             await self._jobs.settle()
-            for task in (living, hosting):
+            for task in (living, hosting, looking):
                 task.cancel()
-            await asyncio.wait([living, hosting])
+            await asyncio.wait([living, hosting, looking])
             await self._actors.close()
             await self._jobs.close()
+
+    async def _look_for_others(self) -> None:
+        """While nodes are missing, look whether the run has begun again where its nodes are to meet.
+
+        A founder that is back there hears from a part in which the job runs where that is.
+        """
+        while True:  # until the run is over
+            await asyncio.sleep(LOOK_S)
+            looks = self.machine.misses_nodes or self.machine.age_to_tell_ns is not None
+            for address in self._plan.bootstrap.join_addresses if looks else ():
+                with contextlib.suppress(ZbmdError, OSError):
+                    reply, _ = await ask_admission(address, self._seeker())
+                    if reply.member and not reply.refused:
+                        self._put(o.OtherPartFound(node=reply.node, lowest=reply.lowest))
+
+    def _seeker(self) -> Joiner:
+        seeker, age_ns = _joiner(self._plan, self._config), self.machine.age_to_tell_ns
+        if age_ns is None:
+            return seeker
+        return dataclasses.replace(seeker, runs_at=self._node.me, age_ns=age_ns)
 
     def _on_signal(self, number: signal.Signals) -> None:
         asked = o.EndAsked(
@@ -294,7 +374,8 @@ class _NodeRun:
         self._put(asked)
 
     def _on_forwarded(self, number: signal.Signals) -> None:
-        if words := forwarded(number, partial(self._jobs.forward, self._spec.job)):
+        forward = partial(self._jobs.forward, self._spec.job)
+        if words := forwarded(number, forward, more=self._signals):
             self._teller.say(words)
 
     def _superseded(self, reason: asyncio.Future[str]) -> None:
@@ -303,6 +384,8 @@ class _NodeRun:
     def _hear(self, event: NodeEvent) -> None:
         if isinstance(event, JoinDelayed):
             self._teller.say(f"not let in yet: {event.text}")
+        elif isinstance(event, RunningPartFound):
+            self._put(o.RunningPartFound(node=event.node, age_ns=event.age_ns))
 
     # -- `ClusterListener` -------------------------------------------------------------------------------
 
@@ -357,7 +440,7 @@ class _NodeRun:
             case o.StopJob(reason=reason):
                 self._node.command(Stop(job=self._spec.job, reason=reason[:REASON_CHARACTERS_MAX]))
             case o.LeaveCluster():
-                self._node.leave()
+                self._jobs.leave()
             case o.NotifyUser(text=text):
                 self._teller.say(text)
             case SetTimer(at_ns=at_ns):
@@ -365,7 +448,9 @@ class _NodeRun:
                     self._timer.cancel()
                 delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
                 self._timer = self._loop.call_later(delay_s, self._timer_fired, at_ns)
-            case o.End(exit_code=exit_code):
+            case o.End(exit_code=exit_code, kill=kill):
+                if kill:
+                    self._jobs.stopped("its user ends it at once")
                 if not self._ended.done():
                     self._ended.set_result(exit_code)
             case _:

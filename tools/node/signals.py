@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeAlias
 
@@ -18,16 +18,21 @@ OnSignal: TypeAlias = Callable[[signal.Signals], None]
 
 
 @contextmanager
-def handling(stop: OnSignal, forward: OnSignal | None = None) -> Generator[None]:
+def handling(
+    stop: OnSignal, forward: OnSignal | None = None, *, more: Sequence[str] | None = None
+) -> Generator[None]:
     """Have the running loop call `stop` and `forward` for the signals of each kind.
 
+    more: names of signals to forward beside the usual ones. Those that end the run still end it.
     A signal that was ignored when the process started stays ignored: `nohup` has SIGHUP so, and a shell
     without job control has SIGINT and SIGQUIT so for what it starts in the background.
     """
     loop = asyncio.get_running_loop()
-    takers = dict.fromkeys(STOP_SIGNALS, stop)
+    takers: dict[signal.Signals, OnSignal] = {}
     if forward is not None:
-        takers |= dict.fromkeys((*FORWARDED_SIGNALS, *NOTED_SIGNALS), forward)
+        named = [signal.Signals[name] for name in more or ()]
+        takers |= dict.fromkeys((*FORWARDED_SIGNALS, *NOTED_SIGNALS, *named), forward)
+    takers |= dict.fromkeys(STOP_SIGNALS, stop)
     heard = [number for number in takers if signal.getsignal(number) is not signal.SIG_IGN]
     for number in heard:
         loop.add_signal_handler(number, takers[number], number)
@@ -38,12 +43,14 @@ def handling(stop: OnSignal, forward: OnSignal | None = None) -> Generator[None]
             loop.remove_signal_handler(number)
 
 
-def forwarded(number: signal.Signals, send: Callable[[signal.Signals], int]) -> str:
+def forwarded(
+    number: signal.Signals, send: Callable[[signal.Signals], int], *, more: Sequence[str] | None = None
+) -> str:
     """Send a signal to the ranks that take it; return what is to be said of it, if anything.
 
-    send: returns the number of ranks that took it.
+    send: returns the number of ranks that took it; more: as `handling` has it.
     """
-    if number in NOTED_SIGNALS:
+    if number in NOTED_SIGNALS and number.name not in (more or ()):
         return f"{number.name} received: nothing is done. To see where the ranks stand: zbmd-node dump"
     if send(number):
         return ""

@@ -28,6 +28,8 @@ NAMES: Final = (
     "max_restarts",
     "restart_window",
     "recovery_budget",
+    "stop_grace",
+    "start_timeout",
     "arena",
     "data",
 )
@@ -93,6 +95,8 @@ def job_spec(arguments: argparse.Namespace) -> JobSpec:
         restart_window_ns=round(settings["restart_window"] * SECOND_NS),
         arena_bytes=settings["arena"],
         recovery_budget_ns=round(settings["recovery_budget"] * SECOND_NS),
+        stop_grace_ns=round(settings["stop_grace"] * SECOND_NS),
+        start_timeout_ns=round(settings["start_timeout"] * SECOND_NS),
     )
     if problem := spec.problem():
         raise UserError(f"no cluster would take this job: {problem}.")

@@ -44,6 +44,7 @@ from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
+from zbmd.actors.process.invariants import ending_at_broken_invariant
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.tools.node.run import MORE_PRELOADS
 from zbmd.tools.node.signals import handling
@@ -244,7 +245,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = node_config(arguments)
     template = fork_template(PRELOADS, os.environ)
     start = None if arguments.actors is None else load_start(arguments.actors)
-    return uvloop.run(run_node(config, arguments.store, start, template))
+    running = run_node(config, arguments.store, start, template)
+    return uvloop.run(ending_at_broken_invariant(running))
 
 
 PRELOADS: Final = (*PRELOAD, *MORE_PRELOADS)
@@ -300,7 +302,7 @@ async def _run_node(
 
     def end(reason: asyncio.Future[str]) -> None:
         say(f"leaving: {reason.result()}")
-        node.leave()
+        jobs.leave()
 
     if superseded is not None:
         superseded.add_done_callback(end)
@@ -333,9 +335,10 @@ async def _run(node: ClusterNode, jobs: JobHost, actors: NodeActors) -> int:
         received.append(number)
         if len(received) == 1 and node.view.epoch:
             say(f"{number.name} received: leaving the cluster; once more to end at once")
-            node.leave()
+            jobs.leave()
         else:
             running.cancel()
+            jobs.stopped(f"{number.name} received")
 
     try:
         with handling(on_signal):
@@ -343,6 +346,7 @@ async def _run(node: ClusterNode, jobs: JobHost, actors: NodeActors) -> int:
             if not running.done():
                 hosting.result()  # it only ever ends by an error
             await running
+            await jobs.settle()  # ranks that were asked to end may save
     except asyncio.CancelledError:
         if not received:
             raise

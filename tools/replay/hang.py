@@ -17,6 +17,7 @@ from zbmd.collectives.group.operation_log import OperationLog
 from zbmd.tools.replay.players import OpenAsk, Played, ProcessAtEnd, play_to_end
 from zbmd.tools.replay.story import clock_time
 from zbmd.training.redundancy.machine import Mirror, State
+from zbmd.training.redundancy.resizing import ResizingMirror
 from zbmd.transport.capture import ClockSkew, ProcessLog
 
 
@@ -166,6 +167,8 @@ def _waits_of(end: ProcessAtEnd, ends: Mapping[str, ProcessAtEnd], now_ns: int) 
         match played.machine:
             case Mirror():
                 waits += _mirror_waits(end, played, played.machine)
+            case ResizingMirror():
+                waits += _mirror_waits(end, played, played.machine.mirror)
             case OperationLog():
                 waits += _operation_waits(end, played, played.machine, ends)
             case LocalJobs():

@@ -31,6 +31,7 @@ from zbmd.collectives.repair.machine import REPAIR
 from zbmd.tools.replay.story import body_text, envelope_of
 from zbmd.training.pipeline.stage import STAGE
 from zbmd.training.redundancy.machine import MIRROR, Mirror
+from zbmd.training.redundancy.resizing import RESIZING_MIRROR, ResizingMirror
 from zbmd.training.zero.machine import ZERO_STEP
 from zbmd.transport.capture import (
     CaptureDamaged,
@@ -69,6 +70,7 @@ __all__ = [
     "ONE_JOB",
     "OPERATIONS",
     "REPAIR",
+    "RESIZING_MIRROR",
     "STAGE",
     "SUPERVISION",
     "UPGRADE",
@@ -165,7 +167,8 @@ def play_to_end(
 
 def _standing(machine: object) -> object:
     """Return a check whether an event changed more than what a machine has heard; None if there is none."""
-    return (machine.state, machine.version) if isinstance(machine, Mirror) else None
+    mirror = machine.mirror if isinstance(machine, ResizingMirror) else machine
+    return (mirror.state, mirror.version) if isinstance(mirror, Mirror) else None
 
 
 def _stopping(view: ClusterView) -> bool:

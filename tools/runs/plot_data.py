@@ -18,7 +18,7 @@ from zbmd.training.autograd._spans import CATEGORIES
 from zbmd.training.files import read_json_lines
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.profiler.lines import IDLE, PROFILE_DIRECTORY, RankProfile, read_profiles
-from zbmd.training.run.ledger import LOG_NAME, CommitRecord, loss_of, read_log
+from zbmd.training.run.ledger import LOG_NAME, CommitRecord, has_log, loss_of, read_log
 from zbmd.transport.errors import UserError
 
 POINTS_MAX = 1_000
@@ -227,7 +227,7 @@ def read_picture(directory: Path) -> RunPicture:
     lives = read_profiles(directory) if (directory / PROFILE_DIRECTORY).is_dir() else []
     spent = spent_by(lives)
     metrics = directory / METRICS_NAME
-    if metrics.exists() and not (directory / LOG_NAME).exists():
+    if metrics.exists() and not has_log(directory / LOG_NAME):
         picture = picture_of_metrics(read_metrics(metrics), lives, spent)
         if picture is None:
             raise UserError(f"{metrics} holds no step yet: there is nothing to draw.")

@@ -25,6 +25,7 @@ from zbmd.tools.node import cli as node_cli
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.files import write_atomically
 from zbmd.training.job.mesh import Mesh, require_axes
+from zbmd.training.job.overwrite import remove_run
 from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.run.ledger import begin_log
@@ -140,6 +141,7 @@ SETTINGS: Final = (
     RecipeSetting(
         "overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"
     ),
+    RecipeSetting("threads", "mesh", _WHOLE, 1, "of BLAS in each rank; the last bits depend on it"),
     RecipeSetting("plain", "mesh", _switch, False, "a bare loop in one process, for comparison: on or off"),
     RecipeSetting("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
     RecipeSetting("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
@@ -174,6 +176,7 @@ SETTINGS: Final = (
     RecipeSetting("seed", "batch and schedule", _WHOLE, _TRAINING.seed, "seed"),
     RecipeSetting("out", "run", Path, _OPTIONS.out, "directory of the run"),
     RecipeSetting("resume", "run", Path, None, "checkpoint, or the run it is of, to go on from"),
+    RecipeSetting("overwrite", "run", _switch, False, "remove the files of a run that has ended in --out"),
     RecipeSetting("offload", "run", Path, None, "folder of files with the ranks' states, not in memory"),
     RecipeSetting("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
     RecipeSetting("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
@@ -260,6 +263,9 @@ def options_of(values: Mapping[str, Any]) -> TrainOptions:
     )
 
 
+NOT_REPEATED: Final = ("out", "resume", "overwrite")
+"""Settings that are not in the recipe which a run writes."""
+
 Found = dict[str, tuple[Any, str]]
 """The value of each setting, and where it comes from."""
 
@@ -333,6 +339,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.print_recipe:
         return 0
     if is_first:
+        if options.overwrite:
+            remove_run(options.out)
         begin_log(options.out, options.resume)  # what is there may be another run's
         write_recipe(found)
     if launched is not None or options.plain:
@@ -344,7 +352,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def write_recipe(found: Found) -> None:
     """Write recipe.toml, which repeats a run elsewhere, into the directory of the run. Raises `UserError`."""
-    settings = {name: value for name, (value, _) in found.items() if name not in ("out", "resume")}
+    settings = {name: value for name, (value, _) in found.items() if name not in NOT_REPEATED}
     lines = []
     for name, value in settings.items():
         is_path = name == "data" or isinstance(value, Path)

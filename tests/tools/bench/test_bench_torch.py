@@ -1,4 +1,4 @@
-"""The benchmark of PyTorch's data parallelism: both backends take turns, and must come to the same losses."""
+"""The benchmarks of PyTorch: both backends take turns, and must come to the same losses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from zbmd.tools.bench.figures import read_figures
+from zbmd.tools.lab.bench.collectives import torch_calls
 from zbmd.tools.lab.bench.training import torch_steps as bench_torch
 from zbmd.tools.lab.bench.training.torch_steps import check_losses
 
@@ -37,3 +39,15 @@ def test_other_losses_are_told() -> None:
 def test_bad_numbers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_torch.main(["--width", "7"]) == 2
     assert "divisible by 4" in capsys.readouterr().err
+
+
+def test_calls_are_timed_beside_gloo_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "figures.jsonl"
+    asked = ["--rounds", "1", "--sizes", "8,1K", "--calls", "send", "all_to_all", "--record", str(record)]
+    assert torch_calls.main(asked) == 0
+    measured = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]]
+    cases = [(call, size) for call in ("send", "all_to_all") for size in ("8", "1K")]
+    assert measured == [[*case, who] for case in cases for who in ("zbmd", "gloo")]
+    figures = read_figures(record)
+    assert [figure.goal for figure in figures] == ["≥ 2 × gloo"] * 2 + ["≥ 1.5 × gloo"] * 2
+    assert all(figure.peer == "gloo" and figure.met is not None for figure in figures)

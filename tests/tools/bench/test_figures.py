@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from zbmd.tools.bench.figures import Figure, Machine, append_figures, read_figures
@@ -58,6 +59,15 @@ def test_the_latest_figure_of_a_name_is_shown_with_its_goal() -> None:
         "| b | `zbmd bench p2p` | ≤ 2 µs, met | 1 µs | – | – | A, 2026-01-01 |",
     ]
     assert "**A**: 2 cores of a processor, 8 GiB, Linux 6.1" in page
+
+
+def test_a_figure_that_is_one_of_many_alike_stays_in_its_file(tmp_path: Path) -> None:
+    one = msgspec.structs.replace(figure("a", 1, "2026-01-01"), shown=False)
+    append_figures(tmp_path / "results.jsonl", [one, figure("b", 1, "2026-01-01")])
+    assert (found := read_figures(tmp_path / "results.jsonl"))[0] == one
+    assert [line[:3] for line in bench_docs.render(found).splitlines() if line.startswith("| ")][1:] == [
+        "| b"
+    ]
 
 
 def test_a_result_becomes_figures_beside_the_best_peer(tmp_path: Path) -> None:

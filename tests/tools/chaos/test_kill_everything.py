@@ -38,6 +38,8 @@ def job(launcher: Launcher) -> tuple[str, ...]:
         "run",
         "-n",
         str(RANKS),
+        "--stop-grace",
+        "1s",
         str(PROGRAMS / "training/hangs.py"),
         str(HANG_AT),
         *OPTIONS,
@@ -160,7 +162,8 @@ def test_a_run_that_is_stopped_says_so_and_takes_everything_with_it(
         stop(run_job)
         assert run_job.end() == code
         launcher.assert_nothing_left(run_job.marker, run_job.text)
-    assert run_job.text.splitlines()[-1] == f"[zbmd]: stopped: {name} received"
+    told = rf"\[zbmd\]: stopped: {name} received; killed after --stop-grace: rank\d(, rank\d)*"
+    assert re.fullmatch(told, run_job.text.splitlines()[-1]), "the others wait for a rank that hangs"
     assert "Traceback" not in run_job.text
     assert_no_socket(address)
 

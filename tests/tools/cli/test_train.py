@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -247,6 +248,65 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_and_goes_on_later(
     found = [result([line.partition(": ")[2] for line in one.out]) for one in (further, whole)]
     assert found[0].weights_sha256 == found[1].weights_sha256
     assert audited(launcher.directory / "a") == (int(steps), 0, 0, 0)
+
+
+def test_a_rank_that_waits_for_a_view_ends_with_a_run_that_is_stopped(launcher: Launcher) -> None:
+    """Rank 1 is lost, and one of its stage's neighbours has nothing to do."""
+    write_text(launcher.directory / "text")
+    small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]
+    small += ["--data", "text", "--checkpoint-every", "0", "--steps", "100000", "--layers", "2"]
+    run = ("run", "-n", "4", "--on-loss", "shrink", "-m", "zbmd", "train", *small, "--out", "run")
+    run = (*run, "--mesh", "dp=2,pp=2")
+    with launcher.start(*run, ZBMD_FAULT="rank1:job.begin:3") as running:
+        running.until("^step 6 ")
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.end() == 128 + signal.SIGTERM
+    assert running.text.endswith("[zbmd]: stopped: SIGTERM received\n"), running.text
+
+
+def test_a_run_that_was_killed_whole_and_is_resumed_notes_each_step_once(launcher: Launcher) -> None:
+    write_text(launcher.directory / "text")
+    small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]
+    run = ("run", "-n", "2", "-m", "zbmd", "train", *small, "--data", "text", "--out", "run")
+    run += ("--curve", "constant", "--checkpoint-every", "3")
+    with launcher.start(*run, "--steps", "100000") as running:
+        running.until("^step 8 ")
+        os.kill(running.pid, signal.SIGKILL)
+        running.end()
+    metrics = launcher.directory / "run/metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-7])  # as on a disk that was full
+    steps = read_names(launcher.directory / "run/checkpoint.json").version + 20
+    further = launcher.run(*run, "--resume", "run", "--steps", str(steps))
+    assert further.code == 0, further
+    noted = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [one["step"] for one in noted if "loss" in one] == list(range(1, steps + 1))
+
+
+def test_a_run_is_overwritten_once_it_has_ended(launcher: Launcher) -> None:
+    write_text(launcher.directory / "text")
+    small = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", value)]
+    train = ("-m", "zbmd", "train", *small, "--data", "text", "--out", "run", "--tensorboard", "on")
+    run, out = ("run", "-n", "2", *train), launcher.directory / "run"
+    with launcher.start(*run, "--steps", "100000", "--checkpoint-every", "3") as running:
+        running.until("^step 8 ")
+        refused = launcher.run(*run, "--overwrite", "on")
+        assert refused.code == 2 and "a run is under way in run, so it is not over" in refused.errors[-1]
+        running.until("^step 20 ")
+        os.kill(running.pid, signal.SIGTERM)
+        running.end()
+    (out / "notes").write_text("of the user")
+    again = launcher.run(*run)
+    assert again.code == 2 and "continue that run with --resume, or remove its files" in again.errors[-1]
+    done = launcher.run(*run, "--overwrite", "on", "--seed", "5")
+    assert done.code == 0, done
+    assert audited(out) == (6, 0, 0, 0)
+    noted = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in noted if "loss" in one] == list(range(1, 7))
+    assert (out / "notes").read_text() == "of the user" and "overwrite" not in (out / RECIPE_NAME).read_text()
+    assert len(list(out.glob("checkpoint-*"))) == len(read_names(out / "checkpoint.json").files)
+    fresh = launcher.run(*run[:-4], "--out", "fresh", "--seed", "5")
+    found = [result([line.partition(": ")[2] for line in one.out]) for one in (done, fresh)]
+    assert found[0].weights_sha256 == found[1].weights_sha256
 
 
 def test_a_run_without_checkpoints_says_that_it_saves_nothing(launcher: Launcher) -> None:

@@ -178,6 +178,38 @@ async def test_sigterm_takes_one_node_out(nodes: Nodes) -> None:
     assert await runs[0].ended() == 0, str(runs[0])
 
 
+async def test_a_founder_that_leaves_and_comes_back_is_found_again(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "2", "--join-timeout", "60s")
+    first, second = await door.numbered(2, WAIT)
+    for node in (first, second):
+        await node.until(r"^\[rank\d\]: ")
+    first.signal(signal.SIGTERM)
+    assert await first.ended() == 128 + signal.SIGTERM
+    await second.until("2 nodes are needed, 1 are here; waiting for at most 1min")
+    again = await door.run("n0", "--node-rank", "0", WAIT)
+    await second.until(r"the run has begun again at \S+-0: this node joins it there")
+    await again.until("the job runs on 2 of 2 nodes")
+    again.signal(signal.SIGINT)
+    assert await codes(again, second) == [128 + signal.SIGINT, 1]
+
+
+async def test_a_founder_that_is_killed_and_comes_back_joins_the_run_that_goes_on(nodes: Nodes) -> None:
+    """It knows nobody, and could begin alone: another run of the same job beside the first."""
+    door = Door(nodes, "--nnodes", "1:3")
+    runs = await door.numbered(3, WAIT)
+    for run in runs:
+        await run.until(r"^\[rank\d\]: ")
+    await runs[0].kill()
+    await runs[1].until("-0 is gone")
+    again = await door.run("n0", "--node-rank", "0", WAIT)
+    await again.until(r"the run is under way at \S+-1: this node joins it there")
+    await again.until("the job runs on 3 of 3 nodes")
+    await again.until(r"^\[rank\d\]: ")
+    assert not any("the job runs on 1 of" in line for line in again.lines), again
+    (nodes.directory / "done").touch()
+    assert await codes(*runs[1:], again) == [0] * 3, "\n".join(map(str, [*runs, again]))
+
+
 async def test_who_waits_for_nodes_gives_up(nodes: Nodes) -> None:
     doors = [Door(nodes, "--nnodes", "2", "--join-timeout", "1s") for _ in range(2)]
     alone, nobody = [await door.run(f"n{n}", "--node-rank", str(n), TELL) for n, door in enumerate(doors)]
@@ -197,11 +229,30 @@ async def test_who_has_no_cookie_is_told_what_to_do(nodes: Nodes) -> None:
 
 
 async def test_a_node_that_was_started_otherwise_is_told_so(nodes: Nodes) -> None:
-    door = Door(nodes, "--nnodes", "2")
+    door = Door(nodes, "--nnodes", "2", "--rdzv-id", "one")
     first = await door.run("n0", "--node-rank", "0", TELL)
     second = await door.run("n1", "--node-rank", "1", TELL, "--lr", "3")
     assert await codes(first, second) == [0, 0]
     await second.until(r"was started with another arguments than \S+, which has given the job")
+
+
+@pytest.mark.parametrize("names", [("A", "B"), ("A", ""), ("", "")])
+@pytest.mark.parametrize("number", ["0", "1"])
+async def test_a_node_of_another_run_is_refused_and_runs_nothing(
+    nodes: Nodes, names: tuple[str, str], number: str
+) -> None:
+    door = Door(nodes, "--nnodes", "2", "--join-timeout", "60s")
+    options = [("--rdzv-id", name) if name else () for name in names]
+    first = await door.run("a0", "--node-rank", "0", *options[0], TELL, "a")
+    await first.until("1 of 2 nodes are here")
+    other = await door.run("b", "--node-rank", number, *options[1], TELL, "b")
+    assert await other.ended() == 2
+    whose = "the run A" if names[0] else f"the run of `{TELL} a`"
+    mine = f"the run {names[1]}" if names[1] else f"the run of `{TELL} b`"
+    assert f"it belongs to {whose}, and this node was started for {mine}. Two runs have met" in str(other)
+    assert not printed(first) and not printed(other)
+    second = await door.run("a1", "--node-rank", "1", *options[0], TELL, "a")
+    assert await codes(first, second) == [0, 0], f"{first}\n{second}"
 
 
 @pytest.mark.parametrize(

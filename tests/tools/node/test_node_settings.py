@@ -59,7 +59,7 @@ def test_the_merged_settings_can_be_read_back() -> None:
 
 
 def test_the_environment_of_a_rank_reads_back() -> None:
-    told = RankEnvironment(rank=2, world_size=4, incarnation=3, job=7, node_address="zbmd-0-1")
+    told = RankEnvironment(rank=2, world_size=4, incarnation=3, job=7, node_address="zbmd-0-1", ranks_min=2)
     assert RankEnvironment.read(told.variables()) == told
     assert RankEnvironment.read({"RANK": "1", "WORLD_SIZE": "2"}) is None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 
 from zbmd.tools.runs.plot_data import picture_of_metrics, read_metrics, read_picture
 from zbmd.tools.runs.plot_draw import headline, told
@@ -87,9 +88,14 @@ def test_the_last_run_of_a_directory_is_drawn(tmp_path: Path) -> None:
     assert [line.step for line in read_metrics(path)] == [1, 2]
     path.write_bytes(path.read_bytes() + b'{"step":3,"lo')  # as a kill has left it
     assert [line.step for line in read_metrics(path)] == [1, 2]
-    path.write_bytes(b"[]\n" + path.read_bytes())
-    with pytest.raises(UserError, match=r"line 1 of .* is damaged"):
-        read_metrics(path)
+
+
+def test_damaged_lines_are_left_out_and_reported(tmp_path: Path) -> None:
+    path = metrics(tmp_path, *LOSSES)
+    path.write_bytes(b"[]\n\xff\n" + path.read_bytes() + b'{"step":4,"lo')
+    with structlog.testing.capture_logs() as told:
+        assert [line.step for line in read_metrics(path)] == [1, 2, 3, 4]
+    assert [(one["log_level"], one["path"], one["first"]) for one in told] == [("warning", str(path), "1, 2")]
 
 
 def test_a_run_without_profiles_is_drawn(tmp_path: Path) -> None:

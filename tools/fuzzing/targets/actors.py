@@ -20,8 +20,14 @@ from zbmd.actors.hangs import wire as hang_wire
 from zbmd.actors.hangs.verdict import AskStanding, HangMachine, RankPosition, RankWatched, Ticked
 from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, Standing
 from zbmd.actors.process import template
-from zbmd.actors.process.exit import without_mark
-from zbmd.actors.process.output import LINE_BYTES_MAX, LineAssembler
+from zbmd.actors.process.exit import MARK
+from zbmd.actors.process.lines import (
+    LINE_BYTES_MAX,
+    LineAssembler,
+    rendered,
+    showable,
+    without_marks,
+)
 from zbmd.actors.rank import host_contracts as host_contracts
 from zbmd.actors.replay.traced import pack_arguments, unpack_arguments
 from zbmd.actors.system import ActorSystem
@@ -290,8 +296,9 @@ def _report(data: bytes) -> None:
 
 
 def _output_seeds() -> tuple[bytes, ...]:
-    long = b"x" * 60_000
-    return (blocks([b"one\ntwo\n", b"three"]), blocks([long, long, b"\n", long]), blocks([b"\n" * 500]))
+    long, bar = b"x" * 60_000, [b"\r 5%|", b"\r10%|" + MARK + b"Error\n"]
+    texts = ([b"one\ntwo\n", b"three"], [long, long, b"\n", long], [b"\n" * 500], bar)
+    return tuple(blocks(text) for text in texts)
 
 
 @target("host.output", "what ranks print", _output_seeds)
@@ -300,10 +307,14 @@ def _output(data: bytes) -> None:
     for piece in read_blocks(data, PIECES_MAX):
         put_in += len(piece)
         for line in assembler.feed(piece):
-            text, _ = without_mark(line)
             came_out += len(line)
-            if len(text) > LINE_BYTES_MAX:
-                raise Broken(f"a line of {len(text)} bytes")
+            for text, _ in without_marks(line):
+                if len(text) > LINE_BYTES_MAX:
+                    raise Broken(f"a line of {len(text)} bytes")
+                if MARK in text or b"\r" in rendered(text):
+                    raise Broken(f"shown with a mark or a carriage return: {text!r}")
+        if MARK in showable(assembler.unfinished()):
+            raise Broken("a mark in a line without an end")
     came_out += sum(len(line) for line in assembler.end())
     if came_out > put_in:
         raise Broken(f"{came_out} bytes of lines came out of {put_in}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import struct
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -23,12 +24,15 @@ from zbmd.collectives.execution.executor import MappedExecutor, Membership
 from zbmd.collectives.execution.plan import Plan, Run, plan_of
 from zbmd.collectives.group import flight_dump, priority_machine
 from zbmd.collectives.group.priority_driver import decode_calls, encode_calls
+from zbmd.collectives.native._messages import MEMBER_BYTES, SLOTS_MAX, MessageSlots
 from zbmd.collectives.native._program import READ
 from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.p2p import elastic_machine as elastic_tag_machine
 from zbmd.collectives.p2p import wire as tagged_wire
+from zbmd.collectives.p2p.pieces import PIECE_BYTES_MAX, Incoming, Outgoing
 from zbmd.collectives.p2p.tag_machine import Arrived, MemberLeft, SendPosted, TagMachine, TakenThere
 from zbmd.collectives.programs.program import IN, OUT
+from zbmd.collectives.programs.reductions import itemsize
 from zbmd.collectives.repair.adoption import Publication, read_published
 from zbmd.collectives.repair.events import Call as RepairCall
 from zbmd.collectives.repair.events import Inputs, OnLoss, Phase, Report
@@ -207,13 +211,13 @@ def _record(data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _two_segments() -> Generator[tuple[Segment, Segment, PeerSegment]]:
+def _two_segments(inbox_bytes: int = PAGE_BYTES) -> Generator[tuple[Segment, Segment, PeerSegment]]:
     made = [
-        Segment.create(slot=slot, incarnation=4, arena_bytes=PAGE_BYTES, inbox_bytes=PAGE_BYTES)
+        Segment.create(slot=slot, incarnation=4, arena_bytes=PAGE_BYTES, inbox_bytes=inbox_bytes)
         for slot in range(2)
     ]
     try:
-        yield made[0], made[1], PeerSegment.attach(made[1].fd, slot=1)
+        yield made[0], made[1], PeerSegment.attach(made[1].fds, slot=1)
     finally:
         for segment in made:
             segment.close()
@@ -262,7 +266,7 @@ def _descriptor(pair: bool) -> bytes:
     """The descriptor that a good rank 1 publishes for the operation of `_all_reduce`."""
     with _two_segments() as (one, two, _):
         with contextlib.suppress(DeadlineExceeded):
-            _all_reduce(two, PeerSegment.attach(one.fd, slot=0), 1, pair=pair)
+            _all_reduce(two, PeerSegment.attach(one.fds, slot=0), 1, pair=pair)
         at = _native.OFF_DESCRIPTORS + _descriptor_offset()
         published = bytearray(two.mapping.view(at, DESCRIPTOR_HEADER_BYTES))
     published[8:16] = bytes(8)  # nobody answered, so the run has been given up since
@@ -301,10 +305,51 @@ def _operation(data: bytes) -> None:
     with _two_segments() as (own, theirs, peer):
         at = _native.OFF_DESCRIPTORS + _descriptor_offset()
         theirs.mapping.view(at, len(descriptor), writable=True)[:] = descriptor
-        PeerSegment.attach(own.fd, slot=0).notify(1, 0, cell)
+        PeerSegment.attach(own.fds, slot=0).notify(1, 0, cell)
         result = _all_reduce(own, peer, 1, pair=kind & 1 == 1, foreign=kind & 2 == 2)
         if result.shape != (ELEMENTS,):
             raise Broken(f"a result of {result.shape}")
+
+
+# ---- slots of messages on one host
+
+MESSAGE_BYTES = 8
+MESSAGE_SLOT_BYTES = MEMBER_BYTES // SLOTS_MAX
+
+
+def _slots_of(own: Segment, peer: PeerSegment) -> MessageSlots:
+    """The messages of rank 0 with rank 1, both of them this process, at the beginning of its inbox."""
+    members = [(own.base, 0, os.getpid(), _native.OFF_END), (peer.base, 1, os.getpid(), _native.OFF_END)]
+    return MessageSlots(
+        members, rank=0, channel=0, epoch=EPOCH, patience_ns=0, mappings=(own.mapping, peer.mapping)
+    )
+
+
+def _slots() -> tuple[bytes, ...]:
+    word = struct.Struct("=4Q2I")
+    good = (
+        word.pack(1, 0, MESSAGE_BYTES, 0, 0, 10).ljust(128, b"\0")
+        + b"float32[2]".ljust(64, b"\0")
+        + bytes(64)
+    )
+    far = word.pack(1, 0, MESSAGE_BYTES, 1 << 40, 0, 200)
+    return good, far.ljust(MESSAGE_SLOT_BYTES, b"\1"), word.pack(1, 1, 1 << 60, 0, 0, 10)
+
+
+@target("collective.message", "a slot of a message between two ranks of a host", _slots)
+def _message(data: bytes) -> None:
+    """A receive from a rank whose first slot is the script's: it waits, or is over and within its bounds."""
+    with _two_segments(2 * MEMBER_BYTES) as (own, _, peer):
+        at = _native.OFF_END + MEMBER_BYTES + MESSAGE_SLOT_BYTES
+        slot = data[:MESSAGE_SLOT_BYTES]
+        own.mapping.view(at, len(slot), writable=True)[:] = slot
+        guarded = np.full(4 * MESSAGE_BYTES, 7, np.uint8)
+        place = guarded[MESSAGE_BYTES : 2 * MESSAGE_BYTES]
+        request = _slots_of(own, peer).receive(place, 1, 0, b"float32[2]", 1)
+        if (guarded[:MESSAGE_BYTES] != 7).any() or (guarded[2 * MESSAGE_BYTES :] != 7).any():
+            raise Broken("a message was received beyond its array")
+        if request.is_over and request.failure == 0 and int.from_bytes(slot[:8], "little") != 1:
+            raise Broken("a message came that has another number")
 
 
 # ---- dumps of flight recorders
@@ -356,21 +401,38 @@ def _tagged_seeds() -> tuple[bytes, ...]:
     later = msgspec.structs.replace(small, number=first + 1)
     told = msgspec.structs.replace(taken, number=first + 1)
     closed = tagged_wire.TaggedClosed(epoch=0, channel=0)
+    begun = msgspec.structs.replace(small, number=2, shape=(1 << 18,), data=bytes(1 << 10))
+    asked = tagged_wire.TaggedAsked(epoch=EPOCH, channel=0, number=1, reading=1, read=0)
+    piece = tagged_wire.TaggedPiece(
+        epoch=EPOCH, channel=0, number=2, reading=1, piece=0, data=bytes(1 << 10), lent=None, digest=b""
+    )
     plain = [_from(RANKS[1], message) for message in (small, large, taken, closed)]
+    pieces = [_from(RANKS[1], message) for message in (begun, piece, asked, closed)]
     elastic = [_from(RANKS[1], message) for message in (greeting, later, told, closed)]
-    return tuple(blocks(each[:k]) for each in (plain, elastic) for k in range(1, len(each) + 1))
+    return tuple(blocks(each[:k]) for each in (plain, pieces, elastic) for k in range(1, len(each) + 1))
 
 
 @target("tagged.messages", "arrays that other members of a group send with tags", _tagged_seeds, *DECODED)
 def _tagged(data: bytes) -> None:
-    """Messages of others to a member that has sent one of its own."""
-    machine = TagMachine(RANKS)
+    """Messages of others to a member that has sent one of its own, and reads what comes in pieces."""
+    machine, outgoing = TagMachine(RANKS), Outgoing(4 * PIECE_BYTES_MAX, PIECE_BYTES_MAX)
+    readings: dict[tuple[int, int], Incoming] = {}
     machine.handle(SendPosted(key=1, to=RANKS[1], tag=0), now_ns=0)
     for body in read_blocks(data, MESSAGES_MAX):
         message, source = _codec().decode_contract(body[1:]), body[0] if body else 0
         if isinstance(message, tagged_wire.TaggedMessage):
-            tagged_wire.described(message, source)
+            nbytes = tagged_wire.described(message, source) * itemsize(message.dtype)
             machine.handle(Arrived(source=source, number=message.number, tag=message.tag), now_ns=0)
+            readings[source, message.number] = Incoming(nbytes, len(message.data), reading=1)
+        elif isinstance(message, tagged_wire.TaggedAsked):
+            outgoing.asked(message.reading, message.read)
+            while nbytes := outgoing.next_bytes():
+                outgoing.made(nbytes)
+        elif isinstance(message, tagged_wire.TaggedPiece):
+            reading = readings.get((source, message.number))
+            came = message.reading, message.piece, len(message.data)
+            if reading is not None and reading.came(*came):
+                reading.took(len(message.data))
         elif isinstance(message, tagged_wire.TaggedTaken):
             machine.handle(TakenThere(by=source, number=message.number), now_ns=0)
         elif isinstance(message, tagged_wire.TaggedClosed):

@@ -45,6 +45,14 @@ from zbmd.training.checkpoint.sharded import (
 )
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus
+from zbmd.training.data.sources import (
+    NEW_RUN,
+    RECORD_NAME,
+    RunData,
+    find_sources,
+    settled_sources,
+    sources_for,
+)
 from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.job.records import last_steps
@@ -74,8 +82,9 @@ from zbmd.training.profiler.ring import (
     decode_ring,
 )
 from zbmd.training.profiler.summary import summary_of
-from zbmd.training.redundancy.state_file import StateFile, StateName
-from zbmd.training.run.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.redundancy.stamped import StateName
+from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.run.ledger import LOG_FORMAT, CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.run.repeated_oom import read_note
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import parse_duration
@@ -88,7 +97,7 @@ from zbmd.transport.tcp.address import parse_address, source_of, tcp_settings
 MODEL = GPTConfig(context=4, width=8, heads=2, layers=1)
 PLAN = '{"model":{"width":8},"seed":1}'
 ELEMENTS = 12
-HEADER = LogHeader(format=1, run_id="run", base_version=0, plan=PLAN, seed=1)
+HEADER = LogHeader(format=LOG_FORMAT, run_id="run", base_version=0, plan=PLAN, seed=1)
 
 
 def _written(name: str, write: Callable[[Path], object]) -> bytes:
@@ -181,7 +190,7 @@ def _state_seeds() -> tuple[bytes, ...]:
             file.begin(version % 2)
             file.slots[version % 2][:] = version
             file.wrote([file.slots[version % 2]])
-            file.end(version % 2, version)
+            file.written(version % 2, version)
         return (file.path.read_bytes(),)
 
 
@@ -539,3 +548,23 @@ def _ring(data: bytes) -> None:
 )
 def _peaks(data: bytes) -> None:
     decode_peaks(data)
+
+
+_DATA = "/dev/null/*"
+
+
+@functools.cache
+def _sources_seeds() -> tuple[bytes, ...]:
+    def prepare(directory: Path) -> None:
+        (directory / "text").write_bytes(b"some text")
+        with settled_sources(_DATA, directory, find_sources(str(directory / "text")), NEW_RUN):
+            pass
+
+    return (_written(RECORD_NAME, prepare), b"[]")
+
+
+@file_target("data.record", "the record of a run's files", _sources_seeds, UserError, file=RECORD_NAME)
+def _sources(path: Path) -> None:
+    found = sources_for(_DATA, path.parent, RunData(begun=True))
+    if not found or any(source.nbytes < 0 for source in found):
+        raise Broken(f"a run of {found}")

@@ -14,8 +14,10 @@ import numpy as np
 from zbmd.tools.fuzzing.target import Broken, Script, target
 from zbmd.training.model_actors.tensor_actor import ArrayData, pack, unpack
 from zbmd.transport.cuda.array import ITEM_BYTES, DeviceHandle, EventHandle, decode_handle, encode_handle
-from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
-from zbmd.transport.memory.memfd import PAGE_BYTES, SEALS
+from zbmd.transport.errors import ArenaFull, OutOfMemory, RemoteProtocolError
+from zbmd.transport.memory.arena import Arena
+from zbmd.transport.memory.kept import KeptBlocks
+from zbmd.transport.memory.memfd import PAGE_BYTES, SEALS, TABLE_BYTES
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native import _native
@@ -227,7 +229,7 @@ def _ring_steps(script: Script, mapping: Mapping, reader: RingReader, writer: Ri
                 part = part[: mapping.nbytes - at]
                 mapping.view(at, len(part), writable=True)[:] = part
             case 2:
-                mapping.store64(0, mapping.load64(0) + script.number(1))
+                mapping.store64(0, (mapping.load64(0) + script.number(1)) % (1 << 64))
             case 3 | 4:
                 frame = reader.read()
                 if frame is not None and len(frame) > FRAME_BYTES_MAX:
@@ -279,7 +281,7 @@ def _segment(data: bytes) -> None:
     nbytes = min(script.number(8), (1 << 63) // PAGE_BYTES - 1) * PAGE_BYTES
     seals, how = script.number(1), script.number(1)
     with _forged(header, nbytes, SEALS ^ (seals & 31), read_only=how & 1 == 1) as fd:
-        peer = PeerSegment.attach(fd, slot=2)
+        peer = PeerSegment.attach([fd], slot=2)
     if peer.slot != 2 or not peer.incarnation > 0 or not _native.OFF_END <= peer.arena_offset <= peer.nbytes:
         raise Broken(f"a segment of slot {peer.slot}, arena at {peer.arena_offset} of {peer.nbytes}")
     peer.notify(1, 0, 5)
@@ -327,7 +329,7 @@ def _handle(data: bytes) -> None:
     segment = Segment.create(slot=1, incarnation=4, arena_bytes=PAGE_BYTES, inbox_bytes=PAGE_BYTES)
     own = Segment.create(slot=0, incarnation=4, arena_bytes=0, inbox_bytes=0)
     try:
-        peer = PeerSegment.attach(segment.fd, slot=1)
+        peer = PeerSegment.attach(segment.fds, slot=1)
         _use_region(peer, own, handle, at, count)
     finally:
         own.close()
@@ -347,3 +349,52 @@ def _use_region(peer: PeerSegment, own: Segment, handle: RegionHandle, at: int, 
     region.put(buffer, at, channel=0, value=1).wait()
     region.close()
     peer.close()
+
+
+# ---- memory that outlives its process
+
+
+class _Bytes:
+    """Memory that is a process's own."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = np.zeros(nbytes, np.uint8)
+        self.address = _native.address_of(self.array)
+
+    def view(self, offset: int, nbytes: int, *, writable: bool = False) -> memoryview:
+        """See `Memory`."""
+        part = self.array[offset : offset + nbytes].data
+        return part if writable else part.toreadonly()
+
+
+def _kept_seeds() -> tuple[bytes, ...]:
+    memory = _Bytes(TABLE_BYTES + _KEPT_BYTES)
+    blocks = KeptBlocks(Arena(memory, TABLE_BYTES, _KEPT_BYTES), memory, 0)
+    for name, nbytes in (("state", 4096), ("other", 100)):
+        blocks.block(name, nbytes)
+    return (memory.array[:TABLE_BYTES].tobytes(), b"")
+
+
+_KEPT_BYTES = 1 << 16
+
+
+@target("memory.kept", "the table of an arena that a peer has written over", _kept_seeds)
+def _kept(data: bytes) -> None:
+    """Whatever the table says, blocks lie in the arena, and never over each other."""
+    memory = _Bytes(TABLE_BYTES + _KEPT_BYTES)
+    memory.array[: len(data[:TABLE_BYTES])] = np.frombuffer(data[:TABLE_BYTES], np.uint8)
+    arena = Arena(memory, TABLE_BYTES, _KEPT_BYTES, was_used=True)
+    blocks = KeptBlocks(arena, memory, 0)
+    found = list[tuple[int, int]]()
+    for name, nbytes in (("state", 4096), ("other", 100), ("third", 1 << 10)):
+        try:
+            block, _ = blocks.block(name, nbytes)
+        except ArenaFull:
+            continue
+        offset = arena.offset_of(block)
+        if offset is None or block.nbytes != nbytes:
+            raise Broken(f"the block {name!r} has {block.nbytes} bytes at {offset}")
+        if any(offset < end and begin < offset + nbytes for begin, end in found):
+            raise Broken(f"the block {name!r} at {offset} lies over another of {found}")
+        found.append((offset, offset + nbytes))
+    arena.check_invariants()

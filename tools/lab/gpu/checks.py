@@ -143,7 +143,7 @@ def _owner(own_device: int, their_device: int, nbytes: int = PUT_BYTES) -> Gener
             told = bytes.fromhex(process.stdout.readline())
             handle = decode_handle(told, DeviceHandle, slot=PEER_SLOT, incarnation=INCARNATION)
             anchor = cells.regions.register(cells.inbox.empty(64, np.uint8))
-            cell = PeerSegment.attach(cells.fd, slot=PEER_SLOT).open_region(anchor, own)
+            cell = PeerSegment.attach(cells.fds, slot=PEER_SLOT).open_region(anchor, own)
             runtime = CudaRuntime(own_device)
             peer = CudaPeer(runtime, cell)
             try:

@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.actors.process.early_template import ONE_THREAD_DEFAULTS
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
@@ -38,6 +37,7 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler.ring import Spans
 from zbmd.training.step.accumulate import Buckets
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.threads import ONE_THREAD
 
 HOSTS: Final = 2
 PORT: Final = 29420
@@ -174,7 +174,7 @@ def measure(rate_mbps: float, arguments: argparse.Namespace) -> tuple[list[Hidde
             if rate_mbps:
                 host.shape(rate_mbps=rate_mbps)
         endpoint = f"{lab.hosts[0].address}:{PORT}"
-        environment = {**ONE_THREAD_DEFAULTS, "ZBMD_COOKIE_FILE": str(folder / "cookie")}
+        environment = {**ONE_THREAD, "ZBMD_COOKIE_FILE": str(folder / "cookie")}
         running: list[subprocess.Popen[str]] = [
             host.popen(
                 _job(host, endpoint, folder, data, arguments),

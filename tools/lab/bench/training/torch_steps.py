@@ -142,16 +142,20 @@ def be_rank(words: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
+MODULE: Final = "zbmd.tools.lab.bench.training.torch_steps"
 CASES: Final = ("ddp", "fsdp2")
 ARENA_BYTES: Final = 256 << 20
 RUN_S_MAX: Final = 600.0
 RANKS_MAX: Final = 16
 
 
-async def run(arguments: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    """Return what rank 0 reported of each turn. Raises `UserError` with the last lines if the ranks fail."""
+async def run(arguments: Sequence[str], ranks: int, *, target: str = MODULE) -> list[dict[str, Any]]:
+    """Return what rank 0 of the module `target` reported of each turn.
+
+    Raises `UserError` with the last lines if the ranks fail.
+    """
     config = HostConfig(
-        target="zbmd.tools.lab.bench.training.torch_steps",
+        target=target,
         is_module=True,
         arguments=tuple(arguments),
         world_size=ranks,

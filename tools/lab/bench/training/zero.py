@@ -39,7 +39,8 @@ from zbmd.training.redundancy.buddy import COPIES, BuddyReplica
 from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import Digests
 from zbmd.training.redundancy.machine import SLOTS
-from zbmd.training.redundancy.state_file import NO_NOTE, StateFile, StateName
+from zbmd.training.redundancy.stamped import NO_NOTE, StateName
+from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.sharded.run import open_recipe
 from zbmd.training.sharded.stages import ONE_EACH, shard_layouts
 from zbmd.training.sharded.zero_trainer import ZeroTrainer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +20,30 @@ WORKS_KEPT = OPERATIONS_IN_FLIGHT_MAX
 """The latest work objects: C++ may hold one that Python has dropped, and its methods are Python's."""
 
 
+class Unmade:
+    """In the place of a group that a replacement cannot make before it meets the others."""
+
+    direct = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def abort(self, reason: str = "") -> None:
+        """Do nothing: nothing is in flight."""
+
+
 class Identity:
     """The methods of a process group that carry nothing out."""
 
-    def __init__(self, group: Group, store: Any, timeout_s: float, name: str) -> None:
+    _closed = False
+
+    def __init__(
+        self, group: Group | Unmade, store: Any, timeout_s: float, name: str, ranks: Sequence[int]
+    ) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
-        self._group = group
+        self._bind(group)
+        self.ranks = tuple(ranks)
+        """Ranks of the default group; none for that itself."""
         self._store = store
         self._set_limit(timeout_s)
         self._name, self._description = name, "undefined"
@@ -36,6 +55,30 @@ class Identity:
         """The name of the group in errors: its description, or its name in torch."""
         return f"group {self._name}" if self._description == "undefined" else self._description
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been shut down."""
+        return self._closed
+
+    @property
+    def made(self) -> Group | None:
+        """The group below it; None before a replacement has met the others."""
+        return None if isinstance(self._group, Unmade) else self._group
+
+    @property
+    def limit_s(self) -> float:
+        """The time limit of operations that state none, seconds."""
+        return self._timeout_s
+
+    def rebind(self, made: Group) -> None:
+        """Go on with the same ranks in a group of another epoch."""
+        self._bind(made)
+        self._calls = 0
+
+    def _bind(self, group: Group | Unmade) -> None:
+        self._group: Any = group
+        self._own_rank, self._group_size = int(group.rank), int(group.size)
+
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -44,11 +87,11 @@ class Identity:
 
     def rank(self) -> int:
         """Return the rank of this process in the group."""
-        return self._group.rank
+        return self._own_rank
 
     def size(self) -> int:
         """Return the number of ranks."""
-        return self._group.size
+        return self._group_size
 
     def name(self) -> str:
         """Return the name of the backend."""

@@ -11,6 +11,7 @@ concern: they meet again, in the next view.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -24,10 +25,12 @@ import structlog
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.continuity import CONTINUITY, Mode
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import Met, world
 from zbmd.transport.clock.patience import PATIENCE
-from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, ZbmdError
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
 
 dist: Any = importlib.import_module("torch.distributed")
@@ -86,6 +89,55 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     Waits for the replacements of lost ranks. Raises `DeadlineExceeded`, and `UserError` once a rank has
     finished.
     """
+    met, store = _meet(timeout)
+    world().keep(met)
+    return store, met.group.rank, met.group.size
+
+
+def come_together(timeout: timedelta) -> Group:
+    """Re-bind all process groups to the newest view, after a loss in a loop; return that of all ranks.
+
+    All of them are given up first, and then made again in the order in which they were made, as on the
+    others. A replacement, whose default group is new, only makes the others. Raises what `meet` and
+    `Group.subgroup` raise.
+    """
+    groups = CONTINUITY.groups
+    if not groups or groups[0].ranks:
+        raise UserError("the default process group was destroyed: a resilient loop needs it to its end")
+    default, old = groups[0], [group.made for group in groups]
+    if CONTINUITY.mode is not Mode.ALONE or CONTINUITY.broken is not None:
+        for each in old:
+            if each is not None:
+                _give_up(each)
+        met, _ = _meet(timeout)
+        if (met.group.rank, met.group.size) != (default.rank(), default.size()):
+            raise UserError(
+                f"rank {default.rank()} of {default.size()} of the loop is rank {met.group.rank} of "
+                f"{met.group.size} now: a resilient loop replaces its ranks, run it with --on-loss replace"
+            )
+        world().go_on_with(met)
+        for each in old:
+            if each is not None:
+                world().close(each)
+        default.rebind(met.group)
+    for group in groups[1:]:
+        limit_s = group.limit_s
+        made = world().group(group.ranks, rank=group.rank(), size=group.size(), timeout_s=limit_s)
+        group.rebind(made)
+    base: Group = default.made
+    CONTINUITY.together(base.epoch)
+    return base
+
+
+def _give_up(group: Group) -> None:
+    """End what is in flight, and then all part in the group."""
+    group.abort("a rank was lost")
+    with contextlib.suppress(ZbmdError):
+        group.submit(lambda _: None).result()  # behind what was queued: nothing runs while memory is unmapped
+    group.give_up("gave up: a rank was lost")
+
+
+def _meet(timeout: timedelta) -> tuple[Met, Any]:
     end_ns = now_ns() + round(timeout.total_seconds() * 1e9)
     over, again = 0, 0
     while True:
@@ -105,8 +157,7 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
                 raise
             log.info("a meeting failed: meet again", reason=str(error))
         else:
-            world().keep(met)
-            return store, met.group.rank, met.group.size
+            return met, store
         if met is not None:
             world().close(met.group)
 
@@ -114,6 +165,7 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
 def _shared_store(met: Met, connect_s: float, timeout: timedelta, end_ns: int) -> Any:
     """Have the first member serve a store, and tell the others where."""
     group, connect = met.group, timedelta(seconds=connect_s)
+    CONTINUITY.meet(group, end_ns)
     store, said = None, b""
     if group.rank == 0:
         store = dist.TCPStore(met.address, 0, is_master=True, wait_for_workers=False, timeout=connect)

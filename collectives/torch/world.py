@@ -84,6 +84,11 @@ class World:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @property
+    def worker(self) -> Worker | None:
+        """The membership; None before the first group."""
+        return self._worker
+
+    @property
     def entered(self) -> int:
         """The epoch of the view that this process has entered last; 0 if there was none."""
         return 0 if self._worker is None else self._worker.epoch
@@ -98,6 +103,10 @@ class World:
     def keep(self, met: Met) -> None:
         """Return this group when the default group is asked for; its members are PyTorch's ranks."""
         self._met, self._numbers = met.group, met.group.members
+
+    def go_on_with(self, met: Met) -> None:
+        """Have the members of `met` be PyTorch's ranks; its group is in use already."""
+        self._met, self._numbers = None, met.group.members
 
     def group(self, ranks: Sequence[int], *, rank: int, size: int, timeout_s: float) -> Group:
         """Return the group of these ranks, in this order; all of them call this. No ranks: all of the job.

@@ -22,8 +22,8 @@ import msgspec
 
 from zbmd.tools.bench.figures import Figure, Layer, cpu_name, new_figure
 from zbmd.tools.bench.stats import OURS, Ratio, size_in_words
-from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 FORMATS: Final = (".png", ".svg")
 WIDTH_IN, HEIGHT_IN = 8.0, 4.2

@@ -53,6 +53,7 @@ IMPURE_IMPORTS = frozenset(
 CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
     "torch": (
         "collectives/torch/*",
+        "training/torch/*",
         "examples/torch_*.py",
         "tools/bench/peers/pairs.py",
         "tools/bench/peers/collectives.py",

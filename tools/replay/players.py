@@ -32,6 +32,7 @@ from zbmd.tools.replay.story import body_text, envelope_of
 from zbmd.training.pipeline.stage import STAGE
 from zbmd.training.redundancy.machine import MIRROR, Mirror
 from zbmd.training.redundancy.resizing import RESIZING_MIRROR, ResizingMirror
+from zbmd.training.torch.transaction import TRANSACTION
 from zbmd.training.zero.machine import ZERO_STEP
 from zbmd.transport.capture import (
     CaptureDamaged,
@@ -73,6 +74,7 @@ __all__ = [
     "RESIZING_MIRROR",
     "STAGE",
     "SUPERVISION",
+    "TRANSACTION",
     "UPGRADE",
     "UPGRADE_AGENT",
     "UPGRADE_LEDGER",

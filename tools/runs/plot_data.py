@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from zbmd.tools.runs.result import Death, RunResult, load_result
 from zbmd.training.autograd._spans import CATEGORIES
-from zbmd.training.files import read_json_lines
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.profiler.lines import IDLE, PROFILE_DIRECTORY, RankProfile, read_profiles
 from zbmd.training.run.ledger import LOG_NAME, CommitRecord, has_log, loss_of, read_log
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import read_json_lines
 
 POINTS_MAX = 1_000
 """A curve of more steps is drawn in so many bins."""

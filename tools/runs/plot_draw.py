@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from zbmd.tools.runs.plot_data import Change, RunPicture, read_picture
-from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

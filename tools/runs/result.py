@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 RESULT_NAME = "result.json"
 RESULT_BYTES_MAX = 1 << 20

@@ -37,9 +37,9 @@ from zbmd.collectives.scale.scaling import (
 from zbmd.tools.bench.result import HEIGHT_IN, PNG_DPI, WIDTH_IN, check_plot
 from zbmd.tools.bench.stats import parse_sizes, size_in_words
 from zbmd.tools.cli.options import add_json, add_plot, add_ranks
-from zbmd.training.files import write_atomically
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 from zbmd.transport.host.topology.cpus import usable_cpus
 
 # Draw how operations scale: bus bandwidth over ranks, a line an algorithm, a picture an operation and size.

@@ -23,6 +23,7 @@ from zbmd.collectives.scenarios.collectives import CollectivesScenario
 from zbmd.collectives.scenarios.repair import RepairScenario
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
 from zbmd.training.scenarios.commit import CommitScenario
+from zbmd.training.scenarios.loop import LoopScenario
 from zbmd.training.scenarios.training import TrainingScenario
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import FaultPlan, Options, Scenario, ScenarioReport, run_scenario
@@ -77,6 +78,7 @@ SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
         "training": HuntedScenario(
             make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)
         ),
+        "loop": HuntedScenario(make=LoopScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
         "repair": HuntedScenario(
             make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)
         ),

@@ -23,7 +23,6 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.files import write_atomically
 from zbmd.training.job.mesh import Mesh, require_axes
 from zbmd.training.job.overwrite import remove_run
 from zbmd.training.optim import CURVES, OPTIMIZERS
@@ -32,6 +31,7 @@ from zbmd.training.run.ledger import begin_log
 from zbmd.training.sharded.options import PRECISIONS, TOKENS, TrainOptions
 from zbmd.training.sharded.run import check_recipe, train
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 EXAMPLES: Final = """examples:
   zbmd train --data 'texts/**/*.txt' --steps 200

@@ -16,7 +16,6 @@ import rich.console
 from rich.text import Text
 
 from zbmd.tools.cli.options import add_json
-from zbmd.training.files import write_atomically
 from zbmd.training.pipeline.program import (
     Instruction,
     Op,
@@ -32,6 +31,7 @@ from zbmd.training.pipeline.schedules import SCHEDULES, activations_max, program
 from zbmd.training.pipeline.simulate import Costs, Span, Timeline, simulate
 from zbmd.training.pipeline.verifier import verify
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 # A pipeline's step drawn: a row a stage, time from left to right, as text or as SVG.
 

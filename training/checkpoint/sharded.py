@@ -29,12 +29,12 @@ from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.checkpoint.plan import read_plan, require_plan
 from zbmd.training.config import GPTConfig
-from zbmd.training.files import write_atomically
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
 from zbmd.training.optim.elementwise import ARRAYS, AdamWState, StateArray
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 if TYPE_CHECKING:  # who reads what a run has left needs no groups
     from zbmd.collectives.group.group import Group

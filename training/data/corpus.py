@@ -36,8 +36,8 @@ from zbmd.training.data.sources import (
     sources_for,
     unreadable,
 )
-from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 SMOOTHING = 0.1  # added to every count; 0.01 to 1 differ by 0.001 nats on the standard library
 WINDOWS_PER_PASS = 4_096

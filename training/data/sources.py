@@ -21,8 +21,8 @@ from typing import Final
 import msgspec
 import structlog
 
-from zbmd.training.files import locked_directory, write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import locked_directory, write_atomically
 
 SOURCES_MAX = 100_000
 # Third-party packages differ from machine to machine, and tests are mostly tables of cases.

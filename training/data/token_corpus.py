@@ -30,8 +30,8 @@ from zbmd.training.data.sources import (
     unreadable,
 )
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer, Tokenizer, Tokens, read_pieces
-from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 MANIFEST_NAME = "tokens.json"
 FORMAT = 1

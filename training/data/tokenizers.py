@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.config import EXTENT_MAX, VOCABULARY
-from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_BYTES_MAX = 64 << 20

@@ -29,7 +29,6 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, shared_out
-from zbmd.training.files import write_atomically
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions, errors_explained
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.results import note_numbers
@@ -46,6 +45,7 @@ from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
 from zbmd.training.step.reduction import ShardReduction
 from zbmd.training.step.step_hook import StepHook
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 from zbmd.transport.host.threads import computing_with
 from zbmd.transport.native._native import now_ns
 

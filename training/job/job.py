@@ -29,7 +29,6 @@ from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state
-from zbmd.training.files import DiskFull
 from zbmd.training.job.checkpoints import Checkpoints
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.records import Records, keep_until
@@ -60,6 +59,7 @@ from zbmd.training.run.repeated_oom import raise_for
 from zbmd.training.step.memory_estimate import StepOutOfMemory
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
+from zbmd.transport.host.files import DiskFull
 from zbmd.transport.native._native import now_ns
 
 ResultT = TypeVar("ResultT")

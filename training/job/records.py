@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from zbmd.training.files import write_atomically
 from zbmd.training.profiler.lines import StepLine
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"

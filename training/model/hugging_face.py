@@ -16,10 +16,10 @@ from safetensors.numpy import save
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
-from zbmd.training.files import write_atomically
 from zbmd.training.model.gpt import MLP_RATIO, parameter_shapes
 from zbmd.training.ops.norm import EPSILON
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"

@@ -15,9 +15,9 @@ from safetensors.numpy import save
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
-from zbmd.training.files import write_atomically
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 WEIGHTS_FORMAT = "zbmd-gpt-1"
 WEIGHTS_NAME = "weights.safetensors"

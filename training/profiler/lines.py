@@ -13,9 +13,9 @@ from typing import Annotated, Final
 
 import msgspec
 
-from zbmd.training.files import read_json_lines
 from zbmd.training.profiler.peak import MachineDescription
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import read_json_lines
 
 PROFILE_DIRECTORY: Final = "profile"
 VERSION: Final = 1

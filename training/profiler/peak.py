@@ -22,8 +22,8 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 from zbmd.transport.host.user_directories import UserFiles, user_directory
 
 ORDER: Final = 1024

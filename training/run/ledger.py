@@ -21,8 +21,8 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
-from zbmd.training.files import DISK_FULL_ERRNOS, DiskFull, write_atomically
 from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.host.files import DISK_FULL_ERRNOS, DiskFull, write_atomically
 
 LOG_FORMAT = 2
 RECORD_BYTES_MAX = 1 << 20

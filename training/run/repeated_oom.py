@@ -15,9 +15,9 @@ import msgspec
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.training.checkpoint.sharded import checkpoint_in
-from zbmd.training.files import write_atomically
 from zbmd.training.step.memory_estimate import StepOutOfMemory
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import write_atomically
 
 NOTE_BYTES_MAX = 1 << 12
 

@@ -14,12 +14,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from zbmd.training import files as files
 from zbmd.training.config import GPTConfig
-from zbmd.training.files import write_atomically
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.weights import load_weights, save_weights
 from zbmd.transport.errors import UserError
+from zbmd.transport.host import files as files
+from zbmd.transport.host.files import write_atomically
 
 CONFIG = GPTConfig(context=6, width=8, heads=2, layers=2, activation="gelu")
 

@@ -22,7 +22,7 @@ from zbmd.tools.bench.result import BenchResult, Measurement
 from zbmd.tools.bench.stats import OURS, size_in_words
 from zbmd.tools.cli.options import script_parser
 from zbmd.tools.lab.bench.transport.idle import Idle
-from zbmd.training.files import write_atomically
+from zbmd.transport.host.files import write_atomically
 
 OUT_DEFAULT: Final = Path("zbmd-runs/bench-transport")
 ROUNDS_DEFAULT: Final = 15

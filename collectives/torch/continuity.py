@@ -1,0 +1,293 @@
+"""A training loop that goes on over losses: how the process groups of this process behave meanwhile.
+
+Outside of such a loop nothing differs: an operation with a lost rank raises. In the loop
+
+- `Mode.TOGETHER` is a step: an operation that fails for a loss raises, and the loss is noted;
+- `Mode.TAIL` is what follows the commit of a step, which is not repeated: an operation that fails there keeps
+  the rank's own value, and warns;
+- `Mode.ALONE` is what a replacement does until it has the state of the others: each operation is local. The
+  results of the small ones that the others had before their loop are given again, in their order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from enum import Enum, IntEnum
+from typing import Any, Final
+from weakref import ReferenceType, ref
+
+import msgspec
+import numpy as np
+
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.stand_in import Alone
+from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, UserError, ZbmdError
+
+torch: Any = importlib.import_module("torch")
+
+RECORD_BYTES_MAX: Final = 1 << 20
+"""The longest result that is kept; larger ones are state, which a replacement gets in other ways."""
+RECORDS_BYTES_MAX: Final = 4 << 20
+RECORDS_MAX: Final = 1_024
+KEPT_BYTES_MAX: Final = 64 << 20
+"""Of tensors that an operation in the tail may spoil, and that are copied before it."""
+
+LOSSES: Final = (PeerLost, OperationAborted, LinkClosed)
+"""Errors of operations with a rank that is lost, or that has given up since another is."""
+
+
+class Mode(Enum):
+    """See the module."""
+
+    TOGETHER = "together"
+    TAIL = "tail"
+    ALONE = "alone"
+
+
+class Standing(IntEnum):
+    """The part of a rank in a loop, as it says where ranks meet."""
+
+    OUTSIDE = 0
+    """It is in no loop: it has just been started, or its script initialises again by itself."""
+    IN_LOOP = 1
+    JOINING = 2
+    """It replaces a rank of a loop, and has not its state yet."""
+
+
+class LoopLost(ZbmdError):
+    """All ranks that had the state of the training loop are lost."""
+
+
+class Recorded(msgspec.Struct, array_like=True, frozen=True):
+    """The result of one operation: the group's name, the call's number there, its tensors."""
+
+    group: str
+    call: int
+    tensors: list[bytes]
+
+
+_records: Final = msgspec.msgpack.Decoder(list[Recorded])
+
+
+def decode_records(data: bytes) -> list[Recorded]:
+    """Decode what another rank has recorded. Raises `RemoteProtocolError`."""
+    try:
+        return _records.decode(data)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"the records of the operations before the loop: {error}") from None
+
+
+class Continuity:
+    """The part of this process. Used by the thread that trains; `note` and `record` by any."""
+
+    def __init__(self) -> None:
+        self.mode = Mode.TOGETHER
+        self.standing = Standing.OUTSIDE
+        self.broken: ZbmdError | None = None
+        """The first loss of the epoch under way that an operation has met."""
+        self.epoch = 0
+        """The epoch of the process groups; 0: any."""
+        self._groups: list[ReferenceType[Any]] = []
+        self._recorded: list[Recorded] | None = []
+        self._left_bytes = RECORDS_BYTES_MAX
+        self._answers: dict[tuple[str, int], list[bytes]] = {}
+        self._answering: list[Any] | None = None
+        self._tail_alone = False
+
+    # The process groups, in the order in which they were made.
+
+    def add(self, group: Any) -> None:
+        """Know a process group."""
+        self._groups = [each for each in self._groups if each() is not None]
+        self._groups.append(ref(group))
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups that are open."""
+        found = [each() for each in self._groups]
+        return [each for each in found if each is not None and not each.is_closed]
+
+    # Meeting.
+
+    def meet(self, group: Group, end_ns: int) -> None:
+        """Tell the members of `group`, which is all ranks, whether this one is in a loop.
+
+        A rank that is not, where others are, replaces one of it. Raises `LoopLost`.
+        """
+        own = np.array([self.standing], np.int64)
+        rows = group.submit(lambda c: c.all_gather(own, deadline_ns=end_ns)).result().ravel()
+        if Standing.IN_LOOP not in rows:
+            if Standing.JOINING in rows:
+                raise LoopLost(
+                    "all ranks that had the state of the training loop are lost: start the run again, "
+                    "from its last checkpoint"
+                )
+            return
+        if Standing.OUTSIDE not in rows:
+            return
+        source = int(np.flatnonzero(rows == Standing.IN_LOOP)[0])
+        said = msgspec.msgpack.encode(self._recorded or []) if group.rank == source else b""
+        size = np.array([len(said)], np.int64)
+        group.submit(lambda c: c.broadcast(size, source, deadline_ns=end_ns)).result()
+        if not 0 < size[0] <= 2 * RECORDS_BYTES_MAX:
+            raise RemoteProtocolError(f"a record of {size[0]} bytes; {2 * RECORDS_BYTES_MAX:,} are the bound")
+        data = np.frombuffer(said, np.uint8).copy() if said else np.zeros(size[0], np.uint8)
+        group.submit(lambda c: c.broadcast(data, source, deadline_ns=end_ns)).result()
+        if self.standing is Standing.OUTSIDE:
+            records = decode_records(data.tobytes())
+            self.mode, self.standing, self._recorded = Mode.ALONE, Standing.JOINING, records
+            self._answers = {(each.group, each.call): each.tensors for each in records}
+
+    def enter(self) -> None:
+        """Be in the loop: further groups are refused, and nothing more is recorded."""
+        self.standing, self._left_bytes = Standing.IN_LOOP, 0
+
+    def together(self, epoch: int) -> None:
+        """Go on with all others in the groups of this epoch."""
+        self.mode, self.broken, self.epoch = Mode.TOGETHER, None, epoch
+        self._answers.clear()
+
+    def rehearse(self) -> None:
+        """Make operations local until `end_rehearsal`."""
+        self.mode = Mode.ALONE
+
+    def end_rehearsal(self) -> None:
+        """Operations are those of all ranks again."""
+        self.mode = Mode.TOGETHER
+
+    def begin_tail(self, *, alone: bool) -> None:
+        """A step is committed. alone: the others have ended it already."""
+        self.mode, self._tail_alone = Mode.TAIL, alone
+
+    def end_tail(self) -> None:
+        """A step has ended; a loss that its tail has met is still to be dealt with."""
+        if self.mode is Mode.TAIL:
+            self.mode, self._tail_alone = Mode.TOGETHER, False
+
+    def leave(self) -> None:
+        """The loop is over: from now on losses are those of any script."""
+        self.mode, self.standing, self.broken = Mode.TOGETHER, Standing.OUTSIDE, None
+
+    def require_groups(self) -> None:
+        """Raise `UserError` if no process group may be made now."""
+        if self.standing is Standing.IN_LOOP:
+            raise UserError(
+                "a process group is made in a resilient loop, and a replacement would not make it: make all "
+                "groups before zbmd.torch.resilient()"
+            )
+
+    # Operations.
+
+    def note(self, error: ZbmdError, epoch: int = 0) -> None:
+        """Note the error of an operation of a group of `epoch`, 0: of now, if it is a loss."""
+        if isinstance(error, LOSSES) and self.broken is None and epoch in (0, self.epoch):
+            self.broken = error
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether operations are local now."""
+        if self.mode is Mode.TAIL:
+            require_no_backward()
+            return self._tail_alone or self.broken is not None
+        return self.mode is Mode.ALONE or self._answering is not None
+
+    def answer(self, group: str, call: int, outputs: Sequence[Any]) -> None:
+        """After a local operation: give its tensors what the others had, if that is known."""
+        if self._answering is not None:
+            for tensor in outputs:
+                tensor.copy_(self._answering.pop(0))
+            return
+        found = self._answers.get((group, call)) if self.mode is Mode.ALONE else None
+        if found is None or [_nbytes(tensor) for tensor in outputs] != [len(each) for each in found]:
+            return
+        for tensor, data in zip(outputs, found, strict=True):
+            if data:
+                _fill(tensor, data)
+
+    @contextmanager
+    def answering(self, tensors: Sequence[Any]) -> Generator[list[Any]]:
+        """Meanwhile operations are local, and their outputs become these, one after the other.
+
+        Yields those that are left.
+        """
+        self._answering = left = list(tensors)
+        try:
+            yield left
+        finally:
+            self._answering = None
+
+    def record(self, group: str, call: int, outputs: Sequence[Any]) -> None:
+        """Keep the result of an operation for replacements, if it is small and comes before the loop."""
+        records = self._recorded
+        if self._left_bytes <= 0 or records is None or not outputs or self.standing is not Standing.OUTSIDE:
+            return
+        size = sum(map(_nbytes, outputs))
+        if size > RECORD_BYTES_MAX or size > self._left_bytes or len(records) >= RECORDS_MAX:
+            return
+        self._left_bytes -= size
+        records.append(Recorded(group, call, [_bytes_of(tensor) for tensor in outputs]))
+
+    def keep(self, outputs: Sequence[Any]) -> Callable[[ZbmdError, int], bool] | None:
+        """Before an operation in the tail: return what is to be called if it fails; None elsewhere.
+
+        That restores the tensors, and returns whether the operation is to be local.
+        """
+        if self.mode is not Mode.TAIL:
+            return None
+        whole = sum(map(_nbytes, outputs)) <= KEPT_BYTES_MAX
+        before = [tensor.detach().clone() for tensor in outputs] if whole else []
+
+        def forgive(error: ZbmdError, epoch: int) -> bool:
+            self.note(error, epoch)
+            if not whole or not isinstance(error, LOSSES):
+                return False
+            with torch.inference_mode():
+                for tensor, old in zip(outputs, before, strict=True):
+                    tensor.detach().copy_(old)
+            warnings.warn(
+                f"after the commit of a step an operation met a loss, and keeps this rank's value: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return True
+
+        return forgive
+
+    def stand_in(self, place: int, size: int) -> Any:
+        """Return what a local operation is called with."""
+        return Alone(place, size)
+
+
+def require_no_backward() -> None:
+    """Raise `UserError` in a backward pass: after the commit of a step, gradients belong to the next."""
+    if torch._C._current_graph_task_id() != -1:
+        raise UserError(
+            "a backward pass between optimizer.step() and the end of run.step(): one step has one update; "
+            "put the other into a step of its own"
+        )
+
+
+def _nbytes(tensor: Any) -> int:
+    size: int = tensor.numel() * tensor.element_size()
+    return size
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    whole = tensor.detach().contiguous()
+    # `Tensor.numpy()` would forbid that the tensor's storage is resized ever after, as FSDP does.
+    return ctypes.string_at(whole.data_ptr(), _nbytes(whole)) if whole.numel() else b""
+
+
+def _fill(tensor: Any, data: bytes) -> None:
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(tensor.dtype)
+    with torch.inference_mode():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+CONTINUITY: Final = Continuity()
+"""Of this process."""

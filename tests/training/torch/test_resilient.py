@@ -1,0 +1,89 @@
+"""Resilient loops over DDP: ranks that are killed at any place of a step change no bit. Real processes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.processes.kept_lines import Lines
+
+from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
+from zbmd.actors.view import OnLoss, Outcome
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.optional
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "training" / "resilient_ddp.py"
+RANKS = 3
+
+
+async def train(mode: str, fault: str = "") -> tuple[RunResult, list[str]]:
+    """Return how the run ended, and what its ranks printed of steps and of their final state."""
+    variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {})}
+    output = Lines()
+    config = HostConfig(
+        target=str(PROGRAM),
+        world_size=RANKS,
+        on_loss=OnLoss.REPLACE,
+        arena_bytes=32 << 20,
+        environment=variables,
+    )
+    result = await Host(config, output=output).run()
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
+    told = [found[0] for line in output.lines if (found := re.findall(r"(?:step|final) \d*.*rank.*", line))]
+    return result, [line for line in told if "evaluated" not in line]
+
+
+@cache
+def _undisturbed() -> dict[str, frozenset[str]]:
+    return {}
+
+
+async def undisturbed(mode: str) -> frozenset[str]:
+    kept = _undisturbed()
+    if mode not in kept:
+        result, told = await train(mode)
+        assert result.restarts == 0 and len(told) == RANKS * 13
+        kept[mode] = frozenset(told)
+    return kept[mode]
+
+
+def ranks_of(fault: str) -> set[int]:
+    return {int(entry[4]) for entry in fault.split(",")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("plain", "rank2:loop.begin:1"),
+        ("plain", "rank0:loop.prepared:5"),
+        ("plain", "rank1:loop.voted:4"),
+        ("plain", "rank0:loop.done:16"),
+        ("plain", "rank1:loop.begin:5,rank0:loop.meet:1"),
+        ("plain", "rank1:loop.begin:5,rank0:loop.give:1"),
+        ("plain", "rank1:loop.begin:5,rank1#2:loop.take:1"),
+        ("plain", "rank1:loop.prepared:6,rank2:loop.prepared:6"),
+        ("momentum", "rank2:loop.voted:9"),
+        ("static", "rank1:loop.prepared:3"),
+        ("unused", "rank2:loop.begin:4"),
+        ("views", "rank0:loop.begin:4"),
+        ("scaler", "rank0:loop.voted:2"),
+        ("workers", "rank2:loop.done:3"),
+        ("tail", "rank1:loop.voted:5"),
+    ],
+)
+async def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: str
+) -> None:
+    """Losses, rates, samples and means of every step, once each on those who live; the final state."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted = await undisturbed(mode)
+    result, told = await train(mode, fault)
+    assert result.restarts == len(fault.split(","))
+    assert set(told) <= wanted
+    assert max(Counter(told).values()) == 1
+    whole = {line for line in wanted if int(line.rpartition("rank ")[2][0]) not in ranks_of(fault)}
+    assert whole | {line for line in wanted if "final" in line} <= set(told)

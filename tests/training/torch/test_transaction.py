@@ -1,0 +1,142 @@
+"""The machine of a resilient loop's steps: votes, and who does what after a loss."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.transaction import Ballot, Phase, Report, Transactions
+from zbmd.transport.errors import LocalProtocolError
+
+
+def voted(*versions: int, digests: tuple[int, ...] = ()) -> tx.AllVoted:
+    of = digests or (tx.NO_DIGEST,) * len(versions)
+    return tx.AllVoted(ballots=tuple(Ballot(version=v, digest=d) for v, d in zip(versions, of, strict=True)))
+
+
+def met(place: int, *reports: str) -> tx.Met:
+    """Reports such as "3" (at version 3), "3v" (and has voted), "f" (fresh)."""
+    return tx.Met(
+        place=place,
+        reports=tuple(
+            Report(version=int(each.strip("vf") or 0), voted="v" in each, fresh="f" in each)
+            for each in reports
+        ),
+    )
+
+
+def machine(report: str) -> Transactions:
+    """A machine that has met a loss, and now reports this."""
+    made = Transactions(version=int(report.strip("vf") or 0), fresh="f" in report)
+    if "v" in report:
+        made.handle(tx.Prepared(digest=0), now_ns=0)
+    made.handle(tx.Cut(), now_ns=0)
+    return made
+
+
+def after(place: int, *reports: str) -> list[tx.Action]:
+    return machine(reports[place]).handle(met(place, *reports), now_ns=0)
+
+
+def test_all_votes_commit() -> None:
+    one = Transactions(version=4)
+    assert one.handle(tx.Prepared(digest=7), now_ns=0) == [tx.Vote(ballot=Ballot(version=4, digest=7))]
+    assert one.handle(voted(4, 4, digests=(7, 7)), now_ns=0) == [tx.Commit(version=5)]
+    assert (one.version, one.phase, one.voted) == (5, Phase.OPEN, False)
+
+
+def test_other_steps_and_other_bits_end_the_loop() -> None:
+    for ballots in (voted(4, 5), voted(4, 4, digests=(7, 8))):
+        one = Transactions(version=4)
+        one.handle(tx.Prepared(digest=7), now_ns=0)
+        (fail,) = one.handle(ballots, now_ns=0)
+        assert isinstance(fail, tx.Fail) and not fail.lost
+        assert one.handle(tx.Cut(), now_ns=0) == []
+
+
+def test_before_any_commit_all_repeat_and_the_first_gives() -> None:
+    assert after(0, "3", "3v", "f") == [tx.Repeat(version=3), tx.Give(version=3, to=(2,))]
+    assert after(1, "3", "3v", "f") == [tx.Repeat(version=3)]
+    assert after(2, "3", "3v", "f") == [tx.Take(version=3, source=0)]
+
+
+def test_who_has_not_seen_a_commit_promotes_once_it_has_the_votes() -> None:
+    reports = ("3v", "4", "f", "3v")
+    share = [tx.Share(version=4, source=1)]
+    for place, then in (
+        (0, [tx.Promote(version=4)]),
+        (1, [tx.Repeat(version=4), tx.Give(version=4, to=(2,))]),
+        (2, [tx.Take(version=4, source=1)]),
+    ):
+        one = machine(reports[place])
+        assert one.handle(met(place, *reports), now_ns=0) == share
+        assert one.handle(tx.Shared(), now_ns=0) == then
+    assert one.handle(tx.Taken(version=4), now_ns=0) == []
+    assert (one.version, one.fresh, one.phase) == (4, False, Phase.OPEN)
+
+
+def test_a_loss_before_the_votes_are_there_leaves_a_voter_where_it_was() -> None:
+    one = machine("3v")
+    one.handle(met(0, "3v", "4"), now_ns=0)
+    assert one.handle(tx.Cut(), now_ns=0) == [tx.Meet()]
+    assert one.report == Report(version=3, voted=True, fresh=False)
+
+
+def test_a_replacement_that_is_cut_off_stays_fresh() -> None:
+    one = machine("f")
+    one.handle(met(0, "f", "2"), now_ns=0)
+    assert one.handle(tx.Cut(), now_ns=0) == [tx.Meet()]
+    assert one.report.fresh
+    assert one.handle(met(0, "f", "2"), now_ns=0) == [tx.Take(version=2, source=1)]
+
+
+def test_with_all_who_had_it_the_state_is_lost() -> None:
+    (fail,) = after(0, "f", "f")
+    assert isinstance(fail, tx.Fail) and fail.lost
+
+
+@pytest.mark.parametrize("reports", [("3", "4"), ("2v", "4"), ("2", "4v")])
+def test_a_rank_that_no_rule_brings_to_the_others_ends_the_loop(reports: tuple[str, str]) -> None:
+    (fail,) = after(1, *reports)
+    assert isinstance(fail, tx.Fail) and not fail.lost and "rank 0" in fail.reason
+
+
+def test_events_out_of_place_are_errors() -> None:
+    one = Transactions()
+    for event in (voted(0), tx.Shared(), tx.Taken(version=1), met(0, "0")):
+        with pytest.raises(LocalProtocolError, match="phase open"):
+            one.handle(event, now_ns=0)
+    with pytest.raises(LocalProtocolError, match="own report"):
+        machine("3").handle(met(0, "4", "3"), now_ns=0)
+
+
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_after_any_losses_all_end_at_one_version(seed: int, ranks: int) -> None:
+    """Ranks of one loop, each stopped at any place of a step, and some replaced: one exchange unites them."""
+    rng, version = random.Random(seed), 5
+    committed = rng.random() < 0.5
+    reports = [rng.choice(["5v", "6"]) if committed else rng.choice(["5", "5v"]) for _ in range(ranks)]
+    for place in range(ranks):
+        if rng.random() < 0.3:
+            reports[place] = "f"
+    if all(each == "f" for each in reports):
+        reports[0] = "5v"
+    target = version + any(each == "6" for each in reports)
+    machines = [machine(each) for each in reports]
+    gives, takes = list[int](), list[int]()
+    for place, one in enumerate(machines):
+        actions = one.handle(met(place, *reports), now_ns=0)
+        if isinstance(actions[0], tx.Share):
+            actions = one.handle(tx.Shared(), now_ns=0)
+        gives += [to for action in actions if isinstance(action, tx.Give) for to in action.to]
+        if isinstance(actions[0], tx.Take):
+            takes.append(place)
+            one.handle(tx.Taken(version=target), now_ns=0)
+        one.check_invariants()
+    assert gives == takes == [place for place, each in enumerate(reports) if each == "f"]
+    assert {(one.version, one.phase, one.voted) for one in machines} == {(target, Phase.OPEN, False)}

@@ -1,0 +1,353 @@
+"""A simulated resilient loop: the scenario behind the tests and seed hunts of its transactions.
+
+Each rank is the production machine over a model of steps: all reduce gradients together, vote, update, and
+end the step alone. What members do together is a *meeting*, which each ends in its own time, or is cut out of
+by a notice of death, a member that has withdrawn, or a view that has come meanwhile. A node restarts the
+dead.
+
+Checked: a version has one content, whoever has made it, from whole gradients of its predecessor; the steps of
+a living rank end once each, in order; a replacement has the state of a rank that was where a step begins. The
+state is lost only with all ranks that had it. Once the kills stop, every rank must finish.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, assert_never
+
+from zbmd.actors.cluster.jobs import node_events as jobs
+from zbmd.actors.view import RANKS_MAX, MemberId, View
+from zbmd.collectives.scenarios.hosted_job import (
+    NODE,
+    Enter,
+    JobOptions,
+    JobScenario,
+    Message,
+    Parted,
+    add_processes,
+    joined,
+    linked,
+    member_of,
+)
+from zbmd.collectives.scenarios.node import NodeProcess, draw_conditions
+from zbmd.collectives.scenarios.repair import CALL_NS_MAX, GO_ON_SHARE, TICK_NS_MAX, Meeting
+from zbmd.training.torch import transaction as tx
+from zbmd.transport import sim
+from zbmd.transport.errors import LocalProtocolError
+
+TAIL_NS_MAX = 4 * CALL_NS_MAX
+"""The longest that a rank takes to update and to end a step."""
+
+Content: TypeAlias = tuple[int, ...]
+"""Of a state: the versions whose gradients it has taken in."""
+
+
+@dataclass(slots=True)
+class LoopWorld:
+    """The state that outlives a process."""
+
+    options: JobOptions
+    state_lost: bool = False
+    meetings: dict[tuple[int, str, int], Meeting] = field(default_factory=dict[tuple[int, str, int], Meeting])
+    left: dict[MemberId, int] = field(default_factory=dict[MemberId, int])
+    """The last epoch that a member has given up."""
+    finished: set[int] = field(default_factory=set[int])
+    in_loop: set[MemberId] = field(default_factory=set[MemberId])
+    """Those that have, or have had, the state."""
+    ended: dict[MemberId, int] = field(default_factory=dict[MemberId, int])
+    """The last version whose step a member has ended."""
+    lives: Callable[[MemberId], bool] = lambda member: True
+    ways: set[str] = field(default_factory=set[str])
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A meeting that a rank is to take part in."""
+
+    name: str
+    ranks: tuple[int, ...]
+    source: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A state, as a replacement gets it."""
+
+    version: int
+    content: Content
+
+
+class LoopRank:
+    """The driver of one rank: performs the machine's actions on the world, decides nothing."""
+
+    def __init__(self, world: LoopWorld, rank: int, incarnation: int, rng: random.Random) -> None:
+        self.world, self.rng = world, rng
+        self.member = MemberId(rank=rank, incarnation=incarnation)
+        self.machine = tx.Transactions()
+        self.begun = False
+        self.content: Content = ()
+        self.gradients: Content | None = None
+        """The state from which this rank's gradients were computed; None: they are not whole."""
+        self.known = View(epoch=0, members=())
+        self.entered = self.may_enter = 0
+        self.members: tuple[MemberId, ...] = ()
+        self.lost: set[MemberId] = set()
+        self.parted: set[MemberId] = set()
+        self.stages: list[Stage] = []
+        self.actions: list[tx.Action] = []
+        self.waits, self.met = True, 0
+
+    def check_invariants(self) -> None:
+        """The machine's own, and that the state is of its version."""
+        self.machine.check_invariants()
+
+    def deliver(self, stimulus: sim.Stimulus[Message], *, now_ns: int) -> Sequence[sim.Effect[Message]]:
+        """Translate a stimulus into the machine's event and perform what it answers."""
+        match stimulus:
+            case sim.Started():
+                return [joined(self.member)]
+            case sim.Arrived(message=jobs.InstallView(view=view)):
+                self.known = max(self.known, view, key=lambda known: known.epoch)
+                return self._link()
+            case sim.Arrived(message=Enter(epoch=epoch)):
+                self.may_enter = max(epoch, self.may_enter)
+                return self._enter(now_ns)
+            case sim.Arrived(message=Parted(member=member)):
+                self.parted.add(member)
+                return []
+            case sim.PeerEnded(peer=peer, incarnation=incarnation):
+                if peer != NODE:
+                    self.lost.add(member_of(peer, incarnation))
+                return []
+            case sim.TimerFired(name="tail"):
+                return self._end_step(now_ns)
+            case sim.TimerFired():
+                return self._meet(now_ns)
+            case _:
+                raise LocalProtocolError(f"a rank does not expect {stimulus}")
+
+    # ---- views
+
+    def _link(self) -> list[sim.Effect[Message]]:
+        if not self.waits or self.known.epoch <= self.entered:
+            return []
+        return [linked(self.member, self.known.epoch)]
+
+    def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
+        if not self.waits or not self.entered < self.known.epoch <= self.may_enter:
+            return []
+        if self.known.finished:
+            self.world.finished.add(self.member.rank)  # the run has ended; who is replaced now learns it
+            return [sim.Exit()]
+        self.entered, self.members = self.known.epoch, self.known.ids
+        self.parted.clear()
+        self.waits = False
+        return self._begin("standings", now_ns)
+
+    def _begin(self, name: str, now_ns: int) -> list[sim.Effect[Message]]:
+        ranks = tuple(member.rank for member in self.members)
+        self.stages = [Stage(name, ranks)]
+        return self._tick(now_ns)
+
+    def _tick(self, now_ns: int) -> list[sim.Effect[Message]]:
+        return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(1, TICK_NS_MAX))]
+
+    # ---- meetings
+
+    def _meet(self, now_ns: int) -> list[sim.Effect[Message]]:
+        """One look at the meeting under way: enter it, end it, or be cut out of it."""
+        if not self.stages:
+            return []
+        stage, me = self.stages[0], self.member
+        meeting = self._meeting(stage)
+        if me not in meeting.entered:
+            meeting.entered[me] = self._brings(stage)
+            return self._tick(now_ns)
+        gave_up = any(self.world.left.get(m, 0) >= self.entered for m in meeting.members)
+        doomed = meeting.withdrawn or gave_up or not (self.lost | self.parted).isdisjoint(meeting.members)
+        if not meeting.complete:
+            return self._cut(now_ns) if doomed else self._tick(now_ns)
+        if doomed and self.rng.random() > GO_ON_SHARE:
+            return self._cut(now_ns)
+        self.stages.pop(0)
+        self.met += 1
+        return self._ends(stage, [meeting.entered[member] for member in meeting.members], now_ns)
+
+    def _meeting(self, stage: Stage) -> Meeting:
+        members = tuple(member for member in self.members if member.rank in stage.ranks)
+        fixed = stage.name in ("standings", "reports", "share", "give")
+        number = stage.ranks[-1] if stage.name == "give" else 0 if fixed else self.machine.version
+        key = (self.entered, stage.name, number)
+        found = self.world.meetings.setdefault(key, Meeting(members))
+        assert found.members == members, f"{self.member} meets {members} in {stage}, others {found.members}"
+        return found
+
+    def _brings(self, stage: Stage) -> object:
+        match stage.name:
+            case "standings":
+                return "in loop" if self.member in self.world.in_loop else "joining" if self.begun else "new"
+            case "reports":
+                return self.machine.report
+            case "gradients":
+                return self.content
+            case "vote":
+                (vote,) = self._handle(tx.Prepared(digest=tx.NO_DIGEST))
+                assert isinstance(vote, tx.Vote)
+                return vote.ballot
+            case "give":
+                ended = self.world.ended.get(self.member, 0)
+                gives = stage.source == self.member.rank
+                assert not gives or ended == self.machine.version, (
+                    f"{self.member} gives in the midst of a step"
+                )
+                return Given(self.machine.version, self.content)
+            case _:
+                return None
+
+    def _ends(self, stage: Stage, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
+        match stage.name:
+            case "standings":
+                return self._standings(brought, now_ns)
+            case "reports":
+                reports = tuple(report for report in brought if isinstance(report, tx.Report))
+                place = self.members.index(self.member)
+                return self._perform(self._handle(tx.Met(place=place, reports=reports)), now_ns)
+            case "share":
+                return self._perform(self._handle(tx.Shared()), now_ns)
+            case "give":
+                if stage.source != self.member.rank:
+                    source = next(i for i, rank in enumerate(stage.ranks) if rank == stage.source)
+                    given = brought[source]
+                    assert isinstance(given, Given)
+                    version, self.content = given.version, given.content
+                    self.world.in_loop.add(self.member)
+                    self.world.ended[self.member] = version
+                    self.world.ways.add("takes")
+                    self.actions += self._handle(tx.Taken(version=version))
+                return self._perform([], now_ns)
+            case "gradients":
+                assert set(brought) == {self.content}, f"{self.member} reduces gradients of {set(brought)}"
+                self.gradients = self.content
+                return self._begin("vote", now_ns)
+            case _:
+                ballots = tuple(ballot for ballot in brought if isinstance(ballot, tx.Ballot))
+                return self._perform(self._handle(tx.AllVoted(ballots=ballots)), now_ns)
+
+    def _standings(self, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
+        if "in loop" not in brought:
+            if "joining" in brought:
+                self.world.ways.add("is lost")
+                self.world.state_lost = True
+                return [sim.Exit()]
+            self.world.in_loop.add(self.member)
+            self.begun = True
+            return self._begin("gradients", now_ns)
+        if not self.begun:
+            self.begun, self.machine = True, tx.Transactions(fresh=True)
+        return self._begin("reports", now_ns)
+
+    def _cut(self, now_ns: int) -> list[sim.Effect[Message]]:
+        self._meeting(self.stages[0]).withdrawn = True
+        self.world.left[self.member] = self.entered
+        self.stages.clear()
+        self.actions.clear()
+        self.waits = True
+        if self.begun:
+            self._handle(tx.Cut())
+        return [*self._link(), *self._enter(now_ns)]
+
+    # ---- actions
+
+    def _handle(self, event: tx.Event) -> list[tx.Action]:
+        return self.machine.handle(event, now_ns=0)
+
+    def _perform(self, actions: list[tx.Action], now_ns: int) -> list[sim.Effect[Message]]:
+        self.actions += actions
+        while self.actions:
+            action = self.actions.pop(0)
+            match action:
+                case tx.Commit() | tx.Promote():
+                    return self._update(promoted=isinstance(action, tx.Promote), now_ns=now_ns)
+                case tx.Repeat():
+                    self.world.ways.add("repeats")
+                    self.gradients = None
+                case tx.Share():
+                    return self._begin("share", now_ns)
+                case tx.Give(to=places):
+                    me = self.member.rank
+                    to = [self.members[place].rank for place in places]
+                    self.stages = [Stage("give", (*sorted((me, rank)), rank), me) for rank in to]
+                    return self._tick(now_ns)
+                case tx.Take(source=place):
+                    rank, me = self.members[place].rank, self.member.rank
+                    self.stages = [Stage("give", (*sorted((me, rank)), me), rank)]
+                    return self._tick(now_ns)
+                case tx.Fail():
+                    raise AssertionError(f"{self.member} fails: {action.reason}")
+                case tx.Vote() | tx.Meet():
+                    raise AssertionError(f"{action} is performed where it is asked for")
+                case _:
+                    assert_never(action)
+        if self.stages:  # another replacement waits for the state
+            return self._tick(now_ns)
+        return self._begin("gradients", now_ns)
+
+    def _update(self, *, promoted: bool, now_ns: int) -> list[sim.Effect[Message]]:
+        self.world.ways.add("promotes" if promoted else "commits")
+        version = self.machine.version
+        assert self.gradients == self.content, f"{self.member} updates with gradients of {self.gradients}"
+        assert len(self.content) == version - 1, f"{self.member} makes {version} of {self.content}"
+        self.content, self.gradients = (*self.content, version), None
+        return [sim.SetTimer(name="tail", at_ns=now_ns + self.rng.randint(1, TAIL_NS_MAX))]
+
+    def _end_step(self, now_ns: int) -> list[sim.Effect[Message]]:
+        version, before = self.machine.version, self.world.ended.get(self.member, 0)
+        assert version == before + 1, f"{self.member} ends step {version} after {before}"
+        self.world.ended[self.member] = version
+        if version >= self.world.options.steps:
+            self.world.finished.add(self.member.rank)
+            return [sim.Exit()]
+        return self._begin("gradients", now_ns)
+
+
+def conditions_of(seed: int | str) -> sim.Conditions:
+    """The network of a run."""
+    return draw_conditions(random.Random(f"{seed}/conditions"))
+
+
+def build(seed: int | str, options: JobOptions) -> tuple[sim.Simulation[Message], LoopWorld]:
+    """The simulation of one loop, without its kills."""
+    simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
+    world = LoopWorld(options)
+    world.lives = add_processes(
+        simulation,
+        options.world_size,
+        lambda _: NodeProcess(world, simulation.rng("regroups")),
+        partial(LoopRank, world),
+    )
+    return simulation, world
+
+
+@dataclass(frozen=True)
+class LoopScenario(JobScenario[JobOptions, LoopWorld]):
+    """The machine of a resilient loop and a node's, over meetings. `length` counts steps."""
+
+    name: str = "loop"
+    description: str = "steps of a PyTorch loop: kills before, in and after votes, and in recoveries"
+
+    def options_of(self, seed: int | str, options: sim.Options) -> JobOptions:
+        """See `JobScenario`."""
+        return JobOptions(world_size=min(options.ranks, RANKS_MAX), steps=options.length)
+
+    def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], LoopWorld]:
+        """See `JobScenario`."""
+        return build(seed, job)
+
+    def is_over(self, simulation: sim.Simulation[Message], world: LoopWorld) -> bool:
+        """Return whether all have finished, or the state was lost with all who had it."""
+        size = world.options.world_size
+        everyone = not any(simulation.lives(f"rank{rank}") for rank in range(size))
+        return everyone and (world.state_lost or len(world.finished) == size)

@@ -1,0 +1,105 @@
+"""`DistributedDataParallel` in a resilient loop. What is used of it is private: `REDUCER` names it.
+
+DDP changes its buckets after the first step, to the order in which gradients came. A replacement would begin
+with others, and its calls would not match; so all ranks install buckets that depend on the model alone, those
+that DDP itself makes of parameters in reverse order. After a step that has failed, the reducer is reset.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.transport.errors import LocalProtocolError, UserError
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
+parallel: Any = importlib.import_module("torch.nn.parallel")
+
+REDUCER: Final = (
+    "_reset_state",
+    "_push_all_rebuilt_params",
+    "_rebuild_buckets",
+    "_get_zeros_like_grad_buckets",
+)
+"""Methods of the reducer that are used here, as of PyTorch 2.6 to 2.13."""
+
+
+class KeptBuckets:
+    """The reducers of a model, which keep their buckets."""
+
+    def __init__(self, models: list[Any]) -> None:
+        found = [each for model in models for each in model.modules()]
+        self._models = [each for each in found if isinstance(each, parallel.DistributedDataParallel)]
+        for model in self._models:
+            missing = [name for name in REDUCER if not hasattr(model.reducer, name)]
+            if missing:
+                raise UserError(
+                    f"the reducer of PyTorch {torch.__version__} has no {missing[0]}: resilient loops over "
+                    "DDP are made for PyTorch 2.6 to 2.13"
+                )
+        self._flags = self.flags
+        self._plans = [_plan_of(model) for model in self._models]
+        self._install()
+
+    @property
+    def learn(self) -> bool:
+        """Whether a model learns in its first backward pass, with other calls, how its graph looks."""
+        return any(model.static_graph for model in self._models)
+
+    @property
+    def flags(self) -> list[bool]:
+        """Whether the next forward pass of each model sends the buffers of rank 0 to all."""
+        return [bool(model.require_forward_param_sync) for model in self._models]
+
+    def keep(self) -> None:
+        """A step begins."""
+        self._flags = self.flags
+
+    def reset(self, flags: Sequence[bool] = ()) -> None:
+        """Forget a backward pass that has failed. flags: of the survivors, on a replacement."""
+        for model, flag in zip(self._models, flags or self._flags, strict=True):
+            model.require_forward_param_sync = flag
+            model.reducer._reset_state()
+        self._install()
+
+    def _install(self) -> None:
+        for model, plan in zip(self._models, self._plans, strict=True):
+            reducer = model.reducer
+            if plan is None or (buckets_of(model) == plan and model._has_rebuilt_buckets):
+                continue
+            answers = (
+                torch.tensor([*(index for bucket in plan for index in bucket), len(plan)], dtype=torch.int32),
+                torch.tensor([len(bucket) for bucket in plan], dtype=torch.int32),
+            )
+            reducer._push_all_rebuilt_params()
+            with CONTINUITY.answering(answers):
+                model._has_rebuilt_buckets = bool(reducer._rebuild_buckets())
+            if buckets_of(model) != plan:
+                raise LocalProtocolError(f"DDP has buckets {buckets_of(model)}, and {plan} were installed")
+
+
+def _plan_of(model: Any) -> list[list[int]] | None:
+    """Return the indices of the parameters in each bucket; None if DDP never changes its buckets."""
+    if model.find_unused_parameters and not model.static_graph:
+        return None
+    parameters = _trained(model)
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
+    indices, _ = dist._compute_bucket_assignment_by_size(parameters, limits)
+    return [list(bucket) for bucket in reversed(indices)]
+
+
+def buckets_of(model: Any) -> list[list[int]]:
+    """Return the indices of the parameters in each bucket that the reducer has."""
+    index = {id(parameter): number for number, parameter in enumerate(_trained(model))}
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return [[index[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+
+
+def _trained(model: Any) -> list[Any]:
+    ignored = model.parameters_to_ignore
+    return [
+        each for name, each in model.module.named_parameters() if each.requires_grad and name not in ignored
+    ]

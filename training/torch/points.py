@@ -1,0 +1,15 @@
+"""Places in a resilient loop at which a test kills a rank. Imported before ranks join: nothing of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zbmd.transport import kill_points as faults
+
+BEGIN: Final = faults.declare("loop.begin", "when a step of a resilient loop has begun")
+PREPARED: Final = faults.declare("loop.prepared", "when its gradients are whole, before the vote")
+VOTED: Final = faults.declare("loop.voted", "when all votes have been seen, before the update")
+DONE: Final = faults.declare("loop.done", "when a step has ended")
+MEET: Final = faults.declare("loop.meet", "when survivors have met again, before state moves")
+GIVE: Final = faults.declare("loop.give", "when a survivor has sent half of its state to a replacement")
+TAKE: Final = faults.declare("loop.take", "when a replacement has received its state")

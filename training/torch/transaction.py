@@ -1,0 +1,301 @@
+"""Sans-I/O: the steps of a resilient loop as transactions, and what is done after a loss.
+
+Version v is the state that v committed transactions have left. A transaction is prepared (its gradients are
+whole, nothing of the state is written), then each rank votes with its version. A rank that sees all votes
+commits.
+
+After a loss all meet, and report version, whether they have voted, and whether they are fresh. The target is
+the highest version that somebody has.
+
+- A rank one behind it has voted, and so holds whole gradients: the commit counts for it, too (`Promote`),
+  once it has the votes that it has not seen (`Share`).
+- A rank at the target has begun the next transaction: it repeats that (`Repeat`).
+- A fresh rank takes the state from the first of those (`Take`, `Give`), who are where transactions begin.
+
+Nobody ever undoes a committed transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+from zbmd.transport.capture.registry import MachineKind, register
+from zbmd.transport.errors import LocalProtocolError
+
+NO_DIGEST: Final = 0
+"""In votes of transactions whose state is not compared."""
+
+
+class Phase(Enum):
+    """The phase of a rank."""
+
+    OPEN = "open"
+    """Between two votes."""
+    VOTED = "voted"
+    FRESH = "fresh"
+    """It replaces another, and has not met the others."""
+    MEETING = "meeting"
+    SHARING = "sharing"
+    TAKING = "taking"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A rank's account of itself when all meet."""
+
+    version: int
+    voted: bool
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot:
+    """A vote. digest: of the state before the transaction, NO_DIGEST: not compared."""
+
+    version: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The transaction can be committed on this rank."""
+
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllVoted:
+    """The votes of all ranks, in their order."""
+
+    ballots: tuple[Ballot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A rank is lost, or others have given up since one is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """All ranks have met again. reports: of all, in their order."""
+
+    place: int
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """The votes of the version that others have seen committed are here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The state of another rank is here. version: the one that came with it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """Send this ballot to all, and collect theirs."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """`version` is committed: update the state."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet:
+    """Meet all others again, and exchange reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Take part in a broadcast of the votes for `version`, from rank `source`."""
+
+    version: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    """Others have seen `version` committed: update the state with the gradients that are held."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """Go back to where the transaction under way began, which is `version`, and repeat it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Give:
+    """Send the state of `version` to these ranks, one after the other."""
+
+    version: int
+    to: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Receive the state of `version`."""
+
+    version: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The loop cannot go on. lost: its state is gone; else ranks disagree."""
+
+    lost: bool
+    reason: str
+
+
+Event: TypeAlias = Prepared | AllVoted | Cut | Met | Shared | Taken
+Action: TypeAlias = Vote | Commit | Meet | Share | Promote | Repeat | Give | Take | Fail
+
+
+class Transactions:
+    """The machine of one rank. fresh: it replaces another."""
+
+    def __init__(self, *, version: int = 0, fresh: bool = False) -> None:
+        self.version = version
+        self.phase = Phase.FRESH if fresh else Phase.OPEN
+        self.voted = False
+        self.fresh = fresh
+        self._place = self._source = 0
+        self._target = version
+        self._fresh: tuple[int, ...] = ()
+
+    @property
+    def report(self) -> Report:
+        """This rank's account of itself for a meeting."""
+        return Report(version=self.version, voted=self.voted, fresh=self.fresh)
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
+        """Take `event` and return the actions. Raises `LocalProtocolError` for one out of place."""
+        if self.phase is Phase.FAILED:
+            return []
+        match event:
+            case Prepared():
+                return self._prepared(event)
+            case AllVoted():
+                return self._all_voted(event)
+            case Cut():
+                self.phase = Phase.FRESH if self.fresh else Phase.MEETING
+                return [Meet()]
+            case Met():
+                return self._met(event)
+            case Shared():
+                self._expect(event, Phase.SHARING)
+                return self._go_on()
+            case Taken():
+                return self._taken(event)
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` for a state that no sequence of events may reach."""
+        assert not (self.fresh and self.voted), "a fresh rank has voted"
+        assert self.phase is not Phase.VOTED or self.voted
+        assert self.fresh or self.phase not in (Phase.FRESH, Phase.TAKING), "an old rank takes a state"
+        assert not self.fresh or self.phase not in (Phase.OPEN, Phase.VOTED), "a fresh rank computes"
+
+    def _expect(self, event: Event, *phases: Phase) -> None:
+        if self.phase not in phases:
+            raise LocalProtocolError(f"{event} came in phase {self.phase.value} of version {self.version}")
+
+    def _prepared(self, event: Prepared) -> list[Action]:
+        self._expect(event, Phase.OPEN)
+        self.phase, self.voted = Phase.VOTED, True
+        return [Vote(ballot=Ballot(version=self.version, digest=event.digest))]
+
+    def _all_voted(self, event: AllVoted) -> list[Action]:
+        self._expect(event, Phase.VOTED)
+        versions = [ballot.version for ballot in event.ballots]
+        if set(versions) != {self.version}:
+            return self._fail(f"ranks vote for versions {versions}: their scripts take different steps")
+        digests = [ballot.digest for ballot in event.ballots]
+        if len(set(digests)) > 1:
+            told = ", ".join(f"{digest:016x}" for digest in digests)
+            return self._fail(
+                f"the ranks' copies of version {self.version} have digests {told}: memory or a processor has "
+                "erred, or an update is not the same on all"
+            )
+        self._commit()
+        return [Commit(version=self.version)]
+
+    def _commit(self) -> None:
+        self.version += 1
+        self.phase, self.voted = Phase.OPEN, False
+
+    def _met(self, event: Met) -> list[Action]:
+        self._expect(event, Phase.MEETING, Phase.FRESH)
+        reports = event.reports
+        if reports[event.place] != self.report:
+            raise LocalProtocolError(f"{reports[event.place]} came as the own report, not {self.report}")
+        old = [place for place, report in enumerate(reports) if not report.fresh]
+        if not old:
+            return self._fail("all ranks that had the state are lost", lost=True)
+        target = max(reports[place].version for place in old)
+        for place in old:
+            report = reports[place]
+            if report.version != target and not (report.version == target - 1 and report.voted):
+                voted = "" if report.voted else ", has not voted"
+                return self._fail(f"rank {place} is at version {report.version}{voted}; others at {target}")
+        self._place, self._target = event.place, target
+        self._source = next(place for place in old if reports[place].version == target)
+        self._fresh = tuple(place for place, report in enumerate(reports) if report.fresh)
+        if any(reports[place].version < target for place in old):
+            self.phase = Phase.SHARING
+            return [Share(version=target, source=self._source)]
+        return self._go_on()
+
+    def _go_on(self) -> list[Action]:
+        target = self._target
+        if self.fresh:
+            self.phase = Phase.TAKING
+            return [Take(version=target, source=self._source)]
+        if self.version < target:
+            self._commit()
+            return [Promote(version=target)]
+        self.phase, self.voted = Phase.OPEN, False
+        gives = self._fresh and self._source == self._place
+        return [Repeat(version=target), *([Give(version=target, to=self._fresh)] if gives else [])]
+
+    def _taken(self, event: Taken) -> list[Action]:
+        self._expect(event, Phase.TAKING)
+        self.version, self.fresh, self.phase = event.version, False, Phase.OPEN
+        return []
+
+    def _fail(self, reason: str, *, lost: bool = False) -> list[Action]:
+        self.phase = Phase.FAILED
+        return [Fail(lost=lost, reason=reason)]
+
+
+# ---- capture
+
+
+def transaction_config(machine: Transactions) -> dict[str, Any]:
+    """Return the configuration from which a new machine like this one is built."""
+    return {"version": machine.version, "fresh": machine.fresh}
+
+
+def _build(config: Mapping[str, Any]) -> Transactions:
+    return Transactions(version=config["version"], fresh=config["fresh"])
+
+
+TRANSACTION: MachineKind[Event, Action] = register(
+    "transaction", 1, _build, events=Event, actions=Action, states=(Transactions,)
+)

@@ -1,0 +1,203 @@
+"""The state of a loop, from a survivor to a replacement: tensor by tensor, without pickle.
+
+A header says how the state is nested; the tensors follow in its order, into the replacement's own memory
+where it has such tensors (parameters, buffers), else into new ones (moments).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.tensors import TensorBuffer
+from zbmd.training.torch import points
+from zbmd.training.torch.encoding import decode, encode
+from zbmd.training.torch.rollback import Boundary, hyperparameters, load, restore_hyperparameters
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import RemoteProtocolError, UserError
+
+torch: Any = importlib.import_module("torch")
+
+TAG: Final = 0
+HEADER_BYTES_MAX: Final = 1 << 30
+
+
+class Shape(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor that follows."""
+
+    dtype: str
+    shape: list[int]
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """The state without its tensors. tensors: of `tree`, in order. own: number of the receiver's tensors."""
+
+    tree: bytes
+    tensors: list[Shape]
+    own: list[str]
+
+
+_headers: Final = msgspec.msgpack.Decoder(Header)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """The rest of a state, beside the state of models and optimizers.
+
+    position: see `run.Position`. rows: of the last vote. flags: see `KeptBuckets`.
+    """
+
+    version: int
+    seed: int
+    position: tuple[int, ...]
+    rows: tuple[bytes, ...]
+    flags: tuple[bool, ...]
+
+
+def give(
+    group: Group,
+    to: int,
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    boundary: Boundary,
+    carried: Carried,
+) -> None:
+    """Send the state to rank `to` of the group. Raises as `Group.send` does."""
+    state = {
+        "optimizers": [[hyperparameters(one), _moments(one)] for one in optimizers],
+        "others": [other.state_dict() for other in boundary.others],
+        "changing": boundary.changing,
+        "version": carried.version,
+        "seed": carried.seed,
+        "position": carried.position,
+        "rows": carried.rows,
+        "flags": carried.flags,
+    }
+    tree, inner = encode(state, "the state of a loop")
+    own = own_tensors(models)
+    shapes = [Shape(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inner]
+    header = msgspec.msgpack.encode(Header(tree, shapes, [described(name, one) for name, one in own]))
+    blocking = group.blocking
+    blocking.send(np.array([len(header)], np.int64), to, tag=TAG)
+    blocking.send(np.frombuffer(header, np.uint8).copy(), to, tag=TAG)
+    tensors = [tensor for _, tensor in own] + inner
+    for number, tensor in enumerate(tensors):
+        if number == len(tensors) // 2:
+            faults.hit(points.GIVE)
+        if tensor.numel():
+            blocking.send(_bytes_over(tensor.detach().contiguous()), to, tag=TAG)
+
+
+def take(
+    group: Group, source: int, models: Sequence[Any], optimizers: Sequence[Any], boundary: Boundary
+) -> Carried:
+    """Receive the state from rank `source` of the group.
+
+    Raises as `Group.recv` does, `UserError` if the model is another one here, and `RemoteProtocolError`.
+    """
+    blocking = group.blocking
+
+    def receive(into: Any) -> None:
+        if into.size:
+            blocking.recv(source, tag=TAG, out=into)
+
+    size = np.zeros(1, np.int64)
+    receive(size)
+    if not 0 < size[0] <= HEADER_BYTES_MAX:
+        raise RemoteProtocolError(f"a header of {size[0]} bytes came before the state of a loop")
+    data = np.zeros(size[0], np.uint8)
+    receive(data)
+    header = decode_header(data.tobytes())
+    own = own_tensors(models)
+    _require_same([described(name, tensor) for name, tensor in own], header.own)
+    for _, tensor in own:
+        flat = tensor.detach().contiguous()
+        receive(_bytes_over(flat))
+        if flat.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.detach().copy_(flat)
+    inner = [empty(shape) for shape in header.tensors]
+    for tensor in inner:
+        receive(_bytes_over(tensor))
+    return _loaded(decode(header.tree, inner), optimizers, boundary)
+
+
+def decode_header(data: bytes) -> Header:
+    """Decode what comes before the tensors. Raises `RemoteProtocolError`."""
+    try:
+        return _headers.decode(data)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"the header of the state of a loop: {error}") from None
+
+
+def empty(shape: Shape) -> Any:
+    """Return memory for a tensor that follows. Raises `RemoteProtocolError`."""
+    dtype = getattr(torch, shape.dtype, None)
+    if not isinstance(dtype, torch.dtype) or any(size < 0 for size in shape.shape):
+        raise RemoteProtocolError(f"the state of a loop is to have a tensor {shape}")
+    try:
+        return torch.empty(shape.shape, dtype=dtype)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise RemoteProtocolError(f"the state of a loop is to have a tensor {shape}: {error}") from None
+
+
+def own_tensors(models: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the parameters and buffers of the models, by name."""
+    return [
+        (f"{number}.{name}" if len(models) > 1 else name, tensor)
+        for number, model in enumerate(models)
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named()
+    ]
+
+
+def described(name: str, tensor: Any) -> str:
+    """Return a tensor in words: `0.weight: float32[4,3]`."""
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+
+
+def _require_same(here: list[str], there: list[str]) -> None:
+    for mine, theirs in zip([*here, "nothing"], [*there, "nothing"], strict=False):
+        if mine != theirs:
+            raise UserError(f"the model differs between ranks: {mine} on the replacement, {theirs} elsewhere")
+
+
+def _moments(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the state of each parameter of an optimizer, in the order of its groups."""
+    return [
+        dict(optimizer.state.get(each, {})) for group in optimizer.param_groups for each in group["params"]
+    ]
+
+
+def _loaded(state: Any, optimizers: Sequence[Any], boundary: Boundary) -> Carried:
+    try:
+        for optimizer, (groups, moments) in zip(optimizers, state["optimizers"], strict=True):
+            restore_hyperparameters(optimizer, groups)
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            optimizer.state.clear()
+            for parameter, values in zip(parameters, moments, strict=True):
+                if values:
+                    optimizer.state[parameter] = values
+        for other, values in zip(boundary.others, state["others"], strict=True):
+            load(other, values)
+        boundary.changing = list(state["changing"])
+        return Carried(
+            version=int(state["version"]),
+            seed=int(state["seed"]),
+            position=tuple(int(number) for number in state["position"]),
+            rows=tuple(bytes(row) for row in state["rows"]),
+            flags=tuple(bool(flag) for flag in state["flags"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteProtocolError(f"the state of a loop, as another rank has sent it: {error!r}") from None
+
+
+def _bytes_over(tensor: Any) -> Any:
+    """Return the bytes of a contiguous tensor, without a copy."""
+    return TensorBuffer(tensor.reshape(-1).view(torch.uint8)).array

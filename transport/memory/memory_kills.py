@@ -1,17 +1,20 @@
-"""Processes that the kernel ends for want of memory, in a cgroup (v2 or v1) or on the whole machine.
+"""Processes that the kernel ends for want of memory, in a cgroup (v2 or v1) or on a machine without cgroups.
 
 A process that is ended so dies by SIGKILL like any other that is killed; only counters of the kernel tell of
 it. They are looked at often enough that one that has grown belongs to a death that is seen now.
+
+The kernel counts a kill in the group of the process that it ends, also when the whole machine ran out. So one
+counter is read, that of this process's own group: ranks inherit it. `oom_kill` of `/proc/vmstat` counts what
+happens in other containers of the host, and explains a death only where the kernel keeps no memory groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from zbmd.transport.host.topology.cpus import Group, groups
-from zbmd.transport.host.topology.kernel_files import parse_int, read_fields, read_int
+from zbmd.transport.host.topology.kernel_files import parse_int, read_fields, read_int, read_text
 from zbmd.transport.memory.memfd import UNLIMITED_BYTES, in_words
 
 RECENT_NS: Final = 10 * 10**9
@@ -20,45 +23,36 @@ PRESSED: Final = 0.9
 """A group whose use came this near to its limit is the one that ran out of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Counter:
-    """A file that counts ended processes, of a group or, without one, of the machine."""
-
-    path: Path
-    group: Group | None
-
-
 class MemoryKills:
     """The kernel's counters. `root` is where `proc` and `sys` are mounted; `look` at them once a second."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._groups = [group for group in groups("memory", root) if (group.path / _events(group)).exists()]
-        self._counters = [_Counter(group.path / _events(group), group) for group in self._groups]
-        self._counters.append(_Counter(root / "proc/vmstat", None))
-        self._counts = [self._read(counter) for counter in self._counters]
-        self._unclaimed: list[tuple[int, bool]] = []
-        """When a process was ended, and whether in a group of ours."""
+        self._counter = self._own_counter()
+        self._count = self._read()
+        self._unclaimed: list[int] = []
+        """When a process was ended, once for each."""
+
+    def _own_counter(self) -> Path | None:
+        """Return the file that counts kills of processes such as ours; None if all also count others."""
+        if self._groups:  # without the controller in its own group, a process is counted in the next above
+            return self._groups[0].path / _events(self._groups[0])
+        return None if _has_groups(self._root) else self._root / "proc/vmstat"
 
     def look(self, now_ns: int) -> None:
         """Take note of what has been counted since the last look."""
-        grown = [0] * len(self._counters)
-        for index, counter in enumerate(self._counters):
-            count = self._read(counter)
-            grown[index], self._counts[index] = max(0, count - self._counts[index]), count
-        ours = max(grown[:-1], default=0)
-        self._unclaimed = [kill for kill in self._unclaimed if kill[0] > now_ns - RECENT_NS]
-        # The machine's counter has those of the groups too.
-        kills = [(now_ns, True)] * ours + [(now_ns, False)] * max(0, grown[-1] - ours)
-        self._unclaimed = [*self._unclaimed, *kills][-_UNCLAIMED_MAX:]
+        count = self._read()
+        grown, self._count = max(0, count - self._count), count
+        recent = [at_ns for at_ns in self._unclaimed if at_ns > now_ns - RECENT_NS]
+        self._unclaimed = [*recent, *[now_ns] * min(grown, _UNCLAIMED_MAX)][-_UNCLAIMED_MAX:]
 
     def claim(self, now_ns: int) -> str:
         """Return what ended a process that has just died by SIGKILL, for people; empty if nothing says so."""
         self.look(now_ns)
         if not self._unclaimed:
             return ""
-        ours = any(of_ours for _, of_ours in self._unclaimed)
-        self._unclaimed.remove(next(kill for kill in self._unclaimed if kill[1] is ours))
+        del self._unclaimed[0]
         return f"killed by the kernel for want of memory: {self._pressed() or self._machine()}"
 
     def _pressed(self) -> str:
@@ -83,8 +77,10 @@ class MemoryKills:
         size = "" if total is None else f" of {in_words(total << 10)}"
         return f"the machine's memory{size} was used up"
 
-    def _read(self, counter: _Counter) -> int:
-        return parse_int(read_fields(counter.path).get("oom_kill", "")) or 0
+    def _read(self) -> int:
+        if self._counter is None:
+            return 0
+        return parse_int(read_fields(self._counter).get("oom_kill", "")) or 0
 
 
 _UNCLAIMED_MAX: Final = 1024
@@ -97,3 +93,11 @@ _LIMITS: Final = {
 
 def _events(group: Group) -> str:
     return "memory.events" if group.v2 else "memory.oom_control"
+
+
+def _has_groups(root: Path) -> bool:
+    """Return whether the kernel keeps memory groups, be they visible or not (as in some containers)."""
+    if not (root / "proc/self/cgroup").exists():
+        return False
+    rows = [row.split() for row in (read_text(root / "proc/cgroups") or "").splitlines()]
+    return not any(row[:1] == ["memory"] and row[-1] == "0" for row in rows)  # cgroup_disable=memory

@@ -59,6 +59,54 @@ def test_the_group_of_v2_above_that_has_the_limit(tmp_path: Path) -> None:
     assert kills.claim(1) == ""
 
 
+def test_kills_in_other_groups_of_the_host_explain_no_death(tmp_path: Path) -> None:
+    """A sibling below the same parent, and a container that only the machine's counter has seen."""
+    for name, own in ("v1", V1), ("v2", V2):
+        root = tmp_path / name
+        write(root, {**MACHINE, **own})
+        kills = MemoryKills(root)
+        write(
+            root,
+            {
+                "sys/fs/cgroup/pod/memory.events": "oom_kill 1\n",
+                "sys/fs/cgroup/memory/docker/memory.oom_control": "oom_kill 1\n",
+                "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 1\n",
+                "proc/vmstat": "oom_kill 4\n",
+            },
+        )
+        assert kills.claim(1) == ""
+
+
+def test_a_group_without_the_controller_is_counted_in_the_next_above(tmp_path: Path) -> None:
+    write(tmp_path, {**MACHINE, **V2, "proc/self/cgroup": "0::/pod/run/app\n"})
+    kills = MemoryKills(tmp_path)
+    write(tmp_path, {"sys/fs/cgroup/pod/memory.events": "oom_kill 1\n"})
+    assert kills.claim(1) == "", "of a sibling of its"
+    write(tmp_path, {"sys/fs/cgroup/pod/run/memory.events": "oom_kill 1\n"})
+    assert "cgroup/pod is limited to 300.0 MiB" in kills.claim(2)
+
+
+def test_a_machine_that_ran_out_is_counted_in_the_group_too(tmp_path: Path) -> None:
+    roomy = {"sys/fs/cgroup/memory/docker/01/memory.max_usage_in_bytes": f"{100 * MIB}\n"}
+    write(tmp_path, {**MACHINE, **V1, **roomy})
+    kills = MemoryKills(tmp_path)
+    write(tmp_path, {"sys/fs/cgroup/memory/docker/01/memory.oom_control": "oom_kill 2\n"})
+    assert kills.claim(1).endswith("the machine's memory of 8.0 GiB was used up")
+
+
+def test_groups_that_are_not_visible_leave_the_cause_open(tmp_path: Path) -> None:
+    """In a container without `/sys/fs/cgroup` the machine's counter is of all its containers."""
+    enabled = "#subsys_name\thierarchy\tnum_cgroups\tenabled\nmemory\t0\t9\t1\n"
+    write(tmp_path, {**MACHINE, "proc/self/cgroup": "0::/\n", "proc/cgroups": enabled})
+    kills = MemoryKills(tmp_path)
+    write(tmp_path, {"proc/vmstat": "oom_kill 4\n"})
+    assert kills.claim(1) == ""
+    write(tmp_path, {"proc/cgroups": enabled.replace("\t1\n", "\t0\n")})
+    kills = MemoryKills(tmp_path)
+    write(tmp_path, {"proc/vmstat": "oom_kill 5\n"})
+    assert "the machine's memory" in kills.claim(2), "no container has a limit there"
+
+
 def test_the_machine_itself(tmp_path: Path) -> None:
     write(tmp_path, MACHINE)
     kills = MemoryKills(tmp_path)

@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,9 @@ WRITER_LINES_MAX = 1024
 FLUSH_S_MAX = 0.5
 UNFINISHED_S = 0.15
 """A line without an end is shown after it, and again when it has changed; a busy rank may end it before."""
+HELD_S = 0.5
+"""A line that was written without its end keeps lines of other sources back for so long."""
+HELD_LINES_MAX = 256
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -215,51 +219,96 @@ def text_of(line: OutputLine, *, stream: StreamName | None = None, **state: bool
 class PlainOutput:
     """Writes what may go to a file: lines whole, and the beginning of one that has no end for a while.
 
-    A line that is rewritten is written once it has an end, as it then is. One that was begun and is passed
-    by another source's is ended, and continued on a line of its own.
+    A line that is rewritten is written once it has an end, as it then is. While one is begun, those of other
+    sources wait for its end; after `HELD_S` they pass it, and it is written again, whole, when it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._open: OutputText | None = None
-        self._begun: dict[tuple[int, int, StreamName], str] = {}
+        self._held: list[OutputText] = []
+        self._held_until_s = 0.0
+        self._passed: dict[tuple[int, int, StreamName] | None, str] = {}
+        """The beginnings of lines that others have passed."""
 
     def emit(self, item: OutputText) -> None:
-        """Write it, or remember it."""
-        source = item.source
-        begun = "" if source is None else self._begun.pop(source, "")
-        follows = self._open is not None and self._open.source == source and item.text.startswith(begun)
-        rest = item.text[len(begun) :] if item.text.startswith(begun) else item.text
-        if source is not None and not item.ended and (item.rewritten or not rest):
-            if begun:
-                self._begun[source] = begun
+        """Write it, or hold it until the line that is begun has an end."""
+        if item.rewritten and not item.ended:
             return
-        if self._open is not None and not follows:
+        if self._open is None or self._open.source == item.source:
+            self._write(item)
+            if self._open is None:
+                self._write_held()
+            return
+        self._held = [held for held in self._held if held.ended or held.source != item.source]
+        self._held.append(item)
+        if len(self._held) >= HELD_LINES_MAX or self._clock() >= self._held_until_s:
+            self._pass()
+
+    def release(self, *, is_end: bool = False) -> float | None:
+        """Write what is held by a line that was begun `HELD_S` ago, or, at the end, all.
+
+        Returns in how many seconds to call it again; None if nothing waits.
+        """
+        while self._held:
+            left_s = self._held_until_s - self._clock()
+            if left_s > 0 and not is_end:
+                return left_s
+            self._pass()
+        return None
+
+    def _pass(self) -> None:
+        """Write what is held after the line that is begun, as a line that goes on later."""
+        if self._open is not None:
+            self._passed[self._open.source] = self._open.text
             emit_plainly(self._open.stream, "")
             self._open = None
-        if begun and not rest and not follows:
+        self._write_held()
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, []
+        for item in sorted(held, key=lambda item: not item.ended):  # a line that is begun stops the others
+            self.emit(item)
+
+    def _write(self, item: OutputText) -> None:
+        begun = "" if self._open is None else self._open.text
+        if not item.ended and (item.source in self._passed or item.text == begun):
+            return
+        if item.ended and self._passed.pop(item.source, None) == item.text:
             return  # all of it was written
-        text = rest if follows else item.prefix + rest
+        follows = self._open is not None and item.text.startswith(begun)
+        if self._open is not None and not follows:
+            emit_plainly(self._open.stream, "")
+        text = item.text[len(begun) :] if follows else item.prefix + item.text
         emit_plainly(item.stream, text, end="\n" if item.ended else "")
+        if self._open is None and not item.ended:
+            self._held_until_s = self._clock() + HELD_S
         self._open = None if item.ended else item
-        if source is not None and not item.ended:
-            self._begun[source] = item.text
+
+
+class Release(Protocol):
+    """See `PlainOutput.release`."""
+
+    def __call__(self, *, is_end: bool = False) -> float | None: ...
 
 
 class LineWriter:
     """A `LiveSink` that prints `[rankN]: …` from a thread of its own.
 
     `emit` writes one item; it may block, and only the thread waits for it. A terminal cannot be
-    written to without blocking unless it is made non-blocking for every process that shares it. lending: a
-    context in which a rank has the terminal.
+    written to without blocking unless it is made non-blocking for every process that shares it. release: see
+    `PlainOutput`, to which `emit` belongs; lending: a context in which a rank has the terminal.
     """
 
     def __init__(
         self,
         emit: Callable[[OutputText], None] | None = None,
         *,
+        release: Release | None = None,
         lending: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._emit = emit or PlainOutput().emit
+        plain = PlainOutput()
+        self._emit, self._release = emit or plain.emit, release or plain.release
         self._lending = lending
         self._loop = asyncio.get_running_loop()
         self._items: deque[OutputText] = deque()
@@ -322,9 +371,14 @@ class LineWriter:
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._items or self._closed)
+                is_end = self._closed and not self._items
+            wait_s = self._release(is_end=is_end)
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._closed, wait_s)
                 if not self._items:
-                    return
+                    if is_end:
+                        return
+                    continue
                 item = self._items.popleft()
                 half_empty = len(self._items) == WRITER_LINES_MAX // 2
             if half_empty and not self._loop.is_closed():

@@ -148,6 +148,10 @@ class TerminalOutput:
         if item.ended:
             self._live.console.print(_on_terminal(item.prefix + item.text), soft_wrap=True)
 
+    def release(self, *, is_end: bool = False) -> float | None:
+        """See `PlainOutput`."""
+        return self._plain.release(is_end=is_end)
+
     def progress(self, text: str, *, completed: int, total: int | None) -> None:
         """Move the job's bar."""
         with self._lock:
@@ -225,7 +229,11 @@ class Console:
     async def __aenter__(self) -> Self:
         self._terminal = TerminalOutput() if self._live else None
         terminal = self._terminal
-        self._writer = LineWriter() if terminal is None else LineWriter(terminal.emit, lending=terminal.lent)
+        self._writer = (
+            LineWriter()
+            if terminal is None
+            else LineWriter(terminal.emit, release=terminal.release, lending=terminal.lent)
+        )
         return self
 
     async def __aexit__(

@@ -130,3 +130,20 @@ async def test_the_writer_is_bounded_and_keeps_order() -> None:
     await late
     await writer.close()
     assert emitted == [*(str(i) for i in range(WRITER_LINES_MAX + 1)), "late"]
+
+
+async def test_a_line_that_waits_for_the_end_of_anothers_is_written_in_time(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    writer = LineWriter()
+    begun = OutputLine(rank=0, incarnation=1, stream="stdout", text=b"Load")
+    writer.show_unfinished(begun, rewritten=False)
+    await writer.write("stdout", "ours")
+    written = ""
+    while not written.endswith("ours\n"):
+        written += capfd.readouterr().out
+        await asyncio.sleep(0)
+    assert written == "[rank0]: Load\nours\n"
+    await writer.write_line(begun)
+    await writer.close()
+    assert capfd.readouterr().out == "", "it was written"

@@ -15,7 +15,7 @@ from zbmd.actors.process.lines import (
     showable,
     without_marks,
 )
-from zbmd.actors.process.output import OutputText, PlainOutput
+from zbmd.actors.process.output import HELD_LINES_MAX, HELD_S, OutputText, PlainOutput
 
 BAR = "\r{0:3}%|{1:10}| {0}/100"
 
@@ -94,7 +94,8 @@ class Ranks:
     """Write lines of ranks: `+` without an end, `r` rewritten."""
 
     def __init__(self) -> None:
-        self.output = PlainOutput()
+        self.now_s = 0.0
+        self.output = PlainOutput(lambda: self.now_s)
 
     def put(self, rank: int, text: str, how: str = "") -> None:
         source = (rank, 1, "stdout") if rank >= 0 else None
@@ -117,15 +118,20 @@ class Ranks:
         ([(0, "Load", "+"), (0, "Loading", "+"), (0, "Loading done")], "[rank0]: Loading done\n"),
         (
             [(0, "Load", "+"), (1, "hello"), (0, "Loading", "+"), (0, "Loading done")],
-            "[rank0]: Load\n[rank1]: hello\n[rank0]: ing done\n",
+            "[rank0]: Loading done\n[rank1]: hello\n",
+        ),
+        (
+            [(0, "a", "+"), (1, "b"), (1, "c", "+"), (-1, "ours"), (0, "ab"), (1, "cd", "+"), (1, "cde")],
+            "[rank0]: ab\n[rank1]: b\nours\n[rank1]: cde\n",
         ),
         ([(0, "whole", "+"), (-1, "ours"), (0, "whole")], "[rank0]: whole\nours\n"),
+        ([(0, "a b", "+"), (-1, "ours"), (0, "other")], "[rank0]: a b\n[rank0]: other\nours\n"),
         ([(0, " 1%", "r"), (1, "hello"), (0, " 2%", "r"), (0, "100%")], "[rank1]: hello\n[rank0]: 100%\n"),
         ([(0, "Load", "+"), (0, "100%", "r"), (0, "100% done")], "[rank0]: Load\n[rank0]: 100% done\n"),
         ([(0, "", "+"), (0, "", "r"), (0, "")], "[rank0]: \n"),
         (
             [(0, "a", "+"), (1, "b", "+"), (0, "ac"), (1, "bd")],
-            "[rank0]: a\n[rank1]: b\n[rank0]: c\n[rank1]: d\n",
+            "[rank0]: ac\n[rank1]: bd\n",
         ),
     ],
 )
@@ -136,3 +142,41 @@ def test_a_file_gets_each_line_once(
     for item in items:
         ranks.put(*item)
     assert capsys.readouterr().out == written
+
+
+def test_lines_do_not_wait_for_ever_for_the_end_of_anothers(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks()
+    ranks.put(0, "Load", "+")
+    ranks.put(1, "hello")
+    ranks.put(2, "Wait", "+")
+    assert ranks.output.release() == HELD_S
+    ranks.now_s = HELD_S / 2
+    ranks.put(0, "Loading", "+")
+    assert ranks.output.release() == HELD_S / 2
+    assert capsys.readouterr().out == "[rank0]: Loading"
+    ranks.now_s = HELD_S
+    assert ranks.output.release() is None
+    assert capsys.readouterr().out == "\n[rank1]: hello\n[rank2]: Wait"
+    ranks.put(2, "Wait")
+    ranks.put(0, "Loading more", "+")
+    assert capsys.readouterr().out == "\n", "it was passed: no other part of it is written"
+    ranks.put(0, "Loading more, done")
+    assert capsys.readouterr().out == "[rank0]: Loading more, done\n"
+
+
+def test_many_lines_do_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks()
+    ranks.put(0, "Load", "+")
+    for _ in range(HELD_LINES_MAX):
+        ranks.put(1, "x")
+    ranks.put(0, "Load")
+    assert capsys.readouterr().out == "[rank0]: Load\n" + "[rank1]: x\n" * HELD_LINES_MAX
+
+
+def test_nothing_is_held_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks()
+    for rank in range(3):
+        ranks.put(rank, "begun", "+")
+    ranks.put(3, "whole")
+    assert ranks.output.release(is_end=True) is None
+    assert capsys.readouterr().out == ("[rank0]: begun\n[rank3]: whole\n[rank1]: begun\n[rank2]: begun")

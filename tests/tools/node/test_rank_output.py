@@ -125,3 +125,30 @@ def test_a_line_without_an_end_is_seen_in_a_file_too(launcher: Launcher, hosts: 
         (launcher.directory / "done").touch()
         assert running.end() == 0, running.text
     assert "[rank0]: Loading of 0 ... done\n" in running.text
+
+
+SPLIT = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    sys.stdout.write("begun")
+    sys.stdout.flush()
+    while not os.path.exists("passed"):
+        time.sleep(0.02)
+    print(" and ended")
+else:
+    while not os.path.exists("begun"):
+        time.sleep(0.02)
+    for number in range(100):
+        print("line", number, flush=True)
+    open("passed", "w").close()
+"""
+
+
+def test_no_line_of_another_rank_is_in_the_midst_of_one(launcher: Launcher, hosts: list[str]) -> None:
+    (launcher.directory / "split.py").write_text(SPLIT)
+    with launcher.start("run", *hosts, "-n", "2", "split.py", PYTHONUNBUFFERED="1") as running:
+        running.until_shown("[rank0]: begun")
+        (launcher.directory / "begun").touch()
+        assert running.end() == 0, running.text
+    assert "[rank0]: begun and ended\n" in running.text
+    assert all(f"\n[rank1]: line {number}\n" in running.text for number in range(100))

@@ -27,7 +27,7 @@ cdef extern from "transport/native/life.h" nogil:
 
 cdef extern from "collectives/native/peers.h" nogil:
     uint64_t ZBMD_ADDRESS_MIN, ZBMD_ADDRESS_MAX
-    int zbmd_read_peer(int32_t pid, uint64_t start, char *to, uint64_t n)
+    int zbmd_read_peer_by_two(int32_t pid, uint64_t start, char *to, uint64_t n)
 
 cdef extern from *:
     """
@@ -413,7 +413,7 @@ cdef class MessageSlots:
         else:
             self.moving += 1
             with nogil:
-                error = zbmd_read_peer(member.pid, address, <char *><uintptr_t>request.address, nbytes)
+                error = zbmd_read_peer_by_two(member.pid, address, <char *><uintptr_t>request.address, nbytes)
                 zbmd_messages_fence()
             self.moving -= 1
             if error == ESRCH or zbmd_life_ended(member.base, self.members[self.rank].slot):

@@ -5,6 +5,7 @@
 #ifndef ZBMD_PEERS_H
 #define ZBMD_PEERS_H
 
+#include "transport/native/life.h"
 #include <errno.h>
 #include <stdint.h>
 #include <sys/prctl.h>
@@ -28,6 +29,41 @@ static inline int zbmd_read_peer(int32_t pid, uint64_t from, char *to, uint64_t 
         n -= (uint64_t)got;
     }
     return 0;
+}
+
+enum { ZBMD_TWO_READ_BYTES_MIN = 1 << 20, ZBMD_READ_STEP_BYTES = 256 << 10 };
+
+/* A read that several threads take steps of. */
+struct zbmd_reading {
+    int32_t pid;
+    uint64_t from, nbytes;
+    char *to;
+    _Atomic uint64_t next;
+    _Atomic int error;
+};
+
+static inline void *zbmd_read_steps(void *given) {
+    struct zbmd_reading *reading = given;
+    while (!atomic_load(&reading->error)) {
+        uint64_t at = atomic_fetch_add(&reading->next, ZBMD_READ_STEP_BYTES);
+        if (at >= reading->nbytes) break;
+        uint64_t left = reading->nbytes - at, n = left < ZBMD_READ_STEP_BYTES ? left : ZBMD_READ_STEP_BYTES;
+        int error = zbmd_read_peer(reading->pid, reading->from + at, reading->to + at, n);
+        if (error) atomic_store(&reading->error, error);
+    }
+    return NULL;
+}
+
+/* Read all of it, much of it by a second thread: the owner waits meanwhile, and leaves a core free. No thread reads any
+ * more when this returns. Returns 0, or errno. */
+static inline int zbmd_read_peer_by_two(int32_t pid, uint64_t from, char *to, uint64_t n) {
+    struct zbmd_reading reading = {pid, from, n, to, 0, 0};
+    pthread_t second;
+    int alone = n < ZBMD_TWO_READ_BYTES_MIN || zbmd_start_thread(&second, zbmd_read_steps, &reading);
+    if (alone) return zbmd_read_peer(pid, from, to, n);
+    zbmd_read_steps(&reading);
+    pthread_join(second, NULL);
+    return atomic_load(&reading.error);
 }
 
 /* Where the kernel's Yama lets nobody but ancestors look: let what descends from our parent, as our peers do. */

@@ -23,8 +23,8 @@ RANKS = 3
 EPOCH = 2
 CHANNEL = 5
 LONG_NS = 60_000_000_000
-SIZES = (1, 20, 5_000, 30_000)
-"""Elements of int32: in the slot, in the slot, copied, and read where they lie."""
+SIZES = (1, 20, 5_000, 30_000, 700_003)
+"""Elements of int32: in the slot, in the slot, copied, read where they lie, and read by two threads."""
 
 
 @dataclass
@@ -254,8 +254,9 @@ def test_threads_wait_for_each_others_requests(world: World) -> None:
     assert not world.ends[1].wait(receive(world.ends[1], outs[0], 0), 1), "the limit has passed"
 
 
-def test_a_slot_that_points_nowhere_is_an_error(world: World) -> None:
-    x = np.ones(30_000, np.int32)
+@pytest.mark.parametrize("size", SIZES[3:])
+def test_a_slot_that_points_nowhere_is_an_error(world: World, size: int) -> None:
+    x = np.ones(size, np.int32)
     send(world.ends[0], x, 1)
     at = _native.OFF_END + MEMBER_BYTES // SLOTS_MAX
     world.segments[1].mapping.view(at + 24, 8, writable=True)[:] = struct.pack("=Q", 4096)

@@ -92,7 +92,10 @@ _LIMITS: Final = {
 
 
 def _events(group: Group) -> str:
-    return "memory.events" if group.v2 else "memory.oom_control"
+    """Return the name of the file that counts kills, of the group alone where the kernel has that (5.2)."""
+    if not group.v2:
+        return "memory.oom_control"
+    return "memory.events.local" if (group.path / "memory.events.local").exists() else "memory.events"
 
 
 def _has_groups(root: Path) -> bool:

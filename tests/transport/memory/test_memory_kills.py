@@ -86,6 +86,17 @@ def test_a_group_without_the_controller_is_counted_in_the_next_above(tmp_path: P
     assert "cgroup/pod is limited to 300.0 MiB" in kills.claim(2)
 
 
+def test_kills_in_groups_below_ones_own_explain_no_death(tmp_path: Path) -> None:
+    """As in a container that was started in the same place; `memory.events` of v2 counts those, too."""
+    local = "sys/fs/cgroup/pod/run/memory.events.local"
+    write(tmp_path, {**MACHINE, **V2, local: "oom_kill 0\n"})
+    kills = MemoryKills(tmp_path)
+    write(tmp_path, {"sys/fs/cgroup/pod/run/memory.events": "oom_kill 1\n"})
+    assert kills.claim(1) == ""
+    write(tmp_path, {local: "oom_kill 1\n"})
+    assert "cgroup/pod is limited to 300.0 MiB" in kills.claim(2)
+
+
 def test_a_machine_that_ran_out_is_counted_in_the_group_too(tmp_path: Path) -> None:
     roomy = {"sys/fs/cgroup/memory/docker/01/memory.max_usage_in_bytes": f"{100 * MIB}\n"}
     write(tmp_path, {**MACHINE, **V1, **roomy})

@@ -38,8 +38,10 @@ from zbmd.training.torch import transaction as tx
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
-TAIL_NS_MAX = 4 * CALL_NS_MAX
-"""The longest that a rank takes to update and to end a step."""
+TAIL_NS_MAX = 100_000
+"""The longest that a rank takes to update and to end a step: short, since no rule depends on it."""
+VOTE_NS_MAX = CALL_NS_MAX
+"""The longest until a rank sees that all have voted: long, since most rules meet there."""
 
 Content: TypeAlias = tuple[int, ...]
 """Of a state: the versions whose gradients it has taken in."""
@@ -152,8 +154,8 @@ class LoopRank:
         self.stages = [Stage(name, ranks)]
         return self._tick(now_ns)
 
-    def _tick(self, now_ns: int) -> list[sim.Effect[Message]]:
-        return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(1, TICK_NS_MAX))]
+    def _tick(self, now_ns: int, longest_ns: int = TICK_NS_MAX) -> list[sim.Effect[Message]]:
+        return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(1, longest_ns))]
 
     # ---- meetings
 
@@ -165,7 +167,7 @@ class LoopRank:
         meeting = self._meeting(stage)
         if me not in meeting.entered:
             meeting.entered[me] = self._brings(stage)
-            return self._tick(now_ns)
+            return self._tick(now_ns, VOTE_NS_MAX if stage.name == "vote" else TICK_NS_MAX)
         gave_up = any(self.world.left.get(m, 0) >= self.entered for m in meeting.members)
         doomed = meeting.withdrawn or gave_up or not (self.lost | self.parted).isdisjoint(meeting.members)
         if not meeting.complete:

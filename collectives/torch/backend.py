@@ -1,16 +1,19 @@
-"""The `torch.distributed` backend `zbmd`: `import zbmd.torch`, then `dist.init_process_group("zbmd")`.
+"""The `torch.distributed` backend `zbmd`: `dist.init_process_group("zbmd")`.
 
-Nothing of torch is imported before `register` is called.
+`import torch` registers it, by the entry point `torch.backends` of `zbmd_autoload`; `import zbmd.torch` does
+where that is switched off (TORCH_DEVICE_BACKEND_AUTOLOAD=0). Nothing of torch is imported before that.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Final
+from typing import Any
 
+import zbmd_autoload
 from zbmd.transport.errors import UserError
+from zbmd_autoload import BACKEND
 
-BACKEND: Final = "zbmd"
+__all__ = ["BACKEND", "create", "register"]
 
 
 def register() -> None:
@@ -24,13 +27,10 @@ def register() -> None:
         raise UserError(f"PyTorch cannot be imported ({error}): pip install 'zbmd[torch]'") from None
     if not dist.is_available():
         raise UserError("this PyTorch was built without torch.distributed: install another build")
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
-        rendezvous: Any = importlib.import_module("zbmd.collectives.torch.rendezvous")
-        rendezvous.install()
+    zbmd_autoload.register(dist)
 
 
-def _create(options: Any, _: Any) -> Any:
-    """A process group, for `torch.distributed`."""
+def create(options: Any) -> Any:
+    """Return the process group that `torch.distributed` asks for. Raises `DistBackendError`."""
     groups: Any = importlib.import_module("zbmd.collectives.torch.process_group")
     return groups.create(options)

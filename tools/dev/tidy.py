@@ -61,6 +61,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
         "tools/lab/bench/collectives/torch_calls.py",
         "tools/lab/gpu/job.py",
         "tools/lab/bench/training/engine.py",
+        "tools/lab/torch_suite/*",
         "tests/*",
     ),
     "mpi4py": ("tools/bench/peers/pairs.py", "tools/bench/peers/collectives.py"),

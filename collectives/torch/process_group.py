@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any, Final, ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -20,8 +20,11 @@ from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.torch import messages
+from zbmd.collectives.torch.barrier import monitored_barrier, seconds
 from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.functions import uncompiled
 from zbmd.collectives.torch.identity import Identity, Unmade
+from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
 from zbmd.collectives.torch.tensors import Array, Called, TensorBuffer
 from zbmd.collectives.torch.work import COMPLETERS, DONE, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
@@ -30,19 +33,6 @@ from zbmd.transport.native._native import now_ns
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
-
-REDUCTIONS: Final = {
-    "SUM": "sum",
-    "AVG": "avg",
-    "PRODUCT": "prod",
-    "MIN": "min",
-    "MAX": "max",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
-}
-
-_REDUCTIONS: Final = [(getattr(dist.ReduceOp, name), ours) for name, ours in REDUCTIONS.items()]
 
 Operation = Callable[[Communicator, int], object]
 """Takes the communicator and the deadline, ns."""
@@ -81,13 +71,6 @@ def _raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
     return raising
 
 
-def _reduction(op: Any) -> str:
-    for theirs, ours in _REDUCTIONS:
-        if op == theirs:
-            return ours
-    raise UserError(f"the backend zbmd has no reduction {op}; it has {', '.join(REDUCTIONS)}")
-
-
 def _only(tensors: Any) -> Any:
     """Return the tensor of a list of one, or the tensor itself."""
     if isinstance(tensors, torch.Tensor):
@@ -115,13 +98,22 @@ class Operations(Identity):
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place."""
-        return self.allreduce_coalesced([_only(tensors)], opts, op=op, timeout=timeout)
+        tensor = _only(tensors)
+        if tensor.layout is not torch.strided:
+            return self._all_reduce_sparse(tensor, opts, op, timeout)
+        return self.allreduce_coalesced([tensor], opts, op=op, timeout=timeout)
+
+    @_raising
+    def _all_reduce_sparse(self, tensor: Any, opts: Any, op: Any, timeout: Any) -> Any:
+        run = all_reduce_sparse(tensor, self._op(opts, op))
+        return self._queue(Called("all_reduce", [], "a sparse tensor"), run, [tensor], opts, timeout)
 
     @_raising
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce tensors over all ranks, in place; those of a dtype as one."""
-        buffers = [TensorBuffer(tensor, numbers=True) for tensor in tensors]
-        run = partial(_all_reduce, buffers, self._op(opts, op))
+        name, factor = self._op(opts, op)
+        buffers = [TensorBuffer(tensor, numbers=True, factor=factor) for tensor in tensors]
+        run = partial(_all_reduce, buffers, name)
         return self._queue(Called("all_reduce", buffers), run, tensors, opts, timeout)
 
     @_raising
@@ -140,8 +132,8 @@ class Operations(Identity):
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a tensor over all ranks, into that of one rank."""
-        reduction, place = self._op(opts, op), self._root(opts, root)
-        buffer = TensorBuffer(_only(tensors), numbers=True)
+        (reduction, factor), place = self._op(opts, op), self._root(opts, root)
+        buffer = TensorBuffer(_only(tensors), numbers=True, factor=factor)
 
         def run(c: Communicator, end_ns: int) -> None:
             c.reduce(buffer.array, place, op=reduction, deadline_ns=end_ns)
@@ -245,8 +237,8 @@ class Operations(Identity):
         self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """As `reduce_scatter_single`, of several tensors."""
-        reduction = self._op(opts, op)
-        pairs, targets = _pairs(inputs, outputs, numbers=True)
+        reduction, factor = self._op(opts, op)
+        pairs, targets = _pairs(inputs, outputs, numbers=True, factor=factor)
 
         def run(c: Communicator, end_ns: int) -> None:
             for source, target in pairs:
@@ -261,9 +253,9 @@ class Operations(Identity):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a list of tensors over all ranks; each keeps the one of its rank."""
-        tensor, reduction = _only(output_tensors), self._op(opts, op)
+        tensor, (reduction, factor) = _only(output_tensors), self._op(opts, op)
         target = TensorBuffer(tensor, numbers=True, load=False)
-        sources = _buffers(_list_of(input_tensors), numbers=True)
+        sources = _buffers(_list_of(input_tensors), numbers=True, factor=factor)
 
         def run(c: Communicator, end_ns: int) -> None:
             rows = [source.array.size for source in sources]
@@ -318,45 +310,45 @@ class Operations(Identity):
         return self._queue(Called("barrier", []), _barrier, [], opts, timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As `barrier`, and done when it returns. The error of a deadline names who is missing."""
-        self.barrier(timeout=timeout).wait()
+        """Wait for all ranks; an error names those that do not come. See `barrier`."""
+        monitored_barrier(self, seconds(timeout, self._timeout_s), wait_all_ranks)
 
     # Point to point.
 
     @_raising
-    def send(self, tensors: Any, dst: int, tag: int) -> Any:
-        """Send a tensor to one rank."""
+    def send(self, tensors: Any, dst: int, tag: int, limit_ns: int | None = None) -> Any:
+        """Send a tensor to one rank. limit_ns: for the operation; None is the group's."""
         buffer, to = TensorBuffer(_only(tensors)), self._rank(dst)
         if CONTINUITY.is_alone:
             return self._work(DONE, [])
-        direct = self._direct()
+        limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
         if direct is not None:
-            request = direct.send(buffer.array, to, tag, buffer.label, self._timeout_ns)
+            request = direct.send(buffer.array, to, tag, buffer.label, limit_ns)
             return self._message_work(MessageWork(direct, request, self._completers))
-        sent = messages.send(self._group, buffer, to, tag, self._timeout_s)
+        sent = messages.send(self._group, buffer, to, tag, limit_ns / 1e9)
         return self._work(world().start(sent), [])
 
-    def recv(self, tensors: Any, src: int, tag: int) -> Any:
-        """Receive a tensor from one rank."""
-        return self._receive(_only(tensors), src, tag)
+    def recv(self, tensors: Any, src: int, tag: int, limit_ns: int | None = None) -> Any:
+        """Receive a tensor from one rank. limit_ns: for the operation; None is the group's."""
+        return self._receive(_only(tensors), src, tag, limit_ns)
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         """Receive a tensor from whichever rank sends first."""
         return self._receive(_only(tensors), None, tag)
 
     @_raising
-    def _receive(self, tensor: Any, src: int | None, tag: int) -> Any:
+    def _receive(self, tensor: Any, src: int | None, tag: int, limit_ns: int | None = None) -> Any:
         buffer, source = TensorBuffer(tensor, load=False), None if src is None else self._rank(src)
         if CONTINUITY.is_alone:
             return self._work(DONE, [tensor])
-        direct = self._direct()
+        limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
         if direct is not None:
-            request = direct.receive(buffer.array, source, tag, buffer.label, self._timeout_ns)
+            request = direct.receive(buffer.array, source, tag, buffer.label, limit_ns)
             return self._message_work(MessageWork(direct, request, self._completers, tensor, buffer))
         sources: list[int] = []
 
         async def receive() -> None:
-            sources.append(await messages.receive(self._group, buffer, source, tag, self._timeout_s))
+            sources.append(await messages.receive(self._group, buffer, source, tag, limit_ns / 1e9))
 
         return self._work(world().start(receive()), [tensor], lambda: sources[0] if sources else -1)
 
@@ -441,12 +433,12 @@ class Operations(Identity):
             return self._timeout_s
         return float(min(given.total_seconds(), TIMEOUT_S_MAX))
 
-    def _op(self, opts: Any, op: Any) -> str:
+    def _op(self, opts: Any, op: Any) -> Reduction:
         if op is None and isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
             op = opts  # given by position
         if op is None:
             op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return _reduction(op)
+        return reduction_of(op)
 
     def _rank(self, rank: int) -> int:
         if not 0 <= rank < self._group.size:
@@ -492,6 +484,7 @@ class Operations(Identity):
 
 
 ProcessGroup: Any = type("ProcessGroupZbmd", (Operations, dist.ProcessGroup), {"__doc__": Operations.__doc__})
+uncompiled(ProcessGroup, Work, MessageWork)
 
 
 def _all_reduce(places: list[TensorBuffer], reduction: str, c: Communicator, end_ns: int) -> None:
@@ -513,15 +506,18 @@ def _barrier(c: Communicator, end_ns: int) -> None:
     c.barrier(deadline_ns=end_ns)
 
 
-def _buffers(tensors: Iterable[Any], *, numbers: bool = False, load: bool = True) -> list[TensorBuffer]:
-    return [TensorBuffer(tensor, numbers=numbers, load=load) for tensor in tensors]
+def _buffers(
+    tensors: Iterable[Any], *, numbers: bool = False, load: bool = True, factor: Any = None
+) -> list[TensorBuffer]:
+    return [TensorBuffer(tensor, numbers=numbers, load=load, factor=factor) for tensor in tensors]
 
 
 def _pairs(
-    inputs: Any, outputs: Any, *, numbers: bool = False
+    inputs: Any, outputs: Any, *, numbers: bool = False, factor: Any = None
 ) -> tuple[list[tuple[TensorBuffer, TensorBuffer]], list[TensorBuffer]]:
     """Return the buffers of each input and its output, and of all outputs."""
-    sources, targets = _buffers(inputs, numbers=numbers), _buffers(outputs, numbers=numbers, load=False)
+    sources = _buffers(inputs, numbers=numbers, factor=factor)
+    targets = _buffers(outputs, numbers=numbers, load=False)
     return list(zip(sources, targets, strict=True)), targets
 
 

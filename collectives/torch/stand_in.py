@@ -51,6 +51,10 @@ class Alone:
         out[:] = x.reshape(1, *out.shape[1:])
         return out
 
+    def all_gather_v(self, x: Any, **_: Any) -> Any:
+        """Repeat the rows of `x` for each rank."""
+        return np.concatenate([x] * self.size)
+
     def gather(self, x: Any, root: int, out: Any = None, **_: Any) -> Any:
         """As `all_gather`, at the root."""
         return self.all_gather(x, out) if root == self.place else None

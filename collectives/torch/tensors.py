@@ -28,6 +28,12 @@ _NUMPY: Final[dict[Any, np.dtype[Any]]] = {
     getattr(torch, name): np.dtype(name) for name in _NAMES if hasattr(torch, name)
 }
 _BYTES: Final = np.dtype(np.uint8)
+_WIDENED: Final[dict[Any, Any]] = {
+    getattr(torch, name): torch.float32
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+}
+"""Dtypes that are reduced in another one, and rounded once."""
 _STRIDED: Final = torch.strided
 
 
@@ -35,13 +41,13 @@ class TensorBuffer:
     """One tensor: `array` is flat, over its memory, or over a copy if it is not contiguous.
 
     numbers: it is to be reduced. Otherwise a dtype that numpy does not have is taken as bytes. load: it is
-    read. Raises `UserError` for tensors that are sparse or not in host memory, and for dtypes that cannot be
-    reduced.
+    read. factor: a number or tensor by which a copy of it is multiplied. Raises `UserError` for tensors that
+    are sparse or not in host memory, and for dtypes that cannot be reduced.
     """
 
     __slots__ = ("_flat", "_home", "array", "shape", "tensor_dtype")
 
-    def __init__(self, tensor: Any, *, numbers: bool = False, load: bool = True) -> None:
+    def __init__(self, tensor: Any, *, numbers: bool = False, load: bool = True, factor: Any = None) -> None:
         if tensor.layout is not _STRIDED:
             raise UserError(
                 f"a tensor has layout {tensor.layout}: the backend zbmd takes dense ones (.to_dense())"
@@ -52,13 +58,10 @@ class TensorBuffer:
             )
         self.shape, self.tensor_dtype = tensor.shape, tensor.dtype
         self._home = self._flat = None
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        wide = _WIDENED.get(tensor.dtype) if numbers else None
+        if wide or factor is not None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             self._home = whole = tensor.detach()
-            self._flat = tensor = (
-                whole.resolve_conj().resolve_neg().contiguous()
-                if load
-                else torch.empty_like(whole, memory_format=torch.contiguous_format)
-            )
+            self._flat = tensor = _packed(whole, wide, factor) if load else _unfilled(whole, wide)
         self.array: Array = _array_over(tensor, numbers)
 
     @property
@@ -76,6 +79,16 @@ class TensorBuffer:
         if self._home is not None:
             with torch.inference_mode():
                 self._home.copy_(self._flat)
+
+
+def _packed(whole: Any, dtype: Any, factor: Any) -> Any:
+    """Return a contiguous copy, in another dtype and multiplied by a factor if there are any."""
+    packed = whole.resolve_conj().resolve_neg().to(dtype or whole.dtype).contiguous()
+    return packed if factor is None else (packed * factor).to(packed.dtype)
+
+
+def _unfilled(whole: Any, dtype: Any) -> Any:
+    return torch.empty_like(whole, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def tensor_text(dtype: Any, shape: Sequence[int]) -> str:

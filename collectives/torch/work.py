@@ -16,7 +16,7 @@ from typing import Any, Final
 from zbmd.collectives.native._messages import Request
 from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.torch.tensors import TensorBuffer
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import DeadlineExceeded, ZbmdError
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -41,7 +41,9 @@ def as_torch_error(error: BaseException) -> BaseException:
     if not isinstance(error, ZbmdError):
         return error
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    wrapped: BaseException = dist.DistBackendError(f"{type(error).__name__}: {error}{notes}")
+    # Callers look for gloo's word in it.
+    late = "Timed out in " if isinstance(error, DeadlineExceeded) else ""
+    wrapped: BaseException = dist.DistBackendError(f"{type(error).__name__}: {late}{error}{notes}")
     wrapped.__cause__ = error
     return wrapped
 
@@ -77,6 +79,10 @@ class Waits:
 
     def synchronize(self) -> None:
         """As `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As `wait`: a CPU has no streams."""
         self.wait()
 
     def is_completed(self) -> bool:

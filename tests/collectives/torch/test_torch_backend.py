@@ -158,7 +158,7 @@ dist.all_reduce(x, group=mesh.get_group("b"))
 assert x[0] == n
 
 # Errors: of the call, of who does not come.
-for wrong in (lambda: dist.all_reduce(torch.eye(3).to_sparse()), lambda: dist.send(torch.ones(1), n + 5)):
+for wrong in (lambda: dist.all_reduce(torch.eye(3).to_sparse_csr()), lambda: dist.send(torch.ones(1), n + 5)):
     try:
         wrong()
     except (dist.DistBackendError, ValueError) as error:

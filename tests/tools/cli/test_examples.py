@@ -10,8 +10,8 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LINES_MAX = 40
-LONGER_MAX = {"upgrade.py": 70, "own_model.py": 60}
-"""One has two versions of an actor, one a model with its data and optimizer."""
+LONGER_MAX = {"upgrade.py": 70, "own_model.py": 60, "torch_resilient.py": 60}
+"""One has two versions of an actor, two a model with its data and optimizer."""
 
 SAYS = {
     "join.py": ["rank 0 of 3", "rank 2 of 3", "with [0, 1, 2]"],
@@ -23,7 +23,10 @@ SAYS = {
     "own_model.py": ['"steps":600,"ranks":3'],
     "peer_death.py": ["rank 1 (incarnation 2) finished 5 rounds", "rank 0 (incarnation 1) finished 5 rounds"],
 }
-OF_TORCH = {"torch_ddp.py": ["rank 0 of 3: loss", "rank 1 of 3: loss", "rank 2 of 3: loss"]}
+OF_TORCH = {
+    "torch_ddp.py": ["rank 0 of 3: loss", "rank 1 of 3: loss", "rank 2 of 3: loss"],
+    "torch_resilient.py": ["step 800: loss", "the run has ended: loss 0."],
+}
 
 
 def test_every_example_is_covered_and_short() -> None:

@@ -2,7 +2,8 @@
 
     zbmd-node run --nproc-per-node 4 --preload torch examples/torch_resilient.py
 
-Kill a rank while it runs (`kill -9`): the others repeat the step with its replacement, and the last line is the same.
+Kill a rank while it runs (`kill -9`): the others repeat the step with its replacement, and the
+last line stays the same.
 """
 
 from __future__ import annotations

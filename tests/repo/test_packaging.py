@@ -67,7 +67,7 @@ import zbmd
 
 assert "site-packages" in zbmd.__file__, zbmd.__file__
 behind_an_extra = (
-    "zbmd.collectives.torch.",
+    "zbmd.collectives.torch.", "zbmd.training.torch.",
     "zbmd.tools.bench.peers.xoscar_pair", "zbmd.torch", "zbmd.transport.rdma.native._rdma",
     "zbmd.transport.rdma.p", "zbmd.transport.rdma.plane",
 )

@@ -20,7 +20,7 @@ from zbmd.actors.host.events import RankDown
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import OutputPump, OutputSink
-from zbmd.actors.process.template import Forked, ForkExited, ForkFailed, ForkRequest
+from zbmd.actors.process.template import Forked, ForkExited, ForkFailed, ForkRequest, Ready
 from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
 from zbmd.transport.shm.death_notice import DeathNotice
@@ -56,6 +56,8 @@ class RankProcess:
         self.asked_to_end = False
         self.on_debugger: Callable[[RankProcess, bool], None] | None = None
         """Called when it stops in a debugger, and when it goes on."""
+        self.takes_signals = True
+        """Whether it may be sent any: not a process that somebody else has started."""
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
@@ -122,8 +124,8 @@ class RankProcess:
         return self._pidfd
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """Send a signal to this process, never to a later one with its pid; return False if it is gone."""
-        if self._pidfd < 0:
+        """Send a signal to this process, never to a later one with its pid; return False if none was sent."""
+        if self._pidfd < 0 or not self.takes_signals:
             return False
         try:
             signal.pidfd_send_signal(self._pidfd, number)
@@ -169,6 +171,43 @@ def kept_after(kept_fd: int, ending: Sequence[RankProcess]) -> Sequence[int] | N
     return [kept_fd, *fds] if len(fds) < 2 and all(fd >= 0 for fd in fds) else None
 
 
+OnReply: TypeAlias = Callable[[Forked | ForkFailed | ForkExited, int | None], None]
+"""Takes a reply of a template, and with `Forked` the pidfd, which it then owns."""
+OnLost: TypeAlias = Callable[[TemplateLost], None]
+
+
+class Template(Protocol):
+    """A source of processes: a `TemplateClient`, or processes that somebody else has started."""
+
+    @property
+    def pid(self) -> int:
+        """See `TemplateClient`."""
+        ...
+
+    async def start(self, *, modules: Sequence[str], environment: Mapping[str, str]) -> Ready:
+        """See `TemplateClient`."""
+        ...
+
+    def fork(
+        self,
+        request: ForkRequest,
+        *,
+        stdout_fd: int,
+        stderr_fd: int,
+        stdin_fd: int | None = None,
+        kept_fds: Sequence[int] | None = None,
+    ) -> None:
+        """See `TemplateClient`."""
+        ...
+
+    async def close(self) -> None:
+        """See `TemplateClient`."""
+        ...
+
+
+Adopts: TypeAlias = Callable[[OnReply, OnLost], Template]
+"""Makes what takes the place of the template. Its processes are not ours: they get no signals."""
+
 ProcessKey: TypeAlias = tuple[int, int, int]
 """Job, rank and incarnation."""
 
@@ -200,6 +239,7 @@ class ProcessHandler(Protocol):
 class RankProcesses:
     """All rank processes of one template. output: takes their lines; early: see `TemplateClient`.
 
+    adopts: takes its place, if these processes are started by somebody else;
     stdin_rank: the rank that has this process's standard input; None for no one.
     """
 
@@ -209,6 +249,7 @@ class RankProcesses:
         output: OutputSink,
         *,
         early: EarlyTemplate | None = None,
+        adopts: Adopts | None = None,
         stdin_rank: int | None = None,
     ) -> None:
         self._handler = handler
@@ -219,7 +260,12 @@ class RankProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._template = TemplateClient(on_reply=self._on_reply, on_lost=self._on_template_lost, early=early)
+        self._are_ours = adopts is None
+        self._template: Template = (
+            TemplateClient(on_reply=self._on_reply, on_lost=self._on_template_lost, early=early)
+            if adopts is None
+            else adopts(self._on_reply, self._on_template_lost)
+        )
         self._template_lost = False
 
     @property
@@ -246,6 +292,7 @@ class RankProcesses:
         ending = [p for p in self._live.values() if (p.job, p.rank) == (request.job, request.rank)]
         kept_fds = None if kept_fd is None else kept_after(kept_fd, ending)
         process = RankProcess(request.rank, request.incarnation, self._output, job=request.job)
+        process.takes_signals = self._are_ours
         process.on_debugger = lambda one, is_on: self._handler.debugging(one, is_on=is_on)
         self._live[process.key] = process
         self._empty.clear()
@@ -293,7 +340,7 @@ class RankProcesses:
         for process in left:
             process.send_signal(signal.SIGKILL)
         await self._template.close()
-        forked = [process.ended.wait() for process in left if process.pid]
+        forked = [process.ended.wait() for process in left if process.pid and process.takes_signals]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*forked), KILLED_S_MAX)
         for process in left:

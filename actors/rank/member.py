@@ -513,6 +513,7 @@ async def join(
     inbox_bytes: int = INBOX_BYTES_DEFAULT,
     enter: bool = True,
     outlives: bool = False,
+    launched: RankEnvironment | None = None,
 ) -> AsyncGenerator[Worker, None]:
     """Join the job that this process was started for, and leave it at the end.
 
@@ -520,15 +521,16 @@ async def join(
     may write to. Without a launcher this is a world of one. Returns once the first view is entered. With
     `enter=False` it returns before that, and `Worker.view` enters it: the other ranks continue without this
     one until then, so slow preparations belong in between. outlives: have the arena outlive this process, for
-    its replacement, which then begins to write to it: no other rank may still want to read there. Raises
+    its replacement, which then begins to write to it: no other rank may still want to read there.
+    launched: what a launcher told this process, if not by its environment. Raises
     `UserError` on a wrong environment and in a child of a rank, `OutOfMemory`, and `PeerLost` if the host is
     gone. A child that was forked within does not leave: it ends.
     """
-    found = RankEnvironment.read(os.environ)
-    if found is not None:
-        check_is_no_child(os.environ)
-    else:
+    found = launched or RankEnvironment.read(os.environ)
+    if launched is not None or found is None:
         log_to_stderr()  # as the launcher does for its ranks
+    else:
+        check_is_no_child(os.environ)
     environment = found or RankEnvironment(
         rank=0,
         world_size=1,

@@ -18,6 +18,7 @@ import structlog
 import uvloop
 
 from zbmd.actors.process.exit import at_script_end
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.losses import unless_lost
 from zbmd.actors.rank.member import Worker, join
 from zbmd.collectives.errors import MembersLost, OperationAborted
@@ -61,6 +62,7 @@ class World:
         self._loop = uvloop.new_event_loop()
         self._membership = AsyncExitStack()
         self._worker: Worker | None = None
+        self._launched: RankEnvironment | None = None
         self._base: Group | None = None
         self._world_size = 1
         self._numbers: tuple[int, ...] = ()
@@ -73,7 +75,6 @@ class World:
         self._guard = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="zbmd-torch", daemon=True)
         self._thread.start()
-        at_script_end(self._end)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -82,6 +83,10 @@ class World:
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Begin a coroutine on the loop; those begun by one thread take their first steps in order."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def launch(self, environment: RankEnvironment) -> None:
+        """Be this rank when the job is joined; the environment of the process says nothing of it."""
+        self._launched, self._numbers = environment, tuple(range(environment.world_size))
 
     @property
     def worker(self) -> Worker | None:
@@ -221,7 +226,8 @@ class World:
     async def _base_group(self, after: int = 0) -> Group:
         """Return the group of all ranks, of a view after `after` in which none is known to have ended."""
         if self._worker is None:
-            self._worker = await self._membership.enter_async_context(join(enter=False))
+            membership = join(enter=False, launched=self._launched)
+            self._worker = await self._membership.enter_async_context(membership)
             self._world_size = self._worker.world_size
         base = self._base
         if base is None:
@@ -237,7 +243,7 @@ class World:
         lost = worker.segment.lost_mask()
         return worker.latest.epoch != base.epoch or any(lost >> rank & 1 for rank in base.members)
 
-    def _end(self, failed: bool) -> None:
+    def end(self, failed: bool) -> None:
         """The script has ended: tell the others, who may wait for this rank, and leave.
 
         Operations that are complete here complete on the others, too.
@@ -263,12 +269,29 @@ class World:
 
 _world: World | None = None
 _guard = threading.Lock()
+_registered_in = 0
+"""The process whose script's end ends its world."""
 
 
 def world() -> World:
     """Return the world of this process, made at the first call. A forked child makes its own."""
-    global _world
+    global _world, _registered_in
     with _guard:
         if _world is None or _world.pid != os.getpid():
             _world = World()
+            if _registered_in != _world.pid:
+                _registered_in = _world.pid
+                at_script_end(_end)
         return _world
+
+
+def leave() -> None:
+    """Leave the job that this process is in, if it is in one; the next call of `world` joins another."""
+    global _world
+    _end(False)
+    _world = None
+
+
+def _end(failed: bool) -> None:
+    if _world is not None and _world.pid == os.getpid():
+        _world.end(failed)

@@ -33,7 +33,7 @@ from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
 from zbmd.actors.host.events import EventQueue, HostEvent, Observer, RankInfo, RunResult
 from zbmd.actors.host.links import host_identity
-from zbmd.actors.host.processes import PRELOAD
+from zbmd.actors.host.processes import PRELOAD, Adopts
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.actors.process.output import OutputSink
@@ -106,7 +106,7 @@ class Host:
     output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
     that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same; template: one
     that was forked for this job (`zbmd.actors.process.early_template`), which the host then owns;
-    stdin_rank: the rank that has our standard input.
+    stdin_rank: the rank that has our standard input; adopts: see `RankProcesses`.
     """
 
     def __init__(
@@ -117,9 +117,11 @@ class Host:
         observer: Observer | None = None,
         template: EarlyTemplate | None = None,
         stdin_rank: int | None = None,
+        adopts: Adopts | None = None,
     ) -> None:
         self.config = config
         self._stdin_rank = stdin_rank
+        self._adopts = adopts
         self.job = secrets.randbits(63) | 1
         self._output = output
         self._observer = observer
@@ -191,6 +193,7 @@ class Host:
                 template=self._early,
                 on_template_lost=self._template_lost,
                 stdin_rank=self._stdin_rank,
+                adopts=self._adopts,
             )
             try:
                 await self._jobs.open()

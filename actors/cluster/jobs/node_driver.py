@@ -38,7 +38,7 @@ from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, host_of_first_rank
 from zbmd.actors.contracts import Contract
 from zbmd.actors.host.events import HostEvent, RankInfo, RankStarted, ViewChanged, log_hang
-from zbmd.actors.host.processes import PRELOAD, RankProcess, RankProcesses
+from zbmd.actors.host.processes import PRELOAD, Adopts, RankProcess, RankProcesses
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import LineWriter, OutputSink
@@ -75,7 +75,7 @@ class JobHost:
     ranks listen for other hosts, None if there are none; on_event: called on the loop, must not block;
     template: the first one, if it was forked already; on_template_lost: called when a template is lost,
     instead of starting another; captures: where the ranks of each job record, in a folder of its own; without
-    it their environment says; finder: knows the routes to processes beyond a job; stdin_rank: see
+    it their environment says; finder: knows the routes to processes beyond a job; stdin_rank, adopts: see
     `RankProcesses`.
     """
 
@@ -95,6 +95,7 @@ class JobHost:
         captures: Path | None = None,
         finder: RouteTable | None = None,
         stdin_rank: int | None = None,
+        adopts: Adopts | None = None,
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -110,6 +111,7 @@ class JobHost:
         self._captures = captures
         self._finder = finder
         self._stdin_rank = stdin_rank
+        self._adopts = adopts
         self._loop = asyncio.get_running_loop()
         self._machine = LocalJobs()
         self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
@@ -443,7 +445,9 @@ class JobHost:
     async def _new_template(self) -> RankProcesses:
         early, self._early = self._early, None
         before = self._processes
-        processes = RankProcesses(self, self._output, early=early, stdin_rank=self._stdin_rank)
+        processes = RankProcesses(
+            self, self._output, early=early, adopts=self._adopts, stdin_rank=self._stdin_rank
+        )
         self._processes = processes
         if before is not None:
             self._task(self._closing, _close_once_empty(before))

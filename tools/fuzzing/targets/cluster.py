@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from zbmd.actors.bootstrap.attached import messages as attached
 from zbmd.actors.bootstrap.environments import LauncherFacts, NodeRange, Pod, Stated
 from zbmd.actors.bootstrap.etcd_client import (
     ClusterRecord,
@@ -110,6 +111,32 @@ def _reply(data: bytes) -> None:
     outcome = decode_reply(200 if data[:1] != b"!" else 404, data.removeprefix(b"!"), TransactionResult)
     if len(outcome.found()) > len(data):
         raise Broken(f"{outcome}")
+
+
+_ATTACHED: tuple[Callable[[bytes], object], ...] = (
+    attached.decode_asked,
+    attached.decode_answer,
+    attached.decode_hello,
+    attached.decode_plan,
+)
+
+
+def _attached_messages() -> tuple[bytes, ...]:
+    hello = attached.Hello(host="a/1", nonce="f0", job=3, rank=1, size=2)
+    messages = (
+        (0, attached.Attach(rank=1)),
+        (0, attached.Detach(ends=True)),
+        (1, attached.Attached(variables={"RANK": "1"})),
+        (1, attached.Refused(reason="rank 1 is taken")),
+        (2, hello),
+        (3, attached.Plan(name="f0", hosts=((0, 1), (2,)))),
+    )
+    return tuple(bytes([kind]) + attached.encode(message) for kind, message in messages)
+
+
+@target("attached.message", "what ranks and their supervisor send", _attached_messages, RemoteProtocolError)
+def _attached_message(data: bytes) -> None:
+    _ATTACHED[data[0] % len(_ATTACHED) if data else 0](data[1:])
 
 
 @functools.cache

@@ -1,0 +1,124 @@
+"""A rank's side: start the supervisor of its host, attach to it, and detach. Blocking, from any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+from zbmd.actors.bootstrap.attached.messages import (
+    PACKET_BYTES_MAX,
+    Attach,
+    Attached,
+    Detach,
+    decode_answer,
+    encode,
+)
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError
+
+BACKLOG: Final = 1024
+DETACH_S_MAX: Final = 1.0
+_MAIN: Final = (
+    "import os, sys; os.fork() and os._exit(0); os.setsid(); "  # so that the starter has no child
+    "from zbmd.actors.bootstrap.attached.supervisor import serve; serve(*map(int, sys.argv[1:]))"
+)
+
+
+def start(world_size: int) -> str:
+    """Start the supervisor of this host for a job of `world_size` ranks; return the address to attach at.
+
+    Processes may attach at once: the supervisor takes them as soon as it is up. Raises OSError.
+    """
+    address = f"zbmd-attached-{os.getuid()}-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    starter = os.pidfd_open(os.getpid())
+    with listener:
+        try:
+            listener.bind(f"\0{address}")
+            listener.listen(BACKLOG)
+            fds = (listener.fileno(), starter)
+            arguments = (fds[0], os.getpid(), fds[1], world_size)
+            # -P: the working directory must not shadow what we import.
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=fds,
+            )
+        finally:
+            os.close(starter)
+    process.wait()
+    return address
+
+
+@dataclass(slots=True)
+class Attachment:
+    """This process as a rank of a supervisor's job. environment: the rank's, as of one that was forked."""
+
+    environment: RankEnvironment
+    pid: int
+    _socket: socket.socket
+
+    @property
+    def stands(self) -> bool:
+        """Whether the supervisor lives. False in a forked child, which is not the rank."""
+        if self.pid != os.getpid() or self._socket.fileno() < 0:
+            return False
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def detach(self, *, ends: bool) -> None:
+        """Leave in order. ends: this process ends now; else it may attach elsewhere. Idempotent."""
+        with contextlib.suppress(OSError), self._socket:
+            if self.pid == os.getpid():
+                self._socket.settimeout(DETACH_S_MAX)
+                self._socket.send(encode(Detach(ends=ends)))
+
+
+def attach(address: str, rank: int, timeout_s: float) -> Attachment:
+    """Be `rank` of the job of the supervisor at `address`.
+
+    Raises `UserError` if it refuses, `DeadlineExceeded` after `timeout_s`, `PeerLost` if it is gone.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(f"\0{address}")
+        connection.send(encode(Attach(rank=rank)))
+        packet = connection.recv(PACKET_BYTES_MAX + 1)
+        if not packet:
+            raise ConnectionResetError("it closed the connection")
+        answer = decode_answer(packet)
+    except TimeoutError:
+        connection.close()
+        raise DeadlineExceeded(
+            f"the supervisor of this host did not take rank {rank} within {timeout_s:g} s: raise the "
+            "timeout of init_process_group, or see what it writes to standard error"
+        ) from None
+    except OSError as error:
+        connection.close()
+        reason = (
+            f"{error}; it ends with the process that started it, or says on that one's standard error why "
+            "it failed"
+        )
+        raise PeerLost("the supervisor of this host", reason) from None
+    except BaseException:
+        connection.close()
+        raise
+    if not isinstance(answer, Attached):
+        connection.close()
+        raise UserError(f"rank {rank} was not taken: {answer.reason}")
+    connection.setblocking(False)
+    environment = RankEnvironment.read(answer.variables)
+    assert environment is not None, "the supervisor names its host"
+    return Attachment(environment, os.getpid(), connection)

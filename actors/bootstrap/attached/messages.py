@@ -1,0 +1,125 @@
+"""Messages of ranks to the supervisor of their host (`Asked`), its answers, and messages among ranks.
+
+A packet on a Unix socket, or a value of PyTorch's store (`Hello`, `Plan`), is one message.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from zbmd.transport.errors import RemoteProtocolError
+
+PACKET_BYTES_MAX = 64 * 1024
+"""A plan lists at most `RANKS_MAX` ranks."""
+VARIABLES_MAX = 64
+
+
+class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach", kw_only=True):
+    """A process asks to be this rank of the supervisor's job. Its process id is the socket's."""
+
+    rank: int
+
+
+class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach", kw_only=True):
+    """A rank has left the job in order. ends: its process ends now; else it goes on, in no job or another."""
+
+    ends: bool
+
+
+class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached", kw_only=True):
+    """The process is the rank; variables: what a forked rank finds in its environment."""
+
+    variables: dict[str, str]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", kw_only=True):
+    """The process is not taken; reason: for people."""
+
+    reason: str
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello", kw_only=True):
+    """A rank is here. host: see `host_name`; job, rank, size: those that it is attached to, 0 if to none.
+
+    nonce: tells this call from others of the same rank.
+    """
+
+    host: str
+    nonce: str
+    job: int = 0
+    rank: int = 0
+    size: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only=True):
+    """The answer of rank 0 to all ranks' `Hello`. problem: why they cannot meet, for people; else empty.
+
+    stays: all are attached to one job already, as they are to be; hosts: the ranks of each host, where they
+    are to attach anew; name: of this meeting.
+    """
+
+    name: str = ""
+    stays: bool = False
+    hosts: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
+
+
+Asked: TypeAlias = Attach | Detach
+Answer: TypeAlias = Attached | Refused
+
+_asked_decoder: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+_plan_decoder = msgspec.msgpack.Decoder(Plan)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_asked(packet: bytes) -> Asked:
+    """Decode what a rank sent. Raises `RemoteProtocolError`."""
+    _check_size(packet)
+    try:
+        asked = _asked_decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"a process sent the supervisor of its host no request: {error}") from error
+    if isinstance(asked, Attach) and asked.rank < 0:
+        raise RemoteProtocolError(f"a process asks to be rank {asked.rank}: expected 0 or more")
+    return asked
+
+
+def decode_answer(packet: bytes) -> Answer:
+    """Decode what the supervisor sent. Raises `RemoteProtocolError`."""
+    _check_size(packet)
+    try:
+        answer = _answer_decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"the supervisor of this host sent no answer: {error}") from error
+    if isinstance(answer, Attached) and len(answer.variables) > VARIABLES_MAX:
+        raise RemoteProtocolError(
+            f"the supervisor of this host sent {len(answer.variables)} variables: at most {VARIABLES_MAX}"
+        )
+    return answer
+
+
+def decode_hello(value: bytes) -> Hello:
+    """Decode a rank's value in the store. Raises `RemoteProtocolError`."""
+    _check_size(value)
+    try:
+        return _hello_decoder.decode(value)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"the store has no rank's greeting where one is due: {error}") from error
+
+
+def decode_plan(value: bytes) -> Plan:
+    """Decode rank 0's value in the store. Raises `RemoteProtocolError`."""
+    _check_size(value)
+    try:
+        return _plan_decoder.decode(value)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"the store has no plan of rank 0 where one is due: {error}") from error
+
+
+def _check_size(packet: bytes) -> None:
+    if len(packet) > PACKET_BYTES_MAX:
+        raise RemoteProtocolError(f"a packet of {len(packet)} bytes: at most {PACKET_BYTES_MAX}")

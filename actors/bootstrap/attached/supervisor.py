@@ -1,0 +1,317 @@
+"""The supervisor of a host's attached ranks: a process of its own, which ends with the last of them.
+
+It is a host as that of `zbmd-node run`. In the place of the template there is `AttachingTemplate`, which
+waits for a process where a template forks one. The process is a daemon: it has no parent that would have to
+reap it, and no terminal whose Ctrl-C would reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, NoReturn, assert_never
+
+import structlog
+
+from zbmd.actors.bootstrap.attached import machine as m
+from zbmd.actors.bootstrap.attached.messages import (
+    PACKET_BYTES_MAX,
+    Attach,
+    Attached,
+    Detach,
+    Refused,
+    decode_asked,
+    encode,
+)
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
+from zbmd.actors.host.processes import OnLost, OnReply
+from zbmd.actors.process.log import log_to_stderr
+from zbmd.actors.process.template import Forked, ForkExited, ForkRequest, Ready
+from zbmd.actors.rank.environment import arena_bytes, progress_deadline_ns, recovery_budget_ns
+from zbmd.actors.view import OnLoss
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.host.process import set_process_name
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.attached")
+
+TARGET: Final = "(attached)"
+"""In the place of a script's path, for `zbmd-node status`."""
+CONNECTIONS_MAX: Final = 4096
+PEER_PIDFD: Final = 77
+"""SO_PEERPIDFD: Linux 6.5; before, the process is found by its id."""
+_CREDENTIALS: Final = struct.Struct("3i")
+KEPT_NAMES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OWN_PREFIX: Final = "ZBMD_"
+
+
+@dataclass(slots=True)
+class _Connection:
+    socket: socket.socket
+    pid: int
+    pidfd: int
+    rank: int = -1
+
+
+class AttachingTemplate:
+    """A template that forks nothing: it takes the processes that come to `listener`. A `Template` of a host.
+
+    starter_fd: pidfd of the process that started the supervisor; starter: its id; on_end: called when no
+    process is left. It owns the descriptors.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        starter: int,
+        starter_fd: int,
+        *,
+        on_reply: OnReply,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._starter_fd = starter_fd
+        self._on_reply = on_reply
+        self._on_end = on_end
+        self._machine = m.AttachedRanks(starter)
+        self._connections: dict[int, _Connection] = {}
+        self._number = 0
+        self._jobs: dict[int, int] = {}
+        """By rank, the id of its job."""
+
+    pid = 0
+    """There is no process that could be lost."""
+
+    async def start(self, *, modules: Sequence[str], environment: Mapping[str, str]) -> Ready:
+        """Take processes from now on."""
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._loop.add_reader(self._starter_fd, self._starter_ended)
+        return Ready(pid=os.getpid(), threads=1)
+
+    def fork(
+        self,
+        request: ForkRequest,
+        *,
+        stdout_fd: int,
+        stderr_fd: int,
+        stdin_fd: int | None = None,
+        kept_fds: Sequence[int] | None = None,
+    ) -> None:
+        """Wait for the process that is to be the rank; answered by `Forked` once it is there."""
+        variables = {
+            name: value
+            for name, value in request.environment.items()
+            if name in KEPT_NAMES or name.startswith(OWN_PREFIX)
+        }
+        self._jobs[request.rank] = request.job
+        self._put(m.Wanted(rank=request.rank, incarnation=request.incarnation, variables=variables))
+
+    async def close(self) -> None:
+        """Let go of all processes, which go on."""
+        for fd in (self._listener.fileno(), self._starter_fd):
+            if fd >= 0:
+                self._loop.remove_reader(fd)
+        self._listener.close()
+        if self._starter_fd >= 0:
+            os.close(self._starter_fd)
+            self._starter_fd = -1
+        for number in list(self._connections):
+            self._close(number)
+
+    # -- what happens ------------------------------------------------------------------------------------
+
+    def _starter_ended(self) -> None:
+        self._loop.remove_reader(self._starter_fd)
+        self._put(m.StarterEnded())
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            log.info("a process could not be taken", reason=str(error))
+            return
+        accepted.setblocking(False)
+        try:
+            pid, uid, _ = _CREDENTIALS.unpack(
+                accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            if uid != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
+                raise PermissionError(f"process {pid} of user {uid} is not taken")
+            pidfd = _pidfd_of(accepted, pid)
+        except OSError as error:
+            log.warning("a process was not taken", reason=str(error))
+            accepted.close()
+            return
+        self._number += 1
+        number = self._number
+        self._connections[number] = _Connection(accepted, pid, pidfd)
+        self._loop.add_reader(pidfd, self._process_ended, number)
+        self._loop.add_reader(accepted.fileno(), self._readable, number)
+
+    def _readable(self, number: int) -> None:
+        connection = self._connections[number]
+        try:
+            packet = connection.socket.recv(PACKET_BYTES_MAX + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            # Its end is the kernel's to report: a program may close descriptors that it does not know.
+            self._loop.remove_reader(connection.socket.fileno())
+            return
+        try:
+            asked = decode_asked(packet)
+        except RemoteProtocolError as error:
+            self._refuse(number, str(error))
+            return
+        match asked:
+            case Attach(rank=rank):
+                if connection.rank >= 0:
+                    self._refuse(number, f"this process is rank {connection.rank} already")
+                    return
+                connection.rank = rank
+                self._put(m.Came(connection=number, pid=connection.pid, rank=rank))
+            case Detach(ends=ends):
+                self._put(m.WentOn(connection=number, ends=ends))
+            case _:
+                assert_never(asked)
+
+    def _process_ended(self, number: int) -> None:
+        connection = self._connections[number]
+        self._loop.remove_reader(connection.pidfd)
+        # What it sent last comes first.
+        with suppress(OSError, RemoteProtocolError):
+            asked = decode_asked(connection.socket.recv(PACKET_BYTES_MAX + 1))
+            if isinstance(asked, Detach):
+                self._put(m.WentOn(connection=number, ends=asked.ends))
+        if number in self._connections:
+            if connection.rank < 0:
+                self._close(number)
+            else:
+                self._put(m.ProcessEnded(connection=number))
+
+    # -- what follows ------------------------------------------------------------------------------------
+
+    def _put(self, event: m.Event) -> None:
+        actions = self._machine.handle(event)
+        self._machine.check_invariants()
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: m.Action) -> None:
+        match action:
+            case m.Admit():
+                self._admit(action)
+            case m.Refuse(connection=number, reason=reason):
+                self._refuse(number, reason)
+            case m.Close(connection=number):
+                self._close(number)
+            case m.ReportEnd():
+                pid = self._connections[action.connection].pid
+                self._close(action.connection)
+                self._on_reply(
+                    ForkExited(
+                        rank=action.rank,
+                        incarnation=action.incarnation,
+                        pid=pid,
+                        code=0 if action.clean else -signal.SIGKILL,
+                        job=self._jobs[action.rank],
+                    ),
+                    None,
+                )
+            case m.End():
+                self._on_end()
+            case _:
+                assert_never(action)
+
+    def _admit(self, action: m.Admit) -> None:
+        connection = self._connections[action.connection]
+        with suppress(OSError):  # it has just died: the kernel reports that next
+            connection.socket.send(encode(Attached(variables=dict(action.variables))))
+        forked = Forked(
+            rank=action.rank,
+            incarnation=action.incarnation,
+            pid=connection.pid,
+            job=self._jobs[action.rank],
+        )
+        self._on_reply(forked, os.dup(connection.pidfd))
+
+    def _refuse(self, number: int, reason: str) -> None:
+        with suppress(OSError):
+            self._connections[number].socket.send(encode(Refused(reason=reason)))
+        self._close(number)
+
+    def _close(self, number: int) -> None:
+        connection = self._connections.pop(number)
+        self._loop.remove_reader(connection.pidfd)
+        self._loop.remove_reader(connection.socket.fileno())
+        os.close(connection.pidfd)
+        connection.socket.close()
+
+
+def _pidfd_of(peer: socket.socket, pid: int) -> int:
+    """Return a pidfd of the process at the other end. Raises OSError if it is gone."""
+    with suppress(OSError):
+        return int.from_bytes(peer.getsockopt(socket.SOL_SOCKET, PEER_PIDFD, 4), sys.byteorder)
+    return os.pidfd_open(pid)
+
+
+async def run_host(listener: socket.socket, starter: int, starter_fd: int, world_size: int) -> None:
+    """Be the host of a job on this host alone, until nobody is left."""
+    over = asyncio.Event()
+
+    def template(on_reply: OnReply, _: OnLost) -> AttachingTemplate:
+        return AttachingTemplate(listener, starter, starter_fd, on_reply=on_reply, on_end=over.set)
+
+    host = Host(host_config(world_size), adopts=template)
+    running = asyncio.ensure_future(host.run())
+    nobody = asyncio.ensure_future(over.wait())
+    try:
+        await asyncio.wait([running, nobody], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        running.cancel()
+        nobody.cancel()
+        await asyncio.wait([running, nobody])
+
+
+def host_config(world_size: int) -> HostConfig:
+    """Return the job of the attached ranks, by this process's environment. Raises `UserError`.
+
+    Nobody is replaced, so no memory is kept for a replacement.
+    """
+    return HostConfig(
+        target=TARGET,
+        world_size=world_size,
+        on_loss=OnLoss.SHRINK,
+        arena_bytes=arena_bytes(os.environ),
+        recovery_budget_ns=recovery_budget_ns(os.environ),
+        progress_deadline_ns=progress_deadline_ns(os.environ),
+        environment={KEEP_MEMORY_VARIABLE: "off"},
+    )
+
+
+def serve(listener_fd: int, starter: int, starter_fd: int, world_size: int) -> NoReturn:
+    """Be the supervisor, in a daemon of its own. Descriptors: a listening socket, a pidfd of the starter."""
+    set_process_name("zbmd-attached")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # whoever ends a job ends its ranks, and so this
+    log_to_stderr()
+    code = 0
+    try:
+        asyncio.run(run_host(socket.socket(fileno=listener_fd), starter, starter_fd, world_size))
+    except Exception as error:
+        log.error("the supervisor of this host's ranks failed", exc_info=error)
+        code = 1
+    os._exit(code)

@@ -1,0 +1,211 @@
+"""Ranks under another launcher: they meet through PyTorch's store, and attach to a supervisor of their host.
+
+Each default group begins with a meeting. Every rank puts a greeting into the store; rank 0 takes them, and
+gives each a plan: to stay what it is, if all are attached to one job already as they are to be, or to attach
+anew. Keys are those of the group; a greeting is taken once, and a plan is for one greeting, so a store that
+has been used before, or that outlives a rank, does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+import secrets
+import sys
+import threading
+from datetime import timedelta
+from typing import Any, Final
+
+from zbmd.actors.bootstrap.attached import client
+from zbmd.actors.bootstrap.attached.meeting import host_name, plan_of
+from zbmd.actors.bootstrap.attached.messages import Hello, Plan, decode_hello, decode_plan, encode
+from zbmd.actors.process.exit import script_ended
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.collectives.torch.work import as_torch_error
+from zbmd.collectives.torch.world import leave, world
+from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
+from zbmd.transport.native._native import now_ns
+
+dist: Any = importlib.import_module("torch.distributed")
+
+RESTARTS_VARIABLE: Final = "TORCHELASTIC_RESTART_COUNT"
+ABSENT_NAMED_MAX: Final = 8
+
+_attachment: client.Attachment | None = None
+_registered_in = 0
+"""The process that has registered its end."""
+_kept: Final[list[Any]] = []
+"""The store that rank 0 serves for `env://` and `tcp://`. It must not end with its group: another rank that
+initialises again at once would join it just before."""
+
+
+def ensure(options: Any) -> None:
+    """Have this process be a member of the job that the default group is of. Raises `DistBackendError`.
+
+    options: torch's, of a group that is to be made. In ranks of `zbmd-node run`, and for other groups than
+    the default one, nothing is done.
+    """
+    if list(options.global_ranks_in_group) or RankEnvironment.read(os.environ) is not None:
+        return
+    try:
+        if options.group_size == 1:
+            if _attachment is not None:
+                _detach()
+            return
+        restarts = os.environ.get(RESTARTS_VARIABLE, "0")
+        meeting = _Meeting(options.store, f"zbmd/{options.group_id}/{restarts}", options)
+        _keep_served(options.store, meeting.rank)
+        plan = meeting.plan()
+        if not plan.stays:
+            _detach()
+            _attach(meeting, plan)
+    except ZbmdError as error:
+        raise as_torch_error(error) from error
+
+
+class _Meeting:
+    """One meeting of all ranks in a store. Raises `DeadlineExceeded`, `UserError`."""
+
+    def __init__(self, store: Any, prefix: str, options: Any) -> None:
+        self.rank, self.size = int(options.group_rank), int(options.group_size)
+        self._store, self._prefix = store, prefix
+        self._timeout_s = float(options.timeout.total_seconds())
+        self._end_ns = now_ns() + round(self._timeout_s * 1e9)
+
+    @property
+    def left_s(self) -> float:
+        """The time that is left of the group's timeout."""
+        return max((self._end_ns - now_ns()) / 1e9, 1e-3)
+
+    def plan(self) -> Plan:
+        """Greet the others, and return what rank 0 makes of it."""
+        nonce = secrets.token_hex(8)
+        environment = _attachment.environment if _attachment is not None and _attachment.stands else None
+        greeting = Hello(host=host_name(), nonce=nonce)
+        if environment is not None:
+            greeting = Hello(
+                host=greeting.host,
+                nonce=nonce,
+                job=environment.job,
+                rank=environment.rank,
+                size=environment.world_size,
+            )
+        self._put(f"hello/{self.rank}", encode(greeting))
+        if self.rank == 0:
+            self._answer(nonce)
+        plan = decode_plan(self._take([f"plan/{nonce}"], "rank 0 has not answered")[0])
+        if plan.problem:
+            raise UserError(plan.problem)
+        return plan
+
+    def address(self, plan: Plan, host: int, *, given: str = "") -> str:
+        """Return where the ranks of a host attach. given: by the one that has started the supervisor."""
+        key = f"host/{plan.name}/{host}"
+        if given:
+            self._put(key, given.encode())
+            return given
+        starter = plan.hosts[host][0]
+        return self._wait([key], f"rank {starter} has not started the supervisor of its host")[0].decode()
+
+    def _answer(self, name: str) -> None:
+        keys = [f"hello/{rank}" for rank in range(self.size)]
+        greetings = [decode_hello(value) for value in self._take(keys, "")]
+        plan = encode(plan_of(greetings, name))
+        for greeting in greetings:
+            self._put(f"plan/{greeting.nonce}", plan)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def _take(self, keys: list[str], why: str) -> list[bytes]:
+        """Wait for keys, and remove them."""
+        values = self._wait(keys, why)
+        for key in keys:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a store of its own may not have it
+                self._store.delete_key(f"{self._prefix}/{key}")
+        return values
+
+    def _wait(self, keys: list[str], why: str) -> list[bytes]:
+        """Wait for keys, and return their values. why: what it means if they do not come."""
+        names = [f"{self._prefix}/{key}" for key in keys]
+        try:
+            self._store.wait(names, timedelta(seconds=self.left_s))
+        except RuntimeError as error:
+            if now_ns() < self._end_ns:
+                raise UserError(f"PyTorch's store failed while the ranks met: {error}") from error
+            raise DeadlineExceeded(
+                f"the {self.size} ranks did not meet in {self._timeout_s:g} s: {why or self._absent(names)}. "
+                "Look at what it says, or raise the timeout of init_process_group"
+            ) from None
+        return [self._store.get(name) for name in names]
+
+    def _absent(self, names: list[str]) -> str:
+        absent = [str(rank) for rank, name in enumerate(names) if not self._store.check([name])]
+        more = f" and {len(absent) - ABSENT_NAMED_MAX} more" if absent[ABSENT_NAMED_MAX:] else ""
+        return f"rank {', '.join(absent[:ABSENT_NAMED_MAX])}{more} did not come"
+
+
+def _keep_served(store: Any, rank: int) -> None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    _kept[:] = [store] if rank == 0 and isinstance(store, dist.TCPStore) else []
+
+
+def _keep_for_ever() -> None:
+    """Never end the store in a forked child, which has none of its threads."""
+    for store in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
+
+
+def _attach(meeting: _Meeting, plan: Plan) -> None:
+    global _attachment
+    host = next(number for number, ranks in enumerate(plan.hosts) if meeting.rank in ranks)
+    given = ""
+    if plan.hosts[host][0] == meeting.rank:
+        try:
+            given = client.start(meeting.size)
+        except OSError as error:
+            raise UserError(f"the supervisor of this host cannot be started: {error}") from error
+    address = meeting.address(plan, host, given=given)
+    _attachment = client.attach(address, meeting.rank, meeting.left_s)
+    _register_end()
+    world().launch(_attachment.environment)
+
+
+def _detach() -> None:
+    """Leave the job that this process is in, for another."""
+    global _attachment
+    left, _attachment = _attachment, None
+    leave()  # which a process that is alone has to, too
+    if left is not None:
+        left.detach(ends=False)
+
+
+def _register_end() -> None:
+    """Have this process leave its job in order when its script has ended, while threads still take work."""
+    global _registered_in
+    if _registered_in == os.getpid():
+        return
+    _registered_in = os.getpid()
+    if multiprocessing.parent_process() is not None:  # it ends without what `threading` and `atexit` call
+        util: Any = importlib.import_module("multiprocessing.util")
+        util.Finalize(None, _script_ended, exitpriority=1)
+    else:
+        threading._register_atexit(_script_ended)  # type: ignore[attr-defined]
+
+
+def _script_ended() -> None:
+    if _registered_in != os.getpid():
+        return
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+    script_ended(failed=failed)
+    if _attachment is not None:
+        _attachment.detach(ends=True)
+    _kept.clear()

@@ -18,6 +18,10 @@ BACKEND = "zbmd"
 RANK_VARIABLE = "ZBMD_NODE"
 """Set in the ranks of a job, whose rendezvous is zbmd's own."""
 SCHEMES = ("env", "tcp")
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What PyTorch's `env://` reads."""
+OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Set by mpirun and srun, which do not set those."""
 
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
@@ -55,6 +59,8 @@ def _of_ranks(scheme: str, handlers: dict[str, Handler], before: dict[str, Handl
 
     def handler(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
         if RANK_VARIABLE not in os.environ:
+            if scheme == "env":
+                _complete_environment()
             yield from before[scheme](url, **options)
             return
         if handlers[scheme] is handler:
@@ -63,3 +69,12 @@ def _of_ranks(scheme: str, handlers: dict[str, Handler], before: dict[str, Handl
         yield from handlers[scheme](url, **options)
 
     return handler
+
+
+def _complete_environment() -> None:
+    """Set what `env://` needs and mpirun or srun has said in its own words; what is set stays."""
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing and any(name in os.environ for name in OTHER_LAUNCHERS):
+        derive = importlib.import_module("zbmd.actors.bootstrap.rank_variables").rank_variables
+        for name, value in derive(os.environ).items():
+            os.environ.setdefault(name, value)

@@ -4,5 +4,6 @@
 `merge` combines all sources in a stated order, each fact with its source; `founding` turns the result into a
 node's configuration: which member to join, or that this node founds the cluster. `etcd_store` uses etcd as a
 store of members and as the witness between two halves of a cluster. `attached` takes ranks that somebody
-else has started. May import `actors.cluster`. Begin with `merge`.
+else has started, and `rank_variables` has what PyTorch needs of their launcher. May import `actors.cluster`.
+Begin with `merge`.
 """

@@ -6,6 +6,7 @@ That no process and no shared memory is left is checked by `conftest.py` after e
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -87,6 +88,27 @@ def test_processes_with_the_variables_of_env_are_ranks() -> None:
         start(PROGRAMS / "launched.py", variables={**variables, "RANK": str(rank)}) for rank in range(3)
     ]
     assert ended(*programs) == GOOD
+
+
+def test_tasks_of_srun_are_ranks() -> None:
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
+        "SLURM_STEP_RESV_PORTS": str(free_port()),
+        "SLURM_NODEID": "0",
+    }
+    tasks = [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
+    assert ended(*(start(PROGRAMS / "launched.py", variables=task) for task in tasks)) == GOOD
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun: apt-get install openmpi-bin")
+def test_processes_of_mpirun_are_ranks() -> None:
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3")
+    assert ended(start(PROGRAMS / "launched.py", by=mpirun)) == GOOD
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a namespace")

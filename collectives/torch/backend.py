@@ -33,7 +33,8 @@ def register() -> None:
 def create(options: Any) -> Any:
     """Return the process group that `torch.distributed` asks for. Raises `DistBackendError`."""
     importlib.import_module("zbmd.collectives.torch.attach").ensure(options)
-    functions: Any = importlib.import_module("zbmd.collectives.torch.functions")
-    functions.install(BACKEND)
+    for name in ("functions", "flights"):
+        module: Any = importlib.import_module(f"zbmd.collectives.torch.{name}")
+        module.install(BACKEND)
     groups: Any = importlib.import_module("zbmd.collectives.torch.process_group")
     return groups.create(options)

@@ -7,6 +7,7 @@ sends and receives. Needs PyTorch; imported by `backend` when a process group is
 from __future__ import annotations
 
 import importlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,6 +23,7 @@ from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.torch import messages
 from zbmd.collectives.torch.barrier import monitored_barrier, seconds
 from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.flights import kept, label, like, profiled
 from zbmd.collectives.torch.functions import uncompiled
 from zbmd.collectives.torch.identity import Identity, Unmade
 from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
@@ -91,6 +93,7 @@ class Operations(Identity):
     ) -> None:
         super().__init__(group, store, timeout_s, name, ranks)
         self._together: list[Future[Any]] | None = None
+        self.flights: deque[Called] = deque(maxlen=kept())
         self._completers = ThreadPoolExecutor(COMPLETERS, thread_name_prefix="zbmd-torch-done")
         self._closed = False
 
@@ -321,6 +324,9 @@ class Operations(Identity):
         buffer, to = TensorBuffer(_only(tensors)), self._rank(dst)
         if CONTINUITY.is_alone:
             return self._work(DONE, [])
+        if profiled():
+            with label("send", [_only(tensors)]):
+                pass  # a mark: it has no length
         limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
         if direct is not None:
             request = direct.send(buffer.array, to, tag, buffer.label, limit_ns)
@@ -341,6 +347,9 @@ class Operations(Identity):
         buffer, source = TensorBuffer(tensor, load=False), None if src is None else self._rank(src)
         if CONTINUITY.is_alone:
             return self._work(DONE, [tensor])
+        if profiled():
+            with label("recv" if source is not None else "recvAnySource", [tensor]):
+                pass
         limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
         if direct is not None:
             request = direct.receive(buffer.array, source, tag, buffer.label, limit_ns)
@@ -376,18 +385,32 @@ class Operations(Identity):
         home: Sequence[TensorBuffer] = (),
     ) -> Any:
         """Queue an operation, after which what came into the buffers of `home` is in their tensors."""
-        end_ns = now_ns() + round(self._limit_s(opts, timeout) * 1e9)
-        self._calls += 1
-        number = self._calls
-        called.place = f" #{number} of {self.title}"
+        called.limit_ns, called.called_ns = round(self._limit_s(opts, timeout) * 1e9), now_ns()
+        self._calls = called.number = self._calls + 1
+        called.place = f" #{self._calls} of {self.title}"
         if CONTINUITY.is_alone:
             self._alone(operation, home)
-            CONTINUITY.answer(self._name, number, outputs)
+            CONTINUITY.answer(self._name, called.number, outputs)
             return self._work(DONE, outputs)
-        forgive = CONTINUITY.keep(outputs)
+        self.flights.append(called)
+        if not profiled():
+            return self._begin(called, operation, outputs, opts, home)
+        with label(called.name, [*like(called)]):
+            return self._begin(called, operation, outputs, opts, home)
+
+    def _begin(
+        self,
+        called: Called,
+        operation: Operation,
+        outputs: Sequence[Any],
+        opts: Any,
+        home: Sequence[TensorBuffer],
+    ) -> Any:
+        end_ns, forgive = called.called_ns + called.limit_ns, CONTINUITY.keep(outputs)
 
         def run(c: Communicator) -> None:
             c.label(called.text)
+            called.began_ns = now_ns()
             try:
                 operation(c, end_ns)
             except ZbmdError as error:
@@ -397,7 +420,8 @@ class Operations(Identity):
                 self._alone(operation)
             for buffer in home:
                 buffer.bring_home()
-            CONTINUITY.record(self._name, number, outputs)
+            called.ended_ns = now_ns()
+            CONTINUITY.record(self._name, called.number, outputs)
 
         if self._may_run_here(opts):
             run(self._group.communicator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -101,36 +101,35 @@ def _label(dtype: Any, shape: Any) -> bytes:
     return tensor_text(dtype, shape).encode()
 
 
-def described(buffers: Sequence[TensorBuffer]) -> Callable[[], str]:
-    """Return a function that returns tensors as text: `float32[4,3]`, or `[float32[4], float32[2], … of 9]`.
-
-    It keeps none of them.
-    """
-    some = [(buffer.tensor_dtype, buffer.shape) for buffer in buffers[:NAMED_MAX]]
-    count = len(buffers)
-
-    def text() -> str:
-        named = [tensor_text(*each) for each in some]
-        if count <= 1:
-            return "".join(named)
-        more = [f"… of {count}"] if count > NAMED_MAX else []
-        return f"[{', '.join(named + more)}]"
-
-    return text
-
-
 class Called:
-    """A call in its caller's words, which are put together only for an error. Keeps no tensor."""
+    """A call in its caller's words, which are put together only for an error, and its times. Keeps no tensor.
 
-    __slots__ = ("_more", "_name", "_tensors", "place")
+    name: of the operation. tensors: dtype and shape of the first few. Times in ns of the monotonic clock, 0
+    until then.
+    """
+
+    __slots__ = (
+        *("_count", "_more", "name", "number", "place", "tensors"),
+        *("began_ns", "called_ns", "ended_ns", "limit_ns"),
+    )
 
     def __init__(self, name: str, buffers: Sequence[TensorBuffer], more: str = "") -> None:
-        self._name, self._tensors, self._more = name, described(buffers), more
+        self.name, self._more, self._count = name, more, len(buffers)
+        self.tensors = [(buffer.tensor_dtype, buffer.shape) for buffer in buffers[:NAMED_MAX]]
         self.place = ""
+        self.number = self.called_ns = self.limit_ns = self.began_ns = self.ended_ns = 0
 
     def text(self) -> str:
         """Return `all_reduce(float32[4,3]) #5 of default_pg`."""
-        return f"{self._name}({self._tensors()}{self._more}){self.place}"
+        return f"{self.name}({self._described()}{self._more}){self.place}"
+
+    def _described(self) -> str:
+        """Return its tensors: `float32[4,3]`, or `[float32[4], float32[2], … of 9]`."""
+        named = [tensor_text(*each) for each in self.tensors]
+        if self._count <= 1:
+            return "".join(named)
+        more = [f"… of {self._count}"] if self._count > NAMED_MAX else []
+        return f"[{', '.join(named + more)}]"
 
 
 def _array_over(flat: Any, numbers: bool) -> Array:

@@ -2,7 +2,7 @@
 
 The position in a pass is the number of committed steps; a replacement skips so many batches without loading
 them. Supported are `DataLoader`, loaders with a state (`StatefulDataLoader`), and anything that can be
-iterated anew for each pass, which is read up to the position.
+iterated again for each pass, which is read up to the position.
 """
 
 from __future__ import annotations

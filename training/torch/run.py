@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import structlog
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, LoopLost, Mode, Standing
 from zbmd.collectives.torch.rendezvous import come_together
@@ -87,7 +89,8 @@ class Run:
         self, models: Sequence[Any], optimizers: Sequence[Any], others: Sequence[Any], seed: int | None
     ) -> None:
         worker = world().worker
-        if worker is None or not dist.is_initialized() or not CONTINUITY.groups:
+        launched = RankEnvironment.read(os.environ) is not None
+        if worker is None or not launched or not dist.is_initialized() or not CONTINUITY.groups:
             raise UserError(
                 'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that '
                 "`zbmd-node run` has started"

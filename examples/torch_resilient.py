@@ -6,6 +6,8 @@ Kill a rank while it runs (`kill -9`): the others repeat the step with its repla
 last line stays the same.
 """
 
+# pyright: basic, reportMissingImports=false
+
 from __future__ import annotations
 
 import torch

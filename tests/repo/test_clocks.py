@@ -21,6 +21,7 @@ READERS = {
     "actors/core/context.py": "an actor's own wall clock",
     "actors/process/log.py": "the time of a line of the log",
     "collectives/group/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
+    "collectives/torch/flights.py": "when calls began, in the dump of PyTorch's recorder",
     "training/profiler/profiler.py": "when a run began, to be told beside the monotonic clock",
     "transport/link/_link.pyx": "the stamp of a frame",
     "transport/link/base.py": "that clock, as its default",

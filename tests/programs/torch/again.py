@@ -1,5 +1,5 @@
 """Three ranks with stores of their own: groups made many times, of all and of some, over one store."""
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

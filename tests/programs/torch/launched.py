@@ -1,5 +1,5 @@
 """A rank under any launcher: some operations, and what it found. Arguments: the init method, if not env://."""
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

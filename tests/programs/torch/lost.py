@@ -1,5 +1,5 @@
 """Three ranks of which one dies: the others get a typed error, meet again without it, and go on."""
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

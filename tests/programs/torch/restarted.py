@@ -1,5 +1,5 @@
 """A rank under torchrun that dies in the first attempt; the others see why, and the second ends well."""
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

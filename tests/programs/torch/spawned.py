@@ -2,7 +2,7 @@
 
 Arguments: how, and the init method.
 """
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -226,6 +226,8 @@ class Continuity:
         records = self._recorded
         if self._left_bytes <= 0 or records is None or not outputs or self.standing is not Standing.OUTSIDE:
             return
+        if any(tensor.layout is not torch.strided for tensor in outputs):
+            return
         size = sum(map(_nbytes, outputs))
         if size > RECORD_BYTES_MAX or size > self._left_bytes or len(records) >= RECORDS_MAX:
             return

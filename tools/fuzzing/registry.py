@@ -136,6 +136,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "collectives/torch/rendezvous.py": "reads an address that a member of its own job has written",
     "collectives/torch/continuity.py": "needs PyTorch: test_encoding.py gives it any bytes",
     "collectives/torch/barrier.py": "receives tensors by the methods of a process group",
+    "collectives/torch/flights.py": "reads the dump that PyTorch makes of its own calls",
     "collectives/torch/functions.py": "hands receives on to a process group",
     "tools/lab/torch_suite/*.py": "read what processes that they have started themselves write",
     "training/torch/*.py": "need PyTorch: test_encoding.py gives them any bytes",

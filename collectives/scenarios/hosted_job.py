@@ -17,6 +17,7 @@ from zbmd.actors.cluster.jobs import node_events as jobs
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.view import MemberId, View
 from zbmd.transport import sim
+from zbmd.transport.errors import LocalProtocolError
 
 # ---- kill plans
 #
@@ -257,3 +258,60 @@ def add_processes(
     for rank in range(world_size):
         simulation.add(f"rank{rank}", partial(make, rank), start=False)
     return lambda m: simulation.lives(f"rank{m.rank}") and incarnations.get(m.rank) == m.incarnation
+
+
+class MemberProcess(ABC):
+    """A rank as a driver of the views of its job: it links for each, and enters it once all are linked."""
+
+    def __init__(self, rank: int, incarnation: int, rng: random.Random) -> None:
+        self.member = MemberId(rank=rank, incarnation=incarnation)
+        self.rng = rng
+        self.known = View(epoch=0, members=())
+        self.entered = 0
+        self.may_enter = 0
+        self.lost: set[MemberId] = set()
+        self.parted: set[MemberId] = set()
+
+    def deliver(self, stimulus: sim.Stimulus[Message], *, now_ns: int) -> Sequence[sim.Effect[Message]]:
+        """Take note of a view or of a member's end, or do what is due."""
+        match stimulus:
+            case sim.Started():
+                return [joined(self.member)]
+            case sim.Arrived(message=jobs.InstallView(view=view)):
+                self.known = max(self.known, view, key=lambda known: known.epoch)
+                return self._link()
+            case sim.Arrived(message=Enter(epoch=epoch)):
+                self.may_enter = max(epoch, self.may_enter)
+                return self._enter(now_ns)
+            case sim.Arrived(message=Parted(member=member)):
+                self.parted.add(member)
+                return []
+            case sim.PeerEnded(peer=peer, incarnation=incarnation):
+                if peer != NODE:
+                    self.lost.add(member_of(peer, incarnation))
+                return []
+            case sim.TimerFired(name=name):
+                return self._fired(name, now_ns)
+            case _:
+                raise LocalProtocolError(f"a rank does not expect {stimulus}")
+
+    def _link(self) -> list[sim.Effect[Message]]:
+        if not self._waits_for_view() or self.known.epoch <= self.entered:
+            return []
+        return [linked(self.member, self.known.epoch)]
+
+    def _may_enter(self) -> bool:
+        """Whether the view known last is to be entered now."""
+        return self._waits_for_view() and self.entered < self.known.epoch <= self.may_enter
+
+    @abstractmethod
+    def _waits_for_view(self) -> bool:
+        """Whether nothing of the view before is under way."""
+
+    @abstractmethod
+    def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
+        """Enter the view known last, if it may be entered."""
+
+    @abstractmethod
+    def _fired(self, name: str, now_ns: int) -> list[sim.Effect[Message]]:
+        """Do what a timer was set for."""

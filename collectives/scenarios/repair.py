@@ -12,32 +12,25 @@ all who return it have the same contributors, the dead too; and no living member
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from zbmd.actors.cluster.jobs import node_events as jobs
-from zbmd.actors.view import RANKS_MAX, MemberId, View
+from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair.machine import RepairMachine, RepairState
 from zbmd.collectives.scenarios.hosted_job import (
-    NODE,
-    Enter,
     JobOptions,
     JobScenario,
+    MemberProcess,
     Message,
-    Parted,
     add_processes,
     group_of,
-    joined,
-    linked,
-    member_of,
 )
 from zbmd.collectives.scenarios.node import NodeProcess, draw_conditions
 from zbmd.transport import sim
-from zbmd.transport.errors import LocalProtocolError
 
 TICK_NS_MAX = 300_000
 """The slowest step of the data plane."""
@@ -124,19 +117,14 @@ class Stage:
     source: int = -1
 
 
-class RankProcess:
+class RankProcess(MemberProcess):
     """The driver of one rank: performs the machine's actions on the world, decides nothing."""
 
     def __init__(self, world: RepairWorld, rank: int, incarnation: int, rng: random.Random) -> None:
-        self.world, self.rng = world, rng
-        self.member = MemberId(rank=rank, incarnation=incarnation)
+        super().__init__(rank, incarnation, rng)
+        self.world = world
         self.memory = world.memory[self.member] = Memory()
         self.machine = RepairMachine(rank=rank)
-        self.known = View(epoch=0, members=())
-        self.entered = 0
-        self.may_enter = 0
-        self.lost: set[MemberId] = set()
-        self.parted: set[MemberId] = set()
         self.stages: list[Stage] = []
         self.report: rm.Report | None = None
         self.moved = 0
@@ -145,30 +133,8 @@ class RankProcess:
         """The machine's own."""
         self.machine.check_invariants()
 
-    def deliver(self, stimulus: sim.Stimulus[Message], *, now_ns: int) -> Sequence[sim.Effect[Message]]:
-        """Translate a stimulus into the machine's event and perform what it answers."""
-        match stimulus:
-            case sim.Started():
-                return [joined(self.member)]
-            case sim.Arrived(message=jobs.InstallView(view=view)):
-                self.known = max(self.known, view, key=lambda known: known.epoch)
-                return self._link()
-            case sim.Arrived(message=Enter(epoch=epoch)):
-                self.may_enter = max(epoch, self.may_enter)
-                return self._enter(now_ns)
-            case sim.Arrived(message=Parted(member=member)):
-                self.parted.add(member)
-                return []
-            case sim.PeerEnded(peer=peer, incarnation=incarnation):
-                if peer != NODE:
-                    self.lost.add(member_of(peer, incarnation))
-                return []
-            case sim.TimerFired(name="call"):
-                return self._call(now_ns)
-            case sim.TimerFired():
-                return self._meet(now_ns)
-            case _:
-                raise LocalProtocolError(f"a rank does not expect {stimulus}")
+    def _fired(self, name: str, now_ns: int) -> list[sim.Effect[Message]]:
+        return self._call(now_ns) if name == "call" else self._meet(now_ns)
 
     # ---- views
 
@@ -179,14 +145,9 @@ class RankProcess:
             RepairState.EXCHANGING,
         )
 
-    def _link(self) -> list[sim.Effect[Message]]:
-        if not self._waits_for_view() or self.known.epoch <= self.entered:
-            return []
-        return [linked(self.member, self.known.epoch)]
-
     def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
         """Enter the view known last if all are linked; an exchange of an earlier epoch ends with that."""
-        if not self._waits_for_view() or not self.entered < self.known.epoch <= self.may_enter:
+        if not self._may_enter():
             return []
         if self.machine.state is RepairState.EXCHANGING:
             return self._cut(now_ns)

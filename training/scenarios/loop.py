@@ -13,30 +13,23 @@ state is lost only with all ranks that had it. Once the kills stop, every rank m
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, assert_never
 
-from zbmd.actors.cluster.jobs import node_events as jobs
-from zbmd.actors.view import RANKS_MAX, MemberId, View
+from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.scenarios.hosted_job import (
-    NODE,
-    Enter,
     JobOptions,
     JobScenario,
+    MemberProcess,
     Message,
-    Parted,
     add_processes,
-    joined,
-    linked,
-    member_of,
 )
-from zbmd.collectives.scenarios.node import NodeProcess, draw_conditions
-from zbmd.collectives.scenarios.repair import CALL_NS_MAX, GO_ON_SHARE, TICK_NS_MAX, Meeting
+from zbmd.collectives.scenarios.node import NodeProcess
+from zbmd.collectives.scenarios.repair import CALL_NS_MAX, GO_ON_SHARE, TICK_NS_MAX, Meeting, conditions_of
 from zbmd.training.torch import transaction as tx
 from zbmd.transport import sim
-from zbmd.transport.errors import LocalProtocolError
 
 TAIL_NS_MAX = 100_000
 """The longest that a rank takes to update and to end a step: short, since no rule depends on it."""
@@ -82,64 +75,36 @@ class Given:
     content: Content
 
 
-class LoopRank:
+class LoopRank(MemberProcess):
     """The driver of one rank: performs the machine's actions on the world, decides nothing."""
 
     def __init__(self, world: LoopWorld, rank: int, incarnation: int, rng: random.Random) -> None:
-        self.world, self.rng = world, rng
-        self.member = MemberId(rank=rank, incarnation=incarnation)
+        super().__init__(rank, incarnation, rng)
+        self.world = world
         self.machine = tx.Transactions()
         self.begun = False
         self.content: Content = ()
         self.gradients: Content | None = None
         """The state from which this rank's gradients were computed; None: they are not whole."""
-        self.known = View(epoch=0, members=())
-        self.entered = self.may_enter = 0
         self.members: tuple[MemberId, ...] = ()
-        self.lost: set[MemberId] = set()
-        self.parted: set[MemberId] = set()
         self.stages: list[Stage] = []
         self.actions: list[tx.Action] = []
-        self.waits, self.met = True, 0
+        self.waits = True
 
     def check_invariants(self) -> None:
         """The machine's own, and that the state is of its version."""
         self.machine.check_invariants()
 
-    def deliver(self, stimulus: sim.Stimulus[Message], *, now_ns: int) -> Sequence[sim.Effect[Message]]:
-        """Translate a stimulus into the machine's event and perform what it answers."""
-        match stimulus:
-            case sim.Started():
-                return [joined(self.member)]
-            case sim.Arrived(message=jobs.InstallView(view=view)):
-                self.known = max(self.known, view, key=lambda known: known.epoch)
-                return self._link()
-            case sim.Arrived(message=Enter(epoch=epoch)):
-                self.may_enter = max(epoch, self.may_enter)
-                return self._enter(now_ns)
-            case sim.Arrived(message=Parted(member=member)):
-                self.parted.add(member)
-                return []
-            case sim.PeerEnded(peer=peer, incarnation=incarnation):
-                if peer != NODE:
-                    self.lost.add(member_of(peer, incarnation))
-                return []
-            case sim.TimerFired(name="tail"):
-                return self._end_step(now_ns)
-            case sim.TimerFired():
-                return self._meet(now_ns)
-            case _:
-                raise LocalProtocolError(f"a rank does not expect {stimulus}")
+    def _fired(self, name: str, now_ns: int) -> list[sim.Effect[Message]]:
+        return self._end_step(now_ns) if name == "tail" else self._meet(now_ns)
 
     # ---- views
 
-    def _link(self) -> list[sim.Effect[Message]]:
-        if not self.waits or self.known.epoch <= self.entered:
-            return []
-        return [linked(self.member, self.known.epoch)]
+    def _waits_for_view(self) -> bool:
+        return self.waits
 
     def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
-        if not self.waits or not self.entered < self.known.epoch <= self.may_enter:
+        if not self._may_enter():
             return []
         if self.known.finished:
             self.world.finished.add(self.member.rank)  # the run has ended; who is replaced now learns it
@@ -175,7 +140,6 @@ class LoopRank:
         if doomed and self.rng.random() > GO_ON_SHARE:
             return self._cut(now_ns)
         self.stages.pop(0)
-        self.met += 1
         return self._ends(stage, [meeting.entered[member] for member in meeting.members], now_ns)
 
     def _meeting(self, stage: Stage) -> Meeting:
@@ -313,11 +277,6 @@ class LoopRank:
             self.world.finished.add(self.member.rank)
             return [sim.Exit()]
         return self._begin("gradients", now_ns)
-
-
-def conditions_of(seed: int | str) -> sim.Conditions:
-    """The network of a run."""
-    return draw_conditions(random.Random(f"{seed}/conditions"))
 
 
 def build(seed: int | str, options: JobOptions) -> tuple[sim.Simulation[Message], LoopWorld]:

@@ -2,14 +2,13 @@
 
 Each default group begins with a meeting. Every rank puts a greeting into the store; rank 0 takes them, and
 gives each a plan: to stay what it is, if all are attached to one job already as they are to be, or to attach
-anew. Keys are those of the group; a greeting is taken once, and a plan is for one greeting, so a store that
+again. Keys are those of the group; a greeting is taken once, and a plan is for one greeting, so a store that
 has been used before, or that outlives a rank, does no harm.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from zbmd.actors.bootstrap.attached.meeting import host_name, plan_of
 from zbmd.actors.bootstrap.attached.messages import Hello, Plan, decode_hello, decode_plan, encode
 from zbmd.actors.process.exit import script_ended
 from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.collectives.torch.served_store import keep_store
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import leave, world
 from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
@@ -37,9 +37,6 @@ ABSENT_NAMED_MAX: Final = 8
 _attachment: client.Attachment | None = None
 _registered_in = 0
 """The process that has registered its end."""
-_kept: Final[list[Any]] = []
-"""The store that rank 0 serves for `env://` and `tcp://`. It must not end with its group: another rank that
-initialises again at once would join it just before."""
 
 
 def ensure(options: Any) -> None:
@@ -149,18 +146,13 @@ class _Meeting:
 
 
 def _keep_served(store: Any, rank: int) -> None:
+    """Have the store that rank 0 serves for `env://` and `tcp://` outlive its group.
+
+    Another rank that initialises again at once would join it just before its end.
+    """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    _kept[:] = [store] if rank == 0 and isinstance(store, dist.TCPStore) else []
-
-
-def _keep_for_ever() -> None:
-    """Never end the store in a forked child, which has none of its threads."""
-    for store in _kept:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-
-
-os.register_at_fork(after_in_child=_keep_for_ever)
+    keep_store(store if rank == 0 and isinstance(store, dist.TCPStore) else None)
 
 
 def _attach(meeting: _Meeting, plan: Plan) -> None:
@@ -208,4 +200,4 @@ def _script_ended() -> None:
     script_ended(failed=failed)
     if _attachment is not None:
         _attachment.detach(ends=True)
-    _kept.clear()
+    keep_store(None)

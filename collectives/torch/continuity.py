@@ -11,7 +11,6 @@ Outside of such a loop nothing differs: an operation with a lost rank raises. In
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -25,7 +24,7 @@ import numpy as np
 
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.stand_in import Alone
+from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, UserError, ZbmdError
 
 torch: Any = importlib.import_module("torch")
@@ -86,17 +85,17 @@ class Continuity:
     """The part of this process. Used by the thread that trains; `note` and `record` by any."""
 
     def __init__(self) -> None:
+        self._groups: list[ReferenceType[Any]] = []
+        self._answering: list[Any] | None = None
         self.mode = Mode.TOGETHER
         self.standing = Standing.OUTSIDE
         self.broken: ZbmdError | None = None
         """The first loss of the epoch under way that an operation has met."""
         self.epoch = 0
         """The epoch of the process groups; 0: any."""
-        self._groups: list[ReferenceType[Any]] = []
-        self._recorded: list[Recorded] | None = []
+        self._recorded: list[Recorded] = []
         self._left_bytes = RECORDS_BYTES_MAX
         self._answers: dict[tuple[str, int], list[bytes]] = {}
-        self._answering: list[Any] | None = None
         self._tail_alone = False
 
     # The process groups, in the order in which they were made.
@@ -131,7 +130,7 @@ class Continuity:
         if Standing.OUTSIDE not in rows:
             return
         source = int(np.flatnonzero(rows == Standing.IN_LOOP)[0])
-        said = msgspec.msgpack.encode(self._recorded or []) if group.rank == source else b""
+        said = msgspec.msgpack.encode(self._recorded) if group.rank == source else b""
         size = np.array([len(said)], np.int64)
         group.submit(lambda c: c.broadcast(size, source, deadline_ns=end_ns)).result()
         if not 0 < size[0] <= 2 * RECORDS_BYTES_MAX:
@@ -170,8 +169,10 @@ class Continuity:
             self.mode, self._tail_alone = Mode.TOGETHER, False
 
     def leave(self) -> None:
-        """The loop is over: from now on losses are those of any script."""
-        self.mode, self.standing, self.broken = Mode.TOGETHER, Standing.OUTSIDE, None
+        """The default process group has ended, and with it any loop: losses are those of any script."""
+        self.mode, self.standing, self.broken, self.epoch = Mode.TOGETHER, Standing.OUTSIDE, None, 0
+        self._recorded, self._left_bytes, self._tail_alone = [], RECORDS_BYTES_MAX, False
+        self._answers.clear()
 
     def require_groups(self) -> None:
         """Raise `UserError` if no process group may be made now."""
@@ -210,29 +211,25 @@ class Continuity:
                 _fill(tensor, data)
 
     @contextmanager
-    def answering(self, tensors: Sequence[Any]) -> Generator[list[Any]]:
-        """Meanwhile operations are local, and their outputs become these, one after the other.
-
-        Yields those that are left.
-        """
-        self._answering = left = list(tensors)
+    def answering(self, tensors: Sequence[Any]) -> Generator[None]:
+        """Meanwhile operations are local, and their outputs become these, one after the other."""
+        self._answering = list(tensors)
         try:
-            yield left
+            yield
         finally:
             self._answering = None
 
     def record(self, group: str, call: int, outputs: Sequence[Any]) -> None:
         """Keep the result of an operation for replacements, if it is small and comes before the loop."""
-        records = self._recorded
-        if self._left_bytes <= 0 or records is None or not outputs or self.standing is not Standing.OUTSIDE:
+        if self._left_bytes <= 0 or not outputs or self.standing is not Standing.OUTSIDE:
             return
         if any(tensor.layout is not torch.strided for tensor in outputs):
             return
         size = sum(map(_nbytes, outputs))
-        if size > RECORD_BYTES_MAX or size > self._left_bytes or len(records) >= RECORDS_MAX:
+        if size > min(RECORD_BYTES_MAX, self._left_bytes):
             return
-        self._left_bytes -= size
-        records.append(Recorded(group, call, [_bytes_of(tensor) for tensor in outputs]))
+        self._left_bytes -= size if len(self._recorded) < RECORDS_MAX - 1 else self._left_bytes
+        self._recorded.append(Recorded(group, call, [_bytes_of(tensor) for tensor in outputs]))
 
     def keep(self, outputs: Sequence[Any]) -> Callable[[ZbmdError, int], bool] | None:
         """Before an operation in the tail: return what is to be called if it fails; None elsewhere.
@@ -260,10 +257,6 @@ class Continuity:
 
         return forgive
 
-    def stand_in(self, place: int, size: int) -> Any:
-        """Return what a local operation is called with."""
-        return Alone(place, size)
-
 
 def require_no_backward() -> None:
     """Raise `UserError` in a backward pass: after the commit of a step, gradients belong to the next."""
@@ -280,9 +273,7 @@ def _nbytes(tensor: Any) -> int:
 
 
 def _bytes_of(tensor: Any) -> bytes:
-    whole = tensor.detach().contiguous()
-    # `Tensor.numpy()` would forbid that the tensor's storage is resized ever after, as FSDP does.
-    return ctypes.string_at(whole.data_ptr(), _nbytes(whole)) if whole.numel() else b""
+    return bytes_over(tensor.detach().contiguous()).tobytes()
 
 
 def _fill(tensor: Any, data: bytes) -> None:

@@ -27,6 +27,7 @@ from zbmd.collectives.torch.flights import kept, label, like, profiled
 from zbmd.collectives.torch.functions import uncompiled
 from zbmd.collectives.torch.identity import Identity, Unmade
 from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
+from zbmd.collectives.torch.stand_in import Alone
 from zbmd.collectives.torch.tensors import Array, Called, TensorBuffer
 from zbmd.collectives.torch.work import COMPLETERS, DONE, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
@@ -36,8 +37,8 @@ from zbmd.transport.native._native import now_ns
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
 
-Operation = Callable[[Communicator, int], object]
-"""Takes the communicator and the deadline, ns."""
+Operation = Callable[[Any, int], object]
+"""Takes the communicator, or its stand-in, and the deadline, ns."""
 CallP = ParamSpec("CallP")
 
 
@@ -431,7 +432,7 @@ class Operations(Identity):
 
     def _alone(self, operation: Operation, home: Sequence[TensorBuffer] = ()) -> None:
         """Carry an operation out without the others."""
-        operation(CONTINUITY.stand_in(self.rank(), self.size()), 0)
+        operation(Alone(self.rank(), self.size()), 0)
         for buffer in home:
             buffer.bring_home()
 
@@ -498,6 +499,8 @@ class Operations(Identity):
             if not isinstance(self._group, Unmade):
                 world().close(self._group, "destroyed its process group")
             self._completers.shutdown(wait=False)
+            if not self.ranks:
+                CONTINUITY.leave()
 
     # Names of older versions.
     _allgather_base = all_gather_single

@@ -12,7 +12,6 @@ concern: they meet again, in the next view.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY, Mode
+from zbmd.collectives.torch.served_store import keep_store
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import Met, world
 from zbmd.transport.clock.patience import PATIENCE
@@ -177,17 +177,5 @@ def _shared_store(met: Met, connect_s: float, timeout: timedelta, end_ns: int) -
         host, port = place.tobytes().rstrip(b"\0").decode().split(" ")
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=connect)
     store.set_timeout(timeout)
-    _kept[:] = [store]
+    keep_store(store)
     return store
-
-
-_kept: Final[list[Any]] = []
-"""The store of the last meeting: rank 0's has threads, which no forked child may join."""
-
-
-def _keep_for_ever() -> None:
-    for store in _kept:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-
-
-os.register_at_fork(after_in_child=_keep_for_ever)

@@ -96,6 +96,11 @@ def tensor_text(dtype: Any, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
 
 
+def bytes_over(tensor: Any) -> Array:
+    """Return the bytes of a contiguous tensor, flat, without a copy."""
+    return TensorBuffer(tensor.reshape(-1).view(torch.uint8)).array
+
+
 @lru_cache(LABELS_KEPT)
 def _label(dtype: Any, shape: Any) -> bytes:
     return tensor_text(dtype, shape).encode()

@@ -54,7 +54,7 @@ class SkippingBatches:
 
 
 def check(loader: Any) -> None:
-    """Raise `UserError` for a loader that cannot be continued; warn of one whose bits depend on workers."""
+    """Raise `UserError` for a loader that cannot be continued; warn of one that cannot skip."""
     if isinstance(loader, Iterator) and not has_state(loader):
         raise UserError(
             f"{type(loader).__name__} can be iterated once, and a replacement has to begin again: give "

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from zbmd.collectives.torch.tensors import TensorBuffer
+from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")
@@ -76,7 +76,7 @@ def _packed(value: Any, where: str, tensors: list[Any], depth: int) -> Any:
 
 def _packed_leaf(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
-        return [_DTYPE, str(value).removeprefix("torch.")]
+        return [_DTYPE, name_of(value)]
     if isinstance(value, torch.device):
         return [_DEVICE, str(value)]
     if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject is False:
@@ -109,9 +109,7 @@ def _unpacked(tree: Any, tensors: Sequence[Any], depth: int) -> Any:
         case [int(tag), str(text)] if tag == _BIG:
             return int(text)
         case [int(tag), str(name)] if tag == _DTYPE:
-            dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype):
-                return dtype
+            return dtype_named(name)
         case [int(tag), str(name)] if tag == _DEVICE:
             try:
                 return torch.device(name)
@@ -127,21 +125,31 @@ def _unpacked(tree: Any, tensors: Sequence[Any], depth: int) -> Any:
     raise ValueError(f"{tree!r:.60} is nothing that a state is made of")
 
 
+def name_of(dtype: Any) -> str:
+    """Return the name of a dtype of torch: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> Any:
+    """Return the dtype of that name. Raises `ValueError` if there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
+
+
 def to_bytes(tensor: Any) -> tuple[str, list[int], bytes]:
     """Return a small tensor as its dtype, shape and bytes."""
     whole = tensor.detach().cpu().contiguous()
-    data = TensorBuffer(whole.reshape(-1).view(torch.uint8)).array.tobytes() if whole.numel() else b""
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data
+    return name_of(tensor.dtype), list(tensor.shape), bytes_over(whole).tobytes()
 
 
 def from_bytes(dtype: str, shape: list[int], data: bytes) -> Any:
     """Return the tensor. Raises `ValueError`."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or any(size < 0 for size in shape):
-        raise ValueError(f"{dtype}{shape} is no tensor")
     try:
         if not data:
-            return torch.empty(shape, dtype=found)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(found).reshape(shape)
+            return torch.empty(shape, dtype=dtype_named(dtype))
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return flat.view(dtype_named(dtype)).reshape(shape)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ValueError(f"{dtype}{shape} of {len(data)} bytes: {error}") from None

@@ -331,8 +331,7 @@ class Run:
         assert self._then is not None
         self._has_stepped = self._has_stepped or self._then.step > self._position.step
         self._position, self._committed = self._then, True
-        if self._means or self._then.step:
-            self.metrics = votes.means_of(self._rows, sorted(self._means)) or self.metrics
+        self.metrics = votes.means_of(self._rows, sorted(self._means)) or self.metrics
         CONTINUITY.begin_tail(alone=promoted)
 
     def _end_rehearsal(self) -> None:

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.tensors import TensorBuffer
+from zbmd.collectives.torch.tensors import bytes_over, tensor_text
 from zbmd.training.torch import points
-from zbmd.training.torch.encoding import decode, encode
+from zbmd.training.torch.encoding import decode, dtype_named, encode, name_of
 from zbmd.training.torch.rollback import Boundary, hyperparameters, load, restore_hyperparameters
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import RemoteProtocolError, UserError
@@ -81,7 +81,7 @@ def give(
     }
     tree, inner = encode(state, "the state of a loop")
     own = own_tensors(models)
-    shapes = [Shape(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inner]
+    shapes = [Shape(name_of(tensor.dtype), list(tensor.shape)) for tensor in inner]
     header = msgspec.msgpack.encode(Header(tree, shapes, [described(name, one) for name, one in own]))
     blocking = group.blocking
     blocking.send(np.array([len(header)], np.int64), to, tag=TAG)
@@ -91,7 +91,7 @@ def give(
         if number == len(tensors) // 2:
             faults.hit(points.GIVE)
         if tensor.numel():
-            blocking.send(_bytes_over(tensor.detach().contiguous()), to, tag=TAG)
+            blocking.send(bytes_over(tensor.detach().contiguous()), to, tag=TAG)
 
 
 def take(
@@ -118,13 +118,13 @@ def take(
     _require_same([described(name, tensor) for name, tensor in own], header.own)
     for _, tensor in own:
         flat = tensor.detach().contiguous()
-        receive(_bytes_over(flat))
+        receive(bytes_over(flat))
         if flat.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.detach().copy_(flat)
     inner = [empty(shape) for shape in header.tensors]
     for tensor in inner:
-        receive(_bytes_over(tensor))
+        receive(bytes_over(tensor))
     return _loaded(decode(header.tree, inner), optimizers, boundary)
 
 
@@ -138,12 +138,9 @@ def decode_header(data: bytes) -> Header:
 
 def empty(shape: Shape) -> Any:
     """Return memory for a tensor that follows. Raises `RemoteProtocolError`."""
-    dtype = getattr(torch, shape.dtype, None)
-    if not isinstance(dtype, torch.dtype) or any(size < 0 for size in shape.shape):
-        raise RemoteProtocolError(f"the state of a loop is to have a tensor {shape}")
     try:
-        return torch.empty(shape.shape, dtype=dtype)
-    except (RuntimeError, TypeError, OverflowError) as error:
+        return torch.empty(shape.shape, dtype=dtype_named(shape.dtype))
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise RemoteProtocolError(f"the state of a loop is to have a tensor {shape}: {error}") from None
 
 
@@ -159,7 +156,7 @@ def own_tensors(models: Sequence[Any]) -> list[tuple[str, Any]]:
 
 def described(name: str, tensor: Any) -> str:
     """Return a tensor in words: `0.weight: float32[4,3]`."""
-    return f"{name}: {str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+    return f"{name}: {tensor_text(tensor.dtype, tensor.shape)}"
 
 
 def _require_same(here: list[str], there: list[str]) -> None:
@@ -196,8 +193,3 @@ def _loaded(state: Any, optimizers: Sequence[Any], boundary: Boundary) -> Carrie
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RemoteProtocolError(f"the state of a loop, as another rank has sent it: {error!r}") from None
-
-
-def _bytes_over(tensor: Any) -> Any:
-    """Return the bytes of a contiguous tensor, without a copy."""
-    return TensorBuffer(tensor.reshape(-1).view(torch.uint8)).array

@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only=Tru
     """The answer of rank 0 to all ranks' `Hello`. problem: why they cannot meet, for people; else empty.
 
     stays: all are attached to one job already, as they are to be; hosts: the ranks of each host, where they
-    are to attach anew; name: of this meeting.
+    are to attach now; name: of this meeting.
     """
 
     name: str = ""

@@ -88,13 +88,13 @@ def hello(host: str, job: int = 0, rank: int = 0, size: int = 0) -> Hello:
 
 def test_ranks_stay_attached_only_if_all_are_what_they_are_to_be() -> None:
     stays = Plan(name="x", stays=True)
-    anew = Plan(name="x", hosts=((0, 1),))
+    attach_again = Plan(name="x", hosts=((0, 1),))
     assert plan_of([hello("a", 5, rank, 2) for rank in range(2)], "x") == stays
-    assert plan_of([hello("a"), hello("a")], "x") == anew
-    assert plan_of([hello("a", 5, 0, 2), hello("a")], "x") == anew  # one is new
-    assert plan_of([hello("a", 5, 1, 2), hello("a", 5, 0, 2)], "x") == anew  # they change places
-    assert plan_of([hello("a", 5, rank, 3) for rank in range(2)], "x") == anew  # one is missing
-    assert plan_of([hello("a", 5 + rank, rank, 2) for rank in range(2)], "x") == anew
+    assert plan_of([hello("a"), hello("a")], "x") == attach_again
+    assert plan_of([hello("a", 5, 0, 2), hello("a")], "x") == attach_again  # one is new
+    assert plan_of([hello("a", 5, 1, 2), hello("a", 5, 0, 2)], "x") == attach_again  # they change places
+    assert plan_of([hello("a", 5, rank, 3) for rank in range(2)], "x") == attach_again  # one is missing
+    assert plan_of([hello("a", 5 + rank, rank, 2) for rank in range(2)], "x") == attach_again
     assert str(os.getuid()) in host_name()
 
 

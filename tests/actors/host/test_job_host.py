@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -87,7 +88,8 @@ async def test_a_hosts_work_goes_to_a_spare_one_and_it_comes_back(tmp_path: Path
         place.node.die()
         for pid in descendants(os.getpid()):
             if pid in {place.jobs.template_pid, place.pid(1)}:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # a rank ends by itself soon after its template
+                    os.kill(pid, signal.SIGKILL)
         await w.members("0#1,1#2")
         assert [event.rank for event in w.places[2].events if isinstance(event, RankStarted)] == [1]
         place.node.again(w.places[0].node)

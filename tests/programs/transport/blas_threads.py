@@ -11,10 +11,12 @@ from zbmd.transport.host.threads import VARIABLES, apply_threads, computing_with
 generator = np.random.default_rng(1)
 A = generator.standard_normal((256, 4096), dtype=np.float32)
 B = generator.standard_normal((4096, 256), dtype=np.float32)
+C, D = generator.standard_normal((2, 1 << 20))
 
 
 def product() -> bytes:
-    return (A @ B).tobytes()
+    """A product of matrices and one of vectors: by processor, BLAS divides the sums of one or of both."""
+    return (A @ B).tobytes() + np.dot(C, D).tobytes()
 
 
 def differs() -> bool:

@@ -109,7 +109,7 @@ def plan_of(request: Request, rank: int, in_arena: Request | None = None) -> Pla
     Raises `ProgramError` on a bad request, and `VerificationError` if the programs of its ranks are flawed.
     """
     other = None if in_arena is None else plan_of(in_arena, rank)
-    algorithm, proof = algorithm_of(request), prove(request)
+    algorithm, proof = algorithm_of(request), prove(request, rank)
     sends = algorithm.sends
     program = build(request, rank)
     encoding = encode(program)

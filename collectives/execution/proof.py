@@ -1,11 +1,13 @@
 """Proves the programs of a request before any of them runs.
 
-The programs of all ranks are pure functions of the request, so every rank proves the same set by itself and
-comes to the same verdict. Requests that `tools/lab/proofs/programs.py` goes through (`swept_requests`) were
-proved offline, and cost nothing. Any other is verified when the first plan of it is made, for calls in place
-and out of place; the verdict is kept for the life of the process. What would take more than about a second
-(`WORK_MAX`, `RANKS_MAX`) is not proved: a warning says so. In groups of up to 64 ranks no algorithm that
-"auto" chooses comes near that.
+The programs of all ranks are pure functions of the request. Requests that `tools/lab/proofs/programs.py`
+goes through (`swept_requests`) were proved offline, and cost nothing. Any other is verified when the first
+plan of it is made, for calls in place and out of place; the verdict is kept for the life of the process.
+Every rank of a group of up to `EACH_RANKS_MAX` does so by itself and comes to the same verdict. In a larger
+one that would take each rank a second of its start, and of a replacement's recovery, so rank 0 proves for
+all: where it finds a flaw it takes no part, and the others' operation ends at its deadline. What would take
+more than about a second (`WORK_MAX`, `RANKS_MAX`) is not proved: a warning says so. In groups of up to 64
+ranks no algorithm that "auto" chooses comes near that.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ log: Final = structlog.stdlib.get_logger("zbmd.collectives.proof")
 
 SWEPT_RANKS_MAX: Final = 48
 """Groups of up to this many ranks are swept offline."""
+EACH_RANKS_MAX: Final = 48
+"""In larger groups only rank 0 verifies programs."""
 RANKS_MAX: Final = 256
 """Programs of larger groups are not verified when a plan is made."""
 WORK_MAX: Final = 4_000_000
@@ -62,6 +66,7 @@ class ProofKind(Enum):
 
     OFFLINE = "proved offline"
     NOW = "proved now"
+    BY_RANK_0 = "proved by rank 0"
     NOT_PROVED = "not proved"
 
 
@@ -78,11 +83,15 @@ class Proof:
         )
 
 
-def prove(request: Request) -> Proof:
-    """Return the proof of `request`, verifying the programs of all its ranks if that has not been done.
+def prove(request: Request, rank: int = 0) -> Proof:
+    """Return the proof of `request` for `rank`, verifying the programs of all ranks if that is its part and
+    has not been done.
 
     Raises `VerificationError`, which names the flaw, and `ProgramError` on a bad request.
     """
+    if rank and request.n > EACH_RANKS_MAX:
+        algorithm_of(request)
+        return Proof(kind=ProofKind.BY_RANK_0)
     with _turn:  # one thread verifies; the others find its verdict
         return _prove(request)
 

@@ -18,7 +18,13 @@ from zbmd.collectives.communicator.planning import plan_call
 from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
 from zbmd.collectives.execution import proof
 from zbmd.collectives.execution.plan import CHUNK_BYTES, plan_of
-from zbmd.collectives.execution.proof import SWEPT_RANKS_MAX, ProofKind, prove, swept_requests
+from zbmd.collectives.execution.proof import (
+    EACH_RANKS_MAX,
+    SWEPT_RANKS_MAX,
+    ProofKind,
+    prove,
+    swept_requests,
+)
 from zbmd.collectives.programs.program import Program, Wait
 from zbmd.tools.lab.proofs.programs import SPANS, Kept, units_of
 
@@ -120,6 +126,15 @@ def test_too_much_work_is_not_proved_and_a_warning_says_so(
         assert prove(request).kind is ProofKind.NOT_PROVED
     assert capsys.readouterr().out.count("plan not proved") == 2
     assert verified == []
+
+
+def test_rank_0_proves_for_all_of_a_large_group(verified: list[str]) -> None:
+    request = Request(operation=Operation.ALL_GATHER, algorithm="direct", n=EACH_RANKS_MAX + 1)
+    request = replace(request, chunks=request.blocks)
+    assert plan_of(request, 1).proof.kind is ProofKind.BY_RANK_0
+    assert verified == []
+    assert plan_of(request, 0).proof.kind is ProofKind.NOW
+    assert len(verified) == 2, "in place and out of place"
 
 
 def test_a_bad_request_is_refused_as_such() -> None:

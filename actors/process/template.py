@@ -42,6 +42,7 @@ from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.host.process import end_with_parent, set_process_name
 from zbmd.transport.host.threads import apply_threads
 from zbmd.transport.memory.kept import KEPT_FDS_VARIABLE
+from zbmd.transport.memory.memory_kills import offer_memory
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
 FDS_PER_REQUEST_MIN = 2
@@ -269,6 +270,7 @@ def run_target(request: ForkRequest, cause: CausePage | None = None) -> None:
     os.environ.update(request.environment)
     os.environ.pop(JOINED_VARIABLE, None)  # of a rank that has started this launcher
     script_begins()
+    offer_memory()
     apply_threads(os.environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Completed lines must be written before a kill; a pipe would buffer them in blocks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zbmd.transport.memory.memory_kills import RECENT_NS, MemoryKills
+from zbmd.transport.memory.memory_kills import PREFERENCE, RECENT_NS, MemoryKills, offer_memory
 
 MIB = 1 << 20
 
@@ -138,3 +138,13 @@ def test_an_old_kill_explains_no_death(tmp_path: Path) -> None:
 def test_files_that_are_missing_or_hold_anything(tmp_path: Path) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/vmstat": "oom_kill many\n\x00"})
     assert MemoryKills(tmp_path).claim(1) == ""
+
+
+def test_a_rank_is_taken_before_its_launcher(tmp_path: Path) -> None:
+    score = tmp_path / "proc/self/oom_score_adj"
+    offer_memory(tmp_path)
+    assert not score.exists(), "a machine without it"
+    for before, after in ((0, PREFERENCE), (-500, PREFERENCE - 500), (1000, 1000)):
+        write(tmp_path, {"proc/self/oom_score_adj": f"{before}\n"})
+        offer_memory(tmp_path)
+        assert int(score.read_text()) == after

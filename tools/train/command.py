@@ -8,6 +8,7 @@ under `zbmd-node run -m zbmd train` it is one of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import Mesh, require_axes
-from zbmd.training.job.overwrite import remove_run
+from zbmd.training.job.overwrite import claimed, make_new, remove_run
 from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.run.ledger import begin_log
@@ -330,6 +331,12 @@ def _train(arguments: argparse.Namespace) -> int:
     found = found_in(arguments, ranks=None if launched is None else launched.world_size)
     options = options_of(values_of(found))
     options.check()
+    is_new = found["out"][1] == "default" and options.resume is None and not arguments.print_recipe
+    for _ in range(RUNS_MAX if is_new and launched is None else 0):
+        if make_new(options.out):
+            break
+        found = found_in(arguments)  # another run was faster
+        options = options_of(values_of(found))
     is_first = launched is None or (launched.rank, launched.incarnation) == (0, 1)
     if is_first:
         stream = sys.stdout if arguments.print_recipe else sys.stderr
@@ -338,16 +345,18 @@ def _train(arguments: argparse.Namespace) -> int:
             print(line, file=stream)
     if arguments.print_recipe:
         return 0
-    if is_first:
-        if options.overwrite:
-            remove_run(options.out)
-        begin_log(options.out, options.resume)  # what is there may be another run's
-        write_recipe(found)
-    if launched is not None or options.plain:
-        uvloop.run(train(options))
-        return 0
-    start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]
-    return node_cli.main([*start, "-m", "zbmd.training.sharded", options.encode()])
+    of_run = launched is None or launched.rank == 0  # a replacement of it, too
+    with claimed(options.out) if of_run else contextlib.nullcontext():
+        if is_first:
+            if options.overwrite:
+                remove_run(options.out)
+            begin_log(options.out, options.resume)  # what is there may be another run's
+            write_recipe(found)
+        if launched is not None or options.plain:
+            uvloop.run(train(options))
+            return 0
+        start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]
+        return node_cli.main([*start, "-m", "zbmd.training.sharded", options.encode()])
 
 
 def write_recipe(found: Found) -> None:

@@ -1,8 +1,13 @@
-"""Start over in the directory of an earlier run, once it has ended."""
+"""The directory of a run: taken for one run at a time, and cleared for another once that has ended."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
+import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +21,10 @@ from zbmd.transport.errors import UserError
 
 FILES: Final = (METRICS_NAME, SHARDS_NAME, WEIGHTS_NAME, RECORD_NAME)
 FOLDERS: Final = (PROFILE_DIRECTORY, TENSORBOARD_NAME)
+CLAIM_NAME: Final = "claim.lock"
+CLAIM_S: Final = 2.0
+"""Seconds that the processes of a killed run may take to end."""
+LOOK_S: Final = 0.05
 
 
 def remove_run(directory: Path) -> None:
@@ -35,3 +44,53 @@ def remove_run(directory: Path) -> None:
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"cannot remove {error.filename}: {error.strerror}.") from error
+
+
+def make_new(directory: Path) -> bool:
+    """Make a directory; return False if it exists. One that cannot be made is reported when it is claimed."""
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Generator[None]:
+    """Keep other runs out of `directory`, which is made, while the block runs.
+
+    The lock ends with its process. A file system without locks keeps nobody out. Raises `UserError` if a run
+    is under way there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        claim = os.open(directory / CLAIM_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"cannot use {directory} for the run: {error.strerror}. Name a directory that you may write to "
+            "with --out."
+        ) from error
+    try:
+        end_s = time.monotonic() + CLAIM_S
+        while not _is_locked(claim):
+            if time.monotonic() > end_s:
+                raise UserError(
+                    f"a run is under way in {directory}, so it is not overwritten: stop it first, or give "
+                    "this run a directory of its own with --out."
+                )
+            time.sleep(LOOK_S)
+        yield
+    finally:
+        os.close(claim)
+
+
+def _is_locked(claim: int) -> bool:
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -91,11 +92,19 @@ def forget_rings(directory: Path, rank: int, incarnation: int) -> None:
         ring_path(directory, rank, old).unlink(missing_ok=True)
 
 
+def _new_file(path: Path) -> int:
+    """Return a file that replaces any existing one, which another run may still have mapped."""
+    while True:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):  # another rank's, made meanwhile
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
 class RingFile:
     """A new file at `path`, fully allocated. Raises `OSError`."""
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = _new_file(path)
         try:
             os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk is told now, and not by SIGBUS
             self._map = mmap.mmap(descriptor, FILE_BYTES)

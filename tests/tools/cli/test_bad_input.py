@@ -423,6 +423,7 @@ if may_mount():
         kept = {
             60: [],
             200: [
+                "claim.lock",
                 "commits.zlog",
                 "corpus.bin",
                 "data.json",

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.runs.commands import audit_run
 from zbmd.tools.train.command import RECIPE_NAME, SETTINGS, merged, options_of, recipe_of
 from zbmd.training.checkpoint.sharded import checkpoint_in, read_names
+from zbmd.training.job.overwrite import CLAIM_NAME, claimed
 from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
-from zbmd.training.run.ledger import LOG_NAME, read_log
+from zbmd.training.run.ledger import LOG_NAME, read_header, read_log
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.task import HUGGING_FACE_DIRECTORY, TrainResult
 from zbmd.transport import kill_points as faults
@@ -345,6 +347,31 @@ def test_a_run_that_may_shrink_goes_on_with_the_ranks_that_are_left(tmp_path: Pa
     assert found[0] == found[1] and audited(tmp_path / "b") == (6, 0, 0, 0)
     members = [record.members for record in read_log(tmp_path / "b" / LOG_NAME)[1]]
     assert members[0] == (0, 1, 2) and members[-1] == (1, 2)
+
+
+def test_runs_that_start_at_once_do_not_share_a_directory(tmp_path: Path) -> None:
+    """Without --out each has one of its own; one that is taken is refused, and nothing in it is changed."""
+    data, small = str(write_text(tmp_path / "text")), list[str]()
+    for name, value in SMALL.items():
+        small += [f"--{name.replace('_', '-')}", value]
+    train = [sys.executable, "-m", "zbmd", "train", "--data", data, "--ranks", "1", *small]
+    runs = [
+        subprocess.Popen([*train, "--seed", seed], cwd=tmp_path, stderr=subprocess.PIPE) for seed in "123"
+    ]
+    for run in runs:
+        _, errors = run.communicate()
+        assert run.returncode == 0, errors.decode(errors="replace")
+    outs = [tmp_path / "zbmd-runs" / name for name in ("train", "train-2", "train-3")]
+    recipes = [tomllib.loads((out / RECIPE_NAME).read_text()) for out in outs]
+    assert sorted(recipe["seed"] for recipe in recipes) == [1, 2, 3]
+    assert [read_header(out / LOG_NAME).seed for out in outs] == [recipe["seed"] for recipe in recipes]
+    taken = tmp_path / "taken"
+    with claimed(taken):
+        refused = subprocess.run(
+            [*train, "--out", str(taken)], stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert refused.returncode == 2 and f"a run is under way in {taken}" in refused.stderr
+    assert [path.name for path in taken.iterdir()] == [CLAIM_NAME]
 
 
 def test_the_directory_of_a_run_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

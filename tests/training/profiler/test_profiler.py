@@ -15,7 +15,7 @@ from zbmd.training.model.tensor_shards import TensorShards
 from zbmd.training.profiler import lines, peak, profiler
 from zbmd.training.profiler.lines import IDLE, StepLine, lines_path, old_path, read_profiles
 from zbmd.training.profiler.profiler import Profiler, open_profiler, unit_flops
-from zbmd.training.profiler.ring import RINGS_KEPT, read_ring, ring_path
+from zbmd.training.profiler.ring import RINGS_KEPT, RingFile, read_ring, ring_path
 from zbmd.training.profiler.summary import summary_of
 from zbmd.transport.errors import UserError
 
@@ -230,3 +230,13 @@ def test_more_ranks_than_processors_have_the_peak_of_all_processors() -> None:
     assert many.parallel == many.processors
     whole = peak.this_machine(parallel=3, environ={})
     assert (whole.threads, whole.parallel) == (whole.processors, 1)
+
+
+def test_a_ring_that_another_run_replaces_stays_whole(tmp_path: Path) -> None:
+    """Cut short, it would end the process that has mapped it (SIGBUS)."""
+    first = RingFile(tmp_path / "a.spans")
+    first.ring[:8] = b"x" * 8
+    second = RingFile(tmp_path / "a.spans")
+    assert bytes(first.ring[:8]) == b"x" * 8 and not any(second.ring[:8])
+    first.close()
+    second.close()

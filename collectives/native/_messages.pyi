@@ -10,7 +10,12 @@ MEMBER_BYTES: Final[int]
 LABEL_BYTES_MAX: Final[int]
 """A longer label is cut."""
 COPIED_BYTES_MAX: Final[int]
-"""A message of so many bytes is copied as it is sent; a longer one must not change before it is received."""
+"""A message of so many bytes is copied as it is sent. A longer one must not change before it is received,
+unless its send is over at once."""
+STAGED_BYTES_MAX: Final[int]
+"""A message of so many bytes goes through a block of memory that both map, while one is free."""
+STAGE_BYTES: Final[int]
+"""Memory for all blocks of a member."""
 LOST: Final[int]
 LEFT: Final[int]
 ABORTED: Final[int]
@@ -59,10 +64,11 @@ class MessageSlots:
     """One rank's end of the messages among the members of a group, who share a host.
 
     Each member has, in its inbox, slots for what each member sends to it. A sender fills the next slot of
-    the receiver and rings; a small message is in the slot, for a larger one the slot says where it lies, and
-    the receiver has the kernel copy it (`peers.h`). Messages of one member to another stay in order; a
-    receive takes the first message that has come and fits, and receives are served in the order of their
-    calls (MPI's non-overtaking rule), by whichever thread of the process waits or calls `progress`.
+    the receiver and rings. A small message is in the slot; one of up to 1 MiB is copied into a block of the
+    sender's segment while the receiver copies it out (`messages.h`); for any other the slot says where it
+    lies, and the receiver has the kernel copy it (`peers.h`). Messages of one member to another stay in
+    order; a receive takes the first message that has come and fits, and receives are served in the order of
+    their calls (MPI's non-overtaking rule), by whichever thread of the process waits or calls `progress`.
 
     A message is received if it came before its sender closed the group or was lost. A member's loss fails
     what waits then, and its close what waits for it. Receives from any member learn of a close once: those
@@ -71,17 +77,19 @@ class MessageSlots:
 
     def __init__(
         self,
-        members: list[tuple[int, int, int, int]],
+        members: list[tuple[int, int, int, int, int]],
         *,
         rank: int,
         channel: int,
         epoch: int,
         patience_ns: int,
         mappings: object,
+        stage: Callable[[], NDArray[Any] | None] | None = None,
     ) -> None:
-        """members: the base of the segment here, the slot and the process of each, and the offset of its
-        slots for messages. patience_ns: how long a wait looks before it parks, at most. mappings: keeps those
-        segments mapped. Raises ValueError."""
+        """members: the base of the segment here, the slot and the process of each, the offset of its slots
+        for messages, and the bytes of its segment. patience_ns: how long a wait looks before it parks, at
+        most. mappings: keeps those segments mapped. stage: returns `STAGE_BYTES` of this rank's own segment
+        for messages on their way, or None; called once, if ever. Raises ValueError."""
     @property
     def rank(self) -> int:
         """The place of this process in the group."""

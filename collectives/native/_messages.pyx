@@ -3,7 +3,7 @@
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from libc.errno cimport ESRCH
+from libc.errno cimport ESRCH, ETIMEDOUT
 from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -26,26 +26,18 @@ cdef extern from "transport/native/life.h" nogil:
     int zbmd_life_ended(zbmd_base peer, uint32_t our_slot)
 
 cdef extern from "collectives/native/peers.h" nogil:
-    uint64_t ZBMD_ADDRESS_MIN, ZBMD_ADDRESS_MAX
     int zbmd_read_peer_by_two(int32_t pid, uint64_t start, char *to, uint64_t n)
 
-cdef extern from *:
-    """
-    static inline void zbmd_park(zbmd_base own, int change) {
-        atomic_fetch_add_explicit(zbmd_u32(own, ZBMD_OFF_PARKED), (uint32_t)change, memory_order_seq_cst);
-    }
-    static inline uint32_t zbmd_doorbell(zbmd_base own) {
-        return atomic_load_explicit(zbmd_u32(own, ZBMD_OFF_DOORBELL), memory_order_seq_cst);
-    }
-    static inline void zbmd_sleep(zbmd_base own, uint32_t seen, uint64_t ns) {
-        zbmd_futex_wait(zbmd_u32(own, ZBMD_OFF_DOORBELL), seen, ns);
-    }
-    static inline void zbmd_messages_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
-    """
-    void zbmd_park(zbmd_base own, int change) nogil
-    uint32_t zbmd_doorbell(zbmd_base own) nogil
-    void zbmd_sleep(zbmd_base own, uint32_t seen, uint64_t ns) nogil
-    void zbmd_messages_fence() nogil
+cdef extern from "collectives/native/messages.h" nogil:
+    void zbmd_park(zbmd_base own, int change)
+    void zbmd_messages_fence()
+    uint32_t zbmd_doorbell(zbmd_base own)
+    void zbmd_sleep(zbmd_base own, uint32_t seen, uint64_t ns)
+    int zbmd_same_kind(const char *theirs, uint32_t length, const char *mine, uint32_t most)
+    void zbmd_stage(char *to, const char *source, uint64_t n, uint64_t *copied)
+    int zbmd_message_is_readable(uint64_t staged, uint64_t end, uint64_t address, uint64_t n)
+    int zbmd_unstage(char *to, const char *source, uint64_t n, const uint64_t *copied, zbmd_base peer, uint32_t slot,
+                     uint64_t deadline_ns)
 
 cdef enum:
     SLOTS = 64           # messages of one member to another that are not received yet
@@ -53,32 +45,22 @@ cdef enum:
     LABEL_BYTES = 64
     INLINE_BYTES = 64
     COPIED_BYTES = 65536
+    STAGED_BYTES_MIN = 32768
+    STAGED_BYTES = 1 << 20  # of a block that a longer message goes through
+    BLOCKS = 2           # of them, made for the first such message
     LOOKS = 8            # between two readings of the clock
     PATIENCE_NS_MIN = 1000
     PROBE_WAITS = 32     # one wait of so many looks for as long as any, whatever those before it came to
 
 cnp.import_array()
-
-SLOTS_MAX = SLOTS
-MEMBER_BYTES = SLOTS * SLOT_BYTES
-LABEL_BYTES_MAX = LABEL_BYTES
-COPIED_BYTES_MAX = COPIED_BYTES
+SLOTS_MAX, MEMBER_BYTES = SLOTS, SLOTS * SLOT_BYTES
+LABEL_BYTES_MAX, COPIED_BYTES_MAX = LABEL_BYTES, COPIED_BYTES
+STAGED_BYTES_MAX, STAGE_BYTES = STAGED_BYTES, BLOCKS * STAGED_BYTES
 
 cdef enum:
-    WAITING_ = 0
-    MOVING_ = 1
-    DONE_ = 2
-    FAILED_ = 3
-
+    WAITING_, MOVING_, DONE_, FAILED_
 cdef enum:
-    NO_FAILURE_ = 0
-    LOST_ = 1
-    LEFT_ = 2
-    ABORTED_ = 3
-    DEADLINE_ = 4
-    MISMATCH_ = 5
-    GIVEN_UP_ = 6
-    UNREADABLE_ = 7
+    NO_FAILURE_, LOST_, LEFT_, ABORTED_, DEADLINE_, MISMATCH_, GIVEN_UP_, UNREADABLE_
 
 LOST, LEFT, ABORTED, DEADLINE = LOST_, LEFT_, ABORTED_, DEADLINE_
 MISMATCH, GIVEN_UP, UNREADABLE = MISMATCH_, GIVEN_UP_, UNREADABLE_
@@ -87,10 +69,11 @@ cdef struct Slot:            # in the receiver's inbox
     uint64_t number          # of the message; stored last by its sender
     uint64_t withdrawn       # by the sender: its bytes may change
     uint64_t nbytes
-    uint64_t address         # in the sender's memory; 0: they are in `data`
+    uint64_t address         # in the sender's memory; 0: they are in `data`, or staged
     uint32_t tag
     uint32_t label_bytes
-    uint64_t spare[3]
+    uint64_t staged          # offset in the sender's segment, or 0
+    uint64_t copied, spare   # bytes that are there
     uint64_t taken           # the number of the last message that was received here; by the receiver
     uint64_t spare_too[7]
     char label[LABEL_BYTES]
@@ -98,6 +81,7 @@ cdef struct Slot:            # in the receiver's inbox
 
 cdef struct Member:
     char *base
+    uint64_t end             # bytes of its segment
     uint32_t slot
     int32_t pid
     Slot *ins                # what it sends us
@@ -111,7 +95,6 @@ cdef struct Member:
 
 cdef inline uint64_t load(const uint64_t *word) noexcept nogil:
     return zbmd_load64(<zbmd_base><char *>word, 0)
-
 
 cdef inline void store(uint64_t *word, uint64_t value) noexcept nogil:
     zbmd_store64(<zbmd_base><char *>word, 0, value)
@@ -166,27 +149,27 @@ cdef class MessageSlots:
     cdef readonly int waiters
     cdef int moving
     cdef bint is_over
-    cdef list posted, queues, held
-    cdef object mappings
+    cdef list posted, queues, held, blocks
+    cdef object mappings, stage, staging
 
     def __init__(self, list members not None, *, int rank, uint32_t channel, uint32_t epoch, uint64_t patience_ns,
-                 object mappings):
+                 object mappings, object stage=None):
         cdef int i
         cdef uintptr_t address
         if self.members != NULL or not 0 <= rank < len(members) or channel >= <uint32_t>ZBMD_CHANNELS:
             raise ValueError("rank or channel out of bounds")
         self.size, self.rank, self.channel, self.epoch = len(members), rank, channel, epoch
         self.patience_ns = self.patience_most_ns = max(patience_ns, <uint64_t>PATIENCE_NS_MIN)
-        self.mappings = mappings
+        self.mappings, self.stage, self.staging, self.blocks = mappings, stage, None, []
         self.members = <Member *>calloc(self.size, sizeof(Member))
         if self.members == NULL:
             raise MemoryError
         own_at = members[rank][3]
-        for i, (base, slot, pid, at) in enumerate(members):
+        for i, (base, slot, pid, at, end) in enumerate(members):
             if not 0 <= slot < ZBMD_MAX_SLOTS or not base or at < ZBMD_OFF_END or at % 64:
                 raise ValueError(f"the slots of member {i} are out of bounds")
             self.members[i].base = <char *><uintptr_t>base
-            self.members[i].slot, self.members[i].pid = slot, pid
+            self.members[i].slot, self.members[i].pid, self.members[i].end = slot, pid, end
             address = base + at + rank * MEMBER_BYTES
             self.members[i].outs = <Slot *>address
         self.own = self.members[rank].base
@@ -215,15 +198,15 @@ cdef class MessageSlots:
         found = []
         for i in range(0 if self.is_over else self.size):
             self._reclaim(i)
-            if not self._ended(i) and not self._lost(i):
-                if any(type(memory) is bytes for memory in self.held[i].values()):
-                    found.append(i)
+            kinds = {type(memory) for memory in self.held[i].values()}
+            if kinds - {Request} and not self._ended(i) and not self._lost(i):
+                found.append(i)
         return found
 
     def let_go(self):
         if self.waiters or self.moving:
             return False
-        self.is_over, self.mappings = True, None
+        self.is_over, self.mappings, self.stage, self.staging, self.blocks = True, None, None, None, []
         self.held = [{} for _ in self.held]
         return True
 
@@ -284,16 +267,20 @@ cdef class MessageSlots:
 
     cdef _publish(self, Request request):
         """Fill the next slot, which is free. Memory that is let go last may let other threads in."""
+        cdef uint64_t block = self._block(request.nbytes)  # the first one may let other threads in
         cdef Member *member = &self.members[request.peer]
         cdef uint64_t number = member.sent + 1
         cdef Slot *slot = &member.outs[number % SLOTS]
         cdef bytes copy
         member.sent = request.number = number
         slot.nbytes, slot.tag, slot.withdrawn, slot.address = request.nbytes, request.tag, 0, 0
+        slot.staged, slot.copied = block, 0
         slot.label_bytes = min(PyBytes_GET_SIZE(request.label), LABEL_BYTES)
         memcpy(slot.label, PyBytes_AS_STRING(request.label), slot.label_bytes)
         if request.nbytes <= INLINE_BYTES:
             memcpy(slot.data, <char *><uintptr_t>request.address, request.nbytes)
+        elif block:
+            self.held[request.peer][number] = block
         elif request.nbytes <= COPIED_BYTES:
             copy = PyBytes_FromStringAndSize(<char *><uintptr_t>request.address, request.nbytes)
             slot.address = <uint64_t><uintptr_t>PyBytes_AS_STRING(copy)
@@ -303,8 +290,22 @@ cdef class MessageSlots:
             self.held[request.peer][number] = request
         store(&slot.number, number)
         zbmd_ring(member.base)
-        if request.nbytes <= COPIED_BYTES:
+        if block:  # while its receiver begins
+            zbmd_stage(self.own + block, <char *><uintptr_t>request.address, request.nbytes, &slot.copied)
+        if block or request.nbytes <= COPIED_BYTES:
             request._end(NO_FAILURE_)
+
+    cdef uint64_t _block(self, uint64_t nbytes):
+        """Take a block for a message, by its offset in the segment; 0 if there is none, or none is wanted."""
+        if not STAGED_BYTES_MIN <= nbytes <= STAGED_BYTES:
+            return 0
+        if self.stage is not None:
+            stage, self.stage = self.stage, None
+            self.staging = memory = stage()
+            if memory is not None:
+                at = <uint64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>memory) - <uint64_t><uintptr_t>self.own
+                self.blocks = [at + i * STAGED_BYTES for i in range(BLOCKS)]
+        return self.blocks.pop() if self.blocks else 0
 
     cdef void _reclaim(self, int to):
         """Let go of what member `to` has received."""
@@ -316,6 +317,8 @@ cdef class MessageSlots:
                 memory = held.pop(number, None)
                 if type(memory) is Request:
                     self._over(<Request>memory, NO_FAILURE_)
+                elif type(memory) is int:
+                    self.blocks.append(memory)
 
     cdef void _over(self, Request request, int failure):
         request._end(failure)
@@ -398,24 +401,33 @@ cdef class MessageSlots:
         """Copy a message to where it is wanted."""
         cdef Member *member = &self.members[request.source]
         cdef Slot *slot = &member.ins[request.number % SLOTS]
-        cdef uint64_t address = slot.address, nbytes = slot.nbytes
+        cdef uint64_t address = slot.address, nbytes = slot.nbytes, staged = slot.staged
         cdef uint32_t length = min(slot.label_bytes, <uint32_t>LABEL_BYTES)
         cdef int failure = NO_FAILURE_, error = 0
-        if nbytes != request.nbytes or not same_kind(slot.label, length, request.label):
+        if nbytes != request.nbytes or not zbmd_same_kind(slot.label, length, PyBytes_AS_STRING(request.label),
+                                                               <uint32_t>PyBytes_GET_SIZE(request.label)):
             request.theirs, request.their_bytes = slot.label[:length], nbytes
             member.matched[request.number % SLOTS] = 0
             self._over(request, MISMATCH_)
             return
         if nbytes <= INLINE_BYTES:
             memcpy(<char *><uintptr_t>request.address, slot.data, nbytes)
-        elif not ZBMD_ADDRESS_MIN <= address <= ZBMD_ADDRESS_MAX - nbytes:
+        elif not zbmd_message_is_readable(staged, member.end, address, nbytes):
             failure = UNREADABLE_
         else:
             self.moving += 1
             with nogil:
-                error = zbmd_read_peer_by_two(member.pid, address, <char *><uintptr_t>request.address, nbytes)
+                if staged:
+                    error = zbmd_unstage(<char *><uintptr_t>request.address, member.base + staged, nbytes, &slot.copied,
+                                         member.base, self.members[self.rank].slot, request.deadline_ns)
+                else:
+                    error = zbmd_read_peer_by_two(member.pid, address, <char *><uintptr_t>request.address, nbytes)
                 zbmd_messages_fence()
             self.moving -= 1
+            if error == ETIMEDOUT:  # its sender was stopped: it stays for the next receive
+                member.matched[request.number % SLOTS] = 0
+                self._over(request, DEADLINE_)
+                return
             if error == ESRCH or zbmd_life_ended(member.base, self.members[self.rank].slot):
                 failure = LOST_
             elif load(&slot.withdrawn) == request.number:
@@ -586,14 +598,3 @@ cdef class MessageSlots:
             zbmd_sleep(self.own, bell, park_ns)
         zbmd_park(self.own, -1)
 
-
-cdef bint same_kind(const char *theirs, uint32_t length, bytes ours):
-    """Whether two labels, `float32[4,3]`, name one dtype; so does one that is empty."""
-    cdef const char *mine = PyBytes_AS_STRING(ours)
-    cdef uint32_t i, most = min(length, <uint32_t>PyBytes_GET_SIZE(ours))
-    for i in range(most):
-        if theirs[i] != mine[i]:
-            return False
-        if theirs[i] == c"[":
-            return True
-    return length == 0 or PyBytes_GET_SIZE(ours) == 0

@@ -2,71 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.links.message_world import CHANNEL, EPOCH, LONG_NS, World, over, receive, send
 
 from zbmd.collectives.native import _messages as native
 from zbmd.collectives.native._messages import MEMBER_BYTES, SLOTS_MAX, MessageSlots, Request
-from zbmd.transport.memory.memfd import PAGE_BYTES
-from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native import _native
 
 RANKS = 3
-EPOCH = 2
-CHANNEL = 5
-LONG_NS = 60_000_000_000
 SIZES = (1, 20, 5_000, 30_000, 700_003)
 """Elements of int32: in the slot, in the slot, copied, read where they lie, and read by two threads."""
-
-
-@dataclass
-class World:
-    """Ranks 0, 1, … of a group, their segments, and their ends of its messages."""
-
-    segments: list[Segment]
-    ends: list[MessageSlots] = field(default_factory=list[MessageSlots])
-
-    @classmethod
-    def of(cls, ranks: int) -> World:
-        return cls(
-            [
-                Segment.create(
-                    slot=rank, incarnation=1, arena_bytes=PAGE_BYTES, inbox_bytes=ranks * MEMBER_BYTES
-                )
-                for rank in range(ranks)
-            ]
-        )
-
-    def __post_init__(self) -> None:
-        attached = [PeerSegment.attach(made.fds, slot=rank) for rank, made in enumerate(self.segments)]
-        for rank, own in enumerate(self.segments):
-            bases = [own.base if peer.slot == rank else peer.base for peer in attached]
-            members = [(base, slot, os.getpid(), _native.OFF_END) for slot, base in enumerate(bases)]
-            mappings = (attached, own.mapping)
-            made = MessageSlots(
-                members, rank=rank, channel=CHANNEL, epoch=EPOCH, patience_ns=0, mappings=mappings
-            )
-            self.ends.append(made)
-
-    def close(self) -> None:
-        for made in self.segments:
-            made.close()
-
-    def end_channel(self, rank: int) -> None:
-        """Have a rank say that nothing more comes of it."""
-        for made in self.segments:
-            if made.slot != rank:
-                peer = PeerSegment.attach(made.fds, slot=made.slot)
-                peer.notify(rank, CHANNEL, EPOCH << 32 | 0xFFFFFFFF)
-                peer.close()
 
 
 @pytest.fixture
@@ -74,22 +26,6 @@ def world() -> Generator[World]:
     made = World.of(RANKS)
     yield made
     made.close()
-
-
-def label(x: np.ndarray) -> bytes:
-    return f"{x.dtype}[{x.size}]".encode()
-
-
-def send(end: MessageSlots, x: np.ndarray, to: int, tag: int = 0) -> Request:
-    return end.send(x, to, tag, label(x), LONG_NS)
-
-
-def receive(end: MessageSlots, out: np.ndarray, source: int, tag: int = 0) -> Request:
-    return end.receive(out, source, tag, label(out), LONG_NS)
-
-
-def over(request: Request, failure: int = 0) -> bool:
-    return request.is_over and request.failure == failure
 
 
 calls = st.lists(
@@ -274,4 +210,4 @@ def test_misuse_is_refused(world: World) -> None:
         with pytest.raises(IndexError):
             send(world.ends[0], np.zeros(2), to)
     with pytest.raises(ValueError, match="out of bounds"):
-        MessageSlots([(1, 0, 1, 0)], rank=1, channel=0, epoch=1, patience_ns=0, mappings=())
+        MessageSlots([(1, 0, 1, 0, 0)], rank=1, channel=0, epoch=1, patience_ns=0, mappings=())

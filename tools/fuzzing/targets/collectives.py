@@ -319,7 +319,8 @@ MESSAGE_SLOT_BYTES = MEMBER_BYTES // SLOTS_MAX
 
 def _slots_of(own: Segment, peer: PeerSegment) -> MessageSlots:
     """The messages of rank 0 with rank 1, both of them this process, at the beginning of its inbox."""
-    members = [(own.base, 0, os.getpid(), _native.OFF_END), (peer.base, 1, os.getpid(), _native.OFF_END)]
+    place = (os.getpid(), _native.OFF_END, own.nbytes)
+    members = [(own.base, 0, *place), (peer.base, 1, *place)]
     return MessageSlots(
         members, rank=0, channel=0, epoch=EPOCH, patience_ns=0, mappings=(own.mapping, peer.mapping)
     )
@@ -333,7 +334,8 @@ def _slots() -> tuple[bytes, ...]:
         + bytes(64)
     )
     far = word.pack(1, 0, MESSAGE_BYTES, 1 << 40, 0, 200)
-    return good, far.ljust(MESSAGE_SLOT_BYTES, b"\1"), word.pack(1, 1, 1 << 60, 0, 0, 10)
+    staged = word.pack(1, 0, 1 << 16, 0, 0, 10) + struct.pack("=2Q", _native.OFF_END, 1 << 15)
+    return good, staged, far.ljust(MESSAGE_SLOT_BYTES, b"\1"), word.pack(1, 1, 1 << 60, 0, 0, 10)
 
 
 @target("collective.message", "a slot of a message between two ranks of a host", _slots)
@@ -345,6 +347,7 @@ def _message(data: bytes) -> None:
         own.mapping.view(at, len(slot), writable=True)[:] = slot
         guarded = np.full(4 * MESSAGE_BYTES, 7, np.uint8)
         place = guarded[MESSAGE_BYTES : 2 * MESSAGE_BYTES]
+        # Its time is over, so that a message that its sender has not copied in is not waited for.
         request = _slots_of(own, peer).receive(place, 1, 0, b"float32[2]", 1)
         if (guarded[:MESSAGE_BYTES] != 7).any() or (guarded[2 * MESSAGE_BYTES :] != 7).any():
             raise Broken("a message was received beyond its array")

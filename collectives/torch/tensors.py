@@ -98,7 +98,9 @@ def tensor_text(dtype: Any, shape: Sequence[int]) -> str:
 
 def bytes_over(tensor: Any) -> Array:
     """Return the bytes of a contiguous tensor, flat, without a copy."""
-    return TensorBuffer(tensor.reshape(-1).view(torch.uint8)).array
+    # One that has a single element is contiguous whatever its strides are, and keeps them in `reshape`.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return TensorBuffer(flat.view(torch.uint8)).array
 
 
 @lru_cache(LABELS_KEPT)

@@ -48,6 +48,15 @@ def test_what_is_encoded_comes_back(state: Any) -> None:
     assert repr(back) == repr(state) or isinstance(state, frozenset | list | tuple | dict)
 
 
+@pytest.mark.parametrize("cut", [slice(3, 4), slice(0, 1), slice(2, 2), slice(0, 6, 5), slice(None)])
+def test_the_bytes_of_a_tensor_of_any_strides(cut: slice) -> None:
+    """A tensor of one element keeps any stride, and counts as contiguous."""
+    tensor = torch.arange(12.0, dtype=torch.float64)[::2][cut]
+    assert continuity._bytes_of(tensor) == tensor.clone().numpy().tobytes()
+    data, tensors = encoding.encode({"x": tensor}, "the state")
+    assert torch.equal(encoding.decode(data, tensors)["x"], tensor)
+
+
 def test_tensors_dtypes_and_arrays_come_back() -> None:
     state = {
         "a": torch.arange(6).view(2, 3),

@@ -32,6 +32,8 @@ EXAMPLES = """examples:
   zbmd bench put --transport tcp --sizes 16M --vs iperf3
   zbmd bench collectives --vs openmpi,mpich,gloo  every operation, beside the same of its peers
   zbmd bench collectives --explain                which algorithm is taken at each size, and why
+  zbmd bench torch --vs gloo                      calls of torch.distributed, steps of DDP and FSDP2
+  zbmd bench torch --vs gloo --cases send,ddp --sizes 64K:1M:2 --ranks 4
   zbmd bench detect --trials 50 --json
   zbmd bench actors --vs xoscar,ray,monarch
 
@@ -66,6 +68,10 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=raw,
         fill=_fill_collectives,
+    )
+    text = "calls of torch.distributed, and steps of DDP and FSDP2"
+    kinds.add_parser(
+        "torch", help=text, description=text, epilog=EXAMPLES, formatter_class=raw, fill=_fill_torch
     )
     text = "time from kill -9 to the survivor's notice, with the floor"
     found = kinds.add_parser("detect", help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
@@ -103,6 +109,17 @@ def _fill_collectives(kind: argparse.ArgumentParser) -> None:
         return _told(lambda: print(bench_collectives.explanation(arguments)))
 
     kind.set_defaults(run_command=run_command)
+
+
+def _fill_torch(kind: argparse.ArgumentParser) -> None:
+    from zbmd.tools.bench.torch import benchmark as bench_torch
+
+    kind.description = bench_torch.__doc__
+    bench_torch.add_arguments(kind)
+    _add_output(kind)
+    kind.set_defaults(
+        run_command=lambda arguments: _report(arguments, lambda: bench_torch.results(arguments))
+    )
 
 
 def _fill_actors(kind: argparse.ArgumentParser) -> None:

@@ -115,7 +115,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON object that `--json` prints."""
 
     benchmark: str
-    """`p2p`, `put`, `collectives` or `detect`."""
+    """`p2p`, `put`, `collectives`, `torch` or `detect`."""
     command: str
     date: str
     machine: Machine
@@ -170,7 +170,8 @@ def new_result(
 
 def figures(result: BenchResult) -> Iterator[Figure]:
     """Yield a figure for each of our measurements, beside the best peer of the same case and size."""
-    layer: Layer = "collectives" if result.benchmark == "collectives" else "transport"
+    layer: Layer = "collectives" if result.benchmark in ("collectives", "torch") else "transport"
+    of = "PyTorch " * (result.benchmark == "torch")
     for row in result.rows:
         if row.who != OURS:
             continue
@@ -178,9 +179,10 @@ def figures(result: BenchResult) -> Iterator[Figure]:
         peers = [other for other in others if other.who != OURS]
         best = min(peers, key=lambda peer: peer.time_us_p50, default=None)
         ratio = None if best is None or best.time_ratio is None else round(1 / best.time_ratio.value, 3)
-        yield new_figure(
+        times = TORCH_GOALS.get(row.case) if of else None
+        figure = new_figure(
             layer,
-            f"{row.case}, {size_in_words(row.size_bytes)}, over {result.transport}",
+            f"{of}{row.case}, {size_in_words(row.size_bytes)}, over {result.transport}",
             result.command,
             value=row.time_us_p50,
             unit="µs",
@@ -188,6 +190,10 @@ def figures(result: BenchResult) -> Iterator[Figure]:
             peer_value=None if best is None else best.time_us_p50,
             ratio=ratio,
         )
+        if times is not None and best is not None and ratio is not None:
+            goal = f"≥ {times:g} × {best.who}"
+            figure = msgspec.structs.replace(figure, goal=goal, met=ratio >= times)
+        yield figure
 
 
 def heading(result: BenchResult) -> list[str]:
@@ -232,6 +238,11 @@ def _line(row: Measurement, width: int) -> str:
     return f"{who} {times} {algbw:>7} {busbw:>10}  {ratio}".rstrip()
 
 
+TORCH_GOALS: Final = {
+    **dict.fromkeys(("all_reduce", "broadcast", "all_gather", "reduce_scatter"), 3.0),
+    **dict.fromkeys(("all_to_all", "send", "fsdp2"), 2.0),
+}
+"""Speed through PyTorch as a multiple of the peer's."""
 CASES: Final = {
     "p2p-arena": "p2p, one way, from the arena into the other's inbox; native wait",
     "p2p-foreign": "p2p, one way, between ordinary arrays, through the inbox; native wait",
@@ -241,6 +252,14 @@ CASES: Final = {
     "put-arena": "put, in windows, from the arena into the other's inbox",
     "put-foreign": "put, in windows, from an ordinary array into the other's inbox",
     "put-asyncio": "put, in windows, from the arena into the other's inbox; awaited on the loop",
+    "all_reduce": "dist.all_reduce",
+    "broadcast": "dist.broadcast from rank 0",
+    "all_gather": "dist.all_gather_into_tensor; the size is that of a rank's tensor",
+    "reduce_scatter": "dist.reduce_scatter_tensor; the size is that of the whole tensor",
+    "all_to_all": "dist.all_to_all_single",
+    "send": "dist.send and dist.recv, one way",
+    "ddp": "a step of DistributedDataParallel; the size is that of the parameters",
+    "fsdp2": "a step of fully_shard; the size is that of the parameters",
     "detect-training": "notice of a SIGKILL, by memory of the victim; the survivor inside a training step",
     "detect-idle": "notice of a SIGKILL, by memory of the victim; the survivor idle",
 }

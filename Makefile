@@ -31,12 +31,13 @@ DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED
 TEST_WORKERS := 4
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
-.PHONY: rdma-headers help preflight setup demo test test-rdma fuzz lint docs format clean bench-transport bench-docs
+.PHONY: rdma-headers help preflight setup demo test test-rdma test-torch fuzz lint docs format clean bench-transport bench-docs
 
 help:
 	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
 	@echo 'make test    run the test suite; PYTEST_ARGS="-k name" narrows it'
 	@echo 'make test-rdma  the tests of RDMA, in a machine that has devices for it'
+	@echo 'make test-torch  the tests that need PyTorch, which it installs'
 	@echo 'make fuzz    any bytes at every decoder, for a minute; FUZZ_ARGS="wire --seconds 600" changes that'
 	@echo 'make lint    formatting, lints, types, layers, house rules'
 	@echo 'make docs    build the documentation into site/, and look at it in a browser'
@@ -61,6 +62,13 @@ test: $(DEV) $(NATIVE)
 # Wants apt's qemu-system-x86, libibverbs-dev and iproute2, and downloads a kernel the first time.
 test-rdma: $(DEV) $(NATIVE)
 	@$(PY) -m pytest -m machine tests/tools/lab/test_rdma_vm.py $(PYTEST_ARGS)
+
+# Installs PyTorch into $(VENV): the tests of its backend and of its loops, which need nothing else.
+TORCH_TESTS := tests/collectives/torch tests/training/torch
+test-torch: $(DEV) $(NATIVE)
+	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) 'torch==2.13.0' >&2
+	@$(PY) -m pytest --numprocesses=auto --maxprocesses=$(TEST_WORKERS) --dist=loadfile \
+		--no-loadscope-reorder $(TORCH_TESTS) $(PYTEST_ARGS)
 
 # Led by coverage where there is a wheel of atheris for this interpreter; without one the mutations go alone.
 fuzz: $(DEV) $(NATIVE)

@@ -62,6 +62,13 @@ typedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t coun
         _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) dst[i] /= divisor; \
     }
 
+/* A quotient of integers is cut off towards zero, as NCCL's is. `wide` holds every number of ranks. */
+#define ZBMD_INTEGER_DIVISION(suffix, type, wide)                           \
+    ZBMD_CLONES void zbmd_divide_##suffix(void *d, size_t n, uint32_t by) { \
+        type *dst = (type *)d;                                              \
+        for (size_t i = 0; i < n; i++) dst[i] = (type)((wide)dst[i] / (wide)by); \
+    }
+
 #pragma GCC visibility push(hidden)
 ZBMD_KERNELS(f32, float, float)
 ZBMD_KERNELS(f64, double, double)
@@ -81,6 +88,14 @@ ZBMD_COMPLEX(c64, float, f32)
 ZBMD_COMPLEX(c128, double, f64)
 ZBMD_DIVISION(f32, float)
 ZBMD_DIVISION(f64, double)
+ZBMD_INTEGER_DIVISION(i8, int8_t, int64_t)
+ZBMD_INTEGER_DIVISION(i16, int16_t, int64_t)
+ZBMD_INTEGER_DIVISION(i32, int32_t, int64_t)
+ZBMD_INTEGER_DIVISION(i64, int64_t, int64_t)
+ZBMD_INTEGER_DIVISION(u8, uint8_t, uint64_t)
+ZBMD_INTEGER_DIVISION(u16, uint16_t, uint64_t)
+ZBMD_INTEGER_DIVISION(u32, uint32_t, uint64_t)
+ZBMD_INTEGER_DIVISION(u64, uint64_t, uint64_t)
 #pragma GCC visibility pop
 
 /* By code; reductions.py holds the same order. */
@@ -95,7 +110,8 @@ static const size_t zbmd_itemsize[ZBMD_DTYPES] = {4, 8, 4, 8, 1, 1, 2, 2, 4, 8, 
 #define ZBMD_ROW(suffix, average) \
     zbmd_sum_##suffix, zbmd_prod_##suffix, zbmd_min_##suffix, zbmd_max_##suffix, average
 #define ZBMD_FLOATS(suffix) {ZBMD_ROW(suffix, zbmd_sum_##suffix), NULL, NULL, NULL}
-#define ZBMD_INTEGERS(suffix, bits) {ZBMD_ROW(suffix, NULL), zbmd_band_##bits, zbmd_bor_##bits, zbmd_bxor_##bits}
+#define ZBMD_INTEGERS(suffix, bits) \
+    {ZBMD_ROW(suffix, zbmd_sum_##suffix), zbmd_band_##bits, zbmd_bor_##bits, zbmd_bxor_##bits}
 #define ZBMD_COMPLEXES(suffix) \
     {zbmd_sum_##suffix, zbmd_prod_##suffix, NULL, NULL, zbmd_sum_##suffix, NULL, NULL, NULL}
 
@@ -122,13 +138,23 @@ static inline zbmd_kernel zbmd_kernel_of(int dtype, int reduction) {
     return table[dtype][reduction];
 }
 
-/* Divide what a reduction to an average has summed up; `count` elements of a float or complex dtype, which
+/* Divide what a reduction to an average has summed up: `count` elements of a dtype that has averages, which
  * for a 16-bit float are the f32 that it was widened to. */
 static inline void zbmd_divide(int dtype, void *dst, size_t count, uint32_t by) {
-    if (dtype == ZBMD_F64 || dtype == ZBMD_C128)
-        zbmd_divide_f64(dst, dtype == ZBMD_C128 ? 2 * count : count, by);
-    else
-        zbmd_divide_f32(dst, dtype == ZBMD_C64 ? 2 * count : count, by);
+    switch (dtype) {
+    case ZBMD_F64: zbmd_divide_f64(dst, count, by); return;
+    case ZBMD_C128: zbmd_divide_f64(dst, 2 * count, by); return;
+    case ZBMD_C64: zbmd_divide_f32(dst, 2 * count, by); return;
+    case ZBMD_I8: zbmd_divide_i8(dst, count, by); return;
+    case ZBMD_I16: zbmd_divide_i16(dst, count, by); return;
+    case ZBMD_I32: zbmd_divide_i32(dst, count, by); return;
+    case ZBMD_I64: zbmd_divide_i64(dst, count, by); return;
+    case ZBMD_U8: zbmd_divide_u8(dst, count, by); return;
+    case ZBMD_U16: zbmd_divide_u16(dst, count, by); return;
+    case ZBMD_U32: zbmd_divide_u32(dst, count, by); return;
+    case ZBMD_U64: zbmd_divide_u64(dst, count, by); return;
+    default: zbmd_divide_f32(dst, count, by);
+    }
 }
 
 #endif

@@ -1,9 +1,10 @@
 """The dtypes and reductions that there are kernels for, and which of them go together.
 
-A 16-bit float (float16, and bfloat16 if `ml_dtypes` is installed) is reduced in float32: partial results lie
-in slots as float32, and a result is rounded once (to nearest, ties to even) as it is written to the caller's
-array. An average is a sum divided by the number of ranks before that rounding. Integers wrap around. For bool
-a sum is the logical or and a product the logical and, as in numpy.
+A 16-bit float (float16, and bfloat16 if `ml_dtypes` is installed) is reduced in float32: partial results
+lie in slots as float32, and a result is rounded once (to nearest, ties to even) as it is written to the
+caller's array. An average is a sum divided by the number of ranks before that rounding. Integers wrap
+around, and their averages are cut off towards zero. For bool a sum is the logical or and a product the
+logical and, as in numpy.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _FLOATS = frozenset(("sum", "prod", "min", "max", "avg"))
 _BY_KIND = {
     "f": _FLOATS,
     "V": _FLOATS,
-    "i": frozenset(REDUCTIONS) - {"avg"},
-    "u": frozenset(REDUCTIONS) - {"avg"},
+    "i": frozenset(REDUCTIONS),
+    "u": frozenset(REDUCTIONS),
     "b": frozenset(REDUCTIONS) - {"avg"},
     "c": frozenset(("sum", "prod", "avg")),
 }

@@ -48,7 +48,8 @@ def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
         return draw.standard_normal(count).astype(dtype)
     if dtype.kind == "c":
         return (draw.standard_normal(count) + 1j * draw.standard_normal(count)).astype(dtype)
-    return draw.integers(0, 2 if dtype.kind == "b" else 100, count).astype(dtype)
+    least, end = (0, 2) if dtype.kind == "b" else (-100, 100) if dtype.kind == "i" else (0, 100)
+    return draw.integers(least, end, count).astype(dtype)
 
 
 def reductions_of(dtype: np.dtype[Any]) -> list[str]:
@@ -69,7 +70,10 @@ def reduced(op: str, inputs: list[Array]) -> Array:
     total = wide[0].copy()
     for x in wide[1:]:
         total = UFUNCS[op](total, x)
-    if op == "avg" and len(inputs) > 1:
+    if op == "avg" and dtype.kind in "iu":
+        wider = total.astype(np.int64 if dtype.kind == "i" else np.uint64)
+        total = np.sign(wider) * (abs(wider) // wider.dtype.type(len(inputs)))
+    elif op == "avg" and len(inputs) > 1:
         # numpy multiplies complex numbers by a rounded reciprocal, so: their parts.
         parts: Array = total.view(
             total.dtype.name.replace("complex64", "float32").replace("complex128", "float64")
@@ -92,6 +96,7 @@ def test_there_is_a_kernel_for_every_dtype_that_is_named() -> None:
     assert {dtype.name for dtype in dtypes()} >= set(DTYPE_NAMES) - {"bfloat16"}
     assert reductions_of(np.dtype(bool)) == ["sum", "prod", "min", "max", "band", "bor", "bxor"]
     assert reductions_of(np.dtype(np.complex64)) == ["sum", "prod", "avg"]
+    assert reductions_of(np.dtype(np.int8)) == list(REDUCTIONS)
     assert reductions_of(np.dtype(np.float16)) == ["sum", "prod", "min", "max", "avg"]
 
 
@@ -358,7 +363,7 @@ def alone() -> Any:
 
 
 BAD_CALLS: list[tuple[str, Callable[[Communicator], object]]] = [
-    ("no reduction 'avg' for dtype int32", lambda c: c.all_reduce(np.zeros(2, np.int32), op="avg")),
+    ("no reduction 'avg' for dtype bool", lambda c: c.all_reduce(np.zeros(2, bool), op="avg")),
     ("no reduction 'band' for dtype float64", lambda c: c.reduce(np.zeros(2), 0, op="band")),
     ("no reduction 'max' for dtype complex64", lambda c: c.reduce_scatter(np.zeros((1, 2), "c8"), op="max")),
     ("no reduction for dtype >f4", lambda c: c.all_reduce(np.zeros(2, ">f4"))),

@@ -173,7 +173,7 @@ class World:
         absent = [member for member in members if member not in base.members]
         finished = [member for member in absent if member in base.view.finished]
         if finished:
-            raise UserError(f"{named(finished)} finished its script: no process group can have it any more")
+            raise _finished(finished)
         if absent:
             raise UserError(f"{named(absent)} is not in the job now: {list(base.members)} are")
 
@@ -189,9 +189,7 @@ class World:
         if self._is_over(base, worker):
             finished = [member for member in base.members if member in worker.latest.finished]
             if finished:
-                raise UserError(
-                    f"{named(finished)} finished its script: no process group can be made any more"
-                )
+                raise _finished(finished)
             raise self._loss_in(base, worker)
         return base
 
@@ -271,6 +269,11 @@ _world: World | None = None
 _guard = threading.Lock()
 _registered_in = 0
 """The process whose script's end ends its world."""
+
+
+def _finished(members: Sequence[int]) -> UserError:
+    whose = "its" if len(members) == 1 else "their"
+    return UserError(f"{named(members)} finished {whose} script: no process group can be made any more")
 
 
 def world() -> World:

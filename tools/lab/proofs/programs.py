@@ -9,8 +9,9 @@
 and verifies other programs when a plan of them is made. So the file that `--kept` names is committed as
 `tests/collectives/execution/proved_offline.txt`, and the tests compare its digests with the programs of
 today. It holds a line for each operation, algorithm and span of ranks: a digest of all their programs and of
-the verifier, how many sets were proved, and the seconds that took. Exits with 1 at the first program that is
-wrong, and prints its request.
+the verifier, how many sets were proved, and the seconds that took. A line for the sources from which all of
+them follow saves the tests from building most of them again. Exits with 1 at the first program that is wrong,
+and prints its request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from zbmd.collectives.algorithms import catalogue
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation, build_all, spec_of
 from zbmd.collectives.errors import VerificationError
-from zbmd.collectives.execution.proof import swept_requests
+from zbmd.collectives.execution.proof import SWEPT_RANKS_MAX, swept_requests
 from zbmd.collectives.programs import spec, verifier
 from zbmd.collectives.programs.program import encode
 from zbmd.collectives.programs.verifier import verify
@@ -36,6 +37,7 @@ from zbmd.transport.errors import UserError
 
 SPANS = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64))
 """Numbers of ranks that are proved, and kept, together."""
+SOURCES = "sources"
 KEPT_FIELDS = 6
 """Of a line of `--kept`: digest, operation, algorithm, ranks, sets proved, seconds."""
 
@@ -94,6 +96,23 @@ def _verifier_digest() -> bytes:
     return digest.digest()
 
 
+def sources_digest() -> str:
+    """Return a digest of what counts as proved offline, and of all modules that build and verify it."""
+    digest = blake2b(digest_size=8)
+    for module in (catalogue, verifier):
+        for path in sorted(Path(module.__file__ or "").parent.glob("*.py")):
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                    node.value.value = ""  # a docstring
+            digest.update(ast.dump(tree).encode())
+    for unit in units_of(last=SWEPT_RANKS_MAX):
+        for n in range(unit.first, unit.last + 1):
+            for request in swept_requests(unit.operation, unit.algorithm, n):
+                digest.update(str(request).encode())
+    return digest.hexdigest()
+
+
 class Kept:
     """Ledger of proofs, in a file that several processes may append to."""
 
@@ -111,10 +130,23 @@ class Kept:
                 found[" ".join(fields[1:4])] = (fields[0], int(fields[4]), float(fields[5]))
         return found
 
+    def sources(self) -> str:
+        """Return the digest of the sources of which everything was proved; "" if there is none."""
+        lines = [] if self._path is None else self._path.read_text().split("\n")[:-1]
+        return next((line.split(" ")[1] for line in reversed(lines) if line.startswith(f"{SOURCES} ")), "")
+
+    def add_sources(self) -> None:
+        """Keep that everything has been proved of the sources of now."""
+        self._append(f"{SOURCES} {sources_digest()}")
+
     def add(self, unit: Unit, digest: str, proved: int, took_s: float) -> None:
-        """Keep a unit. One write: lines of processes side by side do not mix."""
+        """Keep a unit."""
+        self._append(f"{digest} {unit} {proved} {took_s:.3f}")
+
+    def _append(self, text: str) -> None:
+        """One write: lines of processes side by side do not mix."""
         if self._path is not None:
-            line = f"{digest} {unit} {proved} {took_s:.3f}\n".encode()
+            line = f"{text}\n".encode()
             handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 os.write(handle, line)
@@ -172,6 +204,9 @@ def main() -> int:
     known = kept.read()
     done = [known[str(unit)] for unit in units if str(unit) in known]
     if arguments.kept is not None:
+        swept = units_of(last=SWEPT_RANKS_MAX)
+        if all(known.get(str(unit), ("",))[0] == unit.digest() for unit in swept):
+            kept.add_sources()
         seconds = sum(took_s for _, _, took_s in done)
         sets = sum(n for _, n, _ in done)
         print(f"{len(done)} of {len(units)} kept: {sets} sets proved, {seconds:.0f} s of CPU")

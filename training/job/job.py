@@ -38,7 +38,7 @@ from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler
-from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, ResizableState
+from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, ResizableState, attend_with_nothing
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import (
@@ -193,6 +193,9 @@ class Job(Generic[ResultT]):
         self._following = following
         active = self._task.active(view.ranks)
         if following is not None and self._worker.rank not in active:
+            members = self._members
+            if members is not None and self._task.resizes:
+                await asyncio.to_thread(self._attend, members, active)
             asked, stops = self._asked, lambda: bool(self._wishes & Wish.STOP)
             is_over = await spare_until(self._worker, following, active, asked=asked, stops=stops)
             return JobEnd(None) if is_over else None
@@ -228,7 +231,7 @@ class Job(Generic[ResultT]):
     def _in_epoch(self, groups: MeshGroups) -> JobEnd[ResultT] | None:
         """Train in one epoch; the end, if that was the last one."""
         try:
-            self._task.agree(groups.world)
+            self._task.agree(self._meeting(groups.world))
             return self._train(groups, self._opened(groups))
         except (PeerLost, OperationAborted):
             if self._trainer is not None:
@@ -236,11 +239,35 @@ class Job(Generic[ResultT]):
             return None
         finally:
             groups.give_up()
+            if self._members is not None:
+                _give_up(self._members)
             self._checkpoints.abandon()
             if self._trainer is not None:
                 self._trainer.close()
             if self._keeper is not None:
                 self._keeper.epoch_over()
+
+    def _attend(self, members: Group, active: Sequence[int]) -> None:
+        """Take part as the `active` members meet: this rank waits, and they may need what it has."""
+        keeper = self._keeper
+        try:
+            self._task.agree(members)
+            logged = self._share_records(members)
+            known = max(logged, self._results.known)
+            if keeper is None:
+                attend_with_nothing(members, known)
+                self._share(members, None)
+            else:
+                self._share(members, keeper.attend(members, active, known))
+        except (PeerLost, OperationAborted):
+            _give_up(members)
+        finally:
+            if keeper is not None:
+                keeper.epoch_over()
+
+    def _meeting(self, world: Group) -> Group:
+        """Return the group of those who meet in a new epoch: of a state that is recut, all members."""
+        return self._members if self._members is not None and self._task.resizes else world
 
     def _opened(self, groups: MeshGroups) -> Redundancy:
         if self._keeper is None:
@@ -328,8 +355,10 @@ class Job(Generic[ResultT]):
     def _train(self, groups: MeshGroups, keeper: Redundancy) -> JobEnd[ResultT] | None:
         faults.hit(MEET_POINT)
         self._keys = self._task.state_keys(groups)
-        logged = self._share_records(groups.world)
-        version = keeper.meet(groups.world, self._keys, max(logged, self._results.known))
+        everyone = self._meeting(groups.world)
+        logged = self._share_records(everyone)
+        known = max(logged, self._results.known)
+        version = keeper.meet(groups.world, self._keys, known, everyone=everyone)
         self._agree_on_log(groups.world, version, logged)
         faults.hit(MET_POINT)
         trainer = self._trainer
@@ -450,10 +479,15 @@ class Job(Generic[ResultT]):
                 self._results.keep(done)
         self._results.learn_records(found.recorded(slot).tolist() for slot in range(SLOTS))
 
-    def _share(self, world: Group, version: int) -> None:
-        """Tell who has not done the last step what it reported: any member may log it."""
-        mine = self._results.go_on_from(version)
-        self._results.learn(version, world.blocking.all_gather(mine).tolist())
+    def _share(self, group: Group, version: int | None) -> None:
+        """Tell who has not done the last step what it reported: any member may log it.
+
+        version: None for a rank that has not done any.
+        """
+        mine = self._task.row.encoded(None) if version is None else self._results.go_on_from(version)
+        every = group.blocking.all_gather(mine).tolist()
+        if version is not None:
+            self._results.learn(version, every)
 
     def _share_records(self, world: Group) -> int:
         """Give all members the record of the last version that one of them saw committed.
@@ -508,7 +542,7 @@ class Job(Generic[ResultT]):
         That may be the version before `version`, if all ranks have come that far; any member may have to log
         the next one. logged: the last version in the log.
         """
-        self._share(world, version)
+        self._share(self._meeting(world), version)
         if self._is_lowest():
             if self._records is not None:
                 self._records.read_again()
@@ -522,6 +556,12 @@ class Job(Generic[ResultT]):
                     self._note(self._log.record(logged), done)
             self._results.in_log(logged if missing is None else missing.record.version)
         world.blocking.barrier()
+
+
+def _give_up(group: Group) -> None:
+    """Take part in nothing more, so that others wait for this rank no longer."""
+    group.abort()
+    group.give_up()
 
 
 def _signals_taken() -> list[signal.Signals]:

@@ -22,7 +22,7 @@ from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError
 
 @dataclass(frozen=True, slots=True)
 class MeshGroups:
-    """This rank's groups along the axes of a mesh; None for an axis of one rank."""
+    """This rank's groups along the axes of a mesh; None for an axis of one rank, unless one was asked for."""
 
     world: Group
     mesh: Mesh
@@ -31,8 +31,8 @@ class MeshGroups:
     tensor: Group | None
 
     @classmethod
-    async def of(cls, world: Group, mesh: Mesh) -> MeshGroups:
-        """Make the groups; called by all members of `world` together.
+    async def of(cls, world: Group, mesh: Mesh, *, always: Sequence[str] = ()) -> MeshGroups:
+        """Make the groups; called by all members of `world` together. always: axes with one of one rank, too.
 
         Raises `UserError` for a mesh with other axes than dp, pp and tp, or one that does not fit the group,
         and as `Group.subgroup`.
@@ -44,7 +44,8 @@ class MeshGroups:
         try:
             for axis in AXES:
                 ranks = mesh.group_of(world.rank, axis) if axis in mesh.axes else []
-                made.append(await world.subgroup(ranks) if len(ranks) > 1 else None)
+                is_wanted = len(ranks) > 1 or (bool(ranks) and axis in always)
+                made.append(await world.subgroup(ranks) if is_wanted else None)
         except BaseException:
             for group in made:
                 if group is not None:
@@ -246,6 +247,15 @@ class Mesh:
             ranks if axis == DATA_AXIS else size for axis, size in zip(self.axes, self.sizes, strict=True)
         )
         return Mesh(self.axes, tuple(sizes))
+
+    def alike(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """Return the ranks that hold the state of `rank` in the mesh with `ranks` ranks in all.
+
+        Its other axes are as here. In the order of their places along `dp`.
+        """
+        size = ranks * self.size(DATA_AXIS) // self.world_size
+        here, other = self.coordinates(rank), self.along_data(size)
+        return tuple(other.rank({**here, DATA_AXIS: place}) for place in range(size))
 
     def among(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of `ranks`, ascending, that are a mesh of this kind with fewer ranks along `dp`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +29,8 @@ from zbmd.training.redundancy.cut_events import (
     EnteredCut,
     HeldCut,
     Keeps,
+    Lend,
+    Lent,
     Reshard,
     Resharded,
     Resharding,
@@ -37,7 +39,7 @@ from zbmd.training.redundancy.failures import Cancellation, WorkCancelled
 from zbmd.training.redundancy.holdings import SLOTS, Copy, Held
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
 from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull
-from zbmd.training.redundancy.resizing import ResizingMirror
+from zbmd.training.redundancy.resizing import ResizingMirror, nothing_held
 from zbmd.training.redundancy.stamped import Note, StampedSlots
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
@@ -171,17 +173,30 @@ class ResizableState(ProtectedState, Protocol):
         ...
 
 
+def attend_with_nothing(everyone: Group, known: int) -> None:
+    """Attend as the members of a new epoch meet, as a rank that waits and has not held anything yet."""
+    nothing = nothing_held(known)
+    row = HoldingsRow(held=nothing.held, handles=(), cut=nothing.cut)
+    everyone.blocking.all_gather(row.encoded())
+
+
 @dataclass(frozen=True, slots=True)
 class Bank:
-    """The memory of one cut: two slots of the own shard, two for copies, and how peers name them."""
+    """The memory of one cut: two slots of the own shard, two for copies, and how peers name them.
+
+    lengths: of the shards that were copied last.
+    """
 
     slots: Sequence[Array]
     copies: Sequence[Array]
     handles: tuple[RegionHandle, ...]
+    lengths: list[int] = field(default_factory=lambda: [0] * SLOTS)
 
     def array(self, source: zm.Source) -> Array:
-        """Return the slot of a source."""
-        return (self.slots if source.own else self.copies)[source.slot]
+        """Return what a source holds."""
+        if source.own:
+            return self.slots[source.slot]
+        return self.copies[source.slot][: self.lengths[source.slot]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +278,9 @@ class BuddyReplica(RedundancyDriver):
         self._cancellation = Cancellation()
         self._under_way: Future[tuple[int, int | None]] | None = None
         self._rows: list[HoldingsRow] = []
+        """The reports of `_reporting`."""
+        self._reporting: list[int] = []
+        """The members of the epoch, and then those that wait beside."""
         self.busy_ns = 0
         """Total duration of copies, in parallel to the passes."""
         self.waited_ns = 0
@@ -275,23 +293,43 @@ class BuddyReplica(RedundancyDriver):
 
     # ---- epochs
 
-    def meet(self, group: Group, keys: Sequence[int] = (), known: int = 0) -> int:
+    def meet(
+        self, group: Group, keys: Sequence[int] = (), known: int = 0, *, everyone: Group | None = None
+    ) -> int:
         """See `Redundancy`."""
         self._group, self._cancellation = group, Cancellation()
-        self._share_holdings(group, known)
         hosts = hosts_of(group.view, group.members)
         if self._resizing is None:
+            self._share_holdings(group, group.members, known)
             held = tuple(row.held for row in self._rows)
             entered = zm.Entered(held=held, hosts=hosts, place=group.rank, keys=tuple(keys))
             self._perform(self._handle(entered))
             return self._machine.version
-        cuts = tuple(row.of_cut() for row in self._rows)
-        entered_cut = EnteredCut(held=cuts, hosts=hosts, place=group.rank, epoch=group.epoch)
-        self._perform(self._handle(entered_cut))
-        self._share_holdings(group, known)  # memory may lie elsewhere now; and nobody reads any more
+        self._enter_cut(everyone or group, group.members, hosts, known)
+        self._share_holdings(group, group.members, known)  # memory may lie elsewhere; nobody reads any more
         return self._machine.version
 
-    def _share_holdings(self, group: Group, known: int) -> None:
+    def attend(self, everyone: Group, active: Sequence[int], known: int = 0) -> int:
+        """See `Redundancy`."""
+        assert self._resizing is not None, "a state that is cut for good is met for by those who train"
+        self._cancellation = Cancellation()
+        self._enter_cut(everyone, active, hosts_of(everyone.view, active), known)
+        return self._resizing.chosen
+
+    def _enter_cut(self, group: Group, active: Sequence[int], hosts: tuple[int, ...], known: int) -> None:
+        self._share_holdings(group, active, known)
+        cuts, ranks = tuple(row.of_cut() for row in self._rows), len(active)
+        entered = EnteredCut(
+            held=cuts[:ranks],
+            beside=cuts[ranks:],
+            hosts=hosts,
+            place=self._reporting.index(self._worker.rank),
+            epoch=group.epoch,
+        )
+        self._perform(self._handle(entered))
+
+    def _share_holdings(self, group: Group, first: Sequence[int], known: int) -> None:
+        """Share what all members of the group hold; they are put in order with `first` before the others."""
         row = HoldingsRow(held=self._machine.report(known), handles=self._bank.handles)
         if self._resizing is not None:
             row = replace(row, cut=self._resizing.cut)
@@ -299,10 +337,9 @@ class BuddyReplica(RedundancyDriver):
             if kept is not None and bank is not None:
                 row = replace(row, older=HoldingsRow(held=kept.held, handles=bank.handles, cut=kept.cut))
         every = group.blocking.all_gather(row.encoded()).reshape(group.size, ROW_NUMBERS)
-        self._rows = [
-            HoldingsRow.decoded(row, *self._whose(rank))
-            for row, rank in zip(every, group.members, strict=True)
-        ]
+        rows = dict(zip(group.members, every, strict=True))
+        self._reporting = [*first, *(rank for rank in group.members if rank not in first)]
+        self._rows = [HoldingsRow.decoded(rows[rank], *self._whose(rank)) for rank in self._reporting]
 
     def _whose(self, rank: int) -> tuple[int, int]:
         """Slot and incarnation of a member."""
@@ -442,10 +479,15 @@ class BuddyReplica(RedundancyDriver):
         faults.hit(RESHARDED_POINT)
         return Resharded(digest=_digest(into), given=digests)
 
+    def _lend(self, work: Lend) -> Lent:
+        banks = [self._older if found.older else self._bank for found in work.sources]
+        assert all(bank is not None for bank in banks), "what is read here is here"
+        pairs = zip(banks, work.sources, strict=True)
+        return Lent(given=tuple(_digest(bank.array(found.source)) for bank, found in pairs if bank))
+
     def _read(self, found: CutSource, elements: int, start: int, into: Array) -> None:
         """Fill `into` from element `start` of a slot of a peer, of the cut before."""
-        assert self._group is not None
-        source, rank = found.source, self._group.members[found.source.place]
+        source, rank = found.source, self._reporting[found.source.place]
         said = self._rows[source.place]
         row = said.older if found.older else said
         assert row is not None, "what was chosen is what its rank reported"
@@ -483,6 +525,7 @@ class BuddyReplica(RedundancyDriver):
             raise RemoteProtocolError(
                 f"place {work.ward} holds {handle.nbytes} bytes, more than can be copied"
             )
+        self._bank.lengths[work.slot] = handle.nbytes // whole.itemsize
         return whole[: handle.nbytes // whole.itemsize]
 
     def _ended(self) -> tuple[int, int | None] | None:

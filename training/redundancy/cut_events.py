@@ -12,7 +12,10 @@ from zbmd.training.redundancy.holdings import Held, Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The cut of a state: into `parts`, in the epoch `made`. part: this rank's."""
+    """The cut of a state: into `parts`, one a rank, in the epoch `made`. part: this rank's.
+
+    On a mesh with other axes than `dp` a part is that of a place in the mesh of so many ranks.
+    """
 
     made: int
     parts: int
@@ -34,7 +37,10 @@ class HeldCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutSource:
-    """The location of a part. older: it lies in what the rank keeps of the state as it was cut before."""
+    """The location of a part. older: it lies in what the rank keeps of the state as it was cut before.
+
+    The place in `source` counts those that report beside the members, too, after these.
+    """
 
     source: Source
     older: bool = False
@@ -61,15 +67,17 @@ class Resharding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnteredCut:
-    """A new epoch: what all ranks hold, in the order of their places, and each one's host.
+    """A new epoch: what all ranks that train hold, in the order of their places, and each one's host.
 
-    place: this rank's. epoch: its number.
+    beside: what others hold, which wait for another epoch. place: this rank's, in both together. epoch: its
+    number.
     """
 
     held: tuple[HeldCut, ...]
     hosts: tuple[int, ...]
     place: int
     epoch: int
+    beside: tuple[HeldCut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +86,13 @@ class Resharded:
 
     digest: int
     given: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """The digests of what others read at this rank, which waits: of the sources here, in their order."""
+
+    given: tuple[int, ...]
 
 
 # ---- actions
@@ -113,6 +128,13 @@ class Reshard:
     """
 
     version: int
+    sources: tuple[CutSource, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lend:
+    """Others read `sources` here, at a rank that waits: compute their digests. Answer with `Lent`."""
+
     sources: tuple[CutSource, ...]
 
 

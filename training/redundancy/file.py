@@ -61,7 +61,9 @@ class FileRedundancy(RedundancyDriver):
         machine = zm.Mirror(place=place, ranks=ranks, known=known, first=own.first, own=held, outlives=True)
         super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
 
-    def meet(self, group: Group, keys: Sequence[int] = (), known: int = 0) -> int:
+    def meet(
+        self, group: Group, keys: Sequence[int] = (), known: int = 0, *, everyone: Group | None = None
+    ) -> int:
         """See `Redundancy`. Nobody reads another's file: to this rank all shards differ."""
         self._group = group
         held = self._machine.report(known)

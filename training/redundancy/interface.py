@@ -21,7 +21,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy import resizing
-from zbmd.training.redundancy.cut_events import Divide, Forget, Reshard, Resharded
+from zbmd.training.redundancy.cut_events import Divide, Forget, Lend, Lent, Reshard, Resharded
 from zbmd.training.redundancy.failures import FailureKind, StepFailed
 from zbmd.training.redundancy.machine import MIRROR, mirror_config
 from zbmd.training.redundancy.resizing import RESIZING_MIRROR, ResizingMirror, resizing_config
@@ -208,13 +208,23 @@ class Redundancy(StepHook, Protocol):
     agreed: Agenda
     """The result of the last vote."""
 
-    def meet(self, group: Group, keys: Sequence[int] = (), known: int = 0) -> int:
+    def meet(
+        self, group: Group, keys: Sequence[int] = (), known: int = 0, *, everyone: Group | None = None
+    ) -> int:
         """Agree with all members of a new epoch on the version to continue from, and hold it.
 
         keys: of all members' shards, in the order of ranks; empty: all differ. known: the highest version
-        that is logged, or that any member saw committed, as far as the caller knows.
+        that is logged, or that any member saw committed, as far as the caller knows. everyone: the group
+        with those beside that wait, if these attend (`attend`).
 
         Raises `StepFailed` if the state is lost, `PeerLost` and `OperationAborted` as the group does.
+        """
+        ...
+
+    def attend(self, everyone: Group, active: Sequence[int], known: int = 0) -> int:
+        """Report what this rank holds while the ranks `active` of `everyone` meet; return their version.
+
+        Only of a state that is recut. Raises as `meet`.
         """
         ...
 
@@ -275,6 +285,10 @@ class RedundancyDriver(Redundancy):
         self._keep(self._machine.version)
         self.voted(list(blocking.all_gather(self.vote())))
 
+    def attend(self, everyone: Group, active: Sequence[int], known: int = 0) -> int:
+        """See `Redundancy`."""
+        raise LocalProtocolError("this state is cut for good: those meet who train")
+
     def all_hold(self, version: int) -> None:
         """See `StepHook`."""
         self._tap.mark(version + 1)
@@ -322,6 +336,8 @@ class RedundancyDriver(Redundancy):
                     self._divide(action)
                 case Reshard():
                     self._perform(self._handle(self._reshard(action)))
+                case Lend():
+                    self._perform(self._handle(self._lend(action)))
                 case Forget():
                     self._forget()
                 case zm.Commit(version=version, digests=digests):
@@ -356,6 +372,10 @@ class RedundancyDriver(Redundancy):
 
     def _reshard(self, work: Reshard) -> Resharded:
         """Read the own part out of those of another cut."""
+        raise LocalProtocolError(f"{work}: this state is cut for good")
+
+    def _lend(self, work: Lend) -> Lent:
+        """Compute the digests of what others read here."""
         raise LocalProtocolError(f"{work}: this state is cut for good")
 
     def _forget(self) -> None:

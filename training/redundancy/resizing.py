@@ -14,6 +14,10 @@ part has a copy, and the old one is given back (`Forget`). If another rank is lo
 choose again, between both. At most two cuts are kept: the one that is continued from, and the new one.
 
 If all members can begin with the version that was committed, from the seed or a checkpoint, they do.
+
+On a mesh with other axes than `dp`, a member that is lost leaves others without a place: they wait for an
+epoch that needs them. What they hold counts as well, and others read it there (`Lend`): a replica that
+lost one member still has the parts of all others.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from zbmd.training.redundancy.cut_events import (
     Forget,
     HeldCut,
     Keeps,
+    Lend,
+    Lent,
     Reshard,
     Resharded,
 )
@@ -42,8 +48,18 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 NEVER = 0
 """The epoch of a cut that nobody holds anything of."""
 
-Event = EnteredCut | Resharded | zm.Restored | zm.AllHold | zm.Copied | zm.Voted | zm.Updated | zm.EpochOver
-Action = zm.Action | Divide | Reshard | Forget
+Event = (
+    EnteredCut
+    | Resharded
+    | Lent
+    | zm.Restored
+    | zm.AllHold
+    | zm.Copied
+    | zm.Voted
+    | zm.Updated
+    | zm.EpochOver
+)
+Action = zm.Action | Divide | Reshard | Lend | Forget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +77,14 @@ class CutChoice:
     old: int = NEVER
 
 
-def choose_cut(held: Sequence[HeldCut], *, epoch: int) -> CutChoice | Lost:
-    """Return what a group continues from in `epoch`, given what its ranks hold: the same on all of them."""
-    known, nowhere = max(one.held.known for one in held), (None,) * len(held)
-    banks = [bank for one in held for bank in (one, one.older) if bank is not None]
+def choose_cut(held: Sequence[HeldCut], *, epoch: int, beside: Sequence[HeldCut] = ()) -> CutChoice | Lost:
+    """Return what a group continues from in `epoch`, given what its ranks hold: the same on all of them.
+
+    beside: what others hold, which have no place in the group.
+    """
+    everyone, nowhere = (*held, *beside), (None,) * len(held)
+    known = max(one.held.known for one in everyone)
+    banks = [bank for one in everyone for bank in (one, one.older) if bank is not None]
     versions = {one.held.first for one in held}
     versions |= {version for bank in banks for version in bank.held.own if version is not None}
     versions |= {copy.version for bank in banks for copy in bank.held.copies if copy is not None}
@@ -78,7 +98,7 @@ def choose_cut(held: Sequence[HeldCut], *, epoch: int) -> CutChoice | Lost:
         if all(one.held.first == version for one in held):
             return CutChoice(version=version, made=epoch, sources=nowhere)
         for made in cuts:
-            parts = _parts_of(held, made, version)
+            parts = _parts_of(everyone, made, version)
             found = tuple(part for part in parts if part is not None)
             if len(found) == len(parts):
                 return CutChoice(version=version, made=epoch, sources=nowhere, parts=found, old=made)
@@ -141,6 +161,10 @@ class ResizingMirror:
         """The holdings of the cut before, while they count."""
         self._given: tuple[tuple[int, int], ...] = ()
         """The parts that others read here while the state is recut, and their digests."""
+        self._at = place
+        """The place in the last epoch, behind those of its members if this rank had none among them."""
+        self.chosen = first
+        """The version that the members of the last epoch went on from, whether or not this rank was one."""
 
     def report(self, known: int) -> HeldCut:
         """Return this rank's report at the start of an epoch; see `Mirror`."""
@@ -156,6 +180,8 @@ class ResizingMirror:
                 actions = self._enter(event)
             case Resharded():
                 actions = self._resharded(event, now_ns)
+            case Lent(given=given):
+                actions = self._compared(given)
             case _:
                 actions = [*self.mirror.handle(event, now_ns=now_ns)]
                 if self.older is not None and self.mirror.state is State.COMMITTED:
@@ -172,24 +198,27 @@ class ResizingMirror:
             assert (self.cut.parts, self.cut.part) == (self.mirror.ranks, self.mirror.place), "another's part"
 
     def _enter(self, event: EnteredCut) -> list[Action]:
-        ranks, mirror = len(event.held), self.mirror
+        ranks, mirror, everyone = len(event.held), self.mirror, (*event.held, *event.beside)
         if mirror.state is not State.WAITING:
             raise LocalProtocolError(f"an epoch was entered in state {mirror.state.value}")
-        if len(event.hosts) != ranks or not 0 <= event.place < ranks or event.epoch <= self.cut.made:
+        if len(event.hosts) != ranks or not 0 <= event.place < len(everyone) or event.epoch <= self.cut.made:
             raise LocalProtocolError(f"{ranks} ranks, with hosts {event.hosts}, in epoch {event.epoch}")
-        for one in event.held:
+        for one in everyone:
             _require_possible(one, event.epoch)
-        choice = choose_cut(event.held, epoch=event.epoch)
+        choice = choose_cut(event.held, epoch=event.epoch, beside=event.beside)
         if isinstance(choice, Lost):
             return [*mirror.fail(choice.reason, lost=True)]
+        self.chosen, self._at, every = choice.version, event.place, enumerate(choice.parts)
+        here = [(part, found) for part, found in every if found.source.place == event.place]
+        self._given = tuple((part, found.source.digest) for part, found in here)
+        if event.place >= ranks:  # it has no place, and keeps what it holds: others may need it again
+            return [Lend(sources=tuple(found for _, found in here))] if here else []
         actions = self._divide(Cut(made=choice.made, parts=ranks, part=event.place), choice.old)
         mirror.copied = ranks > 1
-        known = max(one.held.known for one in event.held)
+        known = max(one.held.known for one in everyone)
         mirror.take_place(event.place, tuple(range(ranks)), event.hosts, known=known)
         if not choice.parts:
             return [*actions, *mirror.go_on_from(choice.version, choice.sources[event.place])]
-        every = [(part, found.source) for part, found in enumerate(choice.parts)]
-        self._given = tuple((part, source.digest) for part, source in every if source.place == event.place)
         mirror.restore(choice.version)
         return [*actions, Reshard(version=choice.version, sources=choice.parts)]
 
@@ -211,18 +240,29 @@ class ResizingMirror:
         return [Divide(parts=cut.parts, part=cut.part, keeps=keeps)]
 
     def _resharded(self, event: Resharded, now_ns: int) -> list[Action]:
+        failed = self._compared(event.given)
+        return failed or [*self.mirror.handle(zm.Restored(digest=event.digest), now_ns=now_ns)]
+
+    def _compared(self, digests: Sequence[int]) -> list[Action]:
+        """Fail if what others read here has not the digests that were voted for."""
         given, self._given = self._given, ()
-        if len(given) != len(event.given):
-            raise LocalProtocolError(f"{event} came, and of {len(given)} sources digests are wanted")
-        for (part, wanted), found in zip(given, event.given, strict=True):
+        if len(given) != len(digests):
+            raise LocalProtocolError(f"{len(digests)} digests came, and of {len(given)} sources are wanted")
+        for (part, wanted), found in zip(given, digests, strict=True):
             if wanted not in (NO_DIGEST, found):
                 reason = (
                     f"part {part} of the state that is recut, which others read at place "
-                    f"{self.mirror.place}, has digest {found:016x}, and the one voted for {wanted:016x}: "
+                    f"{self._at}, has digest {found:016x}, and the one voted for {wanted:016x}: "
                     "memory has erred"
                 )
                 return [*self.mirror.fail(reason, lost=False)]
-        return [*self.mirror.handle(zm.Restored(digest=event.digest), now_ns=now_ns)]
+        return []
+
+
+def nothing_held(known: int) -> HeldCut:
+    """Return the report of a rank that waits, and has not held anything yet."""
+    held = Held(own=(None, None), known=known, copies=(None, None))
+    return HeldCut(held=held, cut=Cut(made=NEVER, parts=1, part=0))
 
 
 def _require_possible(one: HeldCut, epoch: int) -> None:
@@ -253,5 +293,5 @@ def _build(config: Mapping[str, Any]) -> ResizingMirror:
 
 
 RESIZING_MIRROR: MachineKind[Event, Action] = register(
-    "resizing-mirror", 1, _build, events=Event, actions=Action, states=(ResizingMirror, Mirror)
+    "resizing-mirror", 2, _build, events=Event, actions=Action, states=(ResizingMirror, Mirror)
 )

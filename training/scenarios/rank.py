@@ -14,35 +14,37 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbmd.actors.view import MemberId
 from zbmd.training.job.results import StepResults
 from zbmd.training.job.task import ResultRow, StepResult
 from zbmd.training.redundancy import interface, resizing
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.redundancy.cut_events import Divide, EnteredCut, Forget, HeldCut, Reshard, Resharded
+from zbmd.training.redundancy.cut_events import (
+    CutSource,
+    Divide,
+    EnteredCut,
+    Forget,
+    HeldCut,
+    Lend,
+    Lent,
+    Reshard,
+    Resharded,
+)
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.interface import Agenda, ViewUse, Wish, digests_in
 from zbmd.training.redundancy.machine import SLOTS
-from zbmd.training.redundancy.resizing import NEVER, ResizingMirror
-from zbmd.training.scenarios.moved_process import WAIT, MovedProcess, Moves
+from zbmd.training.redundancy.resizing import NEVER, ResizingMirror, nothing_held
+from zbmd.training.scenarios.grouped_process import CUT_SHARE, Cut, GroupedProcess
+from zbmd.training.scenarios.moved_process import WAIT, Moves
 from zbmd.training.scenarios.world import COPIES_AT, Bank, Cells, CommitWorld, RankFile, StepOrder
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import sim
 
-CUT_SHARE = 0.5
-"""The share of operations that are cut for a member, of those that could also end for it."""
 WHOLE_SHARE = 0.3
 """The share of copies that are whole, of those that were under way when an epoch ended."""
-STUCK_SHARE = 0.5
-"""The share of operations that do not end for a member, if another died after it had entered them."""
 CORRUPTED_SHARE = 0.2
 """The share of copies and updates in which memory errs, in a run where it does."""
 
 BITS = 32
-
-
-class Cut(Exception):
-    """The epoch is over: a member is lost, or has given up."""
 
 
 class RunEnded(Exception):
@@ -63,7 +65,7 @@ class Met(NamedTuple):
     banks: tuple[Bank, ...]
 
 
-class RankProcess(MovedProcess):
+class RankProcess(GroupedProcess):
     """One incarnation of a rank; see `zbmd.transport.sim.Process`."""
 
     def __init__(self, world: CommitWorld, rank: int, incarnation: int, rng: random.Random) -> None:
@@ -114,6 +116,7 @@ class RankProcess(MovedProcess):
                 continue
             if self.member not in self._members:
                 world.ways.add("is a spare")
+                yield from self._attend()
                 continue
             try:
                 yield from self._in_epoch()
@@ -126,60 +129,14 @@ class RankProcess(MovedProcess):
                 yield from self._epoch_over()
 
     @property
-    def _members(self) -> tuple[MemberId, ...]:
-        active = self.world.options.active(self.view.ranks)
-        return tuple(member for member in self.view.ids if member.rank in active)
-
-    @property
-    def _place(self) -> int:
-        return self._members.index(self.member)
-
-    @property
-    def _keys(self) -> tuple[int, ...]:
-        """The keys of the members' shards; see `Task.state_keys`."""
-        options = self.world.options
-        return options.keys(len(self._members)) if options.resizes or not options.sharded else ()
-
-    @property
-    def _key(self) -> int:
-        """The key of this rank's shard."""
-        return self.world.keys(self._members)[self.member]
-
-    @property
-    def _is_lowest(self) -> bool:
-        return self._place == 0
-
-    @property
     def _mirror(self) -> zm.Mirror:
         assert self.machine is not None
         return self.machine
 
-    def _is_cut(self) -> bool:
-        """Whether this rank may see an operation of the epoch end."""
-        return self.view.epoch in self.world.abandoned or not self.lost.isdisjoint(self._members)
-
-    def _together(self, name: str, value: object = None) -> Generator[bool, None, list[object]]:
-        """Enter an operation of all members, and wait for its end. Raises `Cut`."""
-        operation = self.world.operations.setdefault((self.view.epoch, name), {})
-        operation[self.member] = value
-        yield False
-        members, stuck = self._members, False
-        while stuck or len(operation) < len(members):
-            if self._is_cut():
-                raise Cut
-            yield False
-            stuck = stuck or (
-                len(operation) == len(members)
-                and not all(map(self.world.lives, members))
-                and self.rng.random() < STUCK_SHARE
-            )
-        if self._is_cut() and self.rng.random() < CUT_SHARE:
-            raise Cut
-        return [operation[member] for member in members]
-
     def _epoch_over(self) -> Moves:
         """Leave the epoch: operations of peers end, and a copy under way ends first."""
         self.world.abandoned.add(self.view.epoch)
+        self.world.unattended.add(self.view.epoch)
         if self.copying is not None:
             yield False
             self._end_copy(whole=self.rng.random() < WHOLE_SHARE)
@@ -238,6 +195,27 @@ class RankProcess(MovedProcess):
         yield from self._settle("last")
         yield from self._end()
 
+    def _attend(self) -> Moves:
+        """Take part as the members of an epoch meet; see `zbmd.training.job.job.Job`."""
+        if not self.world.options.resizes:
+            return
+        known = 0 if self.resizing is None else self._mirror.known
+        try:
+            every = yield from self._together("records", self.results.share(), meeting=True)
+            self.results.learn_records(_rows(every))
+            known = max(known, self.results.known)
+            reports = yield from self._report(known)
+            version = self.results.known
+            if self.resizing is not None:
+                yield from self._enter_cut(reports)
+                version = self.resizing.chosen
+            every = yield from self._together("share", self.results.go_on_from(version), meeting=True)
+            self.results.learn(version, _rows(every))
+        except Cut:
+            self.world.unattended.add(self.view.epoch)
+        if self.resizing is not None:
+            self._feed(zm.EpochOver())
+
     def _end(self) -> Moves:
         """Part from the others, when what the run makes is on disk."""
         world, version = self.world, self._mirror.version
@@ -252,12 +230,12 @@ class RankProcess(MovedProcess):
 
     # ---- the machine
 
-    def _feed(self, event: zm.Event | EnteredCut | Resharded) -> list[resizing.Action]:
+    def _feed(self, event: zm.Event | EnteredCut | Resharded | Lent) -> list[resizing.Action]:
         known, actions = self._mirror.known, list[resizing.Action]()
         match event:
             case zm.Entered():
                 actions += self._mirror.handle(event, now_ns=0)
-            case EnteredCut() | Resharded():
+            case EnteredCut() | Resharded() | Lent():
                 assert self.resizing is not None
                 actions += self.resizing.handle(event, now_ns=0)
             case _:
@@ -267,26 +245,19 @@ class RankProcess(MovedProcess):
 
     def _meet(self) -> Moves:
         world, members = self.world, self._members
-        every = yield from self._together("records", self.results.share())
+        every = yield from self._together("records", self.results.share(), meeting=True)
         self.results.learn_records(_rows(every))
         known = max(self.results.known, world.log.last if self._is_lowest else 0)
-        banks, report = world.banks.get(self.member, ()), (self.resizing or self._mirror).report(known)
-        every = yield from self._together("meet", Met(report, banks))
-        self.met = tuple(one.banks for one in every if isinstance(one, Met))
-        reports = [one.held for one in every if isinstance(one, Met)]
-        held = tuple(one if isinstance(one, zm.Held) else one.held for one in reports)
-        options = world.options
-        entered: zm.Entered | EnteredCut
-        hosts = tuple(options.host(member.rank) for member in members)
+        reports = yield from self._report(known)
         if self.resizing is None:
+            options, held = world.options, tuple(one for one in reports if isinstance(one, zm.Held))
             keys = () if options.files else self._keys
+            hosts = tuple(options.host(member.rank) for member in members)
             entered = zm.Entered(held=held, hosts=hosts, place=self._place, keys=keys)
+            for action in self._feed(entered):
+                yield from self._restore(action, known=max(one.known for one in held))
         else:
-            cuts = tuple(one for one in reports if isinstance(one, HeldCut))
-            entered = EnteredCut(held=cuts, hosts=hosts, place=self._place, epoch=self.view.epoch)
-        for action in self._feed(entered):
-            yield from self._restore(action, known=max(one.known for one in held))
-        if self.resizing is not None:
+            yield from self._enter_cut(reports)
             world.cut(self.member, self.resizing.cut.made)
             yield from self._together("handles")
         version = self._mirror.version
@@ -295,6 +266,28 @@ class RankProcess(MovedProcess):
         assert world.chosen.setdefault(self.view.epoch, version) == version, (
             "members go on from different ones"
         )
+
+    def _report(self, known: int) -> Generator[bool, None, list[zm.Held | HeldCut]]:
+        """Report what this rank holds; return what all do."""
+        machine = self.resizing or self.machine
+        report = nothing_held(known) if machine is None else machine.report(known)
+        banks = self.world.banks.get(self.member, ())
+        every = yield from self._together("meet", Met(report, banks), meeting=True)
+        self.met = tuple(one.banks for one in every if isinstance(one, Met))
+        return [one.held for one in every if isinstance(one, Met)]
+
+    def _enter_cut(self, reports: Sequence[zm.Held | HeldCut]) -> Moves:
+        options, members = self.world.options, self._members
+        cuts, ranks = tuple(one for one in reports if isinstance(one, HeldCut)), len(members)
+        entered = EnteredCut(
+            held=cuts[:ranks],
+            beside=cuts[ranks:],
+            hosts=tuple(options.host(member.rank) for member in members),
+            place=self._everyone.index(self.member),
+            epoch=self.view.epoch,
+        )
+        for action in self._feed(entered):
+            yield from self._restore(action, known=max(one.held.known for one in cuts))
 
     def _restore(self, action: resizing.Action, *, known: int) -> Moves:
         world, cells = self.world, self.cells
@@ -319,6 +312,11 @@ class RankProcess(MovedProcess):
                 self.cells = world.redivide(self.member, self.view.epoch, action)
             case Reshard():
                 yield from self._reshard(action, known=known)
+            case Lend(sources=sources):
+                world.ways.add("lends")
+                given = tuple(found.digest(cell) for found, cell in map(self._located, sources))
+                for more in self._feed(Lent(given=given)):
+                    yield from self._restore(more, known=known)
             case Forget():
                 world.forget(self.member)
             case zm.StartAnew():
@@ -334,7 +332,7 @@ class RankProcess(MovedProcess):
                 if world.options.replicas:
                     self._unstamp(version + 1)
             case zm.Fail(lost=True, reason=reason):
-                world.check_lost(known, self._members)
+                world.check_lost(known, self._everyone)
                 world.state_lost, world.reason = True, reason
                 raise RunEnded
             case zm.Fail(reason=reason):
@@ -342,14 +340,18 @@ class RankProcess(MovedProcess):
             case _:
                 raise AssertionError(f"{action} after an epoch was entered")
 
+    def _located(self, found: CutSource) -> tuple[Cells, int]:
+        """Return the cells that hold a part, and the one of them that does."""
+        source = found.source
+        cells = self.met[source.place][int(found.older)].cells
+        return cells, source.slot + (0 if source.own else COPIES_AT)
+
     def _reshard(self, work: Reshard, *, known: int) -> Moves:
         """Read all parts of the cut before, one after the other, into our part of the new one."""
         world, slot, sources = self.world, work.version % SLOTS, list[tuple[Cells, int]]()
         self.cells.tear(slot)
         for found in work.sources:
-            source = found.source
-            cells = self.met[source.place][int(found.older)].cells
-            cell = source.slot + (0 if source.own else COPIES_AT)
+            cells, cell = self._located(found)
             sources.append((cells, cell))
             self.reading = cells, cell, cells.digest(cell)
             yield False
@@ -369,7 +371,7 @@ class RankProcess(MovedProcess):
 
     def _diverged(self, reason: str) -> None:
         world = self.world
-        places = [place for place, member in enumerate(self._members) if member.rank in world.corrupted]
+        places = [place for place, member in enumerate(self._everyone) if member.rank in world.corrupted]
         named = {int(found) for found in re.findall(r"(?:places?|and) (\d+)", reason)}
         assert named.intersection(places), reason
         world.corruption_noticed = True
@@ -558,7 +560,7 @@ class RankProcess(MovedProcess):
             world.ways.add("saves")
 
     def _agree_on_log(self, version: int) -> Moves:
-        every = yield from self._together("share", self.results.go_on_from(version))
+        every = yield from self._together("share", self.results.go_on_from(version), meeting=True)
         self.results.learn(version, _rows(every))
         missing = self.results.missing(self.world.log.last) if self._is_lowest else None
         if missing is not None:

@@ -73,11 +73,7 @@ class CommitOptions(JobOptions):
     @property
     def resizes(self) -> bool:
         """Whether a sharded state is recut for each number of ranks."""
-        return self.shrink and self.sharded and not self.files and self._is_data_alone
-
-    @property
-    def _is_data_alone(self) -> bool:
-        return self.of_mesh(self.world_size).size(DATA_AXIS) == self.world_size
+        return self.shrink and self.sharded and not self.files
 
     @property
     def last(self) -> int:
@@ -117,8 +113,6 @@ class CommitOptions(JobOptions):
 
     def logical_shards(self, place: int, ranks: int, shards: int) -> range:
         """The logical shards of which the rank at a place reports loss and samples."""
-        if self.sharded:
-            return range(*assign_shards(shards, ranks)[place])
         mesh = self.of_mesh(ranks)
         at = mesh.coordinates(place)
         data = at.pop(DATA_AXIS, 0)
@@ -349,6 +343,8 @@ class CommitWorld:
     """By epoch and name: what each member that has entered it brought."""
     abandoned: set[int] = field(default_factory=set[int])
     """Epochs that a member has given up: its peers' operations end."""
+    unattended: set[int] = field(default_factory=set[int])
+    """Epochs whose beginning one of all ranks there has given up, also one that waits."""
     committed: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """The digests of committed versions, by place."""
     voted: dict[MemberId, int] = field(default_factory=dict[MemberId, int])

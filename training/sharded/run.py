@@ -164,15 +164,19 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
     """Return the memory that a rank needs. Raises `UserError` for what the mesh does not divide."""
     ranks, training, offloaded = mesh.size(TENSOR_AXIS), options.training, options.offload is not None
     if options.zero:
-        zero, meshes = options.zero_options, _meshes(options, mesh)
-        every = [shard_layouts(config, one, options.stages) for one in meshes]
+        zero, meshes, stages = options.zero_options, _meshes(options, mesh), options.stages
+        every = [shard_layouts(config, one, stages) for one in meshes]
         needed = [
             arena_bytes_needed(layouts, training, zero, copies=COPIES, offloaded=offloaded)
             for layouts in every
         ]
-        kept = [kept_bytes(layouts, training, zero, copies=COPIES) for layouts in every[1:] and every]
-        arena = max(needed) + max(kept, default=0)
-        return RankBytes(arena=arena, inbox=inbox_needed(config, training, mesh, options.stages))
+        kept = [
+            kept_bytes(layouts, training, zero, copies=COPIES, ranks=one.world_size)
+            for layouts, one in zip(every, meshes, strict=True)
+            if len(meshes) > 1
+        ]
+        inbox = max(inbox_needed(config, training, one, stages) for one in {mesh, _least(options, mesh)})
+        return RankBytes(arena=max(needed) + max(kept, default=0), inbox=inbox)
     return bytes_needed(
         GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks),
         training,
@@ -198,19 +202,25 @@ def _fewest(options: TrainOptions, mesh: Mesh) -> int:
     """Return the least number of ranks that the run goes on with.
 
     A state that is sharded is recut for each number, as far as its launcher has it: a rank needs memory
-    for its largest part.
+    for its largest part. A rank that is lost takes one place along `dp` with it.
     """
-    launched, ranks = RankEnvironment.read(os.environ), mesh.world_size
-    if options.zero and mesh.size(DATA_AXIS) == ranks and options.offload is None:
-        return ranks if launched is None else min(launched.ranks_min or ranks, ranks)
-    return ranks // mesh.size(DATA_AXIS) if _has_replicas(options, mesh) else ranks
+    launched, ranks, replicas = RankEnvironment.read(os.environ), mesh.world_size, mesh.size(DATA_AXIS)
+    if options.zero and options.offload is None:
+        lost = 0 if launched is None else ranks - min(launched.ranks_min or ranks, ranks)
+        return ranks // replicas * max(1, replicas - lost)
+    return ranks // replicas if _has_replicas(options, mesh) else ranks
+
+
+def _least(options: TrainOptions, mesh: Mesh) -> Mesh:
+    """Return the mesh whose stages need most room for what passes them: one pipeline, if views may shrink."""
+    return mesh.along_data(1) if _fewest(options, mesh) < mesh.world_size else mesh
 
 
 def _meshes(options: TrainOptions, mesh: Mesh) -> list[Mesh]:
     """Return the meshes that a sharded state may be cut for."""
-    fewest = _fewest(options, mesh)
-    smaller = [Mesh.of(ranks, {DATA_AXIS: ranks}) for ranks in range(fewest, mesh.world_size)]
-    return [*smaller, mesh]
+    others = mesh.world_size // mesh.size(DATA_AXIS)
+    least = _fewest(options, mesh) // others
+    return [mesh.along_data(size) for size in range(least, mesh.size(DATA_AXIS) + 1)]
 
 
 def open_recipe(options: TrainOptions, ranks: int = 1) -> Recipe:

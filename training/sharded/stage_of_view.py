@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,12 +23,19 @@ COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT
 """The rows in which ranks tell what these take."""
 
 
+@dataclass(slots=True)
+class RingRoom:
+    """The memory of a stage's rings, once it is made: neighbours may write there until they end."""
+
+    made: RingMemory | None = None
+
+
 class StageOfView:
     """Makes the passes of a stage, once in each view, and keeps the memory of its rings over views.
 
     `own`: the layers of this rank; `buffers`: the gradients, flat arrays of `own.layout`, in which a step may
     replace arrays; dtype: of activations; shrinks: whether views may have fewer ranks along `dp`, so that
-    more micro-batches pass a stage.
+    more micro-batches pass a stage. rings: memory that outlives this object.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class StageOfView:
         *,
         dtype: np.dtype[np.floating],
         shrinks: bool = False,
+        rings: RingRoom | None = None,
     ) -> None:
         self._recipe, self._own, self._stages, self._dtype = recipe, own, stages, dtype
         self._shrinks = shrinks
@@ -46,7 +55,7 @@ class StageOfView:
         self._groups: MeshGroups | None = None
         self._programs: Sequence[StageProgram] = ()
         self._plan: AccumulationPlan | None = None
-        self._ring_memory: RingMemory | None = None
+        self._rings = RingRoom() if rings is None else rings
         self._made: StagePasses | None = None
 
     def enter(self, groups: MeshGroups, plan: AccumulationPlan) -> None:
@@ -80,7 +89,7 @@ class StageOfView:
         groups, rings, recipe = self._groups, None, self._recipe
         assert groups is not None and self._plan is not None, "a step is in a view"
         if groups.pipeline is not None:
-            if self._ring_memory is None:
+            if self._rings.made is None:
                 traffic = traffic_of(
                     recipe.model.config,
                     recipe.config,
@@ -91,9 +100,9 @@ class StageOfView:
                 if self._shrinks:
                     every += self._stages.programs(recipe.config, groups.mesh.along_data(1))
                 programs = [one[self._own.stage] for one in every]
-                self._ring_memory = RingMemory(groups.worker.segment, programs, traffic)
+                self._rings.made = RingMemory(groups.worker.segment, programs, traffic)
             rings = StageRings(
-                groups.worker, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
+                groups.worker, groups.pipeline, self._programs, self._rings.made, world=groups.world.members
             )
         return StagePasses(
             self._own,

@@ -32,6 +32,7 @@ from zbmd.training.redundancy.stamped import StampedSlots, StateName, kept_slots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.stage_of_view import RingRoom
 from zbmd.training.sharded.stages import SLOTS, elements_most, shard_layouts, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
@@ -110,7 +111,7 @@ class EngineTask(Task[TrainResult]):
         self._worker, self._again, self._fewest = worker, again, fewest
         self._shrinks = fewest < mesh.world_size
         self.resizes = self._shrinks and options.zero > 0
-        self._stages = options.stages
+        self._stages, self._rings = options.stages, RingRoom()
         self._costs = np.zeros(layers_in(config))
         """Of the layers, if they are divided by what they cost; none is known at first."""
         self._began_ns, self._first_step = now_ns(), 0
@@ -135,7 +136,8 @@ class EngineTask(Task[TrainResult]):
         if self._options.zero and self.mesh.size(DATA_AXIS) == self.mesh.world_size:
             return MeshGroups.along_data(world)
         others = self.mesh.world_size // self.mesh.size(DATA_AXIS)
-        return await MeshGroups.of(world, self.mesh.along_data(world.size // others))
+        always = (DATA_AXIS,) if self._options.zero else ()
+        return await MeshGroups.of(world, self.mesh.along_data(world.size // others), always=always)
 
     def agree(self, world: Group) -> None:
         """Divide layers as members of earlier views do; in the first one, by what the first rank measures."""
@@ -170,6 +172,7 @@ class EngineTask(Task[TrainResult]):
                 keep_previous=True,
                 offload=offload,
                 keep=(lambda _: None) if self.resizes else self._kept_slots,
+                rings=self._rings if self.resizes else None,
             )
         else:
             trainer = MeshTrainer(
@@ -215,10 +218,11 @@ class EngineTask(Task[TrainResult]):
 
     def copies(self, trainer: Trainer) -> list[Array]:
         """See `Task`."""
-        if isinstance(trainer, ZeroTrainer) and self.resizes:
-            return trainer.own.mirror_copies() if trainer.groups.world.size > 1 else []
         if isinstance(trainer, ZeroTrainer):
-            return trainer.own.mirror_copies(shard_elements(self._options, self._config, self.mesh))
+            if self.resizes and trainer.groups.world.size == 1:
+                return []
+            mesh = trainer.groups.mesh
+            return trainer.own.mirror_copies(shard_elements(self._options, self._config, mesh))
         options, dtype = self._options, storage_dtype(self._options.precision)
         most = elements_most(self._config, self.mesh, self._stages)
         size = state_elements(most, dtype, options.training.optimizer)

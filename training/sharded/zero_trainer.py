@@ -42,7 +42,7 @@ from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import captured_machine
 from zbmd.training.sharded.model_part import ModelPart, reporters
-from zbmd.training.sharded.stage_of_view import StageOfView
+from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, Stages
 from zbmd.training.step.loader import BatchLoader
 from zbmd.training.step.memory_estimate import naming_step
@@ -77,7 +77,7 @@ class ZeroTrainer(Trainer):
     For one thread, not the loop's. All ranks make it and call its methods together; the model is of
     `groups.model`. The worker was joined with an arena of at least `arena_bytes_needed`. stages: how the
     model is divided along `pp`. keep_previous: see `ZeroRank`; offload: makes the file of so many float32
-    numbers.
+    numbers. rings: if trainers for other numbers of ranks follow this one, the memory that they share.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class ZeroTrainer(Trainer):
         keep_previous: bool = False,
         offload: Callable[[int], StateFile] | None = None,
         keep: Callable[[int], StampedSlots | None] = lambda _: None,
+        rings: RingRoom | None = None,
     ) -> None:
         self.recipe, self.options, self.groups = recipe, options, groups
         config, worker, ranks = recipe.config, groups.worker, groups.size(DATA_AXIS)
@@ -104,10 +105,8 @@ class ZeroTrainer(Trainer):
         self.kept = None if self.file else keep(elements)
         self._buffers: list[Array] = []
         """Gradients of the passes that are under way."""
-        self._stage: StageOfView | None = None
+        self._stage = self._stage_of_view(stages, rings)
         """The passes of a stage; None: units are computed in turn."""
-        if not is_by_layers(self.part.own):
-            self._stage = StageOfView(recipe, self.part.own, stages, self._buffers, dtype=FLOAT32)
         self.own = ZeroRank(
             recipe.model,
             shards,
@@ -151,6 +150,12 @@ class ZeroTrainer(Trainer):
         self._reporters = reporters(self.part.own, groups.mesh, assign_shards(config.shards, ranks))
         self._enter_stage()
 
+    def _stage_of_view(self, stages: Stages, rings: RingRoom | None) -> StageOfView | None:
+        own, buffers, shrinks = self.part.own, self._buffers, rings is not None
+        if is_by_layers(own):
+            return None
+        return StageOfView(self.recipe, own, stages, buffers, dtype=FLOAT32, shrinks=shrinks, rings=rings)
+
     def _sharded_part(self) -> PartOfModel:
         part, seed = self.part, self.recipe.config.seed
         return PartOfModel(
@@ -159,6 +164,7 @@ class ZeroTrainer(Trainer):
             matrices=part.matrices,
             gather=self._gathered_along_tp,
             walk=None if self._stage is None else self._walk,
+            places=lambda ranks: self.groups.mesh.alike(self.groups.world.rank, ranks),
         )
 
     def _gathered_along_tp(self, piece: Array) -> Sequence[Array]:

@@ -44,12 +44,12 @@ class ZeroOptions:
 
 
 def kept_bytes(
-    layouts: Sequence[ShardLayout], config: TrainingConfig, options: ZeroOptions, *, copies: int
+    layouts: Sequence[ShardLayout], config: TrainingConfig, options: ZeroOptions, *, copies: int, ranks: int
 ) -> int:
-    """Return the bytes of shards, with `copies`, that any rank keeps while a state is recut."""
+    """Return the bytes of shards, with `copies`, that any of `ranks` ranks keeps while a state is recut."""
     arrays, shard = len(arrays_of(config.optimizer)), max(one.shard_size for one in layouts)
     scale_bytes = 4 * LossScale.of(storage_dtype(options.storage)).numbers
-    held = (1 + copies) if layouts[0].ranks > 1 else min(2, 1 + copies)  # nobody copies the state of one
+    held = (1 + copies) if ranks > 1 else min(2, 1 + copies)  # nobody copies the state of one
     return int(ARENA_SLACK * held * (4 * arrays * shard + scale_bytes))
 
 

@@ -56,7 +56,8 @@ class PartOfModel:
 
     initial: returns its weights of the seed, in the shards' layout. cuts: of each of its parameters, the slot
     in the whole model and the slice of it. matrices: slices of hidden matrices that ranks along `tp` share,
-    by name; gather: collects pieces of these. walk: does the passes, if all is one unit.
+    by name; gather: collects pieces of these. walk: does the passes, if all is one unit. places: returns the
+    places of those that shard the same part in a world of so many ranks, in the order of their shards.
     """
 
     initial: Callable[[], Array]
@@ -64,6 +65,7 @@ class PartOfModel:
     matrices: Mapping[str, HeldMatrix]
     gather: Gather
     walk: Walk | None
+    places: Callable[[int], Sequence[int]] = range
 
 
 class _Run(NamedTuple):
@@ -215,17 +217,18 @@ class ZeroRank:
 
     def reshard(self, parts: int) -> Resharding:
         """See `ResizableState`."""
-        old, arrays = self.shards.recut(parts), range(len(self.arrays))
+        places = self._part.places(parts)
+        old, arrays = self.shards.recut(len(places)), range(len(self.arrays))
         size, before = self.shards.shard_size, old.shard_size
         spans = list(self.shards.spans_from(old, self.rank))
         every = [
-            Span(part, at * before + start, count, at * size + into)
+            Span(places[part], at * before + start, count, at * size + into)
             for at in arrays
             for part, start, count, into in spans
         ]
         scale = self.slots[0].size - len(arrays) * size
         if scale:  # it is the same in all parts
-            every.append(Span(0, len(arrays) * before, scale, len(arrays) * size))
+            every.append(Span(places[0], len(arrays) * before, scale, len(arrays) * size))
         return Resharding(len(arrays) * before + scale, every)
 
     def tensors(self, version: int) -> Iterator[HeldTensor]:

@@ -17,7 +17,9 @@ from zbmd.training.sharded.run import train
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--shards", "4", "--steps", "8")
 
 
-@pytest.mark.parametrize(("zero", "mesh"), [("0", "dp=2"), ("3", "dp=2"), ("0", "dp=2,pp=2")])
+@pytest.mark.parametrize(
+    ("zero", "mesh"), [("0", "dp=2"), ("3", "dp=2"), ("0", "dp=2,pp=2"), ("2", "dp=2,pp=2")]
+)
 async def test_a_run_takes_a_node_in_that_joins_it(nodes: Nodes, zero: str, mesh: str) -> None:
     """A sharded state is recut for it."""
     data, out = str(write_text(nodes.directory / "text")), nodes.directory / "out"

@@ -37,6 +37,7 @@ from zbmd.training.scenarios.world import CommitOptions, CommitWorld
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.sim import Crash, Fault, KillPoint
+from zbmd.transport.sim.model import SimulationFailure
 
 SPAN_NS = 400_000_000
 """About as long as a run lasts."""
@@ -45,10 +46,17 @@ KILLS = st.lists(st.tuples(st.integers(0, SPAN_NS), st.integers(0, 4)), max_size
 
 
 def sharded(
-    ranks: int, steps: int, *, late: bool = False, per_host: int = 0, first: int = 0
+    ranks: int, steps: int, *, late: bool = False, per_host: int = 0, first: int = 0, mesh: str = ""
 ) -> CommitOptions:
     return CommitOptions(
-        world_size=ranks, steps=steps, sharded=True, shrink=True, late=late, per_host=per_host, first=first
+        world_size=ranks,
+        steps=steps,
+        sharded=True,
+        shrink=True,
+        late=late,
+        per_host=per_host,
+        first=first,
+        mesh=mesh,
     )
 
 
@@ -67,41 +75,78 @@ def run(
     for point in points:
         simulation.crash_during(point)
     simulation.run(until=lambda: world.is_over)
-    assert world.state_lost or world.finished
+    assert world.is_over or world.finished
     if not world.state_lost:
         world.check_ledger()
     return world
 
 
-@pytest.mark.parametrize(("ranks", "late", "seed"), [(2, False, 19), (3, False, 26), (4, True, 7)])
-def test_a_kill_at_any_moment_loses_nothing(ranks: int, late: bool, seed: int) -> None:
-    options, ways = sharded(ranks, 2, late=late), Counter[str]()
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "late", "seed"),
+    [
+        (2, "", False, 19),
+        (3, "", False, 26),
+        (4, "", True, 7),
+        (4, "dp=2,tp=2", False, 11),
+        (4, "pp=2,dp=2", True, 5),
+        (6, "dp=3,pp=2", True, 3),
+    ],
+)
+def test_a_kill_at_any_moment_loses_nothing(ranks: int, mesh: str, late: bool, seed: int) -> None:
+    options, ways = sharded(ranks, 2, late=late, mesh=mesh), Counter[str]()
     calm, _ = build(seed, options)
     calm.run()
     points = calm.kill_faults([f"rank{rank}" for rank in range(ranks)])
+    points = points[:: max(1, ranks - 2)] if mesh else points
     assert len(points) > 100
     for point in points:
         world = run(seed, options, [point])
         assert not world.state_lost and set(world.ended.values()) == {options.last}, point
         ways.update(world.ways)
     assert ways["reshards"] > len(points) // 3
+    assert (ways["lends"] > len(points) // 9) == bool(mesh), "a rank that waits lends what it holds"
+
+
+class Alone(ResizingMirror):
+    """A planted bug: what those hold that wait beside does not count."""
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
+        if isinstance(event, EnteredCut) and event.place < len(event.held):
+            event = replace(event, beside=())
+        return super().handle(event, now_ns=now_ns)
+
+
+def test_what_a_waiting_rank_holds_is_needed() -> None:
+    """Rank 3 is killed: rank 2 waits, whose part has its copy at rank 3."""
+    options = sharded(4, 3, mesh="dp=2,tp=2")
+    calm, _ = build(2, options)
+    calm.run()
+    ours = [point for point in calm.kill_points() if point.process == "rank3"]
+    half = ours[len(ours) // 2]
+    assert not run(2, options, [], (half,)).state_lost
+    with pytest.raises(SimulationFailure, match="is said to be lost, and all of it is here"):
+        run(2, options, [], (half,), Alone)
+
+
+MESHES = [*((ranks, "") for ranks in range(1, 6)), (4, "dp=2,tp=2"), (4, "pp=2,dp=2"), (6, "tp=2,dp=3")]
 
 
 @given(
     seed=st.integers(0, 2**32),
-    ranks=st.integers(1, 5),
+    size=st.sampled_from(MESHES),
     per_host=st.integers(0, 5),
     first=st.integers(0, 2),
     late=st.booleans(),
     kills=KILLS,
 )
 def test_any_kills_lose_only_what_is_nowhere_left(
-    seed: int, ranks: int, per_host: int, first: int, late: bool, kills: list[tuple[int, int]]
+    seed: int, size: tuple[int, str], per_host: int, first: int, late: bool, kills: list[tuple[int, int]]
 ) -> None:
-    options = sharded(ranks, 4, late=late, per_host=per_host, first=first)
+    ranks, mesh = size
+    options = sharded(ranks, 4, late=late, per_host=per_host, first=first, mesh=mesh)
     faults = [Crash(process=f"rank{rank % ranks}", at_ns=at_ns, for_ns=0) for at_ns, rank in sorted(kills)]
     world = run(seed, options, faults)
-    assert world.state_lost or set(world.ended.values()) == {options.last}
+    assert world.is_over or set(world.ended.values()) == {options.last}
 
 
 def second_kills(machine: type[ResizingMirror]) -> Counter[tuple[str, bool]]:

@@ -29,7 +29,8 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, shared_out
-from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions, errors_explained
+from zbmd.training.job.explained import errors_explained
+from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer, share_step

@@ -14,13 +14,11 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.losses import unless_lost
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
@@ -38,7 +36,8 @@ from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler
-from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, ResizableState, attend_with_nothing
+from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, attend_with_nothing
+from zbmd.training.redundancy.cut_files import attend_without_file
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import (
@@ -47,19 +46,18 @@ from zbmd.training.redundancy.interface import (
     Following,
     JobEnd,
     Redundancy,
+    ResizableState,
     Wish,
     spare_until,
     through_epochs,
 )
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.stamped import StampedSlots
+from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import adopted_report, report_losses, step_report
 from zbmd.training.run.ledger import CommitRecord, RunLog
-from zbmd.training.run.repeated_oom import raise_for
-from zbmd.training.step.memory_estimate import StepOutOfMemory
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
-from zbmd.transport.host.files import DiskFull
+from zbmd.transport.errors import PeerLost, UserError
 from zbmd.transport.native._native import now_ns
 
 ResultT = TypeVar("ResultT")
@@ -84,6 +82,7 @@ class RunOptions:
 
     resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. replicas:
     whether ranks along `dp` stand for each other, so that no buddies have copies, or no other rank is there.
+    files: whether states are in files.
     """
 
     out: Path
@@ -93,6 +92,7 @@ class RunOptions:
     checkpoints: bool = True
     tensorboard: bool = False
     replicas: bool = False
+    files: bool = False
 
 
 class Job(Generic[ResultT]):
@@ -255,7 +255,8 @@ class Job(Generic[ResultT]):
             logged = self._share_records(members)
             known = max(logged, self._results.known)
             if keeper is None:
-                attend_with_nothing(members, known)
+                attend = attend_without_file if self._options.files else attend_with_nothing
+                attend(members, active, known)
                 self._share(members, None)
             else:
                 self._share(members, keeper.attend(members, active, known))
@@ -285,8 +286,19 @@ class Job(Generic[ResultT]):
         self._on_loop(self._start_actors(trainer))
         return trainer
 
-    def _remade(self) -> tuple[ResizableState, Sequence[Array]]:
+    def _resized(self) -> tuple[ResizableState, Sequence[Array]]:
         """Return the state of a new trainer, for the number of ranks of this view, and room for copies."""
+        made = self._remade()
+        assert isinstance(made.shard, ResizableState), "a task that resizes has such a state"
+        return made.shard, self._task.copies(made)
+
+    def _refiled(self) -> tuple[ResizableState, StateFile]:
+        """Return the state of a new trainer, and the file that it is in."""
+        made = self._remade()
+        assert isinstance(made.shard, ResizableState) and made.file is not None, "its state is in a file"
+        return made.shard, made.file
+
+    def _remade(self) -> Trainer:
         groups, trainer, actors = self._groups, self._trainer, self._actors
         assert groups is not None and trainer is not None, "a state is recut in an epoch"
         trainer.close()
@@ -296,8 +308,7 @@ class Job(Generic[ResultT]):
             actors = None
         gc.collect()  # a trainer and its state refer to each other; their memory is needed now
         made = self._trainer = self._made(groups)
-        assert isinstance(made.shard, ResizableState), "a task that resizes has such a state"
-        return made.shard, self._task.copies(made)
+        return made
 
     def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._worker.system.loop).result()
@@ -326,6 +337,8 @@ class Job(Generic[ResultT]):
                 on_update=self._results.keep,
                 on_commit=self._committed,
                 note=self._task.row.encoded,
+                resize=self._refiled if self._task.resizes else None,
+                on_found=self._take_notes,
             )
         return BuddyReplica(
             self._worker,
@@ -337,7 +350,7 @@ class Job(Generic[ResultT]):
             on_update=self._results.keep,
             on_commit=self._committed,
             kept=None if trainer.kept is None else self._kept_state(trainer.kept),
-            resize=self._remade if self._task.resizes else None,
+            resize=self._resized if self._task.resizes else None,
         )
 
     def _kept_state(self, slots: StampedSlots) -> KeptState:
@@ -350,7 +363,7 @@ class Job(Generic[ResultT]):
 
     def _remove_state(self) -> None:
         if self._trainer is not None and self._trainer.file is not None:
-            self._trainer.file.remove()
+            self._trainer.file.remove_all()
 
     def _train(self, groups: MeshGroups, keeper: Redundancy) -> JobEnd[ResultT] | None:
         faults.hit(MEET_POINT)
@@ -569,32 +582,3 @@ def _signals_taken() -> list[signal.Signals]:
     if threading.current_thread() is not threading.main_thread():
         return []
     return [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-
-
-@contextmanager
-def errors_explained(out: Path, launched: RankEnvironment | None, *, memory: str) -> Generator[None]:
-    """Raise what only a person can mend as `UserError`. memory: the beginning of an error for too little.
-
-    `out`: the directory of the run; `launched`: this rank's environment.
-    """
-    try:
-        yield
-    except TrainingDiverged as error:
-        raise UserError(str(error)) from error
-    except StepOutOfMemory as error:
-        raise_for(error, out, launched)
-    except (OutOfMemory, MemoryError) as error:
-        raise UserError(f"{memory}: {error}") from error
-    except DiskFull as error:
-        raise UserError(_to_continue(error, out, otherwise="free some space and start again")) from error
-    except StepFailed as error:
-        otherwise = "start again, with a smaller --checkpoint-every"
-        raise UserError(_to_continue(error, out, otherwise=otherwise)) from error
-
-
-def _to_continue(error: Exception, out: Path, *, otherwise: str) -> str:
-    """Return what happened, and the checkpoint to resume from; `otherwise`: what to do if there is none."""
-    what, path = str(error).removesuffix("."), checkpoint_in(out)
-    if path is None:
-        return f"{what}. No checkpoint had been written yet: {otherwise}."
-    return f"{what}. The last durable checkpoint is {path}: resume with --resume {path}."

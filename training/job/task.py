@@ -25,7 +25,7 @@ from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.profiler.profiler import Profiler
-from zbmd.training.redundancy.file import SegmentedState
+from zbmd.training.redundancy.interface import SegmentedState
 from zbmd.training.redundancy.stamped import Note, StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.step.step_hook import VOTE_NUMBERS, StepHook, Vote

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -33,11 +33,10 @@ from zbmd.training.redundancy.cut_events import (
     Lent,
     Reshard,
     Resharded,
-    Resharding,
 )
 from zbmd.training.redundancy.failures import Cancellation, WorkCancelled
 from zbmd.training.redundancy.holdings import SLOTS, Copy, Held
-from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
+from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver, ResizableState
 from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull
 from zbmd.training.redundancy.resizing import ResizingMirror, nothing_held
 from zbmd.training.redundancy.stamped import Note, StampedSlots
@@ -164,16 +163,7 @@ RESHARDED_POINT = faults.declare("mirror.resharded", "when it is there, before t
 FORGET_POINT = faults.declare("mirror.forget", "when all parts have copies, before the older cut goes")
 
 
-@runtime_checkable
-class ResizableState(ProtectedState, Protocol):
-    """A part of a state that is recut for each number of ranks."""
-
-    def reshard(self, parts: int) -> Resharding:
-        """Return what of the slots of another cut, into `parts`, makes up a slot of this one."""
-        ...
-
-
-def attend_with_nothing(everyone: Group, known: int) -> None:
+def attend_with_nothing(everyone: Group, _active: Sequence[int], known: int) -> None:
     """Attend as the members of a new epoch meet, as a rank that waits and has not held anything yet."""
     nothing = nothing_held(known)
     row = HoldingsRow(held=nothing.held, handles=(), cut=nothing.cut)

@@ -2,12 +2,16 @@
 
 There is no buddy: the replacement of a killed rank, on the same host, opens its predecessor's file. All ranks
 may therefore be killed at once, and one copy of the state is enough; but the files of a lost host are lost.
+
+A state that is recut for each number of ranks has new files for each cut (`cut_files`); those of the cut
+before, and of ranks that have ended, stay until a version is committed in the new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +19,22 @@ from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver
-from zbmd.training.redundancy.stamped import NO_VERSION, Note
-from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.redundancy.buddy import DIVIDE_POINT, FORGET_POINT, RESHARD_POINT, RESHARDED_POINT
+from zbmd.training.redundancy.cut_events import (
+    CutSource,
+    Divide,
+    EnteredCut,
+    Keeps,
+    Lend,
+    Lent,
+    Reshard,
+    Resharded,
+)
+from zbmd.training.redundancy.cut_files import FileMeeting
+from zbmd.training.redundancy.interface import Digests, RedundancyDriver, ResizableState, SegmentedState
+from zbmd.training.redundancy.resizing import NEVER, ResizingMirror
+from zbmd.training.redundancy.stamped import NO_VERSION, Note, StampedSlots
+from zbmd.training.redundancy.state_file import FoundFile, StateFile, found_in
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -26,19 +43,21 @@ STAMP_POINT = faults.declare("file.stamp", "when the next version is written, be
 STAMPED_POINT = faults.declare("file.stamped", "when it is")
 
 
-class SegmentedState(ProtectedState, Protocol):
-    """A state that is visited in parts, always in one order."""
+@dataclass(frozen=True, slots=True)
+class OlderFile:
+    """The file of the part as it was cut before, and the digests of its slots as they were read then."""
 
-    def parts_in(self, slot: int) -> Iterable[Sequence[Array]]:
-        """Yield views that together are all of a slot."""
-        ...
+    file: StateFile
+    digests: Sequence[int]
 
 
 class FileRedundancy(RedundancyDriver):
     """`Redundancy` of what `own` holds, at `place` of `ranks`, by `file`, where its slots lie.
 
     `known`: the highest version known to be committed. `note`: returns what the file records of a completed
-    step, for the case that all ranks are killed at once.
+    step, for the case that all ranks are killed at once; `on_found`: is given files of ranks that have ended,
+    with their notes. `resize`: if the state is recut for another number of ranks, makes it and its file for
+    this rank's part; the file before is no longer its own.
     """
 
     def __init__(
@@ -53,19 +72,35 @@ class FileRedundancy(RedundancyDriver):
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
         note: Callable[[Any], Note],
+        resize: Callable[[], tuple[ResizableState, StateFile]] | None = None,
+        on_found: Callable[[StampedSlots], None] = lambda _: None,
     ) -> None:
         self._file, self._parted, self._note = file, own, note
+        self._resize, self._on_found = resize, on_found
+        self._older: OlderFile | None = None
+        self._meeting: FileMeeting | None = None
+        self._orphans: list[FoundFile] = []
         for slot in range(zm.SLOTS):
             file.drop_damaged(slot, own.parts_in(slot))
         held = (file.version_in(0), file.version_in(1))
-        machine = zm.Mirror(place=place, ranks=ranks, known=known, first=own.first, own=held, outlives=True)
+        machine: zm.Mirror | ResizingMirror
+        if resize is None:
+            machine = zm.Mirror(
+                place=place, ranks=ranks, known=known, first=own.first, own=held, outlives=True
+            )
+        else:
+            machine = ResizingMirror(place=place, ranks=ranks, known=known, first=own.first, outlives=True)
         super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
+        self._worker = worker
 
     def meet(
         self, group: Group, keys: Sequence[int] = (), known: int = 0, *, everyone: Group | None = None
     ) -> int:
-        """See `Redundancy`. Nobody reads another's file: to this rank all shards differ."""
+        """See `Redundancy`. To this rank all shards differ."""
         self._group = group
+        if self._resizing is not None:
+            self._enter_cut(everyone or group, group.members, known)
+            return self._machine.version
         held = self._machine.report(known)
         mine = [NO_VERSION if version is None else version for version in held.own]
         every = group.blocking.all_gather(np.array([*mine, held.known, held.first], np.int64))
@@ -76,6 +111,96 @@ class FileRedundancy(RedundancyDriver):
         )
         self._perform(self._handle(entered))
         return self._machine.version
+
+    def attend(self, everyone: Group, active: Sequence[int], known: int = 0) -> int:
+        """See `Redundancy`."""
+        assert self._resizing is not None, "a state that is cut for good is met for by those who train"
+        self._enter_cut(everyone, active, known).serve(self._slot_of)
+        return self._resizing.chosen
+
+    def _enter_cut(self, everyone: Group, active: Sequence[int], known: int) -> FileMeeting:
+        machine, older, file = self._resizing, self._older, self._file
+        assert machine is not None
+        elements = file.name.elements, 0 if older is None else older.file.name.elements
+        made, folder, run = file.made, file.path.parent, file.name.run
+        meeting = self._meeting = FileMeeting(
+            everyone, active, machine.report(known), elements, made, known, lambda: found_in(folder, run)
+        )
+        for orphan in meeting.orphans:
+            self._on_found(orphan)
+        self._orphans = meeting.orphans
+        hosts = hosts_of(everyone.view, active)
+        entered = EnteredCut(
+            held=meeting.held,
+            beside=meeting.beside,
+            hosts=hosts,
+            place=meeting.place,
+            epoch=everyone.epoch,
+        )
+        actions = self._handle(entered)
+        if not any(isinstance(action, Divide) for action in actions) and machine.cut.made != NEVER:
+            file.made = machine.cut.made
+        self._perform(actions)
+        self._meeting = None
+        return meeting
+
+    def _divide(self, work: Divide) -> None:
+        faults.hit(DIVIDE_POINT)
+        assert self._resize is not None, "the machine is one that recuts states"
+        file = self._file
+        if work.keeps is Keeps.OWN:
+            self._forget()
+            digests = [file.computed(self._parted.parts_in(slot)) for slot in range(zm.SLOTS)]
+            self._older = OlderFile(file, digests)
+        else:
+            file.remove()
+            if work.keeps is Keeps.NOTHING:
+                self._forget()
+        del self._own, self._parted, self._file, file  # and with them what is no state
+        own, self._file = self._resize()
+        self._own = self._parted = own
+
+    def _reshard(self, work: Reshard) -> Resharded:
+        faults.hit(RESHARD_POINT)
+        own, file, slot, meeting = self._own, self._file, work.version % zm.SLOTS, self._meeting
+        assert isinstance(own, ResizableState) and meeting is not None, "it is recut as its ranks meet"
+        file.begin(slot)
+        own.slots[slot][:] = 0
+        meeting.read(work.sources, own.reshard(len(work.sources)), own.slots[slot], self._kept_slot)
+        for part in own.parts_in(slot):
+            file.wrote(part)
+        file.written(slot, work.version)
+        here = [found.source.slot for found in work.sources if found.source.place == meeting.place]
+        faults.hit(RESHARDED_POINT)
+        return Resharded(digest=file.digest_in(slot), given=tuple(self._kept.digests[one] for one in here))
+
+    def _lend(self, work: Lend) -> Lent:
+        def digest(found: CutSource) -> int:
+            slot = found.source.slot
+            if found.older:
+                return self._kept.digests[slot]
+            return self._file.computed(self._parted.parts_in(slot))
+
+        return Lent(given=tuple(map(digest, work.sources)))
+
+    @property
+    def _kept(self) -> OlderFile:
+        assert self._older is not None, "what is read here was kept"
+        return self._older
+
+    def _kept_slot(self, found: CutSource) -> Array:
+        """Return a slot that is read of a rank that has a new file: what it had before is older now."""
+        return self._kept.file.slots[found.source.slot]
+
+    def _slot_of(self, found: CutSource) -> Array:
+        """Return a slot that is read of a rank that waits."""
+        return (self._kept.file if found.older else self._file).slots[found.source.slot]
+
+    def _forget(self) -> None:
+        older, self._older = self._older, None
+        if older is not None:
+            faults.hit(FORGET_POINT)
+            older.file.remove()
 
     def epoch_over(self) -> None:
         """See `Redundancy`."""
@@ -90,6 +215,10 @@ class FileRedundancy(RedundancyDriver):
     def voted(self, votes: Sequence[Vote]) -> None:
         """See `StepHook`. An update follows, so the slot that it overwrites is no longer complete."""
         super().voted(votes)
+        orphans, self._orphans = self._orphans, []
+        for one in orphans:  # a version is committed without them
+            if one.made < self._file.made:
+                one.path.unlink(missing_ok=True)
         self._file.begin((self._machine.version + 1) % zm.SLOTS)
 
     def updated(self, done: Any) -> None:

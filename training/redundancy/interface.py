@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntFlag
-from typing import Any, Generic, Protocol, TypeVar, assert_never
+from typing import Any, Generic, Protocol, TypeVar, assert_never, runtime_checkable
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy import resizing
-from zbmd.training.redundancy.cut_events import Divide, Forget, Lend, Lent, Reshard, Resharded
+from zbmd.training.redundancy.cut_events import Divide, Forget, Lend, Lent, Reshard, Resharded, Resharding
 from zbmd.training.redundancy.failures import FailureKind, StepFailed
 from zbmd.training.redundancy.machine import MIRROR, mirror_config
 from zbmd.training.redundancy.resizing import RESIZING_MIRROR, ResizingMirror, resizing_config
@@ -161,6 +161,23 @@ class ProtectedState(Protocol):
 
     def begin_anew(self) -> None:
         """Take the state of version `first`, in its slot."""
+        ...
+
+
+class SegmentedState(ProtectedState, Protocol):
+    """A state that is visited in parts, always in one order."""
+
+    def parts_in(self, slot: int) -> Iterable[Sequence[Array]]:
+        """Yield views that together are all of a slot."""
+        ...
+
+
+@runtime_checkable
+class ResizableState(SegmentedState, Protocol):
+    """A part of a state that is recut for each number of ranks."""
+
+    def reshard(self, parts: int) -> Resharding:
+        """Return what of the slots of another cut, into `parts`, makes up a slot of this one."""
         ...
 
 

@@ -41,7 +41,7 @@ from zbmd.training.redundancy.cut_events import (
     Resharded,
 )
 from zbmd.training.redundancy.holdings import NO_DIGEST, SLOTS, Held, Source
-from zbmd.training.redundancy.machine import LOST_WITH_BUDDY, Lost, Mirror, State
+from zbmd.training.redundancy.machine import LOST_WITH_BUDDY, LOST_WITH_FILE, Lost, Mirror, State
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
@@ -77,10 +77,16 @@ class CutChoice:
     old: int = NEVER
 
 
-def choose_cut(held: Sequence[HeldCut], *, epoch: int, beside: Sequence[HeldCut] = ()) -> CutChoice | Lost:
+def choose_cut(
+    held: Sequence[HeldCut],
+    *,
+    epoch: int,
+    beside: Sequence[HeldCut] = (),
+    cause: str = LOST_WITH_BUDDY,
+) -> CutChoice | Lost:
     """Return what a group continues from in `epoch`, given what its ranks hold: the same on all of them.
 
-    beside: what others hold, which have no place in the group.
+    beside: what others hold, which have no place in the group. cause: how a part can have been lost.
     """
     everyone, nowhere = (*held, *beside), (None,) * len(held)
     known = max(one.held.known for one in everyone)
@@ -109,7 +115,7 @@ def choose_cut(held: Sequence[HeldCut], *, epoch: int, beside: Sequence[HeldCut]
     return Lost(
         places=gone,
         reason=f"version {known} was committed, and of {which} of its state neither originals nor copies are "
-        f"left: {LOST_WITH_BUDDY}",
+        f"left: {cause}",
     )
 
 
@@ -151,11 +157,16 @@ def _parts_of(held: Sequence[HeldCut], made: int, version: int) -> list[CutSourc
 class ResizingMirror:
     """The machine of one rank whose state is recut for each number of ranks.
 
-    Within an epoch it is `mirror`, the machine of a state that is cut for good. Arguments as of `Mirror`.
+    Within an epoch it is `mirror`, the machine of a state that is cut for good. Arguments as of `Mirror`. If
+    the state outlives its ranks, the parts of those that have ended are reported beside the members', and
+    there are no copies.
     """
 
-    def __init__(self, *, place: int, ranks: int, known: int = 0, first: int = 0) -> None:
-        self.mirror = Mirror(place=place, ranks=ranks, known=known, first=first)
+    def __init__(
+        self, *, place: int, ranks: int, known: int = 0, first: int = 0, outlives: bool = False
+    ) -> None:
+        self.mirror = Mirror(place=place, ranks=ranks, known=known, first=first, outlives=outlives)
+        self.outlives = outlives
         self.cut = Cut(made=NEVER, parts=ranks, part=place)
         self.older: HeldCut | None = None
         """The holdings of the cut before, while they count."""
@@ -205,7 +216,8 @@ class ResizingMirror:
             raise LocalProtocolError(f"{ranks} ranks, with hosts {event.hosts}, in epoch {event.epoch}")
         for one in everyone:
             _require_possible(one, event.epoch)
-        choice = choose_cut(event.held, epoch=event.epoch, beside=event.beside)
+        cause = LOST_WITH_FILE if self.outlives else LOST_WITH_BUDDY
+        choice = choose_cut(event.held, epoch=event.epoch, beside=event.beside, cause=cause)
         if isinstance(choice, Lost):
             return [*mirror.fail(choice.reason, lost=True)]
         self.chosen, self._at, every = choice.version, event.place, enumerate(choice.parts)
@@ -214,7 +226,7 @@ class ResizingMirror:
         if event.place >= ranks:  # it has no place, and keeps what it holds: others may need it again
             return [Lend(sources=tuple(found for _, found in here))] if here else []
         actions = self._divide(Cut(made=choice.made, parts=ranks, part=event.place), choice.old)
-        mirror.copied = ranks > 1
+        mirror.copied = ranks > 1 and not self.outlives
         known = max(one.held.known for one in everyone)
         mirror.take_place(event.place, tuple(range(ranks)), event.hosts, known=known)
         if not choice.parts:
@@ -283,12 +295,22 @@ def _require_possible(one: HeldCut, epoch: int) -> None:
 def resizing_config(machine: ResizingMirror) -> dict[str, Any]:
     """Return the configuration from which a new `ResizingMirror` like this one is built."""
     mirror = machine.mirror
-    return {"place": mirror.place, "ranks": mirror.ranks, "known": mirror.known, "first": mirror.first}
+    return {
+        "place": mirror.place,
+        "ranks": mirror.ranks,
+        "known": mirror.known,
+        "first": mirror.first,
+        "outlives": machine.outlives,
+    }
 
 
 def _build(config: Mapping[str, Any]) -> ResizingMirror:
     return ResizingMirror(
-        place=config["place"], ranks=config["ranks"], known=config["known"], first=config["first"]
+        place=config["place"],
+        ranks=config["ranks"],
+        known=config["known"],
+        first=config["first"],
+        outlives=config["outlives"],
     )
 
 

@@ -28,6 +28,8 @@ NO_NOTE: Final[Note] = np.zeros(0)
 NOTE_NUMBERS: Final = 220
 _NOTES: Final = 2 * SLOTS
 """Two of each slot: what its step reported, and its record once it is committed."""
+_MADE: Final = struct.Struct("<Q")
+_MADE_AT: Final = 128
 _NOTES_AT: Final = 256
 
 
@@ -47,6 +49,16 @@ class StateName:
     def encoded(self) -> bytes:
         """Return the header of the memory."""
         return NAME.pack(MAGIC, self.run, self.place, self.ranks, self.elements, self.note)
+
+    @classmethod
+    def decoded(cls, header: bytes) -> StateName | None:
+        """Return what a header says; None for one of another kind."""
+        if len(header) != NAME.size:
+            return None
+        magic, run, place, ranks, elements, note = NAME.unpack(header)
+        if magic != MAGIC or not 0 <= place < ranks or elements < 1:
+            return None
+        return cls(run=run, place=place, ranks=ranks, elements=elements, note=note)
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +97,15 @@ class StampedSlots:
             for slot in range(SLOTS):
                 _STAMP.pack_into(memory, _stamp_at(slot), NO_VERSION, 0)
             self.head[: NAME.size] = np.frombuffer(name.encoded(), np.uint8)
+
+    @property
+    def made(self) -> int:
+        """The epoch in which the state was cut into parts of which this is one, if it is recut; else 0."""
+        return int(_MADE.unpack_from(self._memory, _MADE_AT)[0])
+
+    @made.setter
+    def made(self, epoch: int) -> None:
+        _MADE.pack_into(self._memory, _MADE_AT, epoch)
 
     def version_in(self, slot: int) -> int | None:
         """Return the version of the slot if it is complete."""

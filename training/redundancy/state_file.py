@@ -166,12 +166,14 @@ _WILL_NEED, _PAGE_OUT = 3, 21  # of madvise(2); Python has no name for the secon
 class StateFile(StampedSlots):
     """The state of one rank in `folder`. For one thread.
 
-    `again`: this is a replacement, which takes over an existing file of the same name. Raises `UserError` if
-    the folder cannot be written, or its disk is full.
+    `again`: this is a replacement, which takes over an existing file of the same name. made: not 0 for a
+    state that is recut, the epoch in which the file is made. Raises `UserError` if the folder cannot be
+    written, or its disk is full.
     """
 
-    def __init__(self, folder: Path, name: StateName, *, again: bool) -> None:
-        self.path = folder / f"zero-{name.place}-of-{name.ranks}.state"
+    def __init__(self, folder: Path, name: StateName, *, again: bool, made: int = 0) -> None:
+        when = f"-{made}" if made else ""
+        self.path, self.name = folder / f"zero-{name.place}-of-{name.ranks}{when}.state", name
         try:
             fd = self._opened(name) if again else None
             if fd is None:
@@ -183,6 +185,8 @@ class StateFile(StampedSlots):
         finally:
             os.close(fd)
         super().__init__(self._map, name)
+        if made:
+            self.made = made
         self._begin = address_of(self.head)
         self._hash = xxhash.xxh3_64()
 
@@ -229,12 +233,15 @@ class StateFile(StampedSlots):
         """Verify what a predecessor has left: mark the slot as incomplete if its digest does not match."""
         if self.version_in(slot) is None:
             return
-        told = self.digest_in(slot)
+        if self.computed(parts) != self.digest_in(slot):
+            self.begin(slot)
+
+    def computed(self, parts: Iterable[Sequence[Array]]) -> int:
+        """Return the digest of a slot, from its parts in their order, while none is written."""
         self._hash.reset()
         for part in parts:
             self.wrote(part)
-        if self._hash.intdigest() != told:
-            self.begin(slot)
+        return self._hash.intdigest()
 
     # ---- what is in memory
 
@@ -263,8 +270,34 @@ class StateFile(StampedSlots):
         return counted(self._begin, len(self._map), "Rss")
 
     def remove(self) -> None:
-        """Delete the file when the run is over. Idempotent."""
+        """Delete the file: nobody needs it any more. Idempotent."""
         self.path.unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        """Delete this file, and others of the run in its folder, when the run is over. Idempotent."""
+        self.remove()
+        for other in found_in(self.path.parent, self.name.run) if self.made else ():
+            other.path.unlink(missing_ok=True)
+
+
+class FoundFile(StampedSlots):
+    """A state file of any rank of a run, to be read. Slots are read-only."""
+
+    def __init__(self, path: Path, memory: mmap.mmap, name: StateName) -> None:
+        self.path, self.name = path, name
+        super().__init__(memory, name)
+
+
+def found_in(folder: Path, run: int) -> list[FoundFile]:
+    """Return the state files of a run that are in `folder` now, of states that are recut, by name."""
+    found: list[FoundFile] = []
+    for path in sorted(folder.glob("zero-*-of-*.state")):
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            name = StateName.decoded(file.read(NAME.size))
+            if name is not None and name.run == run and os.fstat(file.fileno()).st_size == name.nbytes:
+                memory = mmap.mmap(file.fileno(), name.nbytes, prot=mmap.PROT_READ)
+                found.append(FoundFile(path, memory, name))
+    return [one for one in found if one.made]
 
 
 def require_folder(folder: Path, *, elements: int, ranks: int, note: int = NOTE_NUMBERS) -> None:

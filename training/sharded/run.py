@@ -15,7 +15,8 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.sources import RunData
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
-from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions, errors_explained
+from zbmd.training.job.explained import errors_explained
+from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, require_axes
 from zbmd.training.job.records import require_board
 from zbmd.training.job.task import ResultRow
@@ -117,7 +118,8 @@ def check_recipe(options: TrainOptions, ranks: int) -> None:
         else:
             elements = state_elements(elements_most(model, mesh, options.stages), dtype, training.optimizer)
         note = ResultRow(training.shards, training.sequences_per_shard).numbers
-        require_folder(options.offload, elements=elements, ranks=ranks, note=note)
+        files = ranks * (2 if _fewest(options, mesh) < mesh.world_size else 1)  # of two cuts at once
+        require_folder(options.offload, elements=elements, ranks=files, note=note)
     if not options.overwrite:
         begin_log(options.out, options.resume)
     _require_beginning(options, model, corpus)
@@ -173,7 +175,7 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
         kept = [
             kept_bytes(layouts, training, zero, copies=COPIES, ranks=one.world_size)
             for layouts, one in zip(every, meshes, strict=True)
-            if len(meshes) > 1
+            if len(meshes) > 1 and not offloaded
         ]
         inbox = max(inbox_needed(config, training, one, stages) for one in {mesh, _least(options, mesh)})
         return RankBytes(arena=max(needed) + max(kept, default=0), inbox=inbox)
@@ -205,7 +207,7 @@ def _fewest(options: TrainOptions, mesh: Mesh) -> int:
     for its largest part. A rank that is lost takes one place along `dp` with it.
     """
     launched, ranks, replicas = RankEnvironment.read(os.environ), mesh.world_size, mesh.size(DATA_AXIS)
-    if options.zero and options.offload is None:
+    if options.zero or options.offload is not None:
         lost = 0 if launched is None else ranks - min(launched.ranks_min or ranks, ranks)
         return ranks // replicas * max(1, replicas - lost)
     return ranks // replicas if _has_replicas(options, mesh) else ranks
@@ -303,5 +305,6 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
                 checkpoints=options.precision != "float64",
                 tensorboard=options.tensorboard,
                 replicas=_has_replicas(options, mesh),
+                files=options.offload is not None,
             )
             return await Job(worker, task, settings, again=again).run()

@@ -110,7 +110,7 @@ class EngineTask(Task[TrainResult]):
         self._options, self._config, self._corpus = options, config, corpus
         self._worker, self._again, self._fewest = worker, again, fewest
         self._shrinks = fewest < mesh.world_size
-        self.resizes = self._shrinks and options.zero > 0
+        self.resizes = self._shrinks and (options.zero > 0 or options.offload is not None)
         self._stages, self._rings = options.stages, RingRoom()
         self._costs = np.zeros(layers_in(config))
         """Of the layers, if they are divided by what they cost; none is known at first."""
@@ -187,6 +187,7 @@ class EngineTask(Task[TrainResult]):
                 offload=offload,
                 begins_later=True,
                 largest=self.mesh if self._shrinks else None,
+                rings=self._rings,
             )
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])
@@ -202,6 +203,8 @@ class EngineTask(Task[TrainResult]):
         def made(elements: int) -> StateFile:
             job, note = self._worker.job, self.row.numbers
             name = StateName(run=job, place=place, ranks=ranks, elements=elements, note=note)
+            if self.resizes:  # what its predecessor had, all read
+                return StateFile(folder, name, again=False, made=world.epoch)
             return StateFile(folder, name, again=self._again)
 
         return made

@@ -32,11 +32,12 @@ from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, attempted, computing_dtype
 from zbmd.training.profiler.lines import ActivationPeak
+from zbmd.training.redundancy.cut_events import Resharding, Span
 from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.model_part import ModelPart, reporters
 from zbmd.training.sharded.norm import mesh_norm
-from zbmd.training.sharded.stage_of_view import StageOfView
+from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
 from zbmd.training.step.loader import BatchLoader
@@ -59,7 +60,7 @@ class MeshTrainer(Trainer):
     begin when the backward pass has ended. `offload` makes a file for slots of so many float32 numbers: they
     lie there. With `largest`, views have meshes of any size along `dp` up to that one's. With a
     file, or `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a
-    replica may have a later one.
+    replica may have a later one. rings: memory of stages' rings that outlives this object.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class MeshTrainer(Trainer):
         offload: Callable[[int], StateFile] | None = None,
         begins_later: bool = False,
         largest: Mesh | None = None,
+        rings: RingRoom | None = None,
     ) -> None:
         self.recipe = recipe
         self.groups = groups
@@ -95,7 +97,13 @@ class MeshTrainer(Trainer):
         is_apart = not is_alone(assign_shards(config.shards, (largest or groups.mesh).size(DATA_AXIS)))
         self._room = self._gradient() if is_apart else None
         self._stage = StageOfView(
-            recipe, self.own, stages, self._buffers, dtype=self.state_dtype, shrinks=largest is not None
+            recipe,
+            self.own,
+            stages,
+            self._buffers,
+            dtype=self.state_dtype,
+            shrinks=largest is not None,
+            rings=rings,
         )
         self._divide()
         elements = state_elements(size, dtype, config.optimizer)
@@ -229,6 +237,12 @@ class MeshTrainer(Trainer):
         """Views that together are all of a slot, run by run, the loss scale last."""
         yield from self._optimizer.parts_of(self._state_in(slot))
         yield [self._scale_room(slot)]
+
+    def reshard(self, parts: int) -> Resharding:
+        """See `ResizableState`: all ranks along `dp` hold the same."""
+        alike, here = self.groups.mesh.alike(self.groups.world.rank, parts), self.groups.place(DATA_AXIS)
+        elements = self.slots[0].size
+        return Resharding(elements, [Span(alike[here % len(alike)], 0, elements, 0)])
 
     def _gradient(self) -> Array:
         """Return an array like the gradient, whose parameters are written before they are read."""

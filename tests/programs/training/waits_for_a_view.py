@@ -1,4 +1,7 @@
-"""`zbmd` with these arguments, whose first rank stands before step 4 until a view of more ranks is there."""
+"""`zbmd` with all arguments but the first; its first rank stands from step 4 on until other views come.
+
+The first argument has the sizes that it stands in, one after the other: 1,2.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,20 @@ from zbmd.training.job.job import Job
 from zbmd.training.redundancy.interface import Redundancy
 
 ask, asked = Job._ask, 0
+sizes = [int(number) for number in sys.argv.pop(1).split(",")]
 
 
 def ask_later(self: Job[object], keeper: Redundancy) -> None:
     global asked
     asked += 1
-    if os.environ["RANK"] == "0" and asked == 4:
-        print("rank 0 waits for another", flush=True)
-        while self._following is not None and not self._following.done():
-            threading.Event().wait(0.01)
+    size = 0 if self._world is None else self._world.size
+    if os.environ["RANK"] == "0" and asked >= 4 and sizes:
+        if size != sizes[0]:
+            sizes.pop(0)  # and do a step in the next one
+        else:
+            print(f"rank 0 waits in a group of {size}", flush=True)
+            while self._following is not None and not self._following.done():
+                threading.Event().wait(0.01)
     ask(self, keeper)
 
 

@@ -306,6 +306,38 @@ def test_what_others_read_here_is_compared_with_what_was_voted_for() -> None:
     )
 
 
+def test_the_files_of_the_dead_are_read_beside_those_of_ranks_that_live() -> None:
+    mirror = ResizingMirror(place=0, ranks=2, outlives=True)
+    mirror.handle(entered(mirror, held(0, 2, 1)), now_ns=0)
+    for version in (0, 1):
+        mirror.handle(zm.AllHold(version=version), now_ns=0)
+        assert mirror.handle(zm.Voted(votes=((4, 4), (5, 5))), now_ns=0) == [
+            zm.Commit(version=version, digests=(4, 5))
+        ]
+        mirror.handle(zm.Updated(), now_ns=0)
+    mirror.handle(zm.EpochOver(), now_ns=0)
+    report, dead = mirror.report(1), held(1, 2, 1, 1)
+    both = EnteredCut(held=(report,), beside=(dead,), hosts=(0,), place=0, epoch=3)
+    divide, reshard = mirror.handle(both, now_ns=0)
+    assert divide == Divide(parts=1, part=0, keeps=Keeps.OWN)
+    assert isinstance(reshard, Reshard) and [one.source.place for one in reshard.sources] == [0, 1]
+    assert not any(one.older for one in reshard.sources)
+    mirror.handle(Resharded(digest=8, given=(4,)), now_ns=0)
+    mirror.handle(zm.AllHold(version=1), now_ns=0)
+    assert mirror.handle(zm.Voted(votes=((8, 8),)), now_ns=0) == [
+        zm.Commit(version=1, digests=(8,)),
+        Forget(),
+    ]
+
+
+def test_a_part_whose_file_is_gone_is_named() -> None:
+    mirror = ResizingMirror(place=0, ranks=1, known=3, outlives=True)
+    event = EnteredCut(held=(held(1, 2, 0, 3, known=3),), hosts=(0,), place=0, epoch=3)
+    (failed,) = mirror.handle(event, now_ns=0)
+    assert isinstance(failed, zm.Fail) and failed.lost and "parts 1" in failed.reason
+    assert zm.LOST_WITH_FILE in failed.reason
+
+
 def entered(mirror: ResizingMirror, other: HeldCut) -> EnteredCut:
     return EnteredCut(held=(mirror.report(0), other), hosts=(0, 0), place=0, epoch=1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.jobs.by_words import plain_by
 
+from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
@@ -16,7 +18,7 @@ from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.training.redundancy import state_file as paging
 from zbmd.training.redundancy.stamped import StateName
-from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.redundancy.state_file import StateFile, found_in
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero.layout import ShardLayout
 from zbmd.training.zero.rank import ZeroRank, slot_elements
@@ -34,6 +36,16 @@ MESH_CASES: tuple[tuple[str, int, Precision, str], ...] = (
     ("dp=2", 0, "float16", "rank0:file.stamped:3,rank1:pipeline.compute:9"),
     ("dp=2,tp=2", 3, "float32", ",".join(f"rank{rank}:job.begin:3" for rank in range(4))),
     ("dp=2,pp=2", 1, "float16", "rank2:file.stamped:3,rank1:pipeline.compute:15"),
+)
+SHRINK_CASES: tuple[tuple[str, int, Precision, str], ...] = (
+    ("dp=3", 3, "float32", "rank1:job.begin:3"),
+    ("dp=3", 0, "float32", "rank0:mirror.commit:3"),
+    ("dp=4", 1, "float32", "rank0:job.begin:4,rank1:job.begin:4"),  # at once: their files are there
+    ("dp=4", 2, "float16", "rank3:file.stamped:3,rank1:mirror.resharded"),
+    ("dp=3", 3, "float32", "rank2:file.stamp:3,rank0:mirror.divide"),
+    ("dp=2,pp=2", 0, "float32", "rank1:mirror.forget,rank2:job.begin:2"),
+    ("dp=2,tp=2", 2, "float32", "rank3:job.begin:3"),
+    ("dp=3,pp=2", 1, "float32", "rank2:pipeline.compute:20,rank5:job.met:2"),
 )
 NAME = StateName(run=7, place=1, ranks=2, elements=3000)
 
@@ -98,6 +110,49 @@ async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> 
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm["tp=2" if "tp" in mesh else "dp=1", precision], (mesh, fault)
         assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
+
+
+async def test_a_run_that_shrinks_recuts_its_files(tmp_path: Path) -> None:
+    """Survivors read the files of the dead; a folder has no file of a cut that is over, or of a run."""
+    data, files = write_text(tmp_path / "text"), tmp_path / "files"
+    calm: dict[tuple[str, Precision], str] = {}
+    kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
+    for mesh, precision in kinds:
+        done = await run_small_job(
+            tmp_path / f"{mesh}-{precision}", data, mesh=mesh, world_size=int(mesh[-1]), precision=precision
+        )
+        calm[mesh, precision] = done.digest
+    for number, (mesh, stage, precision, fault) in enumerate(SHRINK_CASES):
+        found = await run_small_job(
+            tmp_path / str(number),
+            data,
+            fault=fault,
+            mesh=mesh,
+            zero=stage,
+            world_size=math.prod(int(axis[-1]) for axis in mesh.split(",")),
+            precision=precision,
+            offload=files / str(number),
+            on_loss=OnLoss.SHRINK,
+        )
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm["tp=2" if "tp" in mesh else "dp=1", precision], (mesh, fault)
+        assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
+
+
+def test_the_files_of_a_run_are_found_and_no_others(tmp_path: Path) -> None:
+    for made, run in ((0, 7), (3, 7), (4, 7), (4, 8)):
+        name = StateName(run=run, place=made % 2, ranks=2, elements=3000)
+        write(StateFile(tmp_path / str(run), name, again=False, made=made), 5)
+    folder = tmp_path / "7"
+    for path in (tmp_path / "8").iterdir():
+        (folder / f"zero-9-of-9-{path.name}").write_bytes(path.read_bytes())
+    (folder / "zero-0-of-1.state").write_bytes(b"no state")
+    (folder / "zero-1-of-1.state").write_bytes(next(folder.glob("*-3.state")).read_bytes()[:5000])
+    found = found_in(folder, 7)
+    assert [(one.made, one.name.place, one.version_in(1)) for one in found] == [(4, 0, 5), (3, 1, 5)]
+    assert all((one.slots[1] == 6.0).all() and one.noted(1).tolist() == [5.0, 0.5] for one in found)
+    StateFile(folder, StateName(run=7, place=0, ranks=2, elements=9), again=False, made=9).remove_all()
+    assert not found_in(folder, 7) and len(list(folder.iterdir())) == 4
 
 
 def parts(file: StateFile, slot: int) -> list[list[np.ndarray]]:

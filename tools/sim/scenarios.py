@@ -24,6 +24,7 @@ from zbmd.collectives.scenarios.repair import RepairScenario
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
 from zbmd.training.scenarios.commit import CommitScenario
 from zbmd.training.scenarios.loop import LoopScenario
+from zbmd.training.scenarios.shards import ShardScenario
 from zbmd.training.scenarios.training import TrainingScenario
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import FaultPlan, Options, Scenario, ScenarioReport, run_scenario
@@ -79,6 +80,7 @@ SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
             make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)
         ),
         "loop": HuntedScenario(make=LoopScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
+        "shards": HuntedScenario(make=ShardScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
         "repair": HuntedScenario(
             make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)
         ),

@@ -36,6 +36,7 @@ TAIL_NS_MAX = 100_000
 VOTE_NS_MAX = CALL_NS_MAX
 """The longest until a rank sees that all have voted: long, since most rules meet there."""
 
+Key: TypeAlias = tuple[tuple[int, int], str, int]
 Content: TypeAlias = tuple[int, ...]
 """Of a state: the versions whose gradients it has taken in."""
 
@@ -46,9 +47,9 @@ class LoopWorld:
 
     options: JobOptions
     state_lost: bool = False
-    meetings: dict[tuple[int, str, int], Meeting] = field(default_factory=dict[tuple[int, str, int], Meeting])
-    left: dict[MemberId, int] = field(default_factory=dict[MemberId, int])
-    """The last epoch that a member has given up."""
+    meetings: dict[Key, Meeting] = field(default_factory=dict[Key, Meeting])
+    left: dict[MemberId, tuple[int, int]] = field(default_factory=dict[MemberId, tuple[int, int]])
+    """The last group that a member has given up."""
     finished: set[int] = field(default_factory=set[int])
     in_loop: set[MemberId] = field(default_factory=set[MemberId])
     """Those that have, or have had, the state."""
@@ -65,6 +66,8 @@ class Stage:
     name: str
     ranks: tuple[int, ...]
     source: int = -1
+    number: int = -1
+    """Among the meetings of that name in a group; -1: what the name implies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,10 @@ class LoopRank(MemberProcess):
     def __init__(self, world: LoopWorld, rank: int, incarnation: int, rng: random.Random) -> None:
         super().__init__(rank, incarnation, rng)
         self.world = world
-        self.machine = tx.Transactions()
+        self.machine = self._made(fresh=False)
         self.begun = False
+        self.round = 1
+        """Of the groups that are made of one view."""
         self.content: Content = ()
         self.gradients: Content | None = None
         """The state from which this rank's gradients were computed; None: they are not whole."""
@@ -90,6 +95,14 @@ class LoopRank(MemberProcess):
         self.stages: list[Stage] = []
         self.actions: list[tx.Action] = []
         self.waits = True
+
+    def _made(self, *, fresh: bool) -> tx.Transactions:
+        return tx.Transactions(fresh=fresh)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The process group under way, by its epoch and round."""
+        return self.entered, self.round
 
     def check_invariants(self) -> None:
         """The machine's own, and that the state is of its version."""
@@ -109,7 +122,7 @@ class LoopRank(MemberProcess):
         if self.known.finished:
             self.world.finished.add(self.member.rank)  # the run has ended; who is replaced now learns it
             return [sim.Exit()]
-        self.entered, self.members = self.known.epoch, self.known.ids
+        self.entered, self.members, self.round = self.known.epoch, self.known.ids, 1
         self.parted.clear()
         self.waits = False
         return self._begin("standings", now_ns)
@@ -133,8 +146,7 @@ class LoopRank(MemberProcess):
         if me not in meeting.entered:
             meeting.entered[me] = self._brings(stage)
             return self._tick(now_ns, VOTE_NS_MAX if stage.name == "vote" else TICK_NS_MAX)
-        gave_up = any(self.world.left.get(m, 0) >= self.entered for m in meeting.members)
-        doomed = meeting.withdrawn or gave_up or not (self.lost | self.parted).isdisjoint(meeting.members)
+        doomed = self._is_doomed(meeting)
         if not meeting.complete:
             return self._cut(now_ns) if doomed else self._tick(now_ns)
         if doomed and self.rng.random() > GO_ON_SHARE:
@@ -142,11 +154,16 @@ class LoopRank(MemberProcess):
         self.stages.pop(0)
         return self._ends(stage, [meeting.entered[member] for member in meeting.members], now_ns)
 
+    def _is_doomed(self, meeting: Meeting) -> bool:
+        gave_up = any(self.world.left.get(m, (0, 0)) >= self.group for m in meeting.members)
+        return meeting.withdrawn or gave_up or not (self.lost | self.parted).isdisjoint(meeting.members)
+
     def _meeting(self, stage: Stage) -> Meeting:
         members = tuple(member for member in self.members if member.rank in stage.ranks)
         fixed = stage.name in ("standings", "reports", "share", "give")
         number = stage.ranks[-1] if stage.name == "give" else 0 if fixed else self.machine.version
-        key = (self.entered, stage.name, number)
+        number = number if stage.number < 0 else stage.number
+        key = (self.group, stage.name, number)
         found = self.world.meetings.setdefault(key, Meeting(members))
         assert found.members == members, f"{self.member} meets {members} in {stage}, others {found.members}"
         return found
@@ -212,12 +229,12 @@ class LoopRank(MemberProcess):
             self.begun = True
             return self._begin("gradients", now_ns)
         if not self.begun:
-            self.begun, self.machine = True, tx.Transactions(fresh=True)
+            self.begun, self.machine = True, self._made(fresh=True)
         return self._begin("reports", now_ns)
 
     def _cut(self, now_ns: int) -> list[sim.Effect[Message]]:
         self._meeting(self.stages[0]).withdrawn = True
-        self.world.left[self.member] = self.entered
+        self.world.left[self.member] = self.group
         self.stages.clear()
         self.actions.clear()
         self.waits = True
@@ -253,7 +270,7 @@ class LoopRank(MemberProcess):
                     return self._tick(now_ns)
                 case tx.Fail():
                     raise AssertionError(f"{self.member} fails: {action.reason}")
-                case tx.Vote() | tx.Meet():
+                case tx.Vote() | tx.Meet() | tx.Deliver() | tx.Move():
                     raise AssertionError(f"{action} is performed where it is asked for")
                 case _:
                     assert_never(action)

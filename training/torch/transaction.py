@@ -13,6 +13,13 @@ the highest version that somebody has.
 - A fresh rank takes the state from the first of those (`Take`, `Give`), who are where transactions begin.
 
 Nobody ever undoes a committed transaction.
+
+Where the state is sharded, the next rank is a rank's *buddy*: it keeps a copy of the shard, by making each
+update of its ward as well. So a rank first gets its ward's gradients (`Deliver`), and its vote says that it
+holds them. Delivery and vote are two operations: a delivery that has ended here may have failed at others.
+After a loss, a rank that is behind promotes before any shard moves (the others `Meet` again): then all are
+where transactions begin, and a fresh rank takes the rest of the state from the first, its shard from its
+buddy, and the copy that it is to keep from its ward (`Move`).
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ class Phase(Enum):
 
     OPEN = "open"
     """Between two votes."""
+    DELIVERING = "delivering"
     VOTED = "voted"
     FRESH = "fresh"
     """It replaces another, and has not met the others."""
@@ -43,28 +51,50 @@ class Phase(Enum):
     FAILED = "failed"
 
 
+class What(Enum):
+    """A part of a sharded state that goes from one rank to another."""
+
+    REST = "rest"
+    """All that is not sharded."""
+    SHARD = "shard"
+    """Of the receiver, from its buddy."""
+    COPY = "copy"
+    """Of the sender's shard, to its buddy, which keeps it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A rank's account of itself when all meet."""
+    """A rank's account of itself when all meet. keeps: whether it has a copy of its ward's shard."""
 
     version: int
     voted: bool
     fresh: bool
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """A vote. digest: of the state before the transaction, NO_DIGEST: not compared."""
+    """A vote. digest: of the state before the transaction, NO_DIGEST: not compared.
+
+    holds: whether the rank can make its ward's update as well; only of a sharded state.
+    """
 
     version: int
     digest: int
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The transaction can be committed on this rank."""
+    """The transaction can be committed on this rank. updates: whether gradients go with it."""
 
     digest: int
+    updates: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """The ward's gradients are here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +125,18 @@ class Shared:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """The state of another rank is here. version: the one that came with it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A copy of the ward's shard is here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """Send the gradients for `version` to the buddy, and receive those of the ward."""
 
     version: int
 
@@ -157,6 +199,16 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Send this of the state of `version` from `source` to `target`, of which this rank is one."""
+
+    version: int
+    what: What
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
     """The loop cannot go on. lost: its state is gone; else ranks disagree."""
 
@@ -164,26 +216,33 @@ class Fail:
     reason: str
 
 
-Event: TypeAlias = Prepared | AllVoted | Cut | Met | Shared | Taken
-Action: TypeAlias = Vote | Commit | Meet | Share | Promote | Repeat | Give | Take | Fail
+Event: TypeAlias = Prepared | Delivered | AllVoted | Cut | Met | Shared | Taken | Kept
+Action: TypeAlias = Deliver | Vote | Commit | Meet | Share | Promote | Repeat | Give | Take | Move | Fail
 
 
 class Transactions:
-    """The machine of one rank. fresh: it replaces another."""
+    """The machine of one rank. fresh: it replaces another. sharded: each rank has a part of the state.
 
-    def __init__(self, *, version: int = 0, fresh: bool = False) -> None:
+    With a sharded state the first ranks begin with a meeting, which gives each the copy that it keeps.
+    """
+
+    def __init__(self, *, version: int = 0, fresh: bool = False, sharded: bool = False) -> None:
         self.version = version
-        self.phase = Phase.FRESH if fresh else Phase.OPEN
-        self.voted = False
-        self.fresh = fresh
+        self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
+        self.voted = self.keeps = False
+        self.fresh, self.sharded = fresh, sharded
+        self._digest = NO_DIGEST
         self._place = self._source = 0
         self._target = version
         self._fresh: tuple[int, ...] = ()
+        self._moves: tuple[Move, ...] = ()
+        """Of the meeting under way, of all ranks, in the order in which they are made."""
+        self._behind = False
 
     @property
     def report(self) -> Report:
         """This rank's account of itself for a meeting."""
-        return Report(version=self.version, voted=self.voted, fresh=self.fresh)
+        return Report(version=self.version, voted=self.voted, fresh=self.fresh, keeps=self.keeps)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take `event` and return the actions. Raises `LocalProtocolError` for one out of place."""
@@ -192,6 +251,9 @@ class Transactions:
         match event:
             case Prepared():
                 return self._prepared(event)
+            case Delivered():
+                self._expect(event, Phase.DELIVERING)
+                return self._vote(self._digest)
             case AllVoted():
                 return self._all_voted(event)
             case Cut():
@@ -204,10 +266,15 @@ class Transactions:
                 return self._go_on()
             case Taken():
                 return self._taken(event)
+            case Kept():
+                self._expect(event, Phase.OPEN)
+                self.keeps = self.sharded
+                return []
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` for a state that no sequence of events may reach."""
         assert not (self.fresh and self.voted), "a fresh rank has voted"
+        assert not (self.fresh and self.keeps), "a fresh rank has a copy"
         assert self.phase is not Phase.VOTED or self.voted
         assert self.fresh or self.phase not in (Phase.FRESH, Phase.TAKING), "an old rank takes a state"
         assert not self.fresh or self.phase not in (Phase.OPEN, Phase.VOTED), "a fresh rank computes"
@@ -218,8 +285,14 @@ class Transactions:
 
     def _prepared(self, event: Prepared) -> list[Action]:
         self._expect(event, Phase.OPEN)
+        if self.sharded and event.updates:
+            self.phase, self._digest = Phase.DELIVERING, event.digest
+            return [Deliver(version=self.version + 1)]
+        return self._vote(event.digest)
+
+    def _vote(self, digest: int) -> list[Action]:
         self.phase, self.voted = Phase.VOTED, True
-        return [Vote(ballot=Ballot(version=self.version, digest=event.digest))]
+        return [Vote(ballot=Ballot(version=self.version, digest=digest, holds=self.sharded))]
 
     def _all_voted(self, event: AllVoted) -> list[Action]:
         self._expect(event, Phase.VOTED)
@@ -233,6 +306,9 @@ class Transactions:
                 f"the ranks' copies of version {self.version} have digests {told}: memory or a processor has "
                 "erred, or an update is not the same on all"
             )
+        without = [place for place, ballot in enumerate(event.ballots) if ballot.holds != self.sharded]
+        if without:
+            return self._fail(f"rank {without[0]} votes without its ward's gradients: others run other code")
         self._commit()
         return [Commit(version=self.version)]
 
@@ -257,26 +333,41 @@ class Transactions:
         self._place, self._target = event.place, target
         self._source = next(place for place in old if reports[place].version == target)
         self._fresh = tuple(place for place, report in enumerate(reports) if report.fresh)
-        if any(reports[place].version < target for place in old):
+        self._behind = any(reports[place].version < target for place in old)
+        if self.sharded:
+            lost = _lost_shard(reports)
+            if lost:
+                return self._fail(lost, lost=True)
+            self._moves = _moves(reports, target, self._source)
+        if self._behind:
             self.phase = Phase.SHARING
             return [Share(version=target, source=self._source)]
         return self._go_on()
 
     def _go_on(self) -> list[Action]:
         target = self._target
-        if self.fresh:
-            self.phase = Phase.TAKING
-            return [Take(version=target, source=self._source)]
-        if self.version < target:
+        if self.version < target and not self.fresh:
             self._commit()
             return [Promote(version=target)]
+        if self._behind and self._moves:
+            # A rank that promotes is in the middle of a step: no shard can be of one version until it has
+            # ended that, and finds that the others have given up their groups.
+            self.phase = Phase.FRESH if self.fresh else Phase.MEETING
+            return [Meet()]
+        own = [move for move in self._moves if self._place in (move.source, move.target)]
+        if self.fresh:
+            self.phase = Phase.TAKING
+            return [*own] if self.sharded else [Take(version=target, source=self._source)]
         self.phase, self.voted = Phase.OPEN, False
+        if self.sharded:
+            return [Repeat(version=target), *own]
         gives = self._fresh and self._source == self._place
         return [Repeat(version=target), *([Give(version=target, to=self._fresh)] if gives else [])]
 
     def _taken(self, event: Taken) -> list[Action]:
         self._expect(event, Phase.TAKING)
         self.version, self.fresh, self.phase = event.version, False, Phase.OPEN
+        self.keeps = self.sharded
         return []
 
     def _fail(self, reason: str, *, lost: bool = False) -> list[Action]:
@@ -284,18 +375,65 @@ class Transactions:
         return [Fail(lost=lost, reason=reason)]
 
 
+def buddy_of(place: int, size: int) -> int:
+    """Return who keeps a copy of a rank's shard: the next one."""
+    return (place + 1) % size
+
+
+def ward_of(place: int, size: int) -> int:
+    """Return whose shard a rank keeps a copy of: that of the one before."""
+    return (place - 1) % size
+
+
+def _lost_shard(reports: tuple[Report, ...]) -> str:
+    """Return which shard nobody has any more; "": each is there."""
+    for place, report in enumerate(reports):
+        buddy = buddy_of(place, len(reports))
+        if not report.fresh:
+            continue
+        if reports[buddy].fresh:
+            return (
+                f"ranks {place} and {buddy} are lost together, and rank {buddy} kept the copy of rank "
+                f"{place}'s shard: a shard survives if its rank or the next one lives; start the run again, "
+                "from its last checkpoint"
+            )
+        if not reports[buddy].keeps:
+            return (
+                f"rank {place} is lost before rank {buddy} had a copy of its shard: start the run again, "
+                "from its last checkpoint"
+            )
+    return ""
+
+
+def _moves(reports: tuple[Report, ...], version: int, source: int) -> tuple[Move, ...]:
+    """Return what goes from whom to whom. All perform theirs in this order, so none waits in a circle."""
+    size = len(reports)
+    moves: list[Move] = []
+    for place, report in enumerate(reports):
+        if report.fresh:
+            moves.append(Move(version=version, what=What.REST, source=source, target=place))
+            buddy = buddy_of(place, size)
+            moves.append(Move(version=version, what=What.SHARD, source=buddy, target=place))
+    without = [place for place, report in enumerate(reports) if not report.keeps] if size > 1 else []
+    wards = sorted((ward_of(place, size) for place in without), key=lambda ward: (ward % 2, ward))
+    moves += [
+        Move(version=version, what=What.COPY, source=ward, target=buddy_of(ward, size)) for ward in wards
+    ]
+    return tuple(moves)
+
+
 # ---- capture
 
 
 def transaction_config(machine: Transactions) -> dict[str, Any]:
     """Return the configuration from which a new machine like this one is built."""
-    return {"version": machine.version, "fresh": machine.fresh}
+    return {"version": machine.version, "fresh": machine.fresh, "sharded": machine.sharded}
 
 
 def _build(config: Mapping[str, Any]) -> Transactions:
-    return Transactions(version=config["version"], fresh=config["fresh"])
+    return Transactions(version=config["version"], fresh=config["fresh"], sharded=config["sharded"])
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 1, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 2, _build, events=Event, actions=Action, states=(Transactions,)
 )

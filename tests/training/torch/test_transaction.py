@@ -29,6 +29,30 @@ def met(place: int, *reports: str) -> tx.Met:
     )
 
 
+def sharded(report: str) -> Transactions:
+    """A machine of a sharded loop that has met a loss: "3vk" has voted, and keeps its ward's copy."""
+    made = Transactions(version=int(report.strip("vfk") or 0), fresh="f" in report, sharded=True)
+    if "f" not in report:
+        made.phase, made.keeps = Phase.OPEN, "k" in report
+    if "v" in report:
+        made.handle(tx.Prepared(digest=0), now_ns=0)
+        made.handle(tx.Delivered(), now_ns=0)
+    made.handle(tx.Cut(), now_ns=0)
+    return made
+
+
+def met_sharded(place: int, *reports: str) -> tx.Met:
+    return tx.Met(place=place, reports=tuple(sharded(each).report for each in reports))
+
+
+def after_sharded(place: int, *reports: str) -> list[tx.Action]:
+    return sharded(reports[place]).handle(met_sharded(place, *reports), now_ns=0)
+
+
+def move(what: tx.What, source: int, target: int, version: int = 3) -> tx.Move:
+    return tx.Move(version=version, what=what, source=source, target=target)
+
+
 def machine(report: str) -> Transactions:
     """A machine that has met a loss, and now reports this."""
     made = Transactions(version=int(report.strip("vf") or 0), fresh="f" in report)
@@ -140,3 +164,106 @@ def test_after_any_losses_all_end_at_one_version(seed: int, ranks: int) -> None:
         one.check_invariants()
     assert gives == takes == [place for place, each in enumerate(reports) if each == "f"]
     assert {(one.version, one.phase, one.voted) for one in machines} == {(target, Phase.OPEN, False)}
+
+
+# Sharded states.
+
+
+def test_a_rank_votes_once_it_holds_its_wards_gradients() -> None:
+    one = sharded("4k")
+    one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
+    assert one.handle(tx.Prepared(digest=7), now_ns=0) == [tx.Deliver(version=5)]
+    assert not one.report.voted
+    vote = tx.Vote(ballot=Ballot(version=4, digest=7, holds=True))
+    assert one.handle(tx.Delivered(), now_ns=0) == [vote]
+    assert one.handle(tx.AllVoted(ballots=(vote.ballot, vote.ballot)), now_ns=0) == [tx.Commit(version=5)]
+    assert one.report == Report(version=5, voted=False, fresh=False, keeps=True)
+
+
+def test_a_vote_without_the_wards_gradients_ends_the_loop() -> None:
+    one = sharded("4k")
+    one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
+    (vote,) = one.handle(tx.Prepared(digest=7, updates=False), now_ns=0)  # there is nothing to deliver
+    assert isinstance(vote, tx.Vote) and vote.ballot.holds
+    (fail,) = one.handle(tx.AllVoted(ballots=(vote.ballot, Ballot(version=4, digest=7))), now_ns=0)
+    assert isinstance(fail, tx.Fail) and "rank 1" in fail.reason
+
+
+def test_a_loss_in_the_delivery_leaves_a_rank_that_has_not_voted() -> None:
+    one = sharded("4k")
+    one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
+    one.handle(tx.Prepared(digest=7), now_ns=0)
+    assert one.handle(tx.Cut(), now_ns=0) == [tx.Meet()]
+    assert not one.report.voted
+
+
+def test_the_first_ranks_exchange_copies() -> None:
+    one = Transactions(sharded=True)
+    copies = [move(tx.What.COPY, 2, 0, 0), move(tx.What.COPY, 1, 2, 0)]
+    assert one.handle(met_sharded(2, "0", "0", "0"), now_ns=0) == [tx.Repeat(version=0), *copies]
+    assert one.handle(tx.Kept(), now_ns=0) == [] and one.keeps
+    assert Transactions(sharded=True).handle(met_sharded(0, "0"), now_ns=0) == [tx.Repeat(version=0)]
+
+
+def test_a_replacement_takes_its_shard_from_its_buddy_and_its_copy_from_its_ward() -> None:
+    reports = ("3k", "3vk", "f", "3k")
+    rest, shard = move(tx.What.REST, 0, 2), move(tx.What.SHARD, 3, 2)
+    copy = move(tx.What.COPY, 1, 2)
+    assert after_sharded(0, *reports) == [tx.Repeat(version=3), rest]
+    assert after_sharded(1, *reports) == [tx.Repeat(version=3), copy]
+    assert after_sharded(3, *reports) == [tx.Repeat(version=3), shard]
+    fresh = sharded("f")
+    assert fresh.handle(met_sharded(2, *reports), now_ns=0) == [rest, shard, copy]
+    assert fresh.handle(tx.Taken(version=3), now_ns=0) == []
+    assert fresh.report == Report(version=3, voted=False, fresh=False, keeps=True)
+
+
+def test_who_is_behind_promotes_before_a_shard_moves() -> None:
+    reports = ("3vk", "4k", "f")
+    for place, then in ((0, tx.Promote(version=4)), (1, tx.Meet()), (2, tx.Meet())):
+        one = sharded(reports[place])
+        assert one.handle(met_sharded(place, *reports), now_ns=0) == [tx.Share(version=4, source=1)]
+        assert one.handle(tx.Shared(), now_ns=0) == [then]
+        one.handle(tx.Cut(), now_ns=0)
+        actions = one.handle(met_sharded(place, "4k", "4k", "f"), now_ns=0)
+        moves = [each for each in actions if isinstance(each, tx.Move)]
+        assert moves and {each.version for each in moves} == {4}
+
+
+@pytest.mark.parametrize(
+    ("reports", "says"),
+    [
+        (("f", "f", "3k"), "ranks 0 and 1 are lost together"),
+        (("f", "3k", "f"), "ranks 2 and 0 are lost together"),
+        (("3k", "f", "3"), "rank 1 is lost before rank 2 had a copy"),
+        (("f", "f"), "all ranks"),
+        (("f",), "all ranks"),
+    ],
+)
+def test_a_shard_that_nobody_has_is_lost(reports: tuple[str, ...], says: str) -> None:
+    for place in range(len(reports)):
+        (fail,) = after_sharded(place, *reports)
+        assert isinstance(fail, tx.Fail) and fail.lost and says in fail.reason
+
+
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_moves_end_in_any_order_of_ranks(seed: int, ranks: int) -> None:
+    """Each rank performs its moves one after the other, and a move needs both of its ranks: all end."""
+    rng = random.Random(seed)
+    reports = [rng.choice(["3k", "3k", "3"]) for _ in range(ranks)]
+    for place in range(ranks):
+        buddy, ward = reports[tx.buddy_of(place, ranks)], reports[tx.ward_of(place, ranks)]
+        if ranks > 1 and rng.random() < 0.3 and "k" in buddy and "f" not in ward:
+            reports[place] = "f"
+    queues = [
+        [each for each in after_sharded(place, *reports) if isinstance(each, tx.Move)]
+        for place in range(ranks)
+    ]
+    while any(queues):
+        heads = [(queue[0], place) for place, queue in enumerate(queues) if queue]
+        ready = [each for each, place in heads if place == each.source and (each, each.target) in heads]
+        assert ready, f"{heads} wait in a circle"
+        chosen = rng.choice(ready)
+        queues[chosen.source].pop(0)
+        queues[chosen.target].pop(0)

@@ -87,6 +87,7 @@ class Continuity:
     def __init__(self) -> None:
         self._groups: list[ReferenceType[Any]] = []
         self._answering: list[Any] | None = None
+        self._forbidden: list[str] | None = None
         self.mode = Mode.TOGETHER
         self.standing = Standing.OUTSIDE
         self.broken: ZbmdError | None = None
@@ -191,7 +192,10 @@ class Continuity:
 
     @property
     def is_alone(self) -> bool:
-        """Whether operations are local now."""
+        """Whether operations are local now. Raises `UserError` where none is expected."""
+        if self._forbidden is not None:
+            self._forbidden.append("an operation of torch.distributed")
+            raise UserError("an operation of torch.distributed where none may be")
         if self.mode is Mode.TAIL:
             require_no_backward()
             return self._tail_alone or self.broken is not None
@@ -218,6 +222,15 @@ class Continuity:
             yield
         finally:
             self._answering = None
+
+    @contextmanager
+    def forbidding(self) -> Generator[list[str]]:
+        """Meanwhile operations raise `UserError`, and are noted in the list."""
+        self._forbidden = found = list[str]()
+        try:
+            yield found
+        finally:
+            self._forbidden = None
 
     def record(self, group: str, call: int, outputs: Sequence[Any]) -> None:
         """Keep the result of an operation for replacements, if it is small and comes before the loop."""

@@ -8,7 +8,13 @@ from zbmd.transport import kill_points as faults
 
 BEGIN: Final = faults.declare("loop.begin", "when a step of a resilient loop has begun")
 PREPARED: Final = faults.declare("loop.prepared", "when its gradients are whole, before the vote")
+DELIVERED: Final = faults.declare(
+    "loop.delivered", "when the gradients of the ward are here, before the vote"
+)
 VOTED: Final = faults.declare("loop.voted", "when all votes have been seen, before the update")
+UPDATED: Final = faults.declare(
+    "loop.updated", "when the optimizer has updated, and the copy of the ward's shard"
+)
 DONE: Final = faults.declare("loop.done", "when a step has ended")
 MEET: Final = faults.declare("loop.meet", "when survivors have met again, before state moves")
 GIVE: Final = faults.declare("loop.give", "when a survivor has sent half of its state to a replacement")

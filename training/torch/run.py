@@ -30,7 +30,9 @@ from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.ddp import KeptBuckets
+from zbmd.training.torch.fsdp import has_shards
 from zbmd.training.torch.rollback import Boundary, seed_all
+from zbmd.training.torch.shards import Shards
 from zbmd.training.torch.transfer import Carried, described, give, own_tensors, take
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError, ZbmdError
@@ -114,7 +116,9 @@ class Run:
         self.metrics: dict[str, float] = {}
         """Means over all ranks of what the last committed step gave to `mean`."""
         fresh = CONTINUITY.mode is Mode.ALONE
-        machine = tx.Transactions(fresh=fresh)
+        size = int(dist.get_world_size())
+        self._shards = Shards(models, optimizers, self._rank, size) if has_shards(models) else None
+        machine = tx.Transactions(fresh=fresh, sharded=self._shards is not None)
         self._machine = captured_machine(
             worker, tx.TRANSACTION, "loop", machine, tx.transaction_config(machine)
         )
@@ -122,6 +126,7 @@ class Run:
         self._buckets = KeptBuckets(list(models))
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_update)
+            optimizer.register_step_post_hook(self._after_update)
         self._keep()
         if fresh:
             self._recover()
@@ -300,6 +305,10 @@ class Run:
     def _before_update(self, *_: Any) -> None:
         """Vote before the first optimizer of a step updates."""
         if self._then is None:
+            if self._shards is not None:
+                raise UserError(
+                    "optimizer.step() outside of run.step(): its update would miss the copy of the shard"
+                )
             if CONTINUITY.standing is Standing.IN_LOOP:
                 warnings.warn(
                     "optimizer.step() outside of run.step(): its update is lost on a rank that is replaced",
@@ -307,10 +316,19 @@ class Run:
                     stacklevel=3,
                 )
         elif not self._committed:
-            self._commit()
+            self._commit(updates=True)
 
-    def _commit(self) -> None:
-        """Commit the transaction under way. Raises `StepAborted` if it is to be repeated."""
+    def _after_update(self, *_: Any) -> None:
+        """Make the update of the ward as well."""
+        if self._shards is not None and self._then is not None and self._committed:
+            self._shards.replay()
+        faults.hit(points.UPDATED)
+
+    def _commit(self, *, updates: bool = False) -> None:
+        """Commit the transaction under way. Raises `StepAborted` if it is to be repeated.
+
+        updates: whether an optimizer updates after it.
+        """
         if CONTINUITY.mode is Mode.ALONE:
             self._end_rehearsal()
             raise StepAborted
@@ -319,7 +337,7 @@ class Run:
         try:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
-            rows = self._vote()
+            rows = self._vote(updates=updates)
             self._do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))
             self._rows, promoted = rows, False
             faults.hit(points.VOTED)
@@ -344,11 +362,18 @@ class Run:
         """Be where the transaction under way began."""
         self._boundary.go_back()
         self._buckets.reset(flags)
+        if self._shards is not None:
+            self._shards.modules.reset()
         # A model that has not made a whole step would make other calls than the others in its first one.
         self._rehearses = self._buckets.learn and not self._has_stepped
 
-    def _vote(self) -> tuple[bytes, ...]:
-        (action,) = self._do(tx.Prepared(digest=tx.NO_DIGEST))
+    def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
+        (action,) = self._do(tx.Prepared(digest=tx.NO_DIGEST, updates=updates))
+        if isinstance(action, tx.Deliver):
+            assert self._shards is not None
+            self._shards.deliver(self._group, self._end_ns)
+            faults.hit(points.DELIVERED)
+            (action,) = self._do(tx.Delivered())
         assert isinstance(action, tx.Vote)
         own = {
             "buffers": {n: b for n, b in self._boundary.buffers() if n in self._boundary.changing},
@@ -361,11 +386,14 @@ class Run:
 
     def _gathered(self, row: Any) -> tuple[bytes, ...]:
         """Return the rows of bytes of all ranks."""
-        group = self._group
-        end_ns = now_ns() + round(self._timeout.total_seconds() * 1e9)
+        group, end_ns = self._group, self._end_ns
         whole, counts = group.submit(lambda c: c.all_gather_rows(row, deadline_ns=end_ns)).result()
         bounds = np.cumsum((0, *counts))
         return tuple(whole[begin:end].tobytes() for begin, end in itertools.pairwise(bounds))
+
+    @property
+    def _end_ns(self) -> int:
+        return now_ns() + round(self._timeout.total_seconds() * 1e9)
 
     @property
     def _group(self) -> Group:
@@ -376,6 +404,8 @@ class Run:
         """Keep what the transaction that begins may change."""
         self._boundary.keep()
         self._buckets.keep()
+        if self._shards is not None:
+            self._shards.modules.keep()
 
     # Losses.
 
@@ -390,6 +420,8 @@ class Run:
             if len({head[8:] for head in heads}) > 1:
                 texts = self._gathered(np.frombuffer(text, np.uint8).copy())
                 raise UserError(_difference([each.decode(errors="replace") for each in texts]))
+            if self._shards is not None:
+                self._perform(self._do(self._met()))
         except LOSSES as error:
             CONTINUITY.note(error)
             CONTINUITY.enter()
@@ -407,6 +439,8 @@ class Run:
                 come_together(self._timeout)
                 faults.hit(points.MEET)
                 promoted = self._perform(self._do(self._met()))
+                if self._state.phase in (tx.Phase.MEETING, tx.Phase.FRESH):
+                    continue  # ranks that were behind promote, and then meet again
             except LOSSES as error:
                 CONTINUITY.note(error)
                 log.info("a rank was lost while the loop recovered: meet again", reason=str(error))
@@ -418,16 +452,16 @@ class Run:
 
     def _met(self) -> tx.Met:
         own = self._state.report
-        row = np.array([own.version, own.voted, own.fresh], np.int64).view(np.uint8)
+        row = np.array([own.version, own.voted, own.fresh, own.keeps], np.int64).view(np.uint8)
         rows = [np.frombuffer(each, np.int64) for each in self._gathered(row)]
         reports = tuple(
-            tx.Report(version=int(version), voted=bool(voted), fresh=bool(fresh))
-            for version, voted, fresh in rows
+            tx.Report(version=int(version), voted=bool(voted), fresh=bool(fresh), keeps=bool(keeps))
+            for version, voted, fresh, keeps in rows
         )
         return tx.Met(place=self._rank, reports=reports)
 
     def _perform(self, actions: Sequence[tx.Action]) -> bool:
-        promoted = False
+        promoted, version = False, -1
         for action in actions:
             match action:
                 case tx.Share(source=source):
@@ -440,10 +474,33 @@ class Run:
                 case tx.Give(to=places):
                     self._give(places)
                 case tx.Take(source=source):
-                    self._take(source)
+                    self._taken(self._take(source))
+                case tx.Move():
+                    version = self._move(action, version)
+                case tx.Meet():
+                    break
                 case _:
                     raise AssertionError(f"{action} came after a meeting")
+        if self._state.phase is tx.Phase.TAKING and version >= 0:
+            self._taken(version)
         return promoted
+
+    def _move(self, move: tx.Move, version: int) -> int:
+        """Send or receive; return the version that has come, or else `version`."""
+        shards = self._shards
+        assert shards is not None
+        if move.source == self._rank:
+            if move.what is tx.What.REST:
+                self._give([move.target])
+            else:
+                shards.send(self._group, move.what, move.target)
+        elif move.what is tx.What.REST:
+            return self._take(move.source)
+        else:
+            shards.receive(self._group, move.what, move.source)
+            if move.what is tx.What.COPY and not self._state.fresh:
+                self._do(tx.Kept())
+        return version
 
     def _do(self, event: tx.Event) -> list[tx.Action]:
         """Have the machine take an event; return its actions. Raises the error of a failure."""
@@ -470,11 +527,17 @@ class Run:
             rows=self._rows,
             flags=tuple(self._buckets.flags),
         )
+        own, moments = self._own_tensors, self._shards is None
         for place in places:
-            give(self._group, place, self._models, self._optimizers, self._boundary, carried)
+            give(self._group, place, own, self._optimizers, self._boundary, carried, moments=moments)
 
-    def _take(self, source: int) -> None:
-        carried = take(self._group, source, self._models, self._optimizers, self._boundary)
+    @property
+    def _own_tensors(self) -> list[tuple[str, Any]]:
+        return own_tensors(self._models, parameters=self._shards is None)
+
+    def _take(self, source: int) -> int:
+        """Receive the state, but for shards; return its version."""
+        carried = take(self._group, source, self._own_tensors, self._optimizers, self._boundary)
         self._seed, self._position = carried.seed, Position(*carried.position)
         self._rows = carried.rows
         if carried.rows:
@@ -487,7 +550,10 @@ class Run:
         self._keep()
         self._go_back(carried.flags)
         self._keep()
-        self._do(tx.Taken(version=carried.version))
+        return carried.version
+
+    def _taken(self, version: int) -> None:
+        self._do(tx.Taken(version=version))
         faults.hit(points.TAKE)
 
 
@@ -521,20 +587,9 @@ def resilient(model: Any, optimizer: Any, *others: Any, seed: int | None = None)
             raise UserError(
                 f"{type(each).__name__} has no state_dict and load_state_dict: it cannot be continued"
             )
-    _require_supported(models)
     try:
         return Run(models, optimizers, others, seed)
     except ZbmdError as error:
         if isinstance(error, UserError):
             raise
         raise as_torch_error(error) from error
-
-
-def _require_supported(models: Sequence[Any]) -> None:
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "_local_tensor"):
-                raise UserError(
-                    f"{name} is a DTensor: resilient loops take DistributedDataParallel and plain models; "
-                    "for FSDP2 catch the error and initialise again, see docs/GUIDE_TORCH.md"
-                )

@@ -63,14 +63,19 @@ class Carried:
 def give(
     group: Group,
     to: int,
-    models: Sequence[Any],
+    own: Sequence[tuple[str, Any]],
     optimizers: Sequence[Any],
     boundary: Boundary,
     carried: Carried,
+    *,
+    moments: bool = True,
 ) -> None:
-    """Send the state to rank `to` of the group. Raises as `Group.send` does."""
+    """Send the state to rank `to` of the group. Raises as `Group.send` does.
+
+    own: tensors that the other has, too, by name. moments: whether those of optimizers are sent.
+    """
     state = {
-        "optimizers": [[hyperparameters(one), _moments(one)] for one in optimizers],
+        "optimizers": [[hyperparameters(one), _moments(one) if moments else None] for one in optimizers],
         "others": [other.state_dict() for other in boundary.others],
         "changing": boundary.changing,
         "version": carried.version,
@@ -79,8 +84,12 @@ def give(
         "rows": carried.rows,
         "flags": carried.flags,
     }
-    tree, inner = encode(state, "the state of a loop")
-    own = own_tensors(models)
+    send_tree(group, to, state, "the state of a loop", own)
+
+
+def send_tree(group: Group, to: int, state: Any, what: str, own: Sequence[tuple[str, Any]] = ()) -> None:
+    """Send nested containers of tensors, after the tensors `own`. Raises as `Group.send` does."""
+    tree, inner = encode(state, what)
     shapes = [Shape(name_of(tensor.dtype), list(tensor.shape)) for tensor in inner]
     header = msgspec.msgpack.encode(Header(tree, shapes, [described(name, one) for name, one in own]))
     blocking = group.blocking
@@ -95,12 +104,21 @@ def give(
 
 
 def take(
-    group: Group, source: int, models: Sequence[Any], optimizers: Sequence[Any], boundary: Boundary
+    group: Group,
+    source: int,
+    own: Sequence[tuple[str, Any]],
+    optimizers: Sequence[Any],
+    boundary: Boundary,
 ) -> Carried:
     """Receive the state from rank `source` of the group.
 
     Raises as `Group.recv` does, `UserError` if the model is another one here, and `RemoteProtocolError`.
     """
+    return _loaded(receive_tree(group, source, own), optimizers, boundary)
+
+
+def receive_tree(group: Group, source: int, own: Sequence[tuple[str, Any]] = ()) -> Any:
+    """Receive what `send_tree` sends: the tensors `own` in their place. Raises as `take` does."""
     blocking = group.blocking
 
     def receive(into: Any) -> None:
@@ -114,7 +132,6 @@ def take(
     data = np.zeros(size[0], np.uint8)
     receive(data)
     header = decode_header(data.tobytes())
-    own = own_tensors(models)
     _require_same([described(name, tensor) for name, tensor in own], header.own)
     for _, tensor in own:
         flat = tensor.detach().contiguous()
@@ -125,7 +142,7 @@ def take(
     inner = [empty(shape) for shape in header.tensors]
     for tensor in inner:
         receive(bytes_over(tensor))
-    return _loaded(decode(header.tree, inner), optimizers, boundary)
+    return decode(header.tree, inner)
 
 
 def decode_header(data: bytes) -> Header:
@@ -144,12 +161,12 @@ def empty(shape: Shape) -> Any:
         raise RemoteProtocolError(f"the state of a loop is to have a tensor {shape}: {error}") from None
 
 
-def own_tensors(models: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return the parameters and buffers of the models, by name."""
+def own_tensors(models: Sequence[Any], *, parameters: bool = True) -> list[tuple[str, Any]]:
+    """Return the parameters and buffers of the models, or the buffers alone, by name."""
     return [
         (f"{number}.{name}" if len(models) > 1 else name, tensor)
         for number, model in enumerate(models)
-        for named in (model.named_parameters, model.named_buffers)
+        for named in ([model.named_parameters] if parameters else []) + [model.named_buffers]
         for name, tensor in named()
     ]
 
@@ -176,6 +193,8 @@ def _loaded(state: Any, optimizers: Sequence[Any], boundary: Boundary) -> Carrie
     try:
         for optimizer, (groups, moments) in zip(optimizers, state["optimizers"], strict=True):
             restore_hyperparameters(optimizer, groups)
+            if moments is None:
+                continue
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             optimizer.state.clear()
             for parameter, values in zip(parameters, moments, strict=True):

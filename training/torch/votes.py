@@ -15,7 +15,7 @@ from zbmd.training.torch.encoding import decode, encode, from_bytes, to_bytes
 from zbmd.training.torch.transaction import Ballot
 from zbmd.transport.errors import RemoteProtocolError
 
-_HEAD: Final = struct.Struct("<qQI")
+_HEAD: Final = struct.Struct("<qQIB")
 MEANS_MAX: Final = 1_024
 
 
@@ -35,13 +35,13 @@ def pack(ballot: Ballot, means: Mapping[str, float], own: Any) -> bytes:
     values = struct.pack(f"<{len(names)}d", *(means[name] for name in names))
     tree, tensors = encode(own, "the state of this rank alone")
     blob = msgspec.msgpack.encode(Own(tree, [to_bytes(tensor) for tensor in tensors]))
-    return _HEAD.pack(ballot.version, ballot.digest, len(names)) + values + blob
+    return _HEAD.pack(ballot.version, ballot.digest, len(names), ballot.holds) + values + blob
 
 
 def ballot_of(row: bytes) -> Ballot:
     """Return the ballot of a vote. Raises `RemoteProtocolError`."""
-    version, digest, _ = _head(row)
-    return Ballot(version=version, digest=digest)
+    version, digest, _, holds = _head(row)
+    return Ballot(version=version, digest=digest, holds=holds)
 
 
 def means_of(rows: Sequence[bytes], names: Sequence[str]) -> dict[str, float]:
@@ -66,10 +66,10 @@ def own_of(row: bytes) -> Any:
     return decode(own.tree, tensors)
 
 
-def _head(row: bytes) -> tuple[int, int, int]:
+def _head(row: bytes) -> tuple[int, int, int, bool]:
     if len(row) < _HEAD.size:
         raise RemoteProtocolError(f"a vote of {len(row)} bytes")
-    version, digest, means = _HEAD.unpack_from(row)
+    version, digest, means, holds = _HEAD.unpack_from(row)
     if means > MEANS_MAX or len(row) < _HEAD.size + 8 * means:
         raise RemoteProtocolError(f"a vote of {len(row)} bytes with {means} means")
-    return version, digest, means
+    return version, digest, means, holds != 0

@@ -10,8 +10,13 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LINES_MAX = 40
-LONGER_MAX = {"upgrade.py": 70, "own_model.py": 60, "torch_resilient.py": 60}
-"""One has two versions of an actor, two a model with its data and optimizer."""
+LONGER_MAX = {
+    "upgrade.py": 70,
+    "own_model.py": 60,
+    "torch_resilient.py": 60,
+    "torch_fsdp2_resilient.py": 60,
+}
+"""One has two versions of an actor, the others a model with its data and optimizer."""
 
 SAYS = {
     "join.py": ["rank 0 of 3", "rank 2 of 3", "with [0, 1, 2]"],
@@ -25,6 +30,7 @@ SAYS = {
 }
 OF_TORCH = {
     "torch_ddp.py": ["rank 0 of 3: loss", "rank 1 of 3: loss", "rank 2 of 3: loss"],
+    "torch_fsdp2_resilient.py": ["the run has ended after 110 steps: loss "],
     "torch_resilient.py": ["step 800: loss", "the run has ended: loss "],
 }
 

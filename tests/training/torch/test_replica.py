@@ -1,0 +1,88 @@
+"""Copies of optimizers, and what FSDP2 is expected to have."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import copy as copying
+import importlib
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.optional
+
+dist: Any = importlib.import_module("torch.distributed")
+fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+ours: Any = importlib.import_module("zbmd.training.torch.fsdp")
+replica: Any = importlib.import_module("zbmd.training.torch.replica")
+shards: Any = importlib.import_module("zbmd.training.torch.shards")
+
+
+def optimizers(parameters: list[Any]) -> list[Any]:
+    return [
+        torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+        torch.optim.AdamW(parameters, lr=0.1, fused=True, amsgrad=True),
+        torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+        torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+        torch.optim.Adagrad(parameters, lr=0.1),
+        torch.optim.RMSprop(parameters, lr=0.1),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_copy_makes_the_same_updates_through_a_letter(number: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(3, 5))
+    optimizer = optimizers(list(model.parameters()))[number]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    replica.require_replayable(optimizer)
+    own = replica.Shard([model], optimizer)
+    copy = replica.Replica(own, copying.deepcopy(own.state()))
+    letter = shards.Letter([each.detach() for each in own.updated])
+    optimizer.register_step_post_hook(lambda *_: copy.replay(letter.read()))
+    for step in range(4):
+        optimizer.zero_grad()
+        for at, each in enumerate(model.parameters()):
+            # SGD, fused and with momentum, takes no gradient that comes later than others.
+            each.grad = torch.randn_like(each) if at != step or number == 3 else None
+        letter.fill([each.grad for each in own.updated])
+        optimizer.step()
+        scheduler.step()
+    one, other = own.state(), copy.state()
+    assert all(torch.equal(a, b) for a, b in zip(one["parameters"], other["parameters"], strict=True))
+    for mine, theirs in zip(one["moments"], other["moments"], strict=True):
+        assert mine.keys() == theirs.keys() and mine
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in mine)
+
+
+def test_fsdp2_has_the_private_names_that_are_used() -> None:
+    """If this fails, PyTorch has changed what `training/torch/fsdp.py` relies on."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (1,))
+        model = fsdp.fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        model(torch.ones(1, 4)).sum().backward()
+        state = model._get_fsdp_state()
+        assert state._is_root is True
+        (group,) = state._fsdp_param_groups
+        found = {
+            "FSDPModule": model,
+            "FSDPState": state,
+            "FSDPParamGroup": group,
+            "FSDPParam": group.fsdp_params[0],
+            "FSDPParam after an all-gather": group.fsdp_params[0],
+            "DTensor": model.weight,
+        }
+        for name, attributes in ours.PRIVATE.items():
+            assert [each for each in attributes if not hasattr(found[name], each)] == [], name
+        group.fsdp_params[0].unsharded_accumulated_grad = torch.ones(4, 4)
+        group.fsdp_params[0]._unsharded_param.grad = torch.ones(4, 4)
+        modules = ours.ShardedModules([model])
+        model.set_requires_gradient_sync(False)
+        modules.reset()
+        assert group.fsdp_params[0].unsharded_accumulated_grad is None
+        assert group.fsdp_params[0]._unsharded_param.grad is None
+        assert group.reduce_grads and group.all_reduce_grads
+    finally:
+        dist.destroy_process_group()

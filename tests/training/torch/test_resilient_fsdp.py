@@ -1,0 +1,136 @@
+"""Resilient loops over FSDP2: a killed rank gets its shard from its buddy, and no bit differs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.processes.kept_lines import Lines
+
+from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
+from zbmd.actors.view import OnLoss, Outcome
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.optional
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "torch" / "resilient_fsdp.py"
+STEPS = 8
+
+
+async def train(mode: str, fault: str = "", ranks: int = 3) -> tuple[RunResult, list[str]]:
+    """Return how the run ended, and what its ranks printed."""
+    variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {})}
+    output = Lines()
+    config = HostConfig(
+        target=str(PROGRAM),
+        world_size=ranks,
+        on_loss=OnLoss.REPLACE,
+        arena_bytes=32 << 20,
+        environment=variables,
+    )
+    return await Host(config, output=output).run(), output.lines
+
+
+def steps_in(lines: list[str]) -> list[str]:
+    """Return the reports of ranks about steps and their final state."""
+    return [found[0] for line in lines if (found := re.findall(r"(?:step|final) \d*.*rank.*", line))]
+
+
+@cache
+def _undisturbed() -> dict[tuple[str, int], frozenset[str]]:
+    return {}
+
+
+async def undisturbed(mode: str, ranks: int) -> frozenset[str]:
+    kept, mode = _undisturbed(), mode.removesuffix("+unseen")
+    if (mode, ranks) not in kept:
+        result, lines = await train(mode, ranks=ranks)
+        assert result.outcome is Outcome.SUCCEEDED and result.restarts == 0, "\n".join(lines)
+        kept[mode, ranks] = frozenset(steps_in(lines))
+        assert len(kept[mode, ranks]) == ranks * (STEPS * 3 // ranks + 1)
+    return kept[mode, ranks]
+
+
+def ranks_of(fault: str) -> set[int]:
+    return {int(entry[4]) for entry in fault.split(",")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "ranks"),
+    [
+        ("plain", "rank2:loop.begin:1", 3),
+        ("plain", "rank0:loop.prepared:3", 3),
+        ("plain", "rank1:loop.delivered:4", 3),
+        ("plain", "rank2:loop.voted:2", 3),
+        ("plain", "rank0:loop.updated:5", 3),
+        ("plain", "rank1:loop.done:8", 3),
+        ("plain+unseen", "rank1:loop.voted:6", 3),
+        ("plain", "rank1:loop.begin:5,rank1#2:loop.take:1", 3),
+        ("plain", "rank1:loop.begin:5,rank1#2:loop.begin:1,rank0:loop.begin:9", 3),
+        ("plain", "rank0:loop.prepared:4,rank2:loop.prepared:4", 4),
+        ("fused", "rank1:loop.delivered:6", 3),
+        ("momentum", "rank0:loop.voted:7", 3),
+        ("mixed+every", "rank2:loop.prepared:4", 3),
+        ("kept+every", "rank0:loop.begin:4", 3),
+        ("scaler+fused", "rank1:loop.updated:2", 3),
+        ("hybrid", "rank3:loop.delivered:2", 4),
+        ("plain", "rank1:loop.prepared:4", 2),
+    ],
+)
+async def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: str, ranks: int
+) -> None:
+    """Losses, rates, samples and scales of every step, once each on those who live; the final shards."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted = await undisturbed(mode, ranks)
+    result, lines = await train(mode, fault, ranks)
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    assert result.restarts == len(fault.split(","))
+    told = steps_in(lines)
+    assert set(told) <= wanted
+    assert max(Counter(told).values()) == 1
+    if "unseen" in mode:
+        assert any("as if the votes had not come" in line for line in lines), "rank 0 has seen the votes"
+    whole = {line for line in wanted if int(line.rpartition("rank ")[2][0]) not in ranks_of(fault)}
+    assert whole | {line for line in wanted if "final" in line} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("rank0:loop.prepared:4,rank1:loop.prepared:4", r"ranks 0 and 1 are lost together"),
+        ("rank1:loop.begin:5,rank2:loop.give:2", r"ranks 1 and 2 are lost together"),
+        ("rank0:loop.give:1", r"rank 0 is lost before rank 1 had a copy of its shard"),
+    ],
+)
+async def test_a_rank_and_its_buddy_together_end_the_run_with_a_word_of_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    result, lines = await train("plain", fault)
+    assert result.outcome is Outcome.FAILED
+    assert re.search(says, "\n".join(lines)), "\n".join(lines)
+    assert "from its last checkpoint" in "\n".join(lines)
+
+
+async def test_what_cannot_be_copied_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    output = Lines()
+    config = HostConfig(target=str(PROGRAM.with_name("refused_fsdp.py")), world_size=2, arena_bytes=32 << 20)
+    result = await Host(config, output=output).run()
+    told = "\n".join(output.lines)
+    assert result.outcome is Outcome.SUCCEEDED, told
+    for words in (
+        "scaled: Scaled, .* communicates in step",
+        "normed: Normed, .* communicates in step",
+        "counting: Counting, .* counts in attributes",
+        "closure: LBFGS, .* cannot be run on a copy",
+        "two: 2 optimizers over FSDP2",
+        "tensor parallel: weight is a DTensor",
+    ):
+        assert re.search(words, told), told

@@ -1,0 +1,271 @@
+"""A copy of the shard of another rank, which makes the updates of its optimizer as well.
+
+The optimizer's copy runs on plain tensors: the shard's local ones. That ends with the same bits, for an
+optimizer whose `step()` computes each element from its own gradient and state; others are refused, after two
+steps of both kinds on small tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.training.torch.encoding import encode
+from zbmd.training.torch.fsdp import is_sharded, local_of
+from zbmd.transport.errors import RemoteProtocolError, UserError
+
+torch: Any = importlib.import_module("torch")
+nn: Any = importlib.import_module("torch.nn")
+
+_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SCALED: Final = ("grad_scale", "found_inf")
+"""Set by a `GradScaler` while a fused optimizer steps."""
+_PROBES: Final = 2
+
+
+def twin_of(optimizer: Any, parameters: Sequence[Sequence[Any]]) -> Any:
+    """Return an optimizer with the same settings, without state and hooks, for other parameters, by group."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's, bound to the first optimizer
+    for name in _HOOKS:
+        setattr(twin, name, OrderedDict())
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": list(own)} for group, own in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    return twin
+
+
+def moments_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the state of each parameter of an optimizer, with local tensors, in the order of its groups."""
+    return [
+        {name: local_of(value) for name, value in optimizer.state.get(each, {}).items()}
+        for group in optimizer.param_groups
+        for each in group["params"]
+    ]
+
+
+def belongs_to_shard(value: Any, parameter: Any) -> bool:
+    """Return whether a tensor of an optimizer's state is sharded as its parameter is."""
+    return (
+        is_sharded(parameter)
+        and isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and value.shape == local_of(parameter).shape
+    )
+
+
+class Shard:
+    """This rank's parameters: of the models, and what else `optimizer` has."""
+
+    def __init__(self, models: Sequence[Any], optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.updated = [each for group in optimizer.param_groups for each in group["params"]]
+        named = [
+            (f"{number}.{name}", each)
+            for number, model in enumerate(models)
+            for name, each in model.named_parameters()
+        ]
+        known = {id(each) for _, each in named}
+        named += [
+            (f"of the optimizer {at}", each) for at, each in enumerate(self.updated) if id(each) not in known
+        ]
+        self.names = [name for name, _ in named]
+        self.parameters = [each for _, each in named]
+        places = {id(each): at for at, each in enumerate(self.parameters)}
+        self.places = [[places[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+
+    def state(self) -> Any:
+        """Return the shard as `encoding.encode` takes it."""
+        return {
+            "names": self.names,
+            "parameters": [local_of(each).detach() for each in self.parameters],
+            "moments": moments_of(self.optimizer),
+        }
+
+    def load(self, state: Any) -> None:
+        """Take the shard that another rank has kept. Raises `UserError` if the model is another one."""
+        tensors, moments = _checked(self, state)
+        with torch.no_grad():
+            for name, own, given in zip(self.names, self.parameters, tensors, strict=True):
+                mine = local_of(own)
+                if (mine.dtype, mine.shape) != (given.dtype, given.shape):
+                    raise UserError(
+                        f"the model differs between ranks: {name} is {mine.dtype}{[*mine.shape]} on the "
+                        f"replacement, {given.dtype}{[*given.shape]} was kept"
+                    )
+                mine.detach().copy_(given)
+        self.optimizer.state.clear()
+        for own, values in zip(self.updated, moments, strict=True):
+            if values:
+                self.optimizer.state[own] = {name: _placed(value, own) for name, value in values.items()}
+
+
+def _placed(value: Any, parameter: Any) -> Any:
+    """Return a moment as the optimizer has it: sharded as its parameter, or plain."""
+    if not belongs_to_shard(value, parameter):
+        return value
+    placed = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+    local_of(placed).copy_(value)
+    return placed
+
+
+def _checked(shard: Shard, state: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    try:
+        names, tensors, moments = list(state["names"]), list(state["parameters"]), list(state["moments"])
+        whole = all(isinstance(each, torch.Tensor) for each in tensors) and len(tensors) == len(shard.names)
+        moments = [dict(each) for each in moments]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteProtocolError(f"a shard, as another rank has sent it: {error!r}") from None
+    if names != shard.names:
+        other = next((pair for pair in zip(names, shard.names, strict=False) if pair[0] != pair[1]), None)
+        raise UserError(f"the model differs between ranks: {other or (len(names), len(shard.names))}")
+    if not whole or len(moments) != len(shard.updated):
+        raise RemoteProtocolError(f"a shard of {len(tensors)} tensors and {len(moments)} states came")
+    return tensors, moments
+
+
+class Replica:
+    """The copy that is kept of the ward's shard. state: as `Shard.state` returns it."""
+
+    def __init__(self, shard: Shard, state: Any) -> None:
+        self._shard = shard
+        tensors, moments = _checked(shard, state)
+        self.tensors = [
+            nn.Parameter(each.detach(), requires_grad=each.is_floating_point()) for each in tensors
+        ]
+        self.updated = [self.tensors[at] for group in shard.places for at in group]
+        self._twin = twin_of(shard.optimizer, [[self.tensors[at] for at in group] for group in shard.places])
+        for parameter, values in zip(self.updated, moments, strict=True):
+            if values:
+                self._twin.state[parameter] = values
+
+    def replay(self, gradients: Sequence[Any]) -> None:
+        """Make the update of the ward. gradients: of `updated`; None: that parameter has none."""
+        own = self._shard.optimizer
+        for group, mine in zip(own.param_groups, self._twin.param_groups, strict=True):
+            mine.update((name, value) for name, value in group.items() if name != "params")
+        for name in _SCALED:
+            self._twin.__dict__.pop(name, None)
+            if name in own.__dict__:
+                setattr(self._twin, name, local_of(getattr(own, name)))
+        for parameter, gradient in zip(self.updated, gradients, strict=True):
+            parameter.grad = gradient
+        self._twin.step()
+        for parameter in self.updated:
+            parameter.grad = None
+
+    def state(self) -> Any:
+        """Return the copy, as `Shard.state` returns the original."""
+        return {
+            "names": self._shard.names,
+            "parameters": [each.detach() for each in self.tensors],
+            "moments": moments_of(self._twin),
+        }
+
+
+# ---- optimizers that cannot be copied
+
+
+def require_replayable(optimizer: Any) -> None:
+    """Raise `UserError` for an optimizer whose updates cannot be made on plain tensors with the same bits."""
+    what = f"{type(optimizer).__name__}, whose updates a buddy has to repeat on its copy of the shard,"
+    versions = [each._version for group in optimizer.param_groups for each in group["params"]]
+    chosen = [_representatives(group["params"]) for group in optimizer.param_groups]
+    sharded = twin_of(optimizer, [[_clone(each) for each in group] for group in chosen])
+    plain = twin_of(
+        optimizer, [[nn.Parameter(local_of(each).detach().clone()) for each in group] for group in chosen]
+    )
+    before = _numbers_of(plain)
+    with torch.random.fork_rng(devices=[]), CONTINUITY.forbidding() as met:
+        try:
+            for number in range(_PROBES):
+                _probe(sharded, number)
+                _probe(plain, number)
+        except Exception as error:
+            if not met:
+                raise UserError(f"{what} cannot be run on a copy: {type(error).__name__}: {error}") from error
+    if met:
+        raise UserError(
+            f"{what} communicates in step() ({met[0]}): resilient loops over FSDP2 take optimizers that "
+            "update each element by itself, such as AdamW and SGD"
+        )
+    if versions != [each._version for group in optimizer.param_groups for each in group["params"]]:
+        raise UserError(
+            f"{what} keeps its parameters outside of param_groups: a copy of it wrote the model's"
+        )
+    if before != _numbers_of(plain):
+        raise UserError(
+            f"{what} counts in attributes of its own, not in its state: a replacement has not those"
+        )
+    _require_same_bits(what, sharded, plain)
+
+
+def _representatives(parameters: Sequence[Any]) -> list[Any]:
+    """Return the smallest parameter of each kind."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for each in parameters:
+        local = local_of(each)
+        kind = (is_sharded(each), local.dim(), local.dtype, local.numel() > 0)
+        if kind not in found or local.numel() < local_of(found[kind]).numel():
+            found[kind] = each
+    return list(found.values())
+
+
+def _clone(parameter: Any) -> Any:
+    local = local_of(parameter).detach().clone()
+    if not is_sharded(parameter):
+        return nn.Parameter(local)
+    copy = type(parameter.data).from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(copy)
+
+
+def _probe(optimizer: Any, number: int) -> None:
+    draws = torch.Generator().manual_seed(number)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            local = local_of(parameter)
+            gradient = torch.zeros_like(parameter)
+            local_of(gradient).copy_(torch.rand(local.shape, generator=draws).to(local.dtype) - 0.5)
+            parameter.grad = gradient
+    optimizer.step()
+
+
+def _numbers_of(optimizer: Any) -> dict[str, Any]:
+    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
+    return {name: value for name, value in found.items() if not isinstance(value, bool)}  # SGD keeps a flag
+
+
+def _require_same_bits(what: str, sharded: Any, plain: Any) -> None:
+    of = [each for group in sharded.param_groups for each in group["params"]]
+    copies = [each for group in plain.param_groups for each in group["params"]]
+    rows = zip(of, copies, moments_of(sharded), moments_of(plain), strict=True)
+    for mine, copy, moments, others in rows:
+        for name, value in sharded.state.get(mine, {}).items():
+            if is_sharded(value) != belongs_to_shard(local_of(value), mine):
+                raise UserError(f"{what} has a state {name!r} that is placed as nothing known")
+        encode(moments, f"the state of {type(sharded).__name__}")
+        pairs = [(local_of(mine), copy), *((moments[name], others.get(name)) for name in moments)]
+        if moments.keys() != others.keys() or not all(_same_bits(*pair) for pair in pairs):
+            raise UserError(f"{what} ends with other bits on plain tensors than on DTensors")
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other)
+    one, other = one.detach(), other.detach()
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.contiguous().view(torch.uint8) if one.dim() else one.reshape(1).view(torch.uint8),
+        other.contiguous().view(torch.uint8) if other.dim() else other.reshape(1).view(torch.uint8),
+    )

@@ -1,0 +1,133 @@
+"""The shards of a resilient loop over FSDP2: this rank's own, and the copy that it keeps of its ward's.
+
+See `transaction` for the protocol. Before a vote each rank sends its gradients to its buddy, the next rank,
+which holds them until it has made the ward's update on its copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.tensors import bytes_over
+from zbmd.training.torch.fsdp import ShardedModules, local_of
+from zbmd.training.torch.replica import Replica, Shard, require_replayable
+from zbmd.training.torch.transaction import What, buddy_of, ward_of
+from zbmd.training.torch.transfer import receive_tree, send_tree
+from zbmd.transport.errors import LocalProtocolError, UserError
+
+torch: Any = importlib.import_module("torch")
+
+_ALIGNED: Final = 64
+
+
+class Letter:
+    """Gradients in one piece of memory, behind a byte for each parameter: whether it has one.
+
+    parameters: local tensors; their gradients have the same dtypes and shapes.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        begins, at = [], _aligned(len(parameters))
+        for each in parameters:
+            begins.append(at)
+            at += _aligned(each.numel() * each.element_size())
+        memory = torch.zeros(at, dtype=torch.uint8)
+        self.data = bytes_over(memory)
+        self.has = memory[: len(parameters)]
+        self.gradients = [
+            memory[begin : begin + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
+            for begin, each in zip(begins, parameters, strict=True)
+        ]
+
+    def fill(self, gradients: Sequence[Any]) -> None:
+        """Take in gradients; None: there is none."""
+        pairs = [
+            (into, each) for into, each in zip(self.gradients, gradients, strict=True) if each is not None
+        ]
+        self.has.copy_(torch.tensor([each is not None for each in gradients], dtype=torch.uint8))
+        for into, each in pairs:
+            into.copy_(each)
+
+    def read(self) -> list[Any]:
+        """Return the gradients, as `fill` takes them."""
+        return [each if has else None for each, has in zip(self.gradients, self.has.tolist(), strict=True)]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+class Shards:
+    """The part of one rank of `size`. Raises `UserError` for what cannot be kept."""
+
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], rank: int, size: int) -> None:
+        if len(optimizers) != 1:
+            raise UserError(
+                f"{len(optimizers)} optimizers over FSDP2: a resilient loop takes one, which may have "
+                "several groups of parameters"
+            )
+        self.modules = ShardedModules(models)
+        self._rank, self._size = rank, size
+        self._own = Shard(models, optimizers[0])
+        require_replayable(optimizers[0])
+        self._out = Letter([local_of(each) for each in self._own.updated])
+        self._in: Letter | None = None
+        self._replica: Replica | None = None
+        self._holds = False
+
+    def deliver(self, group: Group, end_ns: int) -> None:
+        """Send the gradients to the buddy, and receive the ward's. Raises as operations of `group` do."""
+        self._holds = False
+        if self._size == 1:
+            return
+        if self._in is None:
+            raise LocalProtocolError("gradients are delivered before there is a copy of the ward's shard")
+        self._out.fill([self._gradient(each) for each in self._own.updated])
+        sends, receives = [0] * self._size, [0] * self._size
+        sends[buddy_of(self._rank, self._size)] = self._out.data.size
+        receives[ward_of(self._rank, self._size)] = self._in.data.size
+        outbox, inbox = self._out.data, self._in.data
+        group.submit(lambda c: c.all_to_all_v(outbox, sends, receives, inbox, deadline_ns=end_ns)).result()
+        self._holds = True
+
+    def _gradient(self, parameter: Any) -> Any:
+        if parameter.grad is None:
+            return None
+        gradient, own = local_of(parameter.grad), local_of(parameter)
+        if gradient.layout is not torch.strided or (gradient.dtype, gradient.shape) != (own.dtype, own.shape):
+            name = self._own.names[
+                next(i for i, each in enumerate(self._own.parameters) if each is parameter)
+            ]
+            raise UserError(
+                f"the gradient of {name} is {gradient.dtype}{[*gradient.shape]}, not as its parameter: its "
+                "update cannot be repeated by a buddy"
+            )
+        return gradient.detach()
+
+    def replay(self) -> None:
+        """Make the ward's update. Raises `UserError` for a second update in one step."""
+        if self._size == 1:
+            return
+        if not self._holds or self._in is None or self._replica is None:
+            raise UserError("a second optimizer.step() in one run.step(): one step over FSDP2 has one update")
+        self._holds = False
+        self._replica.replay(self._in.read())
+
+    def send(self, group: Group, what: What, to: int) -> None:
+        """Send a shard, or a copy of one. Raises as `Group.send` does."""
+        if what is What.SHARD:
+            assert self._replica is not None, "a rank without a copy is to give it"
+        state = self._own.state() if what is What.COPY or self._replica is None else self._replica.state()
+        send_tree(group, to, state, "the shard of a rank")
+
+    def receive(self, group: Group, what: What, source: int) -> None:
+        """Receive this rank's shard, or the copy that it is to keep. Raises as `Group.recv` does."""
+        state = receive_tree(group, source)
+        if what is What.SHARD:
+            self._own.load(state)
+            return
+        self._replica = Replica(self._own, state)
+        self._in = Letter([each.detach() for each in self._replica.updated])

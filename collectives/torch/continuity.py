@@ -191,6 +191,11 @@ class Continuity:
             self.broken = error
 
     @property
+    def is_usual(self) -> bool:
+        """Whether operations are made with all others now, and one that fails fails."""
+        return self.mode is Mode.TOGETHER and self._answering is None and self._forbidden is None
+
+    @property
     def is_alone(self) -> bool:
         """Whether operations are local now. Raises `UserError` where none is expected."""
         if self._forbidden is not None:

@@ -28,7 +28,7 @@ from zbmd.collectives.torch.functions import uncompiled
 from zbmd.collectives.torch.identity import Identity, Unmade
 from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
 from zbmd.collectives.torch.stand_in import Alone
-from zbmd.collectives.torch.tensors import Array, Called, TensorBuffer
+from zbmd.collectives.torch.tensors import Array, Called, TensorBuffer, array_in_place
 from zbmd.collectives.torch.work import COMPLETERS, DONE, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import UserError, ZbmdError
@@ -40,6 +40,7 @@ dist: Any = importlib.import_module("torch.distributed")
 Operation = Callable[[Any, int], object]
 """Takes the communicator, or its stand-in, and the deadline, ns."""
 CallP = ParamSpec("CallP")
+_REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 def create(options: Any) -> Any:
@@ -100,17 +101,34 @@ class Operations(Identity):
 
     # Collectives.
 
+    @_raising
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place."""
-        tensor = _only(tensors)
+        tensor, reduction = _only(tensors), self._op(opts, op)
         if tensor.layout is not torch.strided:
-            return self._all_reduce_sparse(tensor, opts, op, timeout)
+            run = all_reduce_sparse(tensor, reduction)
+            return self._queue(Called("all_reduce", [], "a sparse tensor"), run, [tensor], opts, timeout)
+        if CONTINUITY.is_usual and reduction.factor is None and not profiled() and self._may_run_here(opts):
+            array = array_in_place(tensor)
+            if array is not None:
+                return self._all_reduce_here(tensor, array, reduction.name, opts, timeout)
         return self.allreduce_coalesced([tensor], opts, op=op, timeout=timeout)
 
-    @_raising
-    def _all_reduce_sparse(self, tensor: Any, opts: Any, op: Any, timeout: Any) -> Any:
-        run = all_reduce_sparse(tensor, self._op(opts, op))
-        return self._queue(Called("all_reduce", [], "a sparse tensor"), run, [tensor], opts, timeout)
+    def _all_reduce_here(self, tensor: Any, array: Array, reduction: str, opts: Any, timeout: Any) -> Any:
+        """As `_queue` and `_begin` in the usual case: most of a small all-reduce is their Python."""
+        called, c = Called("all_reduce", (), tensor=tensor), self._group.communicator
+        self._number(called, opts, timeout)
+        called.began_ns = called.called_ns
+        self.flights.append(called)
+        c.label(called.text)
+        try:
+            c.all_reduce(array, op=reduction, deadline_ns=called.called_ns + called.limit_ns)
+        except ZbmdError as error:
+            CONTINUITY.note(error, c.epoch)
+            raise in_call(error, called.text()) from None
+        called.ended_ns = now_ns()
+        CONTINUITY.record(self._name, called.number, [tensor])
+        return self._work(DONE, [tensor])
 
     @_raising
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
@@ -386,9 +404,7 @@ class Operations(Identity):
         home: Sequence[TensorBuffer] = (),
     ) -> Any:
         """Queue an operation, after which what came into the buffers of `home` is in their tensors."""
-        called.limit_ns, called.called_ns = round(self._limit_s(opts, timeout) * 1e9), now_ns()
-        self._calls = called.number = self._calls + 1
-        called.place = f" #{self._calls} of {self.title}"
+        self._number(called, opts, timeout)
         if CONTINUITY.is_alone:
             self._alone(operation, home)
             CONTINUITY.answer(self._name, called.number, outputs)
@@ -398,6 +414,11 @@ class Operations(Identity):
             return self._begin(called, operation, outputs, opts, home)
         with label(called.name, [*like(called)]):
             return self._begin(called, operation, outputs, opts, home)
+
+    def _number(self, called: Called, opts: Any, timeout: Any) -> None:
+        called.limit_ns, called.called_ns = round(self._limit_s(opts, timeout) * 1e9), now_ns()
+        self._calls = called.number = self._calls + 1
+        called.place = self.title
 
     def _begin(
         self,
@@ -459,7 +480,7 @@ class Operations(Identity):
         return float(min(given.total_seconds(), TIMEOUT_S_MAX))
 
     def _op(self, opts: Any, op: Any) -> Reduction:
-        if op is None and isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        if op is None and isinstance(opts, _REDUCE_OPS):
             op = opts  # given by position
         if op is None:
             op = dist.ReduceOp.SUM if opts is None else opts.reduceOp

@@ -32,7 +32,6 @@ REDUCTIONS: Final = {
     "PREMUL_SUM": "sum",
 }
 
-_REDUCTIONS: Final = [(getattr(dist.ReduceOp, name), ours) for name, ours in REDUCTIONS.items()]
 _PREMUL_SUM: Final = dist.ReduceOp.PREMUL_SUM
 
 
@@ -43,11 +42,20 @@ class Reduction(NamedTuple):
     factor: Any = None
 
 
+_REDUCTIONS: Final = [
+    (getattr(dist.ReduceOp, name), Reduction(ours))
+    for name, ours in REDUCTIONS.items()
+    if name != "PREMUL_SUM"
+]
+
+
 def reduction_of(op: Any) -> Reduction:
     """Return a `ReduceOp` in our terms. Raises `UserError` for one that is not known."""
     for theirs, ours in _REDUCTIONS:
         if op == theirs:
-            return Reduction(ours, op.__getstate__()[1] if theirs == _PREMUL_SUM else None)
+            return ours
+    if op == _PREMUL_SUM:
+        return Reduction("sum", op.__getstate__()[1])
     raise UserError(f"the backend zbmd has no reduction {op}; it has {', '.join(REDUCTIONS)}")
 
 

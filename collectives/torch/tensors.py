@@ -81,6 +81,17 @@ class TensorBuffer:
                 self._home.copy_(self._flat)
 
 
+def array_in_place(tensor: Any) -> Array | None:
+    """Return the flat array over a tensor's memory; None unless it can be reduced where it lies."""
+    dtype = _NUMPY.get(tensor.dtype)
+    if dtype is None or not tensor.is_cpu or tensor.layout is not _STRIDED or not tensor.is_contiguous():
+        return None
+    count = tensor.numel()
+    if not count or tensor.is_conj() or tensor.is_neg():
+        return None
+    return array_at(tensor, tensor.data_ptr(), count, dtype)
+
+
 def _packed(whole: Any, dtype: Any, factor: Any) -> Any:
     """Return a contiguous copy, in another dtype and multiplied by a factor if there are any."""
     packed = whole.resolve_conj().resolve_neg().to(dtype or whole.dtype).contiguous()
@@ -111,8 +122,8 @@ def _label(dtype: Any, shape: Any) -> bytes:
 class Called:
     """A call in its caller's words, which are put together only for an error, and its times. Keeps no tensor.
 
-    name: of the operation. tensors: dtype and shape of the first few. Times in ns of the monotonic clock, 0
-    until then.
+    name: of the operation. tensors: dtype and shape of the first few. place: the group's title, "" until the
+    call has a number there. Times in ns of the monotonic clock, 0 until then.
     """
 
     __slots__ = (
@@ -120,15 +131,23 @@ class Called:
         *("began_ns", "called_ns", "ended_ns", "limit_ns"),
     )
 
-    def __init__(self, name: str, buffers: Sequence[TensorBuffer], more: str = "") -> None:
-        self.name, self._more, self._count = name, more, len(buffers)
-        self.tensors = [(buffer.tensor_dtype, buffer.shape) for buffer in buffers[:NAMED_MAX]]
+    def __init__(
+        self, name: str, buffers: Sequence[TensorBuffer], more: str = "", *, tensor: Any = None
+    ) -> None:
+        """tensor: the only one of the call, without a buffer."""
+        self.name, self._more = name, more
+        if tensor is None:
+            self.tensors = [(buffer.tensor_dtype, buffer.shape) for buffer in buffers[:NAMED_MAX]]
+            self._count = len(buffers)
+        else:
+            self.tensors, self._count = [(tensor.dtype, tensor.shape)], 1
         self.place = ""
         self.number = self.called_ns = self.limit_ns = self.began_ns = self.ended_ns = 0
 
     def text(self) -> str:
         """Return `all_reduce(float32[4,3]) #5 of default_pg`."""
-        return f"{self.name}({self._described()}{self._more}){self.place}"
+        place = f" #{self.number} of {self.place}" if self.place else ""
+        return f"{self.name}({self._described()}{self._more}){place}"
 
     def _described(self) -> str:
         """Return its tensors: `float32[4,3]`, or `[float32[4], float32[2], … of 9]`."""

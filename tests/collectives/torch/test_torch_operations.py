@@ -102,8 +102,12 @@ for dtype in (torch.complex32, torch.complex64, torch.complex128):
 x = torch.full((4,), 2 * me + 2j)
 dist.all_reduce(x, op=dist.ReduceOp.AVG)
 assert (x == n - 1 + 2j).all(), x
-x = mine(2, dtype=torch.int64)
-fails(lambda: dist.all_reduce(x, op=dist.ReduceOp.AVG), "no reduction 'avg' for dtype int64")
+x = torch.tensor([me, -me - 1, 7])  # cut off towards zero, as NCCL has it
+dist.all_reduce(x, op=dist.ReduceOp.AVG)
+total = n * (n - 1) // 2
+assert x.tolist() == [total // n, -((total + n) // n), 7], x
+x = torch.ones(2, dtype=torch.bool)
+fails(lambda: dist.all_reduce(x, op=dist.ReduceOp.AVG), "no reduction 'avg' for dtype bool")
 """
 
 SPARSE = """

@@ -29,13 +29,15 @@ def start(
     *arguments: str | Path, by: tuple[str, ...] = (), variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Start Python. by: a command before its own; variables: more of its environment."""
+    # Without a buffer a line and its end are two writes, and another rank's may come between.
+    own = {"PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*by, sys.executable, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **(variables or {})},
+        env={**os.environ, **own, **(variables or {})},
     )
 
 

@@ -104,6 +104,17 @@ class Node:
         self.said: tuple[int, int] | None = None
         self.ended = ""
 
+    def observes(self, limit_ns: int) -> int:
+        """Observe the peer from now on, which counts as its first arrival.
+
+        The time is read before the thread's own, from which the thread counts: it tells a silence once, and one
+        that it tells must be one here, too.
+        """
+        begun_ns = now_ns()
+        self.native.observe(self.place, limit_ns)
+        self.arrivals.append(begun_ns)
+        return begun_ns
+
     def take(self) -> None:
         news = self.native.take(self.place)
         if news is not None:
@@ -173,8 +184,7 @@ async def test_only_what_matters_wakes_python(pair: tuple[Node, Node]) -> None:
 async def test_silence_is_told_at_its_limit_and_its_end_at_once(pair: tuple[Node, Node]) -> None:
     one, two = pair
     limit_ns = 20 * PERIOD_NS
-    one.native.observe(one.place, limit_ns)
-    one.arrivals.append(now_ns())
+    one.observes(limit_ns)
     two.native.say(False, 1, 1)
     await one.woken(lambda: one.native.judged_ns - one.arrivals[-1] >= limit_ns)
     two.native.say(True, 1, 1)
@@ -187,9 +197,8 @@ async def test_silence_is_told_at_its_limit_and_its_end_at_once(pair: tuple[Node
 async def test_any_traffic_is_a_sign_of_life(pair: tuple[Node, Node]) -> None:
     one, two = pair
     two.native.say(False, 1, 1)
-    one.native.observe(one.place, 20 * PERIOD_NS)
-    begun_ns = now_ns()
-    await one.woken(lambda: one.native.judged_ns > begun_ns + 20 * PERIOD_NS)
+    begun_ns = one.observes(20 * PERIOD_NS)
+    await one.woken(lambda: one.native.judged_ns >= begun_ns + 20 * PERIOD_NS)
     assert one.native.heard(one.place), "it was silent too long"
     one.take()
     assert one.arrivals[-1] > begun_ns
@@ -222,8 +231,7 @@ async def test_who_stands_still_for_longer_than_its_lease_beats_no_more() -> Non
     one, stuck = Node(), Node(lease_ns=20 * PERIOD_NS)
     for node, sock, (send, receive) in zip((one, stuck), connected(), (KEYS, KEYS[::-1]), strict=True):
         node.native.adopt(node.place, sock.detach(), send, receive, b"")
-    one.native.observe(one.place, 100 * PERIOD_NS)
-    one.arrivals.append(now_ns())
+    one.observes(100 * PERIOD_NS)
     await one.woken(lambda: one.native.judged_ns - one.arrivals[-1] >= 100 * PERIOD_NS)
     assert stuck.native.renew(HOUR_NS), "beats were withheld"
     heard = len(one.arrivals)

@@ -34,8 +34,13 @@ VERSION_MAX = 65_535
 _log = structlog.get_logger("zbmd.contracts")
 _ID = re.compile(r"[A-Za-z0-9_.:<>-]+")
 _registry: dict[tuple[str, int], type[Contract]] = {}
-_generation = 0
-"""Grows with every registration, so that decoders know when to look again."""
+_generation = object()
+"""Another with every registration, so that decoders know when to look again.
+
+A thread may import a module, and declare its contracts, while others decode. So a decoder reads this before
+the registry, which might otherwise lack what this stands for. It is no number: two threads that count up at
+once may bring one back.
+"""
 
 
 def _checked_id(given: str | None, qualified: str) -> str:
@@ -119,7 +124,7 @@ def _register(cls: type[Contract], contract_id: str, version: int, oldest: int) 
         raise ContractError(f"{MAX_CONTRACTS} contracts are registered; are classes made in a loop?")
     _registry[key] = cls
     _identities[cls] = _Identity(id=contract_id, version=version, oldest=oldest)
-    _generation += 1
+    _generation = object()
 
 
 def contract_tag(contract: type[Contract] | Contract) -> str:
@@ -158,7 +163,7 @@ def fingerprints() -> dict[str, str]:
 
 def check_fingerprints(peer: str, theirs: Mapping[str, str]) -> None:
     """Raise `ContractMismatch` if `peer` has another schema under an id and version that we have too."""
-    for (contract_id, version), cls in _registry.items():
+    for (contract_id, version), cls in list(_registry.items()):
         tag = f"{contract_id}/{version}"
         other = theirs.get(tag)
         if other is not None and other != fingerprint(cls):
@@ -221,12 +226,14 @@ def _describe_type(info: schema.Type, path: tuple[str, ...], above: frozenset[ty
 class ContractDecoder:
     """Decodes any registered contract. `dec_hook` is msgspec's, for types it does not know."""
 
-    __slots__ = ("_dec_hook", "_decoder", "_generation")
+    __slots__ = ("_dec_hook", "_decoder", "_generation", "_left_out")
 
     def __init__(self, dec_hook: Callable[[type, Any], Any]) -> None:
         self._dec_hook = dec_hook
-        self._generation = -1
+        self._generation: object = None
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
+        self._left_out: dict[str, str] = {}
+        """Contracts that cannot be decoded, by tag, and why."""
 
     def decode(self, body: bytes | memoryview | msgspec.Raw) -> Contract:
         """Return the message in `body`.
@@ -242,25 +249,31 @@ class ContractDecoder:
 
     def current(self) -> Callable[[bytes | memoryview | msgspec.Raw], Any]:
         """Return the decoder until another contract is declared; it raises what msgspec or a hook raises."""
-        if self._generation != _generation:
+        if self._generation is not _generation:
             self._renew()
         return self._decoder.decode
 
     def _renew(self) -> None:
+        generation, contracts, left_out = _generation, list(_registry.values()), dict[str, str]()
         closed: list[type[Contract]] = []
-        for contract in _registry.values():
+        for contract in contracts:
             try:
                 _describe(contract)
             except ContractError as error:
                 # Its author hears of it where it is used; the other contracts go on working.
-                _log.error("contract left out", contract=contract_tag(contract), error=str(error))
+                tag = contract_tag(contract)
+                left_out[tag] = str(error)
+                if tag not in self._left_out:
+                    _log.error("contract left out", contract=tag, error=str(error))
             else:
                 closed.append(contract)
         union = Union[tuple(closed)] if closed else Contract  # noqa: UP007
         self._decoder = msgspec.msgpack.Decoder(union, dec_hook=self._dec_hook)
-        self._generation = _generation
+        self._generation, self._left_out = generation, left_out
 
-    def _decode_slowly(self, body: bytes | memoryview | msgspec.Raw, error: Exception) -> Contract:
+    def _decode_slowly(
+        self, body: bytes | memoryview | msgspec.Raw, error: Exception, *, again: bool = True
+    ) -> Contract:
         """Tell an older version, an unknown id and a message that does not fit apart."""
         try:
             parts = _PARTS.decode(body)
@@ -269,8 +282,16 @@ class ContractDecoder:
             version = int(version_text)
         except Exception:  # noqa: BLE001 (as above)
             raise RemoteProtocolError(f"not a contract: {error}") from error
+        if again and (self._generation is not _generation or tag in self._left_out):
+            # It was declared a moment ago, or its module was being imported when it was looked at.
+            self._renew()
+            try:
+                return self._decoder.decode(body)  # type: ignore[no-any-return]
+            except Exception as misfit:  # noqa: BLE001 (as above)
+                return self._decode_slowly(body, misfit, again=False)
         if (contract_id, version) in _registry:
-            raise InvalidMessage(f"{tag} does not fit its contract: {error}") from error
+            why = self._left_out.get(tag, error)
+            raise InvalidMessage(f"{tag} does not fit its contract: {why}") from error
         upgraded = _newer(contract_id, version)
         if upgraded is None:
             raise UnknownContract(f"no contract {tag} here; {_known_versions(contract_id)}") from None
@@ -289,7 +310,7 @@ def _newer(contract_id: str, version: int) -> type[Contract] | None:
     """Return the lowest newer version that says it decodes `version`."""
     fitting = [
         (identity.version, cls)
-        for cls, identity in _identities.items()
+        for cls, identity in list(_identities.items())
         if identity.id == contract_id and identity.oldest <= version < identity.version
     ]
     return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
@@ -316,5 +337,5 @@ def renewed(message: Contract, contract: type[Contract]) -> Contract:
 
 
 def _known_versions(contract_id: str) -> str:
-    versions = sorted(v for i, v in _registry if i == contract_id)
+    versions = sorted(v for i, v in list(_registry) if i == contract_id)
     return f"versions of it here: {versions}" if versions else "is the module that defines it imported here?"

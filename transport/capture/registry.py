@@ -401,7 +401,7 @@ def find(name: str, version: int) -> MachineKind[Any, Any]:
     """The kind of that name and version. Raises `CaptureMismatch` if this release has none."""
     kind = _kinds.get((name, version))
     if kind is None:
-        versions = sorted(v for n, v in _kinds if n == name)
+        versions = sorted(v for n, v in list(_kinds) if n == name)
         have = (
             f"has versions {versions} of it" if versions else "has no such machine (is its layer imported?)"
         )

@@ -255,7 +255,8 @@ cdef class PeerCore(FrameSink):
         """As `Codec.decode_contract`, which tells why it cannot be."""
         cdef PyObject *generation = PyDict_GetItem(_declared, "_generation")
         if generation != <PyObject *>self._generation:
-            self._decode_body, self._generation = self._codec.current(), _contracts._generation
+            self._generation = _contracts._generation  # before the decoder, which another thread may outdate
+            self._decode_body = self._codec.current()
         try:
             return self._decode_body(body)
         except Exception:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from typing import Any
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -118,6 +120,62 @@ def test_a_contract_defined_later_is_decoded_too() -> None:
         x: int
 
     assert DECODER.decode(encode("test.later/1", 5)) == Later(5)
+
+
+declared_meanwhile: list[type[Contract]] = []
+
+
+def declare_another() -> type[int]:
+    """Declare a contract, once, where a field's type is asked for: as a thread that imports one does."""
+    if not declared_meanwhile:
+
+        class Another(Contract, id="test.another"):
+            x: int
+
+        declared_meanwhile.append(Another)
+    return int
+
+
+def declared_with(name: str, kind: str) -> Any:
+    """Declare a contract with a field `x` of that type, a name that its module has or will have."""
+    body = {"__module__": __name__, "__qualname__": name, "__annotations__": {"x": kind}}
+    return ContractMeta(name, (Contract,), body, id=f"test.{name}")
+
+
+def test_a_contract_that_is_declared_while_a_decoder_looks_is_decoded() -> None:
+    first = declared_with("first", "declare_another()")
+    assert DECODER.decode(encode("test.first/1", 5)) == first(5)
+    assert DECODER.decode(encode("test.another/1", 6)) == declared_meanwhile[0](6)  # type: ignore[call-arg]
+
+
+def test_a_contract_whose_module_is_still_imported_is_decoded_once_it_is() -> None:
+    early = declared_with("early", "NotThereYet")
+    with pytest.raises(InvalidMessage, match=r"its field types cannot be read.*NotThereYet"):
+        DECODER.decode(encode("test.early/1", 5))
+    globals()["NotThereYet"] = int
+    assert DECODER.decode(encode("test.early/1", 5)) == early(5)
+    with pytest.raises(InvalidMessage, match="Expected `int`, got `str`"):
+        DECODER.decode(encode("test.early/1", "five"))
+
+
+def test_threads_may_declare_contracts_while_others_decode() -> None:
+    """One is decoded as soon as it is declared, and no message is lost meanwhile."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    made: list[Any] = []
+    declares = threading.Thread(
+        target=lambda: made.extend(declared_with(f"made{number}", "int") for number in range(100))
+    )
+    try:
+        declares.start()
+        while declares.is_alive():
+            assert DECODER.decode(encode("test.order/2", "tea", 4)) == Order3("tea", 4, "")
+            for newest in made[-1:]:
+                assert DECODER.decode(encode(contract_tag(newest), 5)) == newest(5)
+    finally:
+        declares.join()
+        sys.setswitchinterval(interval)
+    assert [DECODER.decode(encode(contract_tag(each), 5)) for each in made] == [each(5) for each in made]
 
 
 def test_ids_are_checked_and_unique() -> None:

@@ -107,8 +107,8 @@ class Node:
     def observes(self, limit_ns: int) -> int:
         """Observe the peer from now on, which counts as its first arrival.
 
-        The time is read before the thread's own, from which the thread counts: it tells a silence once, and one
-        that it tells must be one here, too.
+        The time is read before the one that the thread counts from: it tells a silence once, and that must be
+        one here, too.
         """
         begun_ns = now_ns()
         self.native.observe(self.place, limit_ns)

@@ -13,18 +13,20 @@ from zbmd.tools.entry import zbmd
 from zbmd.training.job.job import Job
 from zbmd.training.redundancy.interface import Redundancy
 
-ask, asked = Job._ask, 0
+ask, asked, begun = Job._ask, 0, -1
 sizes = [int(number) for number in sys.argv.pop(1).split(",")]
 
 
 def ask_later(self: Job[object], keeper: Redundancy) -> None:
-    global asked
+    global asked, begun
     asked += 1
     size = 0 if self._world is None else self._world.size
+    steps = 0 if self._trainer is None else self._trainer.step
     if os.environ["RANK"] == "0" and asked >= 4 and sizes:
         if size != sizes[0]:
-            sizes.pop(0)  # and do a step in the next one
-        else:
+            sizes.pop(0)
+            begun = steps  # and commit a step in the next one: the first attempt may end with its view
+        elif steps > begun:
             print(f"rank 0 waits in a group of {size}", flush=True)
             while self._following is not None and not self._following.done():
                 threading.Event().wait(0.01)

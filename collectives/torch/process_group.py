@@ -29,7 +29,7 @@ from zbmd.collectives.torch.identity import Identity, Unmade
 from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
 from zbmd.collectives.torch.stand_in import Alone
 from zbmd.collectives.torch.tensors import Array, Called, TensorBuffer, array_in_place
-from zbmd.collectives.torch.work import COMPLETERS, DONE, MessageWork, Work, as_torch_error, in_call
+from zbmd.collectives.torch.work import COMPLETERS, DONE, OVER, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -40,6 +40,7 @@ dist: Any = importlib.import_module("torch.distributed")
 Operation = Callable[[Any, int], object]
 """Takes the communicator, or its stand-in, and the deadline, ns."""
 CallP = ParamSpec("CallP")
+_NO_TIME = timedelta(0)
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
@@ -77,7 +78,7 @@ def _raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
 
 def _only(tensors: Any) -> Any:
     """Return the tensor of a list of one, or the tensor itself."""
-    if isinstance(tensors, torch.Tensor):
+    if type(tensors) is not list and isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
         raise UserError(f"{len(tensors)} tensors were given; a process has one device, so one tensor")
@@ -112,7 +113,7 @@ class Operations(Identity):
             array = array_in_place(tensor)
             if array is not None:
                 return self._all_reduce_here(tensor, array, reduction.name, opts, timeout)
-        return self.allreduce_coalesced([tensor], opts, op=op, timeout=timeout)
+        return self._reduce_in_place([tensor], reduction, opts, timeout)
 
     def _all_reduce_here(self, tensor: Any, array: Array, reduction: str, opts: Any, timeout: Any) -> Any:
         """As `_queue` and `_begin` in the usual case: most of a small all-reduce is their Python."""
@@ -128,12 +129,15 @@ class Operations(Identity):
             raise in_call(error, called.text()) from None
         called.ended_ns = now_ns()
         CONTINUITY.record(self._name, called.number, [tensor])
-        return self._work(DONE, [tensor])
+        return OVER
 
     @_raising
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce tensors over all ranks, in place; those of a dtype as one."""
-        name, factor = self._op(opts, op)
+        return self._reduce_in_place(tensors, self._op(opts, op), opts, timeout)
+
+    def _reduce_in_place(self, tensors: Any, reduction: Reduction, opts: Any, timeout: Any) -> Any:
+        name, factor = reduction
         buffers = [TensorBuffer(tensor, numbers=True, factor=factor) for tensor in tensors]
         run = partial(_all_reduce, buffers, name)
         return self._queue(Called("all_reduce", buffers), run, tensors, opts, timeout)
@@ -416,7 +420,7 @@ class Operations(Identity):
             return self._begin(called, operation, outputs, opts, home)
 
     def _number(self, called: Called, opts: Any, timeout: Any) -> None:
-        called.limit_ns, called.called_ns = round(self._limit_s(opts, timeout) * 1e9), now_ns()
+        called.limit_ns, called.called_ns = self._limit_ns(opts, timeout), now_ns()
         self._calls = called.number = self._calls + 1
         called.place = self.title
 
@@ -447,7 +451,7 @@ class Operations(Identity):
 
         if self._may_run_here(opts):
             run(self._group.communicator)
-            return self._work(DONE, outputs)
+            return OVER
         patience_s = (end_ns - now_ns()) / 1e9  # for when very many are in flight
         return self._work(self._group.submit(run, patience_s=patience_s), outputs)
 
@@ -473,11 +477,11 @@ class Operations(Identity):
         self._kept.append(work)
         return work
 
-    def _limit_s(self, opts: Any, timeout: Any) -> float:
+    def _limit_ns(self, opts: Any, timeout: Any) -> int:
         given = timeout if timeout is not None else getattr(opts, "timeout", None)
-        if given is None or given <= timedelta(0):
-            return self._timeout_s
-        return float(min(given.total_seconds(), TIMEOUT_S_MAX))
+        if given is None or given <= _NO_TIME:
+            return self._timeout_ns
+        return int(min(given.total_seconds(), TIMEOUT_S_MAX) * 1e9)
 
     def _op(self, opts: Any, op: Any) -> Reduction:
         if op is None and isinstance(opts, _REDUCE_OPS):

@@ -134,6 +134,19 @@ class Waits:
         return self._future
 
 
+class OverWaits(Waits):
+    """The methods of `OVER`."""
+
+    def __init__(self) -> None:
+        super(Waits, self).__init__()  # C++ needs it
+        self._done, self._outputs = DONE, []
+        self._source = self._future = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+
 class MessageWaits(Waits):
     """The methods of `MessageWork`: of a send or a receive that its caller's thread carries out.
 
@@ -237,3 +250,5 @@ class MessageWaits(Waits):
 
 Work: Any = type("ZbmdWork", (Waits, dist.Work), {"__doc__": Waits.__doc__})
 MessageWork: Any = type("ZbmdMessageWork", (MessageWaits, dist.Work), {"__doc__": MessageWaits.__doc__})
+OVER: Final[Any] = type("ZbmdOver", (OverWaits, dist.Work), {"__doc__": OverWaits.__doc__})()
+"""The work of every operation whose caller has waited for it, and asks for nothing more."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.torch.encoding import encode
 from zbmd.training.torch.fsdp import is_sharded, local_of
 from zbmd.transport.errors import RemoteProtocolError, UserError
@@ -264,8 +265,7 @@ def _require_same_bits(what: str, sharded: Any, plain: Any) -> None:
 def _same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
-    one, other = one.detach(), other.detach()
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        one.contiguous().view(torch.uint8) if one.dim() else one.reshape(1).view(torch.uint8),
-        other.contiguous().view(torch.uint8) if other.dim() else other.reshape(1).view(torch.uint8),
-    )
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    mine, theirs = (bytes_over(each.detach().contiguous()) for each in (one, other))
+    return mine.tobytes() == theirs.tobytes()

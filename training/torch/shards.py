@@ -118,10 +118,9 @@ class Shards:
 
     def send(self, group: Group, what: What, to: int) -> None:
         """Send a shard, or a copy of one. Raises as `Group.send` does."""
-        if what is What.SHARD:
-            assert self._replica is not None, "a rank without a copy is to give it"
-        state = self._own.state() if what is What.COPY or self._replica is None else self._replica.state()
-        send_tree(group, to, state, "the shard of a rank")
+        holder = self._own if what is What.COPY else self._replica
+        assert holder is not None, "a rank without a copy is to give it"
+        send_tree(group, to, holder.state(), "the shard of a rank")
 
     def receive(self, group: Group, what: What, source: int) -> None:
         """Receive this rank's shard, or the copy that it is to keep. Raises as `Group.recv` does."""

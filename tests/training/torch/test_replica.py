@@ -86,3 +86,13 @@ def test_fsdp2_has_the_private_names_that_are_used() -> None:
         assert group.reduce_grads and group.all_reduce_grads
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3)])
+def test_bits_are_compared_whatever_the_strides(shape: tuple[int, ...]) -> None:
+    """A tensor of one element keeps any stride, and counts as contiguous."""
+    other = torch.full(shape, -0.0)
+    apart = torch.full((2, *shape), -0.0).movedim(0, -1)[..., 0]
+    assert replica._same_bits(other, apart)
+    assert replica._same_bits(other, torch.zeros(shape)) == (0 in shape), "-0.0 is not 0.0 bit for bit"
+    assert not replica._same_bits(other, other.double())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
-from support.processes.kept_lines import Lines
+from support.jobs.resilient_loops import check_as_undisturbed, steps_in
+from support.jobs.resilient_loops import train as run_loop
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.cluster.jobs.host import RunResult
+from zbmd.actors.view import Outcome
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
@@ -22,19 +21,9 @@ RANKS = 3
 
 async def train(mode: str, fault: str = "") -> tuple[RunResult, list[str]]:
     """Return how the run ended, and what its ranks printed of steps and of their final state."""
-    variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {})}
-    output = Lines()
-    config = HostConfig(
-        target=str(PROGRAM),
-        world_size=RANKS,
-        on_loss=OnLoss.REPLACE,
-        arena_bytes=32 << 20,
-        environment=variables,
-    )
-    result = await Host(config, output=output).run()
-    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
-    told = [found[0] for line in output.lines if (found := re.findall(r"(?:step|final) \d*.*rank.*", line))]
-    return result, [line for line in told if "evaluated" not in line]
+    result, lines = await run_loop(PROGRAM, mode, fault, RANKS)
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    return result, [line for line in steps_in(lines) if "evaluated" not in line]
 
 
 @cache
@@ -49,10 +38,6 @@ async def undisturbed(mode: str) -> frozenset[str]:
         assert result.restarts == 0 and len(told) == RANKS * 13
         kept[mode] = frozenset(told)
     return kept[mode]
-
-
-def ranks_of(fault: str) -> set[int]:
-    return {int(entry[4]) for entry in fault.split(",")}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +68,4 @@ async def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     wanted = await undisturbed(mode)
     result, told = await train(mode, fault)
     assert result.restarts == len(fault.split(","))
-    assert set(told) <= wanted
-    assert max(Counter(told).values()) == 1
-    whole = {line for line in wanted if int(line.rpartition("rank ")[2][0]) not in ranks_of(fault)}
-    assert whole | {line for line in wanted if "final" in line} <= set(told)
+    check_as_undisturbed(told, wanted, fault)

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
+from support.jobs.resilient_loops import check_as_undisturbed, steps_in, train
 from support.processes.kept_lines import Lines
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.view import Outcome
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "torch" / "resilient_fsdp.py"
 STEPS = 8
-
-
-async def train(mode: str, fault: str = "", ranks: int = 3) -> tuple[RunResult, list[str]]:
-    """Return how the run ended, and what its ranks printed."""
-    variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {})}
-    output = Lines()
-    config = HostConfig(
-        target=str(PROGRAM),
-        world_size=ranks,
-        on_loss=OnLoss.REPLACE,
-        arena_bytes=32 << 20,
-        environment=variables,
-    )
-    return await Host(config, output=output).run(), output.lines
-
-
-def steps_in(lines: list[str]) -> list[str]:
-    """Return the reports of ranks about steps and their final state."""
-    return [found[0] for line in lines if (found := re.findall(r"(?:step|final) \d*.*rank.*", line))]
 
 
 @cache
@@ -47,15 +28,11 @@ def _undisturbed() -> dict[tuple[str, int], frozenset[str]]:
 async def undisturbed(mode: str, ranks: int) -> frozenset[str]:
     kept, mode = _undisturbed(), mode.removesuffix("+unseen")
     if (mode, ranks) not in kept:
-        result, lines = await train(mode, ranks=ranks)
+        result, lines = await train(PROGRAM, mode, ranks=ranks)
         assert result.outcome is Outcome.SUCCEEDED and result.restarts == 0, "\n".join(lines)
         kept[mode, ranks] = frozenset(steps_in(lines))
         assert len(kept[mode, ranks]) == ranks * (STEPS * 3 // ranks + 1)
     return kept[mode, ranks]
-
-
-def ranks_of(fault: str) -> set[int]:
-    return {int(entry[4]) for entry in fault.split(",")}
 
 
 @pytest.mark.parametrize(
@@ -86,16 +63,12 @@ async def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     """Losses, rates, samples and scales of every step, once each on those who live; the final shards."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     wanted = await undisturbed(mode, ranks)
-    result, lines = await train(mode, fault, ranks)
+    result, lines = await train(PROGRAM, mode, fault, ranks)
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
     assert result.restarts == len(fault.split(","))
-    told = steps_in(lines)
-    assert set(told) <= wanted
-    assert max(Counter(told).values()) == 1
+    check_as_undisturbed(steps_in(lines), wanted, fault)
     if "unseen" in mode:
         assert any("as if the votes had not come" in line for line in lines), "rank 0 has seen the votes"
-    whole = {line for line in wanted if int(line.rpartition("rank ")[2][0]) not in ranks_of(fault)}
-    assert whole | {line for line in wanted if "final" in line} <= set(told)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +83,7 @@ async def test_a_rank_and_its_buddy_together_end_the_run_with_a_word_of_what_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
 ) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    result, lines = await train("plain", fault)
+    result, lines = await train(PROGRAM, "plain", fault)
     assert result.outcome is Outcome.FAILED
     assert re.search(says, "\n".join(lines)), "\n".join(lines)
     assert "from its last checkpoint" in "\n".join(lines)

@@ -62,24 +62,25 @@ typedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t coun
         _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) dst[i] /= divisor; \
     }
 
-/* A quotient of integers is cut off towards zero, as NCCL's is. `wide` holds every number of ranks. */
-#define ZBMD_INTEGER_DIVISION(suffix, type, wide)                           \
-    ZBMD_CLONES void zbmd_divide_##suffix(void *d, size_t n, uint32_t by) { \
-        type *dst = (type *)d;                                              \
-        for (size_t i = 0; i < n; i++) dst[i] = (type)((wide)dst[i] / (wide)by); \
+/* A quotient of integers is cut off towards zero, as NCCL's is. `widest` holds every number of ranks. */
+#define ZBMD_INTEGER_KERNELS(suffix, type, wide, widest)                             \
+    ZBMD_KERNELS(suffix, type, wide)                                                 \
+    ZBMD_CLONES void zbmd_divide_##suffix(void *d, size_t n, uint32_t by) {          \
+        type *dst = (type *)d;                                                       \
+        for (size_t i = 0; i < n; i++) dst[i] = (type)((widest)dst[i] / (widest)by); \
     }
 
 #pragma GCC visibility push(hidden)
 ZBMD_KERNELS(f32, float, float)
 ZBMD_KERNELS(f64, double, double)
-ZBMD_KERNELS(i8, int8_t, uint32_t)
-ZBMD_KERNELS(i16, int16_t, uint32_t)
-ZBMD_KERNELS(i32, int32_t, uint32_t)
-ZBMD_KERNELS(i64, int64_t, uint64_t)
-ZBMD_KERNELS(u8, uint8_t, uint32_t)
-ZBMD_KERNELS(u16, uint16_t, uint32_t)
-ZBMD_KERNELS(u32, uint32_t, uint32_t)
-ZBMD_KERNELS(u64, uint64_t, uint64_t)
+ZBMD_INTEGER_KERNELS(i8, int8_t, uint32_t, int64_t)
+ZBMD_INTEGER_KERNELS(i16, int16_t, uint32_t, int64_t)
+ZBMD_INTEGER_KERNELS(i32, int32_t, uint32_t, int64_t)
+ZBMD_INTEGER_KERNELS(i64, int64_t, uint64_t, int64_t)
+ZBMD_INTEGER_KERNELS(u8, uint8_t, uint32_t, uint64_t)
+ZBMD_INTEGER_KERNELS(u16, uint16_t, uint32_t, uint64_t)
+ZBMD_INTEGER_KERNELS(u32, uint32_t, uint32_t, uint64_t)
+ZBMD_INTEGER_KERNELS(u64, uint64_t, uint64_t, uint64_t)
 ZBMD_BITWISE(8, uint8_t)
 ZBMD_BITWISE(16, uint16_t)
 ZBMD_BITWISE(32, uint32_t)
@@ -88,14 +89,6 @@ ZBMD_COMPLEX(c64, float, f32)
 ZBMD_COMPLEX(c128, double, f64)
 ZBMD_DIVISION(f32, float)
 ZBMD_DIVISION(f64, double)
-ZBMD_INTEGER_DIVISION(i8, int8_t, int64_t)
-ZBMD_INTEGER_DIVISION(i16, int16_t, int64_t)
-ZBMD_INTEGER_DIVISION(i32, int32_t, int64_t)
-ZBMD_INTEGER_DIVISION(i64, int64_t, int64_t)
-ZBMD_INTEGER_DIVISION(u8, uint8_t, uint64_t)
-ZBMD_INTEGER_DIVISION(u16, uint16_t, uint64_t)
-ZBMD_INTEGER_DIVISION(u32, uint32_t, uint64_t)
-ZBMD_INTEGER_DIVISION(u64, uint64_t, uint64_t)
 #pragma GCC visibility pop
 
 /* By code; reductions.py holds the same order. */

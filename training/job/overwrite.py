@@ -16,8 +16,9 @@ from zbmd.training.data.sources import RECORD_NAME
 from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.model.weights import WEIGHTS_NAME
 from zbmd.training.profiler.lines import PROFILE_DIRECTORY
-from zbmd.training.run.ledger import LOG_NAME, nobody_writes
+from zbmd.training.run.ledger import LOG_NAME, locked, nobody_writes, under_way
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import unusable
 
 FILES: Final = (METRICS_NAME, SHARDS_NAME, WEIGHTS_NAME, RECORD_NAME)
 FOLDERS: Final = (PROFILE_DIRECTORY, TENSORBOARD_NAME)
@@ -64,33 +65,16 @@ def claimed(directory: Path) -> Generator[None]:
     The lock ends with its process. A file system without locks keeps nobody out. Raises `UserError` if a run
     is under way there.
     """
+    end_s = time.monotonic() + CLAIM_S
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        claim = os.open(directory / CLAIM_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise UserError(
-            f"cannot use {directory} for the run: {error.strerror}. Name a directory that you may write to "
-            "with --out."
-        ) from error
-    try:
-        end_s = time.monotonic() + CLAIM_S
-        while not _is_locked(claim):
+        while (claim := locked(directory / CLAIM_NAME, fcntl.LOCK_EX)) is None:
             if time.monotonic() > end_s:
-                raise UserError(
-                    f"a run is under way in {directory}, so it is not overwritten: stop it first, or give "
-                    "this run a directory of its own with --out."
-                )
+                raise under_way(directory)
             time.sleep(LOOK_S)
+    except OSError as error:
+        raise unusable(directory, error) from error
+    try:
         yield
     finally:
         os.close(claim)
-
-
-def _is_locked(claim: int) -> bool:
-    try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

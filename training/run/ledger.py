@@ -255,7 +255,7 @@ class CommitLog:
         if self._file is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
             self._file = os.open(self.path, flags, 0o644)
-            self._lock = _locked(self.path.parent, fcntl.LOCK_SH)
+            self._lock = locked(self.path.parent / LOCK_NAME, fcntl.LOCK_SH)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._catch_up(self._file)
@@ -427,12 +427,12 @@ class RunLog:
             self._log.close()
 
 
-def _locked(directory: Path, kind: int) -> int | None:
-    """Return a descriptor that holds the lock of a run; None if another one prevents it.
+def locked(path: Path, kind: int) -> int | None:
+    """Return a descriptor that holds the lock in a file, which is made; None if another one prevents it.
 
-    A file system without locks prevents nothing.
+    A file system without locks prevents nothing. Raises `OSError`.
     """
-    lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -443,15 +443,20 @@ def _locked(directory: Path, kind: int) -> int | None:
     return lock
 
 
+def under_way(directory: Path) -> UserError:
+    """Return the error of a run in a directory that another one has."""
+    return UserError(
+        f"a run is under way in {directory}, so it is not overwritten: stop it first, or give this run a "
+        "directory of its own with --out."
+    )
+
+
 @contextlib.contextmanager
 def nobody_writes(directory: Path) -> Generator[None]:
     """Let the block change the log of a run in `directory`. Raises `UserError` if a rank writes it."""
-    lock = _locked(directory, fcntl.LOCK_EX)
+    lock = locked(directory / LOCK_NAME, fcntl.LOCK_EX)
     if lock is None:
-        raise UserError(
-            f"a run is under way in {directory}, so it is not overwritten: stop it first, or give this run a "
-            "directory of its own with --out."
-        )
+        raise under_way(directory)
     try:
         yield
     finally:

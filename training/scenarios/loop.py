@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, assert_never
+from typing import TypeAlias, TypeVar, assert_never
 
 from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.scenarios.hosted_job import (
@@ -76,6 +76,9 @@ class Given:
 
     version: int
     content: Content
+
+
+WorldT = TypeVar("WorldT", bound=LoopWorld)
 
 
 class LoopRank(MemberProcess):
@@ -296,15 +299,16 @@ class LoopRank(MemberProcess):
         return self._begin("gradients", now_ns)
 
 
-def build(seed: int | str, options: JobOptions) -> tuple[sim.Simulation[Message], LoopWorld]:
-    """The simulation of one loop, without its kills."""
+def build(
+    seed: int | str, world: WorldT, rank: Callable[[WorldT, int, int, random.Random], LoopRank]
+) -> tuple[sim.Simulation[Message], WorldT]:
+    """Return the simulation of one loop, without its kills. rank: makes the driver of one."""
     simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
-    world = LoopWorld(options)
     world.lives = add_processes(
         simulation,
-        options.world_size,
+        world.options.world_size,
         lambda _: NodeProcess(world, simulation.rng("regroups")),
-        partial(LoopRank, world),
+        partial(rank, world),
     )
     return simulation, world
 
@@ -322,7 +326,7 @@ class LoopScenario(JobScenario[JobOptions, LoopWorld]):
 
     def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], LoopWorld]:
         """See `JobScenario`."""
-        return build(seed, job)
+        return build(seed, LoopWorld(job), LoopRank)
 
     def is_over(self, simulation: sim.Simulation[Message], world: LoopWorld) -> bool:
         """Return whether all have finished, or the state was lost with all who had it."""

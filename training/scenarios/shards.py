@@ -12,14 +12,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeAlias
 
 from zbmd.actors.view import MemberId
-from zbmd.collectives.scenarios.hosted_job import JobOptions, Message, add_processes
-from zbmd.collectives.scenarios.node import NodeProcess
-from zbmd.collectives.scenarios.repair import Meeting, conditions_of
-from zbmd.training.scenarios.loop import Content, Given, LoopRank, LoopScenario, LoopWorld, Stage
+from zbmd.collectives.scenarios.hosted_job import JobOptions, Message
+from zbmd.collectives.scenarios.repair import Meeting
+from zbmd.training.scenarios.loop import (
+    Content,
+    Given,
+    LoopRank,
+    LoopScenario,
+    LoopWorld,
+    Stage,
+    build,
+)
 from zbmd.training.torch import transaction as tx
 from zbmd.transport import sim
 
@@ -197,19 +203,6 @@ class ShardRank(LoopRank):
         return effects
 
 
-def build(seed: int | str, options: JobOptions) -> tuple[sim.Simulation[Message], ShardWorld]:
-    """The simulation of one loop, without its kills."""
-    simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
-    world = ShardWorld(options)
-    world.lives = add_processes(
-        simulation,
-        options.world_size,
-        lambda _: NodeProcess(world, simulation.rng("regroups")),
-        partial(ShardRank, world),
-    )
-    return simulation, world
-
-
 @dataclass(frozen=True)
 class ShardScenario(LoopScenario):
     """As `LoopScenario`, with a sharded state."""
@@ -221,4 +214,4 @@ class ShardScenario(LoopScenario):
 
     def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], ShardWorld]:
         """See `JobScenario`."""
-        return build(seed, job)
+        return build(seed, ShardWorld(job), ShardRank)

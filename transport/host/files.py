@@ -85,6 +85,14 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise _explained(path, error) from error
 
 
+def unusable(directory: Path, error: OSError) -> UserError:
+    """Return the error of a directory that cannot be created or opened."""
+    return UserError(
+        f"cannot use {directory} for the run: {error.strerror}. Name a directory that you may write to with "
+        "--out."
+    )
+
+
 @contextlib.contextmanager
 def locked_directory(directory: Path) -> Generator[None]:
     """Create the directory if it is missing, and let one process of this host at a time into the block.
@@ -95,10 +103,7 @@ def locked_directory(directory: Path) -> Generator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise UserError(
-            f"cannot use {directory} for the run: {error.strerror}. Name a directory that you may write to "
-            "with --out."
-        ) from error
+        raise unusable(directory, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

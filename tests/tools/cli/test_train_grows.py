@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 from programs import PROGRAMS
-from support.cluster.cluster_nodes import Nodes
+from support.cluster.cluster_nodes import Nodes, Run
 
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.runs.commands import audit_run
@@ -18,6 +19,36 @@ from zbmd.training.sharded.run import train
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--shards", "4", "--steps", "8")
 PROGRAM = str(PROGRAMS / "training/waits_for_a_view.py")
 ELASTIC = ("--nnodes", "1:2", "--on-loss", "shrink")
+
+
+async def submitted(
+    nodes: Nodes, zero: str, mesh: str, *, files: bool, groups: Sequence[int]
+) -> tuple[int, Run]:
+    """Submit a run that waits for groups of so many nodes, and have the second node join the first group.
+
+    Return the ranks of a node, and who follows the run.
+    """
+    await nodes.form("n1")
+    ranks = 2 if "pp" in mesh else 1
+    waits, folder = ",".join(str(size * ranks) for size in groups), str(nodes.directory / "files")
+    where = ("--data", str(write_text(nodes.directory / "text")), "--out", str(nodes.directory / "out"))
+    more = ("--offload", folder) if files else ()
+    job = (waits, "train", *SHAPE, "--zero", zero, "--mesh", mesh, *where, *more)
+    follower = await nodes.start("n1", "submit", "--follow", *ELASTIC, "-n", str(ranks), PROGRAM, *job)
+    await follower.until(f"waits in a group of {ranks}")
+    await nodes.up("n2", "--join", nodes.address("n1"))
+    return ranks, follower
+
+
+async def check_ended_as_alone(nodes: Nodes, follower: Run) -> None:
+    """Follow the run to its end: its weights are those of one rank that is left alone."""
+    told = await follower.until(r"(\{.*weights_sha256.*\})")
+    await follower.until("job .* is ended, succeeded")
+    assert await follower.ended() == 0, str(follower)
+    data, alone = str(nodes.directory / "text"), str(nodes.directory / "alone")
+    calm = await train(recipe_of((*SHAPE, "--data", data, "--out", alone)))
+    assert calm is not None
+    assert msgspec.json.decode(told[1])["weights_sha256"] == calm.weights_sha256
 
 
 @pytest.mark.parametrize(
@@ -33,35 +64,9 @@ ELASTIC = ("--nnodes", "1:2", "--on-loss", "shrink")
 )
 async def test_a_run_takes_a_node_in_that_joins_it(nodes: Nodes, zero: str, mesh: str, files: bool) -> None:
     """A sharded state is recut for it."""
-    data, out = str(write_text(nodes.directory / "text")), nodes.directory / "out"
-    alone = recipe_of((*SHAPE, "--data", data, "--out", str(nodes.directory / "alone")))
-    calm = await train(alone)
-    await nodes.form("n1")
-    ranks = 2 if "pp" in mesh else 1
-    more = ("--offload", str(nodes.directory / "files")) if files else ()
-    job = (
-        f"{ranks}",
-        "train",
-        *SHAPE,
-        "--zero",
-        zero,
-        "--mesh",
-        mesh,
-        "--data",
-        data,
-        "--out",
-        str(out),
-        *more,
-    )
-    follower = await nodes.start("n1", "submit", "--follow", *ELASTIC, "-n", str(ranks), PROGRAM, *job)
-    await follower.until(f"waits in a group of {ranks}")
-    await nodes.up("n2", "--join", nodes.address("n1"))
-    told = await follower.until(r"(\{.*weights_sha256.*\})")
-    await follower.until("job .* is ended, succeeded")
-    assert await follower.ended() == 0, str(follower)
-    assert calm is not None
-    assert msgspec.json.decode(told[1])["weights_sha256"] == calm.weights_sha256
-    members = [record.members for record in read_log(out / LOG_NAME)[1]]
+    ranks, follower = await submitted(nodes, zero, mesh, files=files, groups=[1])
+    await check_ended_as_alone(nodes, follower)
+    members = [record.members for record in read_log(nodes.directory / "out" / LOG_NAME)[1]]
     assert [who for who, _ in itertools.groupby(members)] == [
         tuple(range(ranks)),
         tuple(range(2 * ranks)),
@@ -77,35 +82,11 @@ async def test_a_run_takes_a_node_in_and_goes_on_when_that_is_killed(
     nodes: Nodes, zero: str, mesh: str, files: bool
 ) -> None:
     """Its state is recut each time, and each sample is in the ledger once."""
-    data, out = str(write_text(nodes.directory / "text")), nodes.directory / "out"
-    calm = await train(recipe_of((*SHAPE, "--data", data, "--out", str(nodes.directory / "alone"))))
-    await nodes.form("n1")
-    ranks = 2 if "pp" in mesh else 1
-    more = ("--offload", str(nodes.directory / "files")) if files else ()
-    job = (
-        f"{ranks},{2 * ranks}",
-        "train",
-        *SHAPE,
-        "--zero",
-        zero,
-        "--mesh",
-        mesh,
-        "--data",
-        data,
-        "--out",
-        str(out),
-        *more,
-    )
-    follower = await nodes.start("n1", "submit", "--follow", *ELASTIC, "-n", str(ranks), PROGRAM, *job)
-    await follower.until(f"waits in a group of {ranks}")
-    await nodes.up("n2", "--join", nodes.address("n1"))
+    ranks, follower = await submitted(nodes, zero, mesh, files=files, groups=[1, 2])
     await follower.until(f"waits in a group of {2 * ranks}")
     await nodes.runs["n2"].kill()
-    told = await follower.until(r"(\{.*weights_sha256.*\})")
-    await follower.until("job .* is ended, succeeded")
-    assert await follower.ended() == 0, str(follower)
-    assert calm is not None
-    assert msgspec.json.decode(told[1])["weights_sha256"] == calm.weights_sha256
+    await check_ended_as_alone(nodes, follower)
+    out = nodes.directory / "out"
     members = [record.members for record in read_log(out / LOG_NAME)[1]]
     every, fewer = tuple(range(2 * ranks)), tuple(range(ranks))
     assert [who for who, _ in itertools.groupby(members)] == [fewer, every, fewer]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +89,10 @@ def test_a_note_that_is_too_long_is_refused_and_the_longest_is_kept(tmp_path: Pa
         found.written(0, 6, np.arange(1001.0))
 
 
-async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+async def check_kills_on_meshes(
+    tmp_path: Path, cases: Sequence[tuple[str, int, Precision, str]], **options: Any
+) -> None:
+    """Kill ranks of jobs over a folder each: the weights are those of a calm run, and the folder is empty."""
     data, files = write_text(tmp_path / "text"), tmp_path / "files"
     calm: dict[tuple[str, Precision], str] = {}
     kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
@@ -96,33 +101,7 @@ async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> 
             tmp_path / f"{mesh}-{precision}", data, mesh=mesh, world_size=int(mesh[-1]), precision=precision
         )
         calm[mesh, precision] = done.digest
-    for number, (mesh, stage, precision, fault) in enumerate(MESH_CASES):
-        found = await run_small_job(
-            tmp_path / str(number),
-            data,
-            fault=fault,
-            mesh=mesh,
-            zero=stage,
-            world_size=2 ** len(mesh.split(",")),
-            precision=precision,
-            offload=files / str(number),
-        )
-        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
-        assert found.digest == calm["tp=2" if "tp" in mesh else "dp=1", precision], (mesh, fault)
-        assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
-
-
-async def test_a_run_that_shrinks_recuts_its_files(tmp_path: Path) -> None:
-    """Survivors read the files of the dead; a folder has no file of a cut that is over, or of a run."""
-    data, files = write_text(tmp_path / "text"), tmp_path / "files"
-    calm: dict[tuple[str, Precision], str] = {}
-    kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
-    for mesh, precision in kinds:
-        done = await run_small_job(
-            tmp_path / f"{mesh}-{precision}", data, mesh=mesh, world_size=int(mesh[-1]), precision=precision
-        )
-        calm[mesh, precision] = done.digest
-    for number, (mesh, stage, precision, fault) in enumerate(SHRINK_CASES):
+    for number, (mesh, stage, precision, fault) in enumerate(cases):
         found = await run_small_job(
             tmp_path / str(number),
             data,
@@ -132,11 +111,20 @@ async def test_a_run_that_shrinks_recuts_its_files(tmp_path: Path) -> None:
             world_size=math.prod(int(axis[-1]) for axis in mesh.split(",")),
             precision=precision,
             offload=files / str(number),
-            on_loss=OnLoss.SHRINK,
+            **options,
         )
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm["tp=2" if "tp" in mesh else "dp=1", precision], (mesh, fault)
         assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
+
+
+async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+    await check_kills_on_meshes(tmp_path, MESH_CASES)
+
+
+async def test_a_run_that_shrinks_recuts_its_files(tmp_path: Path) -> None:
+    """Survivors read the files of the dead; a folder has no file of a cut that is over, or of a run."""
+    await check_kills_on_meshes(tmp_path, SHRINK_CASES, on_loss=OnLoss.SHRINK)
 
 
 def test_the_files_of_a_run_are_found_and_no_others(tmp_path: Path) -> None:

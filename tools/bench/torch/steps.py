@@ -6,13 +6,13 @@ The same processes, model and tokens; both must come to the same losses.
 from __future__ import annotations
 
 import importlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from zbmd.tools.bench.stats import OURS, turns
+from zbmd.tools.bench.torch.calls import timed_ns
 from zbmd.transport.errors import UserError
 
 STEPS: Final = ("ddp", "fsdp2")
@@ -68,9 +68,11 @@ class Trainer:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._batches = torch.Generator().manual_seed(dist.get_rank())
         self._tokens = tokens
+        self.loss = 0.0
+        """Of this rank, in the last step."""
 
-    def step(self) -> float:
-        """One step; returns this rank's loss."""
+    def step(self) -> None:
+        """Make a step."""
         torch = self._torch
         x = torch.randint(VOCABULARY, (1, self._tokens + 1), generator=self._batches)
         said = self._model(x[:, :-1])
@@ -78,18 +80,7 @@ class Trainer:
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
-        return float(loss)
-
-
-def timed_ns(step: Callable[[], float], steps: int) -> tuple[list[float], float]:
-    """Nanoseconds of each step, and the last loss."""
-    took: list[float] = []
-    loss = 0.0
-    for _ in range(steps):
-        began = time.perf_counter_ns()
-        loss = step()
-        took.append(float(time.perf_counter_ns() - began))
-    return took, loss
+        self.loss = float(loss)
 
 
 def check_losses(case: str, ours: Sequence[float], theirs: Sequence[float]) -> None:
@@ -116,8 +107,8 @@ def time_steps(groups: Mapping[str, Any], case: str, model: Model, rounds: int) 
     for order in turns(peers, rounds):
         for who in order:
             dist.barrier()
-            took, loss = timed_ns(trainers[who].step, model.steps)
-            losses[who].append(loss)
+            took = timed_ns(trainers[who].step, model.steps)
+            losses[who].append(trainers[who].loss)
             yield {"case": case, "size": trainers[who].parameter_bytes, "who": who, "ns": took}
     for peer in peers:
         check_losses(case, losses[OURS], losses[peer])

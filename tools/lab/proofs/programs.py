@@ -3,7 +3,8 @@
     python -m zbmd.tools.lab.proofs.programs                               all: 20 minutes on one core
     python -m zbmd.tools.lab.proofs.programs --algorithm ring --ranks 1:16
     python -m zbmd.tools.lab.proofs.programs --kept proved.txt             resume an earlier sweep
-    python -m zbmd.tools.lab.proofs.programs --kept proved.txt --part 2/3  one of three side by side
+    python -m zbmd.tools.lab.proofs.programs --kept proved.txt --part 2/3  one of three side by side; then
+        without --part
 
 `zbmd.collectives.execution.proof` takes what this goes through for proved, up to `SWEPT_RANKS_MAX` ranks,
 and verifies other programs when a plan of them is made. So the file that `--kept` names is committed as
@@ -204,8 +205,7 @@ def main() -> int:
     known = kept.read()
     done = [known[str(unit)] for unit in units if str(unit) in known]
     if arguments.kept is not None:
-        swept = units_of(last=SWEPT_RANKS_MAX)
-        if all(known.get(str(unit), ("",))[0] == unit.digest() for unit in swept):
+        if parts == 1 and set(units_of(last=SWEPT_RANKS_MAX)) <= set(units):
             kept.add_sources()
         seconds = sum(took_s for _, _, took_s in done)
         sets = sum(n for _, n, _ in done)

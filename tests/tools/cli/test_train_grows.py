@@ -16,13 +16,15 @@ from zbmd.tools.train.command import recipe_of
 from zbmd.training.run.ledger import LOG_NAME, read_log
 from zbmd.training.sharded.run import train
 
-SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--shards", "4", "--steps", "8")
+STEPS = 24
+"""A run trains on for some steps while nodes come and go, each of whose ranks may be a view of its own."""
+SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--shards", "4")
 PROGRAM = str(PROGRAMS / "training/waits_for_a_view.py")
-ELASTIC = ("--nnodes", "1:2", "--on-loss", "shrink")
+ELASTIC = ("--nnodes", "1:2", "--on-loss")
 
 
 async def submitted(
-    nodes: Nodes, zero: str, mesh: str, *, files: bool, groups: Sequence[int]
+    nodes: Nodes, zero: str, mesh: str, *, files: bool, groups: Sequence[int], on_loss: str = "shrink"
 ) -> tuple[int, Run]:
     """Submit a run that waits for groups of so many nodes, and have the second node join the first group.
 
@@ -33,8 +35,10 @@ async def submitted(
     waits, folder = ",".join(str(size * ranks) for size in groups), str(nodes.directory / "files")
     where = ("--data", str(write_text(nodes.directory / "text")), "--out", str(nodes.directory / "out"))
     more = ("--offload", folder) if files else ()
-    job = (waits, "train", *SHAPE, "--zero", zero, "--mesh", mesh, *where, *more)
-    follower = await nodes.start("n1", "submit", "--follow", *ELASTIC, "-n", str(ranks), PROGRAM, *job)
+    job = (waits, "train", *SHAPE, "--steps", f"{STEPS}", "--zero", zero, "--mesh", mesh, *where, *more)
+    follower = await nodes.start(
+        "n1", "submit", "--follow", *ELASTIC, on_loss, "-n", str(ranks), PROGRAM, *job
+    )
     await follower.until(f"waits in a group of {ranks}")
     await nodes.up("n2", "--join", nodes.address("n1"))
     return ranks, follower
@@ -46,7 +50,7 @@ async def check_ended_as_alone(nodes: Nodes, follower: Run) -> None:
     await follower.until("job .* is ended, succeeded")
     assert await follower.ended() == 0, str(follower)
     data, alone = str(nodes.directory / "text"), str(nodes.directory / "alone")
-    calm = await train(recipe_of((*SHAPE, "--data", data, "--out", alone)))
+    calm = await train(recipe_of((*SHAPE, "--steps", f"{STEPS}", "--data", data, "--out", alone)))
     assert calm is not None
     assert msgspec.json.decode(told[1])["weights_sha256"] == calm.weights_sha256
 
@@ -71,7 +75,7 @@ async def test_a_run_takes_a_node_in_that_joins_it(nodes: Nodes, zero: str, mesh
         tuple(range(ranks)),
         tuple(range(2 * ranks)),
     ]
-    assert len(members) == 8
+    assert len(members) == STEPS
     assert not files or not list((nodes.directory / "files").iterdir())
 
 
@@ -91,5 +95,26 @@ async def test_a_run_takes_a_node_in_and_goes_on_when_that_is_killed(
     every, fewer = tuple(range(2 * ranks)), tuple(range(ranks))
     assert [who for who, _ in itertools.groupby(members)] == [fewer, every, fewer]
     audited = audit_run(out)
-    assert (audited.steps, audited.steps_lost) == (8, 0)
+    assert (audited.steps, audited.steps_lost) == (STEPS, 0)
+    assert (audited.samples_skipped, audited.samples_repeated) == (0, 0)
+
+
+@pytest.mark.parametrize(("zero", "mesh", "files"), [("0", "dp=2", False), ("2", "dp=2,pp=2", True)])
+async def test_a_run_takes_a_node_in_for_one_that_was_killed(
+    nodes: Nodes, zero: str, mesh: str, files: bool
+) -> None:
+    """While there is none in its place it trains with fewer."""
+    ranks, follower = await submitted(nodes, zero, mesh, files=files, groups=[1, 2, 1], on_loss="replace")
+    await follower.until(f"waits in a group of {2 * ranks}")
+    told = len(follower.lines)
+    await nodes.runs["n2"].kill()
+    await follower.until(f"waits in a group of {ranks}", after=told)
+    await nodes.up("n3", "--join", nodes.address("n1"))
+    await check_ended_as_alone(nodes, follower)
+    out = nodes.directory / "out"
+    members = [record.members for record in read_log(out / LOG_NAME)[1]]
+    every, fewer = tuple(range(2 * ranks)), tuple(range(ranks))
+    assert [who for who, _ in itertools.groupby(members)] == [fewer, every, fewer, every]
+    audited = audit_run(out)
+    assert (audited.steps, audited.steps_lost) == (STEPS, 0)
     assert (audited.samples_skipped, audited.samples_repeated) == (0, 0)

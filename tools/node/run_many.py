@@ -15,26 +15,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, assert_never
+from typing import Final
 
 import zbmd
 from zbmd.actors.bootstrap.founding import configured, joining, node_id_of, node_name
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
+from zbmd.actors.bootstrap.one_job_node import OneJobNode, joiner
 from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.node_driver import JobHost
-from zbmd.actors.cluster.jobs.single_job import ONE_JOB
-from zbmd.actors.cluster.node.actors import NodeActors
 from zbmd.actors.cluster.node.contracts import RUN_CHARACTERS_MAX
-from zbmd.actors.cluster.node.incarnation import node_capture
-from zbmd.actors.cluster.node.incarnations import JoinDelayed, NodeConfig, NodeEvent, RunningPartFound
-from zbmd.actors.cluster.node.join import Joiner, JoinFailed, JoinTimedOut, ask_admission
-from zbmd.actors.cluster.node.node import ClusterNode
-from zbmd.actors.cluster.node.persistent_state import EphemeralNodeState
-from zbmd.actors.cluster.state.job_table import REASON_CHARACTERS_MAX, JobSpec, Stop, Submit
-from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.node.incarnations import NodeConfig
+from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut, ask_admission
+from zbmd.actors.cluster.state.job_table import JobSpec
+from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.cluster.state.view import ClusterView
-from zbmd.actors.contracts import Contract
 from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED
@@ -47,24 +42,15 @@ from zbmd.tools.node.narration import RunTeller
 from zbmd.tools.node.run import MORE_PRELOADS, JobCommand, host_variables, job_config, own_modules
 from zbmd.tools.node.signals import forwarded, handling
 from zbmd.tools.node.store import with_store
-from zbmd.transport.capture.tap import Tap
-from zbmd.transport.clock.deadlines import SECOND_NS, derive
-from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.clock.deadlines import SECOND_NS
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
-from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.tcp.address import parse_address, tcp_settings
 from zbmd.transport.tcp.sockets import PortInUse
 
-LEAVE_S: Final = 10.0
-"""To leave the cluster in order, once the job is over."""
 NAMED_MAX: Final = 16
 NOT_COMPARED: Final = ("environment", "code")
 """A node's environment is its own; a host whose code differs says so itself."""
-LOOK_S: Final = 1.0
-"""Between two looks for another part of the run, while nodes are missing."""
-LAST_CALL_S: Final = 1.5
-"""Enough nodes wait for more before the job begins: a part in which it runs comes in that time."""
 STORE_TRY_S: Final = 12.0
 """At the join addresses that a store lists; then it is read again, since its founder may be gone by then."""
 
@@ -201,25 +187,11 @@ def _config(plan: NodeRun) -> NodeConfig:
     )
 
 
-def _joiner(plan: NodeRun, config: NodeConfig) -> Joiner:
-    """Return a node of this run that only asks."""
-    return Joiner(
-        node_id=0,
-        name="",
-        host="",
-        recovery_budget_ns=0,
-        cookie=config.cookie,
-        settings=config.settings,
-        deadlines=derive(),
-        run=config.run,
-    )
-
-
 async def _of_another_run(plan: NodeRun, config: NodeConfig) -> str:
     """Return that the address which this node was to listen on belongs to another run, if it does."""
     for address in plan.bootstrap.join_addresses:
         with contextlib.suppress(ZbmdError, OSError):
-            reply, _ = await ask_admission(address, _joiner(plan, config))
+            reply, _ = await ask_admission(address, joiner(config))
             return f" {reply.node} is there: {reply.refused}." if reply.refused else ""
     return ""
 
@@ -237,8 +209,8 @@ async def _found(
         yield found, superseded
 
 
-class _NodeRun:
-    """One node, from its start to its end: the driver of `SingleJob`, and a `ClusterListener`."""
+class _NodeRun(OneJobNode):
+    """One node of the run, and what its user hears of it."""
 
     def __init__(
         self,
@@ -248,57 +220,58 @@ class _NodeRun:
         console: Console,
         template: EarlyTemplate | None,
     ) -> None:
-        self._plan = plan
+        self._plan, self._console, self._template = plan, console, template
         self._signals: Sequence[str] | None = plan.settings["signals_to_handle"]
-        self._spec = spec
-        self._config = config
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = self._loop.create_future()
-        self._timer: asyncio.TimerHandle | None = None
-        self._teller = RunTeller(console, lambda: self._jobs.ranks(spec.job))
+        self._local = local_variables(plan)
+        self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job))
         self._members: tuple[Node, ...] = ()
         self._compared = False
-        about: dict[str, int] = {
-            "job": spec.job,
-            "nodes_min": spec.nodes_min,
-            "nodes_max": spec.nodes_max,
-            "patience_ns": plan.patience_ns,
-            "leave_ns": round(LEAVE_S * SECOND_NS),
-            "grace_ns": spec.stop_grace_ns,
-            "last_call_ns": round(LAST_CALL_S * SECOND_NS),
-        }
-        self.machine = o.SingleJob(**about)
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.anew)
-        self._name = config.name
-        memory = EphemeralNodeState(node_id_of(plan.bootstrap.node, founds=founds))
-        local = local_variables(plan)
-        self._clock = HybridClock()
-        captured = CaptureSettings.read(local, job=spec.job)
-        self._capture = node_capture(config.name, self._clock, captured)
-        self._tap = Tap(self._capture.recorder, ONE_JOB, "one job", self.machine, about)
-        self._node = ClusterNode(dataclasses.replace(config, capture=captured), memory, self._hear)
-        self._actors = NodeActors(
-            self._node,
-            cookie=config.cookie,
-            settings=config.settings,
-            linked=False,
-            on_listening=partial(setattr, self._node, "actors_at"),
-        )
-        self._jobs = JobHost(
-            self._node,
-            recorder=self._capture.recorder,
-            clock=self._clock,
-            output=console,
-            listen_host=f"[{config.listen.host}]" if ":" in config.listen.host else config.listen.host,
-            preload=preload_of(plan),
-            environment=local,
-            on_event=lambda _, event: self._teller.happened(event),
-            template=template,
-            finder=self._actors.finder,
-            stdin_rank=plan.settings["stdin"],
+        super().__init__(
+            config,
+            spec,
+            node_id=node_id_of(plan.bootstrap.node, founds=founds),
+            nodes_min=spec.nodes_min,
+            patience_ns=plan.patience_ns,
+            captured=CaptureSettings.read(self._local, job=spec.job),
+            meets_at=plan.bootstrap.join_addresses,
         )
 
-    # -- its course --------------------------------------------------------------------------------------
+    def hosting(self) -> JobHost:
+        """See `OneJobNode`."""
+        return JobHost(
+            self.node,
+            recorder=self.capture.recorder,
+            clock=self.clock,
+            output=self._console,
+            listen_host=self.listen_host,
+            preload=preload_of(self._plan),
+            environment=self._local,
+            on_event=lambda _, event: self._teller.happened(event),
+            template=self._template,
+            finder=self.actors.finder,
+            stdin_rank=self._plan.settings["stdin"],
+        )
+
+    def say(self, text: str) -> None:
+        """See `OneJobNode`."""
+        self._teller.say(text)
+
+    def given(self) -> JobSpec:
+        """See `OneJobNode`: with a port for rank 0, which runs where the job is given from."""
+        environment = {"MASTER_PORT": str(free_port()), **dict(self.spec.environment)}
+        return dataclasses.replace(self.spec, environment=tuple(sorted(environment.items())))
+
+    def sees(self, view: ClusterView) -> None:
+        """See `OneJobNode`."""
+        if view.nodes != self._members and self.machine.state is not o.SingleJobState.LEAVING:
+            self.say(_members_in_words(self._members, view.nodes, self.node.me))
+            self._members = view.nodes
+        self._compare(view)
+
+    def is_out(self) -> None:
+        """See `OneJobNode`."""
+        self._members = ()
 
     async def run(self, superseded: asyncio.Future[str] | None) -> int:
         """Until the job is over and this node has left; the exit code."""
@@ -307,158 +280,47 @@ class _NodeRun:
         try:
             with handling(self._on_signal, self._on_forwarded, more=self._signals):
                 async with self._teller.telling():
-                    code = await self._run()
+                    code = await self.live()
                     with contextlib.suppress(TimeoutError):
                         await self._teller.told()
                     if (job := self.machine.job) is not None:
-                        await self._teller.over(job, self._capture)
+                        await self._teller.over(job, self.capture)
                     return code
         except BaseException as error:
-            self._capture.failed(error)
+            self.capture.failed(error)
             raise
         finally:
             if superseded is not None:
                 superseded.remove_done_callback(self._superseded)
-            self._capture.close("the run is over")
-
-    async def _run(self) -> int:
-        self._node.listen(self)
-        looking = self._loop.create_task(self._look_for_others())
-        living = self._loop.create_task(self._node.run())
-        hosting = self._loop.create_task(_host(self._jobs, self._actors))
-        try:
-            first: list[asyncio.Future[Any]] = [living, hosting, self._ended]
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if self._ended.done():
-                return self._ended.result()
-            if hosting.done():
-                hosting.result()  # it only ever ends by an error
-            living.result()
-            return await self._ended
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-            await self._jobs.settle()
-            for task in (living, hosting, looking):
-                task.cancel()
-            await asyncio.wait([living, hosting, looking])
-            await self._actors.close()
-            await self._jobs.close()
-
-    async def _look_for_others(self) -> None:
-        """While nodes are missing, look whether the run has begun again where its nodes are to meet.
-
-        A founder that is back there hears from a part in which the job runs where that is.
-        """
-        while True:  # until the run is over
-            await asyncio.sleep(LOOK_S)
-            looks = self.machine.misses_nodes or self.machine.age_to_tell_ns is not None
-            for address in self._plan.bootstrap.join_addresses if looks else ():
-                with contextlib.suppress(ZbmdError, OSError):
-                    reply, _ = await ask_admission(address, self._seeker())
-                    if reply.member and not reply.refused:
-                        self._put(o.OtherPartFound(node=reply.node, lowest=reply.lowest))
-
-    def _seeker(self) -> Joiner:
-        seeker, age_ns = _joiner(self._plan, self._config), self.machine.age_to_tell_ns
-        if age_ns is None:
-            return seeker
-        return dataclasses.replace(seeker, runs_at=self._node.me, age_ns=age_ns)
+            self.capture.close("the run is over")
 
     def _on_signal(self, number: signal.Signals) -> None:
         asked = o.EndAsked(
-            reason=f"{number.name} received on {self._name}",
+            reason=f"{number.name} received on {self._config.name}",
             exit_code=128 + number,
             leave=number is not signal.SIGINT,
         )
-        self._put(asked)
+        self.put(asked)
 
     def _on_forwarded(self, number: signal.Signals) -> None:
-        forward = partial(self._jobs.forward, self._spec.job)
+        forward = partial(self.jobs.forward, self.spec.job)
         if words := forwarded(number, forward, more=self._signals):
-            self._teller.say(words)
+            self.say(words)
 
     def _superseded(self, reason: asyncio.Future[str]) -> None:
-        self._put(o.EndAsked(reason=reason.result(), exit_code=EXIT_FAILED, leave=True))
-
-    def _hear(self, event: NodeEvent) -> None:
-        if isinstance(event, JoinDelayed):
-            self._teller.say(f"not let in yet: {event.text}")
-        elif isinstance(event, RunningPartFound):
-            self._put(o.RunningPartFound(node=event.node, age_ns=event.age_ns))
-
-    # -- `ClusterListener` -------------------------------------------------------------------------------
-
-    def began(self, me: Node) -> None:
-        """See `ClusterListener`."""
-        self._put(o.IncarnationBegan(me=me.key))
-
-    def acts_on(self, view: ClusterView, reason: str) -> None:
-        """See `ClusterListener`."""
-        if view.nodes != self._members and self.machine.state is not o.SingleJobState.LEAVING:
-            self._teller.say(_members_in_words(self._members, view.nodes, self._node.me))
-            self._members = view.nodes
-        self._compare(view)
-        self._put(o.ViewActedOn(view=view))
-
-    def received(self, sender: NodeKey, message: Contract) -> None:
-        """See `ClusterListener`: it is for the jobs."""
-
-    def stopped(self, reason: str) -> None:
-        """See `ClusterListener`."""
-        self._members = ()
-        self._put(o.IncarnationEnded(reason=reason))
+        self.put(o.EndAsked(reason=reason.result(), exit_code=EXIT_FAILED, leave=True))
 
     def _compare(self, view: ClusterView) -> None:
         """Say once if another node has given the cluster another job than this one would have."""
-        job = view.jobs.job(self._spec.job)
+        job = view.jobs.job(self.spec.job)
         if job is None or self._compared:
             return
         self._compared = True
-        if differing := differences(self._spec, job.spec):
-            self._teller.say(
+        if differing := differences(self.spec, job.spec):
+            self.say(
                 f"this node was started with another {', '.join(differing)} than {job.submitter}, which has "
                 "given the job to the cluster: its settings are used. Start all nodes alike"
             )
-
-    # -- the machine -------------------------------------------------------------------------------------
-
-    def _put(self, event: o.Event) -> None:
-        try:
-            actions = self._tap.handle(event, now_ns=time.monotonic_ns())
-            self._tap.check_invariants()
-            for action in actions:
-                self._perform(action)
-        except Exception as error:  # noqa: BLE001 (given to whoever awaits `run`)
-            if not self._ended.done():
-                self._ended.set_exception(error)
-
-    def _perform(self, action: o.Action) -> None:
-        match action:
-            case o.GiveJob():
-                self._node.command(Submit(spec=_with_port(self._spec)))
-            case o.StopJob(reason=reason):
-                self._node.command(Stop(job=self._spec.job, reason=reason[:REASON_CHARACTERS_MAX]))
-            case o.LeaveCluster():
-                self._jobs.leave()
-            case o.NotifyUser(text=text):
-                self._teller.say(text)
-            case SetTimer(at_ns=at_ns):
-                if self._timer is not None:
-                    self._timer.cancel()
-                delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
-                self._timer = self._loop.call_later(delay_s, self._timer_fired, at_ns)
-            case o.End(exit_code=exit_code, kill=kill):
-                if kill:
-                    self._jobs.stopped("its user ends it at once")
-                if not self._ended.done():
-                    self._ended.set_result(exit_code)
-            case _:
-                assert_never(action)
-
-    def _timer_fired(self, due_ns: int) -> None:
-        self._capture.recorder.timer("one job", due_ns, stream=self._tap.stream)
-        self._put(TimerFired())
 
 
 def _members_in_words(before: tuple[Node, ...], now: tuple[Node, ...], me: Node) -> str:
@@ -468,15 +330,3 @@ def _members_in_words(before: tuple[Node, ...], now: tuple[Node, ...], me: Node)
         return f"this node is {me.name} at {me.address}; {text}"
     gone = [node.name for node in before if node not in now][:NAMED_MAX]
     return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone; {text}" if gone else text
-
-
-def _with_port(spec: JobSpec) -> JobSpec:
-    """With a port for rank 0, which runs where the job is given from: on the first node of the view."""
-    environment = {"MASTER_PORT": str(free_port()), **dict(spec.environment)}
-    return dataclasses.replace(spec, environment=tuple(sorted(environment.items())))
-
-
-async def _host(jobs: JobHost, actors: NodeActors) -> None:
-    """Run the job's ranks, and what tells them where others are, until that fails."""
-    await jobs.open()
-    await asyncio.gather(jobs.failed(), actors.failed())

@@ -20,19 +20,22 @@ from typing import Any, Final
 
 from zbmd.actors.bootstrap.attached import client
 from zbmd.actors.bootstrap.attached.meeting import host_name, plan_of
-from zbmd.actors.bootstrap.attached.messages import Hello, Plan, decode_hello, decode_plan, encode
+from zbmd.actors.bootstrap.attached.messages import Hello, Order, Plan, decode_hello, decode_plan, encode
 from zbmd.actors.process.exit import script_ended
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.torch.served_store import keep_store
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import leave, world
 from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
+from zbmd.transport.handshake.cookie import use_cookie
 from zbmd.transport.native._native import now_ns
 
 dist: Any = importlib.import_module("torch.distributed")
 
 RESTARTS_VARIABLE: Final = "TORCHELASTIC_RESTART_COUNT"
 ABSENT_NAMED_MAX: Final = 8
+COOKIE_BYTES: Final = 32
+"""Random ones of the cookie of a job on several hosts, which knows no file that they share."""
 
 _attachment: client.Attachment | None = None
 _registered_in = 0
@@ -107,10 +110,23 @@ class _Meeting:
         starter = plan.hosts[host][0]
         return self._wait([key], f"rank {starter} has not started the supervisor of its host")[0].decode()
 
+    def founder(self, plan: Plan, *, given: str = "") -> tuple[str, ...]:
+        """Return where the supervisor of the first host is for others. given: its own idea of that."""
+        key = f"founder/{plan.name}"
+        if given:
+            port = given.rpartition(":")[2]
+            # Its own may be an address before a gateway; those by which the ranks meet reach it, too.
+            others = [host for host in (os.environ.get("MASTER_ADDR"), _host_of(self._store)) if host]
+            found = dict.fromkeys([given, *(f"{f'[{h}]' if ':' in h else h}:{port}" for h in others)])
+            self._put(key, ",".join(found).encode())
+            return tuple(found)
+        starter = plan.hosts[0][0]
+        return tuple(self._wait([key], f"rank {starter} has not started a supervisor")[0].decode().split(","))
+
     def _answer(self, name: str) -> None:
         keys = [f"hello/{rank}" for rank in range(self.size)]
         greetings = [decode_hello(value) for value in self._take(keys, "")]
-        plan = encode(plan_of(greetings, name))
+        plan = encode(plan_of(greetings, name, cookie=secrets.token_hex(COOKIE_BYTES)))
         for greeting in greetings:
             self._put(f"plan/{greeting.nonce}", plan)
 
@@ -150,30 +166,60 @@ def _keep_served(store: Any, rank: int) -> None:
 
     Another rank that initialises again at once would join it just before its end.
     """
+    store = _innermost(store)
+    keep_store(store if rank == 0 and isinstance(store, dist.TCPStore) else None)
+
+
+def _innermost(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    keep_store(store if rank == 0 and isinstance(store, dist.TCPStore) else None)
+    return store
+
+
+def _host_of(store: Any) -> str:
+    """Return the host by which all ranks reach the store, if it is known."""
+    store = _innermost(store)
+    return str(store.host) if isinstance(store, dist.TCPStore) else ""
 
 
 def _attach(meeting: _Meeting, plan: Plan) -> None:
     global _attachment
     host = next(number for number, ranks in enumerate(plan.hosts) if meeting.rank in ranks)
-    given = ""
-    if plan.hosts[host][0] == meeting.rank:
-        try:
-            given = client.start(meeting.size)
-        except OSError as error:
-            raise UserError(f"the supervisor of this host cannot be started: {error}") from error
+    given = _started(meeting, plan, host) if plan.hosts[host][0] == meeting.rank else ""
     address = meeting.address(plan, host, given=given)
+    use_cookie(plan.cookie.encode() or None)
     _attachment = client.attach(address, meeting.rank, meeting.left_s)
     _register_end()
     world().launch(_attachment.environment)
+
+
+def _started(meeting: _Meeting, plan: Plan, host: int) -> str:
+    """Start the supervisor of this host; return where its ranks attach."""
+    hosts = len(plan.hosts)
+    joins = meeting.founder(plan) if host else ()
+    order = Order(
+        ranks=len(plan.hosts[host]),
+        patience_s=meeting.left_s,
+        name=plan.name,
+        hosts=hosts,
+        host=host,
+        cookie=plan.cookie,
+        joins=joins,
+    )
+    try:
+        address, node = client.start(order)
+    except OSError as error:
+        raise UserError(f"the supervisor of this host cannot be started: {error}") from error
+    if host == 0 and hosts > 1:
+        meeting.founder(plan, given=node)
+    return address
 
 
 def _detach() -> None:
     """Leave the job that this process is in, for another."""
     global _attachment
     left, _attachment = _attachment, None
+    use_cookie(None)
     leave()  # which a process that is alone has to, too
     if left is not None:
         left.detach(ends=False)

@@ -43,6 +43,20 @@ def cookie_path(environ: Mapping[str, str] = os.environ) -> Path:
     return directory / "cookie"
 
 
+_of_the_job: bytes | None = None
+
+
+def use_cookie(cookie: bytes | None) -> None:
+    """Have this process use a cookie that was made for its job, whatever the file holds; None: the file's.
+
+    Raises `CookieError` if it is none.
+    """
+    global _of_the_job
+    if cookie is not None and not _COOKIE.fullmatch(cookie):
+        raise CookieError("what came with the job is no cookie: all ranks of a job need the same release")
+    _of_the_job = cookie
+
+
 def load_or_create_cookie(path: Path | str | None = None) -> bytes:
     """The cookie, `COOKIE_BYTES_MIN` to `COOKIE_BYTES_MAX` bytes; made now if there is none.
 
@@ -50,6 +64,8 @@ def load_or_create_cookie(path: Path | str | None = None) -> bytes:
     killed meanwhile, all get the same cookie. Raises `CookieError` if others may read the file, if it
     belongs to another user, if it holds no cookie, or if it can be neither read nor made.
     """
+    if path is None and _of_the_job is not None:
+        return _of_the_job
     file = cookie_path() if path is None else Path(path)
     return _load_or_create(file)
 

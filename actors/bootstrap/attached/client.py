@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
+from io import RawIOBase
 from typing import Final
 
 from zbmd.actors.bootstrap.attached.messages import (
@@ -16,6 +19,7 @@ from zbmd.actors.bootstrap.attached.messages import (
     Attach,
     Attached,
     Detach,
+    Order,
     decode_answer,
     encode,
 )
@@ -24,37 +28,56 @@ from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError
 
 BACKLOG: Final = 1024
 DETACH_S_MAX: Final = 1.0
+ADDRESS_BYTES_MAX: Final = 512
 _MAIN: Final = (
     "import os, sys; os.fork() and os._exit(0); os.setsid(); "  # so that the starter has no child
     "from zbmd.actors.bootstrap.attached.supervisor import serve; serve(*map(int, sys.argv[1:]))"
 )
 
 
-def start(world_size: int) -> str:
-    """Start the supervisor of this host for a job of `world_size` ranks; return the address to attach at.
+def start(order: Order) -> tuple[str, str]:
+    """Start the supervisor of this host; return the address to attach at, and its node's: "" on one host.
 
-    Processes may attach at once: the supervisor takes them as soon as it is up. Raises OSError.
+    Processes may attach at once: the supervisor takes them as soon as it is up. Raises OSError; and
+    `PeerLost` and `DeadlineExceeded` where its node's address does not come.
     """
     address = f"zbmd-attached-{os.getuid()}-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    starter = os.pidfd_open(os.getpid())
-    with listener:
+    starter, (told, tells) = os.pidfd_open(os.getpid()), os.pipe()
+    with listener, open(told, "rb", buffering=0) as answers:
         try:
             listener.bind(f"\0{address}")
             listener.listen(BACKLOG)
-            fds = (listener.fileno(), starter)
-            arguments = (fds[0], os.getpid(), fds[1], world_size)
+            fds = (listener.fileno(), starter, tells)
+            arguments = (fds[0], os.getpid(), *fds[1:])
             # -P: the working directory must not shadow what we import.
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _MAIN, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=fds,
             )
         finally:
             os.close(starter)
-    process.wait()
-    return address
+            os.close(tells)
+        process.communicate(encode(order))
+        return address, _node_address(answers, order) if order.hosts > 1 else ""
+
+
+def _node_address(answers: RawIOBase, order: Order) -> str:
+    """Return what the supervisor says once its node has begun."""
+    said, end_s = b"", time.monotonic() + order.patience_s
+    while not said.endswith(b"\n"):
+        if not select.select([answers], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            raise DeadlineExceeded(
+                f"the supervisor of this host did not begin within {order.patience_s:g} s: see what it says "
+                "on standard error, or raise the timeout of init_process_group"
+            )
+        data = answers.read(ADDRESS_BYTES_MAX)
+        if not data or len(said) > ADDRESS_BYTES_MAX:
+            raise PeerLost("the supervisor of this host", "it says on standard error why it failed")
+        said += data
+    return said.decode().strip()
 
 
 @dataclass(slots=True)

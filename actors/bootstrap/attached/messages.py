@@ -5,7 +5,7 @@ A packet on a Unix socket, or a value of PyTorch's store (`Hello`, `Plan`), is o
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -53,17 +53,45 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello", kw_only=T
     size: int = 0
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only=True):
+class _KeepsCookie(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A message that no log and no traceback shows the cookie of."""
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "cookie"]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
+        return f"{type(self).__name__}({shown})"
+
+
+class Plan(_KeepsCookie, frozen=True, array_like=True, tag="plan", kw_only=True):
     """The answer of rank 0 to all ranks' `Hello`. problem: why they cannot meet, for people; else empty.
 
     stays: all are attached to one job already, as they are to be; hosts: the ranks of each host, where they
-    are to attach now; name: of this meeting.
+    are to attach now; name: of this meeting; cookie: of the job, if it is on several hosts.
     """
 
     name: str = ""
     stays: bool = False
     hosts: tuple[tuple[int, ...], ...] = ()
     problem: str = ""
+    cookie: str = ""
+
+
+class Order(_KeepsCookie, frozen=True, array_like=True, tag="order", kw_only=True):
+    """The task of a supervisor. ranks: of its host; patience_s: how long the other hosts may take.
+
+    Over several hosts: name: of the meeting; hosts: how many, `host` is this one; cookie: of the job; joins:
+    addresses of the first host's supervisor, none for that itself.
+    """
+
+    ranks: int
+    patience_s: float = 0.0
+    name: str = ""
+    hosts: int = 1
+    host: int = 0
+    cookie: str = ""
+    joins: tuple[str, ...] = ()
 
 
 Asked: TypeAlias = Attach | Detach
@@ -73,6 +101,7 @@ _asked_decoder: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 _plan_decoder = msgspec.msgpack.Decoder(Plan)
+_order_decoder = msgspec.msgpack.Decoder(Order)
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -118,6 +147,15 @@ def decode_plan(value: bytes) -> Plan:
         return _plan_decoder.decode(value)
     except (ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"the store has no plan of rank 0 where one is due: {error}") from error
+
+
+def decode_order(packet: bytes) -> Order:
+    """Decode what a supervisor was started for. Raises `RemoteProtocolError`."""
+    _check_size(packet)
+    try:
+        return _order_decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"the supervisor was started for nothing that it knows: {error}") from error
 
 
 def _check_size(packet: bytes) -> None:

@@ -8,6 +8,8 @@ reap it, and no terminal whose Ctrl-C would reach it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import os
 import signal
 import socket
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NoReturn, assert_never
 
 import structlog
@@ -26,19 +29,31 @@ from zbmd.actors.bootstrap.attached.messages import (
     Attach,
     Attached,
     Detach,
+    Order,
     Refused,
     decode_asked,
+    decode_order,
     encode,
 )
+from zbmd.actors.bootstrap.founding import NAME_CHARACTERS_MAX, node_id_of
+from zbmd.actors.bootstrap.one_job_node import OneJobNode
+from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
+from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.node.incarnations import NodeConfig
+from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.host.processes import OnLost, OnReply
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.template import Forked, ForkExited, ForkRequest, Ready
 from zbmd.actors.rank.environment import arena_bytes, progress_deadline_ns, recovery_budget_ns
+from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.actors.view import OnLoss
-from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.clock.deadlines import SECOND_NS
+from zbmd.transport.errors import RemoteProtocolError, ZbmdError
+from zbmd.transport.handshake.cookie import use_cookie
 from zbmd.transport.host.process import set_process_name
+from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.attached")
 
@@ -286,6 +301,94 @@ async def run_host(listener: socket.socket, starter: int, starter_fd: int, world
         await asyncio.wait([running, nobody])
 
 
+async def run_node(
+    order: Order, listener: socket.socket, starter: int, starter_fd: int, tells_fd: int
+) -> None:
+    """Be the node of this host in a cluster for a job on several, until nobody is left or the job is over."""
+    use_cookie(order.cookie.encode())
+
+    def template(on_end: Callable[[], None], on_reply: OnReply) -> AttachingTemplate:
+        return AttachingTemplate(listener, starter, starter_fd, on_reply=on_reply, on_end=on_end)
+
+    node = AttachedNode(order, template, partial(_tell, tells_fd))
+    try:
+        await node.live()
+    except BaseException as error:
+        node.capture.failed(error)
+        raise
+    finally:
+        node.capture.close("the job is over")
+
+
+def _tell(fd: int, text: str) -> None:
+    """Write a line into the pipe to the starter, which may be gone, and close it."""
+    with suppress(OSError):
+        os.write(fd, f"{text}\n".encode())
+    os.close(fd)
+
+
+class AttachedNode(OneJobNode):
+    """A host of attached ranks as a node of their cluster.
+
+    template: makes that of the host, from what to call at its end and with replies; tell: takes the node's
+    address, once.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        template: Callable[[Callable[[], None], OnReply], AttachingTemplate],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._template, self._tell = template, tell
+        self._told = False
+        patience_ns = round(order.patience_s * SECOND_NS)
+        bootstrap_name = "".join(c if c.isalnum() else "-" for c in socket.gethostname().partition(".")[0])
+        config = NodeConfig(
+            name=f"{bootstrap_name[:NAME_CHARACTERS_MAX]}-{order.host}",
+            listen=TcpAddress(host="", port=0),
+            joins=tuple(parse_address(address) for address in order.joins),
+            join_ns=patience_ns,
+            cookie=order.cookie.encode(),
+            settings=tcp_settings(),
+            run=f"the attached ranks {order.name}",
+        )
+        job = (int.from_bytes(hashlib.blake2b(order.name.encode(), digest_size=8).digest()) >> 2) + 1
+        super().__init__(
+            config,
+            dataclasses.replace(host_config(order.ranks).spec(job), nodes_max=order.hosts),
+            node_id=node_id_of(order.host, founds=not order.joins),
+            nodes_min=order.hosts,
+            patience_ns=patience_ns,
+            captured=CaptureSettings.read(os.environ, job=job),
+        )
+
+    def hosting(self) -> JobHost:
+        """See `OneJobNode`."""
+        return JobHost(
+            self.node,
+            recorder=self.capture.recorder,
+            clock=self.clock,
+            listen_host=self.listen_host,
+            finder=self.actors.finder,
+            adopts=lambda on_reply, _: self._template(self._nobody_left, on_reply),
+        )
+
+    def _nobody_left(self) -> None:
+        self.put(o.EndAsked(reason="no rank is left", exit_code=0, leave=True))
+
+    def began(self, me: Node) -> None:
+        """See `ClusterListener`."""
+        if not self._told:
+            self._told = True
+            self._tell(me.address)
+        super().began(me)
+
+    def say(self, text: str) -> None:
+        """See `OneJobNode`."""
+        log.info(text)
+
+
 def host_config(world_size: int) -> HostConfig:
     """Return the job of the attached ranks, by this process's environment. Raises `UserError`.
 
@@ -302,15 +405,31 @@ def host_config(world_size: int) -> HostConfig:
     )
 
 
-def serve(listener_fd: int, starter: int, starter_fd: int, world_size: int) -> NoReturn:
-    """Be the supervisor, in a daemon of its own. Descriptors: a listening socket, a pidfd of the starter."""
+def serve(listener_fd: int, starter: int, starter_fd: int, tells_fd: int) -> NoReturn:
+    """Be the supervisor, in a daemon of its own; standard input says for what (`Order`).
+
+    Descriptors: a listening socket, a pidfd of the starter, and a pipe to that, for the node's address.
+    """
     set_process_name("zbmd-attached")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # whoever ends a job ends its ranks, and so this
     log_to_stderr()
     code = 0
     try:
-        asyncio.run(run_host(socket.socket(fileno=listener_fd), starter, starter_fd, world_size))
+        with open(0, "rb", closefd=False) as given:
+            order = decode_order(given.read(PACKET_BYTES_MAX + 1))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        listener = socket.socket(fileno=listener_fd)
+        if order.hosts == 1:
+            os.close(tells_fd)
+            asyncio.run(run_host(listener, starter, starter_fd, order.ranks))
+        else:
+            asyncio.run(run_node(order, listener, starter, starter_fd, tells_fd))
+    except ZbmdError as error:
+        log.error("the supervisor of this host's ranks failed", reason=str(error))
+        code = 1
     except Exception as error:
         log.error("the supervisor of this host's ranks failed", exc_info=error)
         code = 1

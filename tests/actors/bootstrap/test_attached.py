@@ -8,17 +8,25 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+from rich.pretty import pretty_repr
 
 from zbmd.actors.bootstrap.attached import client
 from zbmd.actors.bootstrap.attached import machine as m
 from zbmd.actors.bootstrap.attached.meeting import host_name, plan_of
-from zbmd.actors.bootstrap.attached.messages import Hello, Plan
-from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError
+from zbmd.actors.bootstrap.attached.messages import PACKET_BYTES_MAX, Hello, Order, Plan, decode_order, encode
+from zbmd.transport.errors import (
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    UserError,
+)
 
 STARTER = 100
 VARIABLES = {"RANK": "0"}
+COOKIE = "c" * 64
 
 
 def wanted(rank: int, incarnation: int = 1) -> m.Wanted:
@@ -89,24 +97,42 @@ def hello(host: str, job: int = 0, rank: int = 0, size: int = 0) -> Hello:
 def test_ranks_stay_attached_only_if_all_are_what_they_are_to_be() -> None:
     stays = Plan(name="x", stays=True)
     attach_again = Plan(name="x", hosts=((0, 1),))
-    assert plan_of([hello("a", 5, rank, 2) for rank in range(2)], "x") == stays
-    assert plan_of([hello("a"), hello("a")], "x") == attach_again
-    assert plan_of([hello("a", 5, 0, 2), hello("a")], "x") == attach_again  # one is new
-    assert plan_of([hello("a", 5, 1, 2), hello("a", 5, 0, 2)], "x") == attach_again  # they change places
-    assert plan_of([hello("a", 5, rank, 3) for rank in range(2)], "x") == attach_again  # one is missing
-    assert plan_of([hello("a", 5 + rank, rank, 2) for rank in range(2)], "x") == attach_again
+    assert plan_of([hello("a", 5, rank, 2) for rank in range(2)], "x", cookie=COOKIE) == stays
+    assert plan_of([hello("a"), hello("a")], "x", cookie=COOKIE) == attach_again
+    assert plan_of([hello("a", 5, 0, 2), hello("a")], "x", cookie=COOKIE) == attach_again  # one is new
+    assert (
+        plan_of([hello("a", 5, 1, 2), hello("a", 5, 0, 2)], "x", cookie=COOKIE) == attach_again
+    )  # they change places
+    assert (
+        plan_of([hello("a", 5, rank, 3) for rank in range(2)], "x", cookie=COOKIE) == attach_again
+    )  # one is missing
+    assert plan_of([hello("a", 5 + rank, rank, 2) for rank in range(2)], "x", cookie=COOKIE) == attach_again
     assert str(os.getuid()) in host_name()
 
 
-def test_ranks_of_several_hosts_are_told_what_to_use_instead() -> None:
-    plan = plan_of([hello("a"), hello("b"), hello("a")], "x")
-    assert "the ranks are on 2 hosts" in plan.problem and "zbmd-node run --nnodes" in plan.problem
+@pytest.mark.parametrize(
+    ("hosts", "problem"),
+    [
+        ("aaab", "0, 1, 2; 3: expected as many on each"),
+        ("abab", "0, 2; 1, 3: expected as many on each, one after the other"),
+        (("k|p", "k|q", "l|p"), "ranks 0 and 1 are on one host, in other namespaces of processes"),
+    ],
+)
+def test_ranks_that_cannot_be_on_several_hosts_so_are_told_why(hosts: Sequence[str], problem: str) -> None:
+    plan = plan_of([hello(host) for host in hosts], "x", cookie=COOKIE)
+    assert problem in plan.problem and "zbmd-node run --nnodes" in plan.problem and not plan.cookie
+
+
+def test_ranks_of_several_hosts_get_a_cookie_of_their_own() -> None:
+    plan = plan_of([hello(host) for host in "aabbcc"], "x", cookie=COOKIE)
+    assert plan == Plan(name="x", hosts=((0, 1), (2, 3), (4, 5)), cookie=COOKIE)
 
 
 def test_the_supervisor_takes_its_processes_and_ends_with_them() -> None:
     program = (
         "import sys; from zbmd.actors.bootstrap.attached.client import start, attach\n"
-        "address = start(2); print(address, flush=True)\n"
+        "from zbmd.actors.bootstrap.attached.messages import Order\n"
+        "address, _ = start(Order(ranks=2)); print(address, flush=True)\n"
         "attached = attach(address, 0, 60); print(attached.environment.world_size, flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -150,7 +176,44 @@ def _until_gone(address: str) -> None:
 def test_a_supervisor_whose_starter_dies_at_once_ends() -> None:
     program = (
         "import os; from zbmd.actors.bootstrap.attached.client import start\n"
-        "print(start(2), flush=True); os._exit(0)\n"
+        "from zbmd.actors.bootstrap.attached.messages import Order\n"
+        "print(start(Order(ranks=2))[0], flush=True); os._exit(0)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     _until_gone(ended.stdout.strip())
+
+
+@pytest.mark.parametrize("packet", [b"", b"\x93", encode(Plan(name="x")), b"\x00" * (PACKET_BYTES_MAX + 1)])
+def test_a_supervisor_takes_orders_alone(packet: bytes) -> None:
+    order = Order(ranks=2, patience_s=3.0, name="x", hosts=2, host=1, cookie=COOKIE, joins=("h:1", "[::1]:2"))
+    assert decode_order(encode(order)) == order
+    with pytest.raises(RemoteProtocolError):
+        decode_order(packet)
+
+
+def test_the_supervisor_of_the_first_host_says_where_others_join() -> None:
+    """It ends with its starter while the others are missing; one that cannot begin says why."""
+    program = (
+        "import sys; from zbmd.actors.bootstrap.attached.client import start\n"
+        "from zbmd.actors.bootstrap.attached.messages import Order\n"
+        "order = Order(ranks=1, patience_s=60.0, name='x', hosts=2, cookie=sys.argv[1])\n"
+        "print(*start(order), flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        [*command, COOKIE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdin is not None and first.stdout is not None
+        address, node = first.stdout.readline().split()
+        assert node.rpartition(":")[2].isdecimal()
+        first.stdin.close()
+    _until_gone(address)
+    failed = subprocess.run([*command, "short"], input="", capture_output=True, text=True, timeout=60)
+    assert "what came with the job is no cookie" in failed.stderr and "Traceback" in failed.stderr
+    assert "it says on standard error why it failed" in failed.stderr
+
+
+def test_no_traceback_shows_the_cookie_of_a_job() -> None:
+    order, plan = Order(ranks=2, name="x", cookie=COOKIE), Plan(name="x", cookie=COOKIE)
+    assert repr(order) == "Order(ranks=2, patience_s=0.0, name='x', hosts=1, host=0, joins=())"
+    assert COOKIE not in pretty_repr(plan) and "name='x'" in pretty_repr(plan)

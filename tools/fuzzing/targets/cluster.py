@@ -118,6 +118,7 @@ _ATTACHED: tuple[Callable[[bytes], object], ...] = (
     attached.decode_answer,
     attached.decode_hello,
     attached.decode_plan,
+    attached.decode_order,
 )
 
 
@@ -129,7 +130,8 @@ def _attached_messages() -> tuple[bytes, ...]:
         (1, attached.Attached(variables={"RANK": "1"})),
         (1, attached.Refused(reason="rank 1 is taken")),
         (2, hello),
-        (3, attached.Plan(name="f0", hosts=((0, 1), (2,)))),
+        (3, attached.Plan(name="f0", hosts=((0, 1), (2, 3)), cookie="c0")),
+        (4, attached.Order(ranks=2, patience_s=9.5, name="f0", hosts=2, host=1, cookie="c0", joins=("a:1",))),
     )
     return tuple(bytes([kind]) + attached.encode(message) for kind, message in messages)
 

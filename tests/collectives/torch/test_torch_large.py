@@ -11,6 +11,7 @@ from programs import PROGRAMS
 from zbmd.transport.memory.memfd import available_memory
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.optional
 
 GIB = 1 << 30
 NEEDED_GIB = 16

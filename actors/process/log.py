@@ -44,9 +44,10 @@ class StderrLogger:
         """Accept the arguments of `get_logger`, which structlog passes to a logger factory."""
 
     def msg(self, message: str) -> None:
-        """Print one line."""
-        with contextlib.suppress(OSError, ValueError):
-            print(message, file=sys.stderr, flush=True)
+        """Print one line, in one write: others may share the descriptor, and `print` writes its end apart."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # None, if it never was open
+            sys.stderr.write(f"{message}\n")
+            sys.stderr.flush()
 
     debug = info = warning = error = critical = exception = msg
 

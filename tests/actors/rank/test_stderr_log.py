@@ -29,8 +29,19 @@ def test_it_prints_to_what_standard_error_is_then(monkeypatch: pytest.MonkeyPatc
         assert then.getvalue() == "a word\n"
 
 
-def test_nobody_dies_of_a_log_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of other processes on the same terminal come before it or after it."""
+    written = list[str]()
+    then = io.StringIO()
+    monkeypatch.setattr(then, "write", written.append)
+    monkeypatch.setattr(sys, "stderr", then)
+    StderrLogger().warning("a word")
+    assert written == ["a word\n"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_nobody_dies_of_a_log_that_is_closed(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
     gone = io.StringIO()
     gone.close()
-    monkeypatch.setattr(sys, "stderr", gone)
+    monkeypatch.setattr(sys, "stderr", gone if is_there else None)
     StderrLogger().error("nobody hears this")

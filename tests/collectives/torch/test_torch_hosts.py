@@ -45,7 +45,7 @@ def test_ranks_of_several_hosts_attach_and_do_so_again(lab: Lab) -> None:
     with ranks(lab) as started:
         for rank, each in enumerate(started):
             for _ in range(2):
-                each.until(rf"^rank {rank} of {len(started)} is done$")
+                each.until(rf"rank {rank} of {len(started)} is done")
         assert [each.end() for each in started] == [0] * len(started)
 
 
@@ -55,6 +55,6 @@ def test_a_death_on_one_host_is_heard_of_on_all(lab: Lab, victim: int) -> None:
     with ranks(lab, str(victim)) as started:
         for rank, each in enumerate(started):
             if rank != victim:
-                each.until(rf"^rank {rank} hears: MembersLost: peer rank{victim} lost")
+                each.until(rf"rank {rank} hears: MembersLost: peer rank{victim} lost")
         codes = [each.end() for each in started]
         assert codes == [-9 if rank == victim else 0 for rank in range(len(started))]

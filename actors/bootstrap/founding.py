@@ -6,6 +6,7 @@ their numbers, slots are given in that order, and of two halves the one with the
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import socket
 from dataclasses import replace
@@ -32,15 +33,20 @@ def node_id_of(number: int | None, *, founds: bool) -> int:
     return number << RANDOM_BITS | secrets.randbelow((1 << RANDOM_BITS) - 1) + 1
 
 
-def node_name(bootstrap: Bootstrap) -> str:
-    """Return this node's name for people: the launcher's or the host's, with the node's number at the end."""
-    given = bootstrap.name or socket.gethostname().partition(".")[0]
+def node_name(given: str, number: int | None) -> str:
+    """Return a node's name for people: what is given or the host's, with the node's number at the end."""
+    given = given or socket.gethostname().partition(".")[0]
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in given).strip("_.-")
     # Two nodes of one host are two, whether they have numbers or not.
-    end = f"-{secrets.token_hex(2) if bootstrap.node is None else bootstrap.node}"
-    if bootstrap.node is not None and kept.endswith(end):
+    end = f"-{secrets.token_hex(2) if number is None else number}"
+    if number is not None and kept.endswith(end):
         end = ""
     return f"{kept[: NAME_CHARACTERS_MAX - len(end)] or 'node'}{end}"
+
+
+def job_id_of(name: str) -> int:
+    """Return the id of a job that all of its nodes know by this name."""
+    return (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 2) + 1
 
 
 async def configured(bootstrap: Bootstrap, config: NodeConfig) -> NodeConfig:

@@ -139,8 +139,9 @@ class OverWaits(Waits):
 
     def __init__(self) -> None:
         super(Waits, self).__init__()  # C++ needs it
-        self._done, self._outputs = DONE, []
-        self._source = self._future = None
+        self._done, self._outputs, self._source = DONE, [], None
+        self._future = torch.futures.Future()
+        self._future.set_result([])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""

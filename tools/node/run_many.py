@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import zbmd
-from zbmd.actors.bootstrap.founding import configured, joining, node_id_of, node_name
+from zbmd.actors.bootstrap.founding import configured, job_id_of, joining, node_id_of, node_name
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
 from zbmd.actors.bootstrap.one_job_node import OneJobNode, joiner
 from zbmd.actors.cluster.jobs import single_job as o
@@ -73,8 +73,7 @@ class NodeRun:
 
 def job_id(bootstrap: Bootstrap) -> int:
     """Return the name of the job that all nodes use. A run without a name gets a fixed one."""
-    name = f"zbmd-node run {bootstrap.job}".encode()
-    return (int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 2) + 1
+    return job_id_of(f"zbmd-node run {bootstrap.job}")
 
 
 def run_of(plan: NodeRun) -> str:
@@ -177,7 +176,7 @@ def _config(plan: NodeRun) -> NodeConfig:
     """Of this node, but for what the launcher says of where it is."""
     given = plan.settings.source("recovery_budget") != DEFAULT
     return NodeConfig(
-        name=node_name(plan.bootstrap),
+        name=node_name(plan.bootstrap.name, plan.bootstrap.node),
         join_ns=plan.patience_ns,
         recovery_budget_ns=round(plan.settings["recovery_budget"] * SECOND_NS) if given else None,
         cookie=load_or_create_cookie(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import os
 import signal
 import socket
@@ -35,7 +34,7 @@ from zbmd.actors.bootstrap.attached.messages import (
     decode_order,
     encode,
 )
-from zbmd.actors.bootstrap.founding import NAME_CHARACTERS_MAX, node_id_of
+from zbmd.actors.bootstrap.founding import job_id_of, node_id_of, node_name
 from zbmd.actors.bootstrap.one_job_node import OneJobNode
 from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
@@ -343,9 +342,8 @@ class AttachedNode(OneJobNode):
         self._template, self._tell = template, tell
         self._told = False
         patience_ns = round(order.patience_s * SECOND_NS)
-        bootstrap_name = "".join(c if c.isalnum() else "-" for c in socket.gethostname().partition(".")[0])
         config = NodeConfig(
-            name=f"{bootstrap_name[:NAME_CHARACTERS_MAX]}-{order.host}",
+            name=node_name("", order.host),
             listen=TcpAddress(host="", port=0),
             joins=tuple(parse_address(address) for address in order.joins),
             join_ns=patience_ns,
@@ -353,7 +351,7 @@ class AttachedNode(OneJobNode):
             settings=tcp_settings(),
             run=f"the attached ranks {order.name}",
         )
-        job = (int.from_bytes(hashlib.blake2b(order.name.encode(), digest_size=8).digest()) >> 2) + 1
+        job = job_id_of(f"attached {order.name}")
         super().__init__(
             config,
             dataclasses.replace(host_config(order.ranks).spec(job), nodes_max=order.hosts),

@@ -11,7 +11,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Final
 
+import xxhash
+
 from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.tensors import bytes_over
+from zbmd.training.torch.transaction import NO_DIGEST
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")
@@ -43,6 +47,19 @@ class KeptBuckets:
         self._flags = self.flags
         self._plans = [_plan_of(model) for model in self._models]
         self._install()
+
+    def digest(self) -> int:
+        """Return a number of the bits of all parameters that DDP keeps equal on all ranks; 0 without any."""
+        equal = [
+            parameter
+            for model in self._models
+            for name, parameter in model.module.named_parameters()
+            if name not in model.parameters_to_ignore
+        ]
+        found = xxhash.xxh3_64()
+        for parameter in equal:
+            found.update(bytes_over(parameter.detach().cpu().contiguous()).data)
+        return found.intdigest() or 1 if equal else NO_DIGEST
 
     @property
     def learn(self) -> bool:

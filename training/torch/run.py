@@ -368,7 +368,9 @@ class Run:
         self._rehearses = self._buckets.learn and not self._has_stepped
 
     def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
-        (action,) = self._do(tx.Prepared(digest=tx.NO_DIGEST, updates=updates))
+        compares = updates and self._state.version % tx.DIGEST_EVERY == 0
+        digest = self._buckets.digest() if compares else tx.NO_DIGEST
+        (action,) = self._do(tx.Prepared(digest=digest, updates=updates))
         if isinstance(action, tx.Deliver):
             assert self._shards is not None
             self._shards.deliver(self._group, self._end_ns)

@@ -24,7 +24,8 @@ buddy, and the copy that it is to keep from its ward (`Move`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeAlias
@@ -33,6 +34,8 @@ from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 NO_DIGEST: Final = 0
+DIGEST_EVERY: Final = 64
+"""Versions from one whose copies are compared to the next: to read them costs a fraction of one step."""
 """In votes of transactions whose state is not compared."""
 
 
@@ -301,11 +304,7 @@ class Transactions:
             return self._fail(f"ranks vote for versions {versions}: their scripts take different steps")
         digests = [ballot.digest for ballot in event.ballots]
         if len(set(digests)) > 1:
-            told = ", ".join(f"{digest:016x}" for digest in digests)
-            return self._fail(
-                f"the ranks' copies of version {self.version} have digests {told}: memory or a processor has "
-                "erred, or an update is not the same on all"
-            )
+            return self._fail(_differing(self.version, digests))
         without = [place for place, ballot in enumerate(event.ballots) if ballot.holds != self.sharded]
         if without:
             return self._fail(f"rank {without[0]} votes without its ward's gradients: others run other code")
@@ -383,6 +382,20 @@ def buddy_of(place: int, size: int) -> int:
 def ward_of(place: int, size: int) -> int:
     """Return whose shard a rank keeps a copy of: that of the one before."""
     return (place - 1) % size
+
+
+def _differing(version: int, digests: Sequence[int]) -> str:
+    """Return which ranks have parameters that most others have not."""
+    usual, count = Counter(digests).most_common(1)[0]
+    odd = [place for place, digest in enumerate(digests) if digest != usual]
+    told = ", ".join(f"{digest:016x}" for digest in digests)
+    most = (
+        f"; most have those of rank {digests.index(usual)}, not of {odd}" if 2 * count > len(digests) else ""
+    )
+    return (
+        f"the parameters of version {version} are not the same on all ranks (digests {told}){most}: "
+        "memory or a processor has erred, or the script changes parameters on some ranks alone"
+    )
 
 
 def _lost_shard(reports: tuple[Report, ...]) -> str:

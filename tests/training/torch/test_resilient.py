@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 from support.jobs.resilient_loops import check_as_undisturbed, steps_in
 from support.jobs.resilient_loops import train as run_loop
+from support.processes.kept_lines import Lines
 
-from zbmd.actors.cluster.jobs.host import RunResult
+from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.view import Outcome
+from zbmd.training.torch.transaction import DIGEST_EVERY
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 
-PROGRAM = Path(__file__).parents[2] / "programs" / "training" / "resilient_ddp.py"
+PROGRAM = PROGRAMS / "training/resilient_ddp.py"
 RANKS = 3
 
 
@@ -69,3 +73,20 @@ async def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     result, told = await train(mode, fault)
     assert result.restarts == len(fault.split(","))
     check_as_undisturbed(told, wanted, fault)
+
+
+@pytest.mark.parametrize("after", [0, 10])
+async def test_parameters_that_differ_between_ranks_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """A bit is enough, and all ranks end with the same words."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    output = Lines()
+    program = str(PROGRAMS / "torch/differing_ddp.py")
+    config = HostConfig(target=program, arguments=(str(after),), world_size=3, arena_bytes=32 << 20)
+    result = await Host(config, output=output).run()
+    version = 0 if after == 0 else DIGEST_EVERY
+    words = rf"after {version} steps: the parameters of version {version} are not the same on all ranks"
+    told = [line for line in output.lines if re.search(words, line)]
+    assert result.outcome is Outcome.SUCCEEDED and len(told) == 3, output.lines
+    assert all(line.count("most have those of rank 0, not of [1]") == 1 for line in told)

@@ -5,7 +5,7 @@ A packet on a Unix socket, or a value of PyTorch's store (`Hello`, `Plan`), is o
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -96,6 +96,7 @@ class Order(_KeepsCookie, frozen=True, array_like=True, tag="order", kw_only=Tru
 
 Asked: TypeAlias = Attach | Detach
 Answer: TypeAlias = Attached | Refused
+MessageT = TypeVar("MessageT")
 
 _asked_decoder: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -107,11 +108,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_asked(packet: bytes) -> Asked:
     """Decode what a rank sent. Raises `RemoteProtocolError`."""
-    _check_size(packet)
-    try:
-        asked = _asked_decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"a process sent the supervisor of its host no request: {error}") from error
+    asked = _decoded(_asked_decoder, packet, "a process sent the supervisor of its host no request")
     if isinstance(asked, Attach) and asked.rank < 0:
         raise RemoteProtocolError(f"a process asks to be rank {asked.rank}: expected 0 or more")
     return asked
@@ -119,11 +116,7 @@ def decode_asked(packet: bytes) -> Asked:
 
 def decode_answer(packet: bytes) -> Answer:
     """Decode what the supervisor sent. Raises `RemoteProtocolError`."""
-    _check_size(packet)
-    try:
-        answer = _answer_decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"the supervisor of this host sent no answer: {error}") from error
+    answer = _decoded(_answer_decoder, packet, "the supervisor of this host sent no answer")
     if isinstance(answer, Attached) and len(answer.variables) > VARIABLES_MAX:
         raise RemoteProtocolError(
             f"the supervisor of this host sent {len(answer.variables)} variables: at most {VARIABLES_MAX}"
@@ -133,31 +126,23 @@ def decode_answer(packet: bytes) -> Answer:
 
 def decode_hello(value: bytes) -> Hello:
     """Decode a rank's value in the store. Raises `RemoteProtocolError`."""
-    _check_size(value)
-    try:
-        return _hello_decoder.decode(value)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"the store has no rank's greeting where one is due: {error}") from error
+    return _decoded(_hello_decoder, value, "the store has no rank's greeting where one is due")
 
 
 def decode_plan(value: bytes) -> Plan:
     """Decode rank 0's value in the store. Raises `RemoteProtocolError`."""
-    _check_size(value)
-    try:
-        return _plan_decoder.decode(value)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"the store has no plan of rank 0 where one is due: {error}") from error
+    return _decoded(_plan_decoder, value, "the store has no plan of rank 0 where one is due")
 
 
 def decode_order(packet: bytes) -> Order:
     """Decode what a supervisor was started for. Raises `RemoteProtocolError`."""
-    _check_size(packet)
-    try:
-        return _order_decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"the supervisor was started for nothing that it knows: {error}") from error
+    return _decoded(_order_decoder, packet, "the supervisor was started for nothing that it knows")
 
 
-def _check_size(packet: bytes) -> None:
+def _decoded(decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes, problem: str) -> MessageT:
     if len(packet) > PACKET_BYTES_MAX:
         raise RemoteProtocolError(f"a packet of {len(packet)} bytes: at most {PACKET_BYTES_MAX}")
+    try:
+        return decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"{problem}: {error}") from error

@@ -34,9 +34,9 @@ from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 NO_DIGEST: Final = 0
+"""In votes of transactions whose state is not compared."""
 DIGEST_EVERY: Final = 64
 """Versions from one whose copies are compared to the next: to read them costs a fraction of one step."""
-"""In votes of transactions whose state is not compared."""
 
 
 class Phase(Enum):

@@ -59,7 +59,7 @@ class StormSetting:
 
 def kinds() -> list[StormSetting]:
     """All that the storm is about."""
-    settings = [Setting(), *every_setting(), Setting.of(mesh="dp=2,pp=2,tp=2")]
+    settings = [setting for setting in every_setting() if setting.ranks > 1]
     others = [
         StormSetting(setting=Setting.of(zero=3), links="tcp"),
         StormSetting(setting=Setting.of(mesh="dp=2,pp=2"), links="tcp"),

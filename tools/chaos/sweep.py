@@ -7,6 +7,8 @@
     python -m zbmd.tools.chaos.sweep --every --second --ledger FILE --minutes 60
                                                                  all of ZeRO and meshes, an hour of it; again,
                                                                  and it goes on from where it was
+    python -m zbmd.tools.chaos.sweep --every --pairs 2000 --ledger FILE
+                                                                 and two kills at a time, anywhere, drawn
     python -m zbmd.tools.chaos.sweep --list                       the points and their meaning
 
 Each case is one run of the job under a host, with `ZBMD_FAULT` naming who dies where. Which points a rank
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import random
 import shutil
 import sys
 import tempfile
@@ -48,9 +51,11 @@ COLLECTIVE: Final = "collective.point"
 RECOVERY_BOUNDARIES: Final = 30
 """Instruction boundaries of a replacement that are tried: its first barrier and its first step."""
 ZERO_STAGES: Final = (1, 2, 3)
-MESHES: Final = ("pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2")
-SHARDED_MESHES: Final = ((3, "dp=2,tp=2"), (2, "dp=2,pp=2"), (3, "dp=2,pp=2"))
-"""Those of which the state is sharded along `dp`, by their stages."""
+MESHES: Final = ("pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2")
+SHARDED_MESHES: Final = (
+    *((3, "dp=2,tp=2"), (2, "dp=2,pp=2"), (3, "dp=2,pp=2"), (1, "dp=2,fsdp=2"), (3, "dp=2,fsdp=2")),
+)
+"""Those of which the state is sharded, by their stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +87,18 @@ class Setting:
 
     @property
     def recovery(self) -> tuple[str, ...]:
-        """The points that a replacement passes until it trains."""
+        """The points that a replacement passes until it trains. One that is alone pulls from nobody."""
+        if self.ranks == 1:
+            return ("job.meet", "job.met")
         return ("job.meet", "mirror.restore", "mirror.restore_middle", "mirror.restored", "job.met")
 
 
 def every_setting() -> list[Setting]:
-    """All that the sweep of training is about."""
-    kinds: list[tuple[int, str]] = [(stage, "") for stage in ZERO_STAGES]
+    """All that the sweep of training is about: one rank, replicas, ZeRO, meshes, and both."""
+    kinds: list[tuple[int, str]] = [(stage, "") for stage in (0, *ZERO_STAGES)]
     kinds += [(0, mesh) for mesh in MESHES]
-    return [Setting.of(zero=stage, mesh=mesh) for stage, mesh in (*kinds, *SHARDED_MESHES)]
+    found = [Setting.of(zero=stage, mesh=mesh) for stage, mesh in (*kinds, *SHARDED_MESHES)]
+    return [Setting.of(ranks=1), *found]
 
 
 def spread(count: int) -> list[int]:
@@ -135,12 +143,32 @@ def second_kills(setting: Setting) -> list[list[str]]:
             [f"{before},rank{rank}#2:{COLLECTIVE}:{number}" for number in spread(RECOVERY_BOUNDARIES)]
         )
     replicas = not setting.zero and not setting.mesh
-    if setting.ranks >= 4 or replicas:
+    if setting.ranks >= 4 or (replicas and setting.ranks > 1):
         meet, *_, met = setting.recovery
         named += (f"rank1:{point},rank{setting.ranks - 1}:{one}:2" for one in (meet, met))
     for last in ("job.saved", "job.parted"):  # the last version is in files, and nobody who holds it is left
         named.append(",".join(f"rank{rank}:{last}" for rank in range(setting.ranks)))
     return [named, merged(inside)]
+
+
+def sampled_pairs(passes: Sequence[Passes], count: int, seed: str) -> list[str]:
+    """Draw `count` pairs of kills: of two ranks, or of one and of its replacement, at any of their points.
+
+    Nothing is lost by them, since the memory of a rank outlives it. A replacement passes what it has left to
+    do: the second kill of some pairs is not reached.
+    """
+    rng, drawn = random.Random(seed), dict[str, None]()
+    points = [(rank, *one) for rank, passed in enumerate(passes) for one in sorted(passed.items())]
+
+    def kill(rank: int, incarnation: int = 1) -> str:
+        _, point, most = rng.choice([one for one in points if one[0] == rank])
+        who = f"rank{rank}" if incarnation == 1 else f"rank{rank}#{incarnation}"
+        return f"{who}:{point}:{rng.randint(1, most)}"
+
+    while len(drawn) < count:
+        first, second = rng.randrange(len(passes)), rng.randrange(len(passes))
+        drawn[f"{kill(first)},{kill(second, 2 if second == first else 1)}"] = None
+    return list(drawn)
 
 
 def merged(lists: Sequence[Sequence[str]]) -> list[str]:
@@ -159,8 +187,10 @@ def in_order(found: Sequence[tuple[Setting, Sequence[Sequence[str]]]]) -> Iterat
 
 def name_of(fault: str) -> str:
     """The point of a case, with a word if it is a second kill."""
-    entries = faults.parse(fault)
-    return entries[-1].point + (" in a recovery" if len(entries) > 1 else "")
+    *before, last = faults.parse(fault)
+    if not before:
+        return last.point
+    return f"{last.point} {'in a recovery' if last.incarnation > 1 else 'after another kill'}"
 
 
 # ---- the ledger: a file that an interrupted sweep resumes from, and its table
@@ -368,12 +398,16 @@ def _finding(setting: Setting, fault: str, calm: str, ended: CaseResult, took_s:
 def _parser() -> argparse.ArgumentParser:
     parser = script_parser("chaos.sweep", __doc__)
     parser.add_argument("--second", action="store_true", help="also a second kill during the recovery")
+    parser.add_argument("--pairs", type=int, default=0, metavar="K", help="also K pairs of kills, drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the pairs (%(default)s)")
     parser.add_argument("--only", default="", help="only cases that contain this text")
     parser.add_argument("--list", action="store_true", help="print the points and end")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="stage; 0: none")
     parser.add_argument("--mesh", default="", help="of a run of zbmd train, such as dp=2,pp=2")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="(%(default)s)")
-    parser.add_argument("--every", action="store_true", help="every stage of ZeRO, five meshes, and both")
+    parser.add_argument(
+        "--every", action="store_true", help="one rank, replicas, every stage of ZeRO, meshes, and both"
+    )
     parser.add_argument("-n", type=int, help=f"ranks ({RANKS_DEFAULT}, or those of the mesh)")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="keep what was found, and go on from it")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="cases at a time (%(default)s)")
@@ -416,7 +450,9 @@ def _sweep(arguments: argparse.Namespace, ledger: Ledger) -> None:
             passed = sweep.calm(settings)
             cases = [
                 case
-                for case in _cases(settings, passed, second=arguments.second)
+                for case in _cases(
+                    settings, passed, second=arguments.second, pairs=arguments.pairs, seed=arguments.seed
+                )
                 if arguments.only in case[1]
             ]
             sweep.run(cases)
@@ -430,14 +466,16 @@ def _sweep(arguments: argparse.Namespace, ledger: Ledger) -> None:
 
 
 def _cases(
-    settings: Sequence[Setting], passed: Sequence[list[Passes]], *, second: bool
+    settings: Sequence[Setting], passed: Sequence[list[Passes]], *, second: bool, pairs: int, seed: int
 ) -> list[tuple[Setting, str]]:
-    """First passes of named points first, then second kills at them, then the rest in turn."""
+    """First passes of named points first, then pairs, second kills at points, and the rest in turn."""
+    each = -(-pairs // len(settings))
     found: list[tuple[Setting, list[list[str]]]] = []
     for setting, passes in zip(settings, passed, strict=True):
         first, later, inside = single_kills(passes)
         again, again_inside = second_kills(setting) if second else ([], [])
-        found.append((setting, [first, again, merged([later, inside, again_inside])]))
+        drawn = sampled_pairs(passes, each, f"{setting}/{seed}")
+        found.append((setting, [first, drawn, again, merged([later, inside, again_inside])]))
         boundaries = [passed.get(COLLECTIVE, 0) for passed in passes]
         print(f"{setting}: {boundaries} instruction boundaries in collectives, by rank", flush=True)
     return list(in_order(found))

@@ -39,6 +39,7 @@ EXAMPLES: Final = """examples:
   zbmd train --data texts --mesh dp=2,tp=2 --ranks 4 --tokens bpe --vocabulary 2048 --tensorboard on
   zbmd train --data texts --mesh dp=2,pp=2,tp=2 --ranks 8 --shards 8
   zbmd train --data texts --ranks 4 --zero 3 --precision bf16
+  zbmd train --data texts --ranks 8 --mesh dp=2,fsdp=4
   zbmd train recipe.toml --lr 1e-3 --out runs/second
   zbmd train --data texts --weights gpt2/ --tokens bpe --tokenizer gpt2/tokenizer.json --context 1024
   zbmd train runs/first/recipe.toml --resume runs/first --steps 400
@@ -131,13 +132,15 @@ SETTINGS: Final = (
         "replace",
         "of a rank: replace, shrink or stop",
     ),
-    RecipeSetting("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, pp and tp, such as dp=2,pp=2,tp=2"),
+    RecipeSetting("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, fsdp, pp and tp, such as dp=2,fsdp=2,tp=2"),
     RecipeSetting(
         "schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"
     ),
     RecipeSetting("chunks", "mesh", _WHOLE, _OPTIONS.chunks, "parts of the model a stage"),
     RecipeSetting("balance", "mesh", _switch, False, "divide layers over stages by measured cost: on or off"),
-    RecipeSetting("zero", "mesh", _WHOLE, _OPTIONS.zero, "shard the state along dp: ZeRO of stage 1, 2 or 3"),
+    RecipeSetting(
+        "zero", "mesh", _WHOLE, _OPTIONS.zero, "shard the state along fsdp, or dp: ZeRO of stage 1, 2 or 3"
+    ),
     RecipeSetting("prefetch", "mesh", _WHOLE, _OPTIONS.prefetch, "units that --zero 3 gathers ahead"),
     RecipeSetting(
         "overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"

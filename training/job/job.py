@@ -424,7 +424,7 @@ class Job(Generic[ResultT]):
     def _profiled(self, groups: MeshGroups) -> Profiler:
         if self._profiler is None:
             self._profiler = self._task.profiler(self._options.out)
-        self._profiler.follow(groups.world, groups.data, groups.pipeline, groups.tensor)
+        self._profiler.follow(*groups.every)
         return self._profiler
 
     def _tell(self, profiler: Profiler, line: StepLine | None) -> None:

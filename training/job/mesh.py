@@ -1,4 +1,7 @@
-"""A mesh of ranks: named axes such as `dp × pp × tp`, coordinates, and the groups along them.
+"""A mesh of ranks: named axes such as `dp × fsdp × pp × tp`, coordinates, and the groups along them.
+
+Ranks along `dp` and `fsdp` divide the data. A state is sharded along `fsdp`, or along `dp` in a mesh without
+`fsdp`; ranks that differ only in their place along `dp` beside `fsdp` hold the same shard.
 
 Ranks are numbered with the last axis running fastest, so ranks that differ only in it are neighbours: put the
 axis with most traffic last (`tp`), the one with least first (`dp`).
@@ -22,41 +25,58 @@ from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError
 
 @dataclass(frozen=True, slots=True)
 class MeshGroups:
-    """This rank's groups along the axes of a mesh; None for an axis of one rank, unless one was asked for."""
+    """This rank's groups along the axes of a mesh; None for an axis of one rank, unless one was asked for.
+
+    data: the ranks that divide the data, in the order of their places; sharding: those that may share one
+    state; replicas: those that hold the same shard of it. In a mesh without `fsdp`, `sharding` is `data`.
+    """
 
     world: Group
     mesh: Mesh
     data: Group | None
     pipeline: Group | None
     tensor: Group | None
+    sharding: Group | None
+    replicas: Group | None = None
 
     @classmethod
     async def of(cls, world: Group, mesh: Mesh, *, always: Sequence[str] = ()) -> MeshGroups:
         """Make the groups; called by all members of `world` together. always: axes with one of one rank, too.
 
-        Raises `UserError` for a mesh with other axes than dp, pp and tp, or one that does not fit the group,
-        and as `Group.subgroup`.
+        Raises `UserError` for a mesh with other axes than dp, fsdp, pp and tp, or one that does not fit the
+        group, and as `Group.subgroup`.
         """
         require_axes(mesh)
         if mesh.world_size != world.size:
             raise UserError(f"the mesh {mesh} has {mesh.world_size} ranks, and there are {world.size}.")
-        made = list[Group | None]()
+        made = dict[tuple[str, ...], Group | None]()
         try:
-            for axis in AXES:
-                ranks = mesh.group_of(world.rank, axis) if axis in mesh.axes else []
-                is_wanted = len(ranks) > 1 or (bool(ranks) and axis in always)
-                made.append(await world.subgroup(ranks) if is_wanted else None)
+            wanted = [mesh.data_axes, (PIPELINE_AXIS,), (TENSOR_AXIS,), *((axis,) for axis in mesh.data_axes)]
+            for axes in dict.fromkeys(wanted):
+                along = [axis for axis in axes if axis in mesh.axes]
+                ranks = sorted(mesh.group_of(world.rank, *along), key=mesh.data_place) if along else []
+                is_wanted = len(ranks) > 1 or any(axis in always for axis in along)
+                made[axes] = await world.subgroup(ranks) if is_wanted else None
         except BaseException:
-            for group in made:
+            for group in made.values():
                 if group is not None:
                     await group.close()
             raise
-        return cls(world, mesh, *made)
+        return cls(
+            world,
+            mesh,
+            data=made[mesh.data_axes],
+            pipeline=made[PIPELINE_AXIS,],
+            tensor=made[TENSOR_AXIS,],
+            sharding=made[mesh.sharded_axis,],
+            replicas=made[DATA_AXIS,] if mesh.has_shards_alike else None,
+        )
 
     @classmethod
     def along_data(cls, world: Group) -> MeshGroups:
         """Return those of a mesh of `dp` alone: its group is `world`, and no other is made."""
-        return cls(world, Mesh.of(world.size, {DATA_AXIS: world.size}), world, None, None)
+        mesh = Mesh.of(world.size, {DATA_AXIS: world.size})
+        return cls(world, mesh, data=world, pipeline=None, tensor=None, sharding=world)
 
     @property
     def worker(self) -> Worker:
@@ -74,6 +94,11 @@ class MeshGroups:
         here = self.mesh.coordinates(self.world.rank)
         return here.get(axis, 0)
 
+    @property
+    def data_place(self) -> int:
+        """Return the place of this rank among those that divide the data."""
+        return self.mesh.data_place(self.world.rank)
+
     def require_members(self) -> None:
         """Raise `PeerLost` if a member is lost."""
         lost = self.worker.segment.lost_mask()
@@ -87,7 +112,7 @@ class MeshGroups:
 
         Returns once they are drained. Ranks that wait for this rank, now or later, get an abort.
         """
-        groups = [self.world, *self._made()]
+        groups = self.every
         for group in groups:
             group.abort()
         for group in groups:
@@ -95,13 +120,15 @@ class MeshGroups:
 
     async def close(self) -> None:
         """Close the groups, except the world's."""
-        for group in self._made():
-            await group.close()
+        for group in self.every:
+            if group is not self.world:
+                await group.close()
 
-    def _made(self) -> list[Group]:
-        """Return the groups beside the world's."""
-        made = (self.data, self.pipeline, self.tensor)
-        return [group for group in made if group is not None and group is not self.world]
+    @property
+    def every(self) -> list[Group]:
+        """Return all groups, each once, the world's first."""
+        found = (self.world, self.data, self.pipeline, self.tensor, self.sharding, self.replicas)
+        return list({id(group): group for group in found if group is not None}.values())
 
     def model(self, config: GPTConfig, *, recompute: bool = False) -> GPT:
         """Return this rank's part of the model, of all stages."""
@@ -110,8 +137,8 @@ class MeshGroups:
         return ParallelGPT(config, self.tensor, recompute=recompute)
 
 
-DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS = "dp", "pp", "tp"
-AXES = (DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS)
+DATA_AXIS, SHARDED_AXIS, PIPELINE_AXIS, TENSOR_AXIS = "dp", "fsdp", "pp", "tp"
+AXES = (DATA_AXIS, SHARDED_AXIS, PIPELINE_AXIS, TENSOR_AXIS)
 
 
 def require_axes(mesh: Mesh) -> None:
@@ -119,8 +146,8 @@ def require_axes(mesh: Mesh) -> None:
     strange = [axis for axis in mesh.axes if axis not in AXES]
     if strange:
         raise UserError(
-            f"unknown mesh axis {', '.join(strange)}; valid axes: dp, pp, tp (data, pipeline and "
-            "tensor parallelism)."
+            f"unknown mesh axis {', '.join(strange)}; valid axes: dp, fsdp, pp, tp (data parallelism with "
+            "whole and with sharded states, pipeline and tensor parallelism)."
         )
 
 
@@ -234,6 +261,39 @@ class Mesh:
         """Return the group of `groups(*along)` that `rank` is in."""
         self.coordinates(rank)
         return next(group for group in self.groups(*along) if rank in group)
+
+    @property
+    def has_shards_alike(self) -> bool:
+        """Return whether the state is sharded along an axis of its own, beside `dp`."""
+        return SHARDED_AXIS in self.axes
+
+    @property
+    def sharded_axis(self) -> str:
+        """Return the axis along which a state is sharded, if it is."""
+        return SHARDED_AXIS if self.has_shards_alike else DATA_AXIS
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Return the axes along which the data is divided, `dp` first."""
+        return (DATA_AXIS, SHARDED_AXIS) if self.has_shards_alike else (DATA_AXIS,)
+
+    @property
+    def data_ranks(self) -> int:
+        """Return how many ranks divide the data."""
+        return math.prod(map(self.size, self.data_axes))
+
+    def with_data_axis(self) -> Mesh:
+        """Return this mesh with `fsdp` called `dp`, if it has no `dp`: the same ranks hold the same."""
+        if DATA_AXIS in self.axes:
+            return self
+        return Mesh(tuple(DATA_AXIS if axis == SHARDED_AXIS else axis for axis in self.axes), self.sizes)
+
+    def data_place(self, rank: int) -> int:
+        """Return the place of `rank` among those that divide the data: neighbours share a state."""
+        here, place = self.coordinates(rank), 0
+        for axis in self.data_axes:
+            place = place * self.size(axis) + here.get(axis, 0)
+        return place
 
     def state_keys(self) -> tuple[int, ...]:
         """Return a number for each rank: equal where ranks differ only along `dp`, which hold one state."""

@@ -29,6 +29,7 @@ from zbmd.collectives.scenarios.hosted_job import (
     names_of,
 )
 from zbmd.collectives.scenarios.node import NodeProcess, draw_conditions
+from zbmd.training.job.mesh import AXES, SHARDED_AXIS
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.redundancy.machine import Mirror
 from zbmd.training.scenarios.rank import RankProcess
@@ -65,7 +66,7 @@ def draw_options(
         late=rng.random() < LATE_SHARE,
         mesh=mesh,
         per_host=rng.randint(1, ranks) if rng.random() < HOSTS_SHARE else 0,
-        sharded=rng.random() < SHARDED_SHARE,
+        sharded=rng.random() < SHARDED_SHARE and SHARDED_AXIS not in mesh,
         files=rng.random() < FILES_SHARE,
         talks=rng.random() < TALKS_SHARE,
         corrupting=rng.random() < CORRUPTING_SHARE,
@@ -83,8 +84,9 @@ def draw_options(
 
 
 def _draw_mesh(rng: random.Random, ranks: int) -> str:
-    """Draw a mesh of `dp`, `pp` and `tp`, in any order."""
-    axes = ["dp", "pp", "tp"]
+    """Draw a mesh of `dp`, `fsdp`, `pp` and `tp`, or without one of them, in any order."""
+    axes = list(AXES)
+    del axes[rng.randrange(1, len(axes))]
     rng.shuffle(axes)
     sizes: list[str] = []
     for axis in axes:

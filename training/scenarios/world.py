@@ -114,10 +114,9 @@ class CommitOptions(JobOptions):
     def logical_shards(self, place: int, ranks: int, shards: int) -> range:
         """The logical shards of which the rank at a place reports loss and samples."""
         mesh = self.of_mesh(ranks)
-        at = mesh.coordinates(place)
-        data = at.pop(DATA_AXIS, 0)
-        shares = assign_shards(shards, mesh.size(DATA_AXIS))
-        return range(*shares[data]) if not any(at.values()) else range(0)
+        elsewhere = any(at for axis, at in mesh.coordinates(place).items() if axis not in mesh.data_axes)
+        shares = assign_shards(shards, mesh.data_ranks)
+        return range(0) if elsewhere else range(*shares[mesh.data_place(place)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
-from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
+from zbmd.training.job.mesh import PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.model.tensor_shards import cut_of
@@ -62,9 +62,12 @@ class ModelPart:
         return model.shards.joined(np.split(every, np.cumsum(sizes)[:-1]))
 
     def held_out_loss(self, recipe: Recipe, weights: Array, groups: MeshGroups, *, windows_max: int) -> float:
-        """Return the loss with `weights`, this rank's part; see `Trainer`. Ranks along `dp` share windows."""
+        """Return the loss with `weights`, this rank's part; see `Trainer`.
+
+        Ranks that divide the data share windows.
+        """
         chunks = recipe.evaluation_chunks(windows_max)
-        totals, place, ranks = np.zeros(len(chunks)), groups.place(DATA_AXIS), groups.size(DATA_AXIS)
+        totals, place, ranks = np.zeros(len(chunks)), groups.data_place, groups.mesh.data_ranks
         for number in range(place, len(chunks), ranks):
             tokens = recipe.corpus.windows(chunks[number])
             batch = recipe.model.batch(tokens, global_batch=len(tokens))
@@ -103,11 +106,11 @@ def _held_matrices(
 def reporters(own: OwnParts, mesh: Mesh, assignment: Sequence[tuple[int, int]]) -> list[int]:
     """Return the place in the world of the rank that reports the loss of each logical shard.
 
-    assignment: the shards of each place along `dp`.
+    assignment: the shards of each place among those that divide the data.
     """
-    found: list[int] = []
-    last = (len(own.every) - 1) % own.stages
-    for data, (start, stop) in enumerate(assignment):
-        places = {DATA_AXIS: data, PIPELINE_AXIS: last, TENSOR_AXIS: 0}
-        found += [mesh.rank({axis: places[axis] for axis in mesh.axes})] * (stop - start)
-    return found
+    last, who = (len(own.every) - 1) % own.stages, dict[int, int]()
+    for rank in range(mesh.world_size):
+        here = mesh.coordinates(rank)
+        if (here.get(PIPELINE_AXIS, 0), here.get(TENSOR_AXIS, 0)) == (last, 0):
+            who[mesh.data_place(rank)] = rank
+    return [who[place] for place, (start, stop) in enumerate(assignment) for _ in range(start, stop)]

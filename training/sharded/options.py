@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.job.mesh import SHARDED_AXIS, Mesh
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.zero.options import STAGES, ZeroOptions
@@ -24,8 +25,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `data`: what to train on; None: the source of Python's own library.
     `loss_scale`: the initial scale of float16. `weights`: a GPT-2 in Hugging Face's layout to start from.
-    `zero`: the stage that shards the state along `dp`, 0 for none; `prefetch`: units that stage 3 gathers
-    ahead. `balance`: divide layers over stages by what they cost. `resume`: a checkpoint to continue from.
+    `zero`: the stage that shards the state, along `fsdp` or, in a mesh without it, along `dp`; 0 for none,
+    and 3 if the mesh has `fsdp`. `prefetch`: units that stage 3 gathers ahead. `balance`: divide layers over
+    stages by what they cost. `resume`: a checkpoint to continue from.
     `overwrite`: start over in the directory of a run that has ended.
     `offload`: a folder, on a disk of each host, for files with the ranks' states. `actors`: whether
     supervised actors compute; `plain`: whether one process computes, without any of the stack. `threads`: of
@@ -60,6 +62,18 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_windows: int = 64
     checkpoint_every: int = 100
     tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.zero and f"{SHARDED_AXIS}=" in self.mesh:
+            msgspec.structs.force_setattr(self, "zero", STAGES[-1])
+
+    def shards_over_all(self, mesh: Mesh) -> bool:
+        """Return whether no two ranks of `mesh` hold the same, since its state is sharded along `dp`."""
+        return self.zero > 0 and not mesh.has_shards_alike
+
+    def recuts(self, mesh: Mesh) -> bool:
+        """Return whether a state is cut anew, or its files are read, when `mesh` shrinks along `dp`."""
+        return self.shards_over_all(mesh) or self.offload is not None
 
     @property
     def stages(self) -> Stages:

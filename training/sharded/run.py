@@ -63,8 +63,9 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     options.check()
     mesh = Mesh.parse(options.mesh, world_size)
     require_axes(mesh)
-    if options.zero and mesh.size(DATA_AXIS) == 1 and mesh.world_size > 1:
-        raise UserError(f"--zero shards the state along dp, and {mesh} has one rank there: omit it.")
+    mesh, axis = mesh.with_data_axis(), mesh.sharded_axis
+    if options.zero and mesh.size(mesh.sharded_axis) == 1 and mesh.world_size > 1:
+        raise UserError(f"--zero shards the state along {axis}, and {mesh} has one rank there: omit it.")
     if options.zero and mesh.size(PIPELINE_AXIS) == 1 and (options.chunks != 1 or options.balance):
         raise UserError("--zero has no stages to divide: omit --chunks and --balance, or give pp.")
     if options.tensorboard:
@@ -136,7 +137,7 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     """Raise `UserError` for a recipe for which there is no memory, or that the mesh does not divide."""
     launched, needed = RankEnvironment.read(os.environ), _bytes_needed(options, mesh, config)
     stages, training = options.stages, options.training
-    microbatches = -(-training.shards // mesh.size(DATA_AXIS))
+    microbatches = -(-training.shards // mesh.data_ranks)
     shape = Shape(stages=mesh.size(PIPELINE_AXIS), chunks=stages.chunks, microbatches=microbatches)
     held = schedule_named(stages.schedule).activations_max(shape, 0)
     if options.zero and shape.stages == 1:  # all wait at each unit
@@ -168,14 +169,16 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
     if options.zero:
         zero, meshes, stages = options.zero_options, _meshes(options, mesh), options.stages
         every = [shard_layouts(config, one, stages) for one in meshes]
+        states = [one.size(DATA_AXIS) if mesh.has_shards_alike else 1 for one in meshes]
+        copies = SLOTS - 1 if _has_replicas(options, mesh) else COPIES
         needed = [
-            arena_bytes_needed(layouts, training, zero, copies=COPIES, offloaded=offloaded)
-            for layouts in every
+            arena_bytes_needed(layouts, training, zero, copies=copies, offloaded=offloaded, states=count)
+            for layouts, count in zip(every, states, strict=True)
         ]
         kept = [
             kept_bytes(layouts, training, zero, copies=COPIES, ranks=one.world_size)
             for layouts, one in zip(every, meshes, strict=True)
-            if len(meshes) > 1 and not offloaded
+            if len(meshes) > 1 and not offloaded and options.recuts(mesh)
         ]
         inbox = max(inbox_needed(config, training, one, stages) for one in {mesh, _least(options, mesh)})
         return RankBytes(arena=max(needed) + max(kept, default=0), inbox=inbox)
@@ -195,7 +198,7 @@ def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
     """Return whether ranks along `dp` stand for each other. In a launcher all ranks are of this host."""
     launched = RankEnvironment.read(os.environ)
     here = mesh.world_size if launched is None else launched.ranks_per_host
-    if options.zero or options.offload is not None:
+    if options.recuts(mesh):
         return False
     return mesh.world_size == 1 or mesh.has_replicas(here)
 
@@ -207,7 +210,7 @@ def _fewest(options: TrainOptions, mesh: Mesh) -> int:
     for its largest part. A rank that is lost takes one place along `dp` with it.
     """
     launched, ranks, replicas = RankEnvironment.read(os.environ), mesh.world_size, mesh.size(DATA_AXIS)
-    if options.zero or options.offload is not None:
+    if options.recuts(mesh):
         lost = 0 if launched is None else ranks - min(launched.ranks_min or ranks, ranks)
         return ranks // replicas * max(1, replicas - lost)
     return ranks // replicas if _has_replicas(options, mesh) else ranks
@@ -219,7 +222,7 @@ def _least(options: TrainOptions, mesh: Mesh) -> Mesh:
 
 
 def _meshes(options: TrainOptions, mesh: Mesh) -> list[Mesh]:
-    """Return the meshes that a sharded state may be cut for."""
+    """Return the meshes that a sharded state may be used on."""
     others = mesh.world_size // mesh.size(DATA_AXIS)
     least = _fewest(options, mesh) // others
     return [mesh.along_data(size) for size in range(least, mesh.size(DATA_AXIS) + 1)]

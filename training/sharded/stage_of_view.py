@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
+from zbmd.training.job.mesh import TENSOR_AXIS, MeshGroups
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.program import Op, StageProgram
@@ -62,7 +62,7 @@ class StageOfView:
         """Go on in the groups of a new view, where this rank computes the shards of `plan`."""
         self.close()
         self._groups, self._plan = groups, plan
-        self._programs = self._stages.programs(self._recipe.config, groups.mesh)[groups.place(DATA_AXIS)]
+        self._programs = self._stages.programs(self._recipe.config, groups.mesh)[groups.data_place]
 
     def close(self, *, gave_up: bool = False) -> None:
         """Leave the neighbours' memory; with `gave_up` their waits for this rank end. Idempotent.

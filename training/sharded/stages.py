@@ -48,18 +48,19 @@ class Stages:
         return self.cuts or even_cuts(config.layers, shape)
 
     def programs(self, training: TrainingConfig, mesh: Mesh) -> tuple[tuple[StageProgram, ...], ...]:
-        """The programs of the pipeline at each place along `dp`. Raises `UserError`."""
-        if mesh.size(PIPELINE_AXIS) > 1 and training.shards < mesh.size(DATA_AXIS):
+        """The programs of the pipeline at each place among those that divide the data. Raises `UserError`."""
+        if mesh.size(PIPELINE_AXIS) > 1 and training.shards < mesh.data_ranks:
+            along = " × ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.data_axes)
             raise UserError(
-                f"{training.shards} logical shards are too few for dp={mesh.size(DATA_AXIS)} pipelines, each "
-                "of which wants a micro-batch: give more --shards, or a smaller dp."
+                f"{training.shards} logical shards are too few for {along} pipelines, each of which wants a "
+                f"micro-batch: give more --shards, or a smaller {' or '.join(mesh.data_axes)}."
             )
         return tuple(
             runnable_programs(
                 self.schedule,
                 Shape(stages=mesh.size(PIPELINE_AXIS), chunks=self.chunks, microbatches=max(1, stop - start)),
             )
-            for start, stop in assign_shards(training.shards, mesh.size(DATA_AXIS))
+            for start, stop in assign_shards(training.shards, mesh.data_ranks)
         )
 
 
@@ -124,11 +125,11 @@ def inbox_needed(
 
 
 def shard_layouts(config: GPTConfig, mesh: Mesh, stages: Stages) -> list[ShardLayout]:
-    """Return how the part of each stage and slice of the model is sharded along `dp`.
+    """Return how the part of each stage and slice of the model is sharded.
 
     Raises `UserError` as `bytes_needed`.
     """
-    count, ranks = mesh.size(PIPELINE_AXIS), mesh.size(DATA_AXIS)
+    count, ranks = mesh.size(PIPELINE_AXIS), mesh.size(mesh.sharded_axis)
     cuts, models = stages.cuts_of(config, count), models_along_tp(config, mesh)
     if stages.balance:  # until layers are measured, a stage may have any of them
         return [

@@ -110,7 +110,7 @@ class EngineTask(Task[TrainResult]):
         self._options, self._config, self._corpus = options, config, corpus
         self._worker, self._again, self._fewest = worker, again, fewest
         self._shrinks = fewest < mesh.world_size
-        self.resizes = self._shrinks and (options.zero > 0 or options.offload is not None)
+        self.resizes = self._shrinks and options.recuts(mesh)
         self._stages, self._rings = options.stages, RingRoom()
         self._costs = np.zeros(layers_in(config))
         """Of the layers, if they are divided by what they cost; none is known at first."""
@@ -121,7 +121,7 @@ class EngineTask(Task[TrainResult]):
 
     def state_keys(self, groups: MeshGroups) -> Sequence[int]:
         """See `Task`."""
-        return () if self._options.zero else groups.mesh.state_keys()
+        return () if self._options.shards_over_all(groups.mesh) else groups.mesh.state_keys()
 
     def fits(self, ranks: Sequence[int]) -> bool:
         """See `Task`: the mesh may have fewer ranks along `dp`."""
@@ -136,7 +136,7 @@ class EngineTask(Task[TrainResult]):
         if self._options.zero and self.mesh.size(DATA_AXIS) == self.mesh.world_size:
             return MeshGroups.along_data(world)
         others = self.mesh.world_size // self.mesh.size(DATA_AXIS)
-        always = (DATA_AXIS,) if self._options.zero else ()
+        always = (self.mesh.sharded_axis,) if self._options.zero else ()
         return await MeshGroups.of(world, self.mesh.along_data(world.size // others), always=always)
 
     def agree(self, world: Group) -> None:
@@ -172,7 +172,8 @@ class EngineTask(Task[TrainResult]):
                 keep_previous=True,
                 offload=offload,
                 keep=(lambda _: None) if self.resizes else self._kept_slots,
-                rings=self._rings if self.resizes else None,
+                shrinks=self._shrinks,
+                rings=self._rings,
             )
         else:
             trainer = MeshTrainer(

@@ -1,6 +1,7 @@
 """ZeRO on a mesh: the driver of `ZeroStep`. It performs what the machine says, and decides nothing.
 
-The state of each part of the model is sharded along `dp`. Operations of that group run on its data-plane
+The state of each part of the model is sharded along `dp`, or along `fsdp`: ranks along `dp` then hold the
+same shards, and stand for each other. Operations of the group that shares a state run on its data-plane
 thread, in the machine's order, while this thread computes: weights are gathered ahead, and gradients reduced
 behind, the passes. What the machine hears of an operation it hears between two computations, or when there is
 nothing to compute. Along `pp`, a stage is one unit, whose backward pass is all passes of the step.
@@ -9,7 +10,6 @@ nothing to compute. Along `pp`, a stage is one unit, whose backward pass is all 
 from __future__ import annotations
 
 import contextlib
-import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,9 +46,9 @@ from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, Stages
 from zbmd.training.step.loader import BatchLoader
 from zbmd.training.step.memory_estimate import naming_step
-from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite
+from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite, described_losses
 from zbmd.training.step.recipe import Recipe, mean_loss
-from zbmd.training.step.reduction import ShardSum, gather_pieces
+from zbmd.training.step.reduction import gather_pieces
 from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.layout import Accountant, MemoryKind, is_by_layers, shards_of
@@ -56,11 +56,11 @@ from zbmd.training.zero.machine import ZERO_STEP
 from zbmd.training.zero.norm import ShardedNorm
 from zbmd.training.zero.options import ZeroOptions
 from zbmd.training.zero.rank import PartOfModel, ZeroRank, slot_elements
+from zbmd.training.zero.reduction import ShardedReduction
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
+from zbmd.transport.errors import DeadlineExceeded, PeerLost
 from zbmd.transport.native._native import now_ns
 
-RANKS_NAMED_MAX: Final = 4
 STEP_LOST: Final = (PeerLost, OperationAborted, DeadlineExceeded)
 """A step that ends by one of these is run again, and needs the memory that it had."""
 
@@ -72,12 +72,13 @@ UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
 
 
 class ZeroTrainer(Trainer):
-    """Trains `recipe` on a mesh, the state of each part of the model sharded along `dp`.
+    """Trains `recipe` on a mesh, the state of each part of the model sharded along `dp` or `fsdp`.
 
     For one thread, not the loop's. All ranks make it and call its methods together; the model is of
     `groups.model`. The worker was joined with an arena of at least `arena_bytes_needed`. stages: how the
     model is divided along `pp`. keep_previous: see `ZeroRank`; offload: makes the file of so many float32
-    numbers. rings: if trainers for other numbers of ranks follow this one, the memory that they share.
+    numbers. shrinks: whether views may have fewer ranks along `dp`, for this trainer or one that follows it;
+    rings: memory that they share.
     """
 
     def __init__(
@@ -90,28 +91,30 @@ class ZeroTrainer(Trainer):
         keep_previous: bool = False,
         offload: Callable[[int], StateFile] | None = None,
         keep: Callable[[int], StampedSlots | None] = lambda _: None,
+        shrinks: bool = False,
         rings: RingRoom | None = None,
     ) -> None:
         self.recipe, self.options, self.groups = recipe, options, groups
-        config, worker, ranks = recipe.config, groups.worker, groups.size(DATA_AXIS)
+        config, worker, mesh = recipe.config, groups.worker, groups.mesh
         arena = worker.segment.arena
         self.memory = Accountant(
             arena.empty, arena.zeros, arena.lazy_zeros, arena.lazy_empty, ready=arena.ready
         )
         self.part = ModelPart(recipe.model, groups, stages)
-        self.sums, shards = ShardSum.of(config.shards, ranks), shards_of(self.part.own, ranks)
+        self._reduction = ShardedReduction(groups, config.shards)
+        shards = shards_of(self.part.own, mesh.size(mesh.sharded_axis))
         elements = slot_elements(shards, config.optimizer, storage_dtype(options.storage))
         self.file = None if offload is None else offload(elements)
         self.kept = None if self.file else keep(elements)
         self._buffers: list[Array] = []
         """Gradients of the passes that are under way."""
-        self._stage = self._stage_of_view(stages, rings)
+        self._stage = self._stage_of_view(stages, rings, shrinks=shrinks)
         """The passes of a stage; None: units are computed in turn."""
         self.own = ZeroRank(
             recipe.model,
             shards,
-            self.sums,
-            rank=groups.place(DATA_AXIS),
+            self._reduction.sums,
+            rank=groups.place(mesh.sharded_axis),
             stage=options.stage,
             storage=options.storage,
             optimizer=config.optimizer,
@@ -146,25 +149,41 @@ class ZeroTrainer(Trainer):
         self._loader = BatchLoader(recipe)
         self._pieces: list[Pieces] = []
         """Of all ranks' gradients, of the last attempt."""
-        self._norms = ShardedNorm(groups.mesh, recipe.model, [part.layers for part in self.part.own.every])
-        self._reporters = reporters(self.part.own, groups.mesh, assign_shards(config.shards, ranks))
-        self._enter_stage()
+        self._divide()
 
-    def _stage_of_view(self, stages: Stages, rings: RingRoom | None) -> StageOfView | None:
-        own, buffers, shrinks = self.part.own, self._buffers, rings is not None
+    def _divide(self) -> None:
+        """Divide the data and the norm over the ranks of this view."""
+        groups, recipe, shards = self.groups, self.recipe, self.recipe.config.shards
+        self._reduction, mesh, parts = ShardedReduction(groups, shards), groups.mesh, self.part.own
+        self.own.divide(self._reduction.sums)
+        self._norms = ShardedNorm(mesh, recipe.model, [part.layers for part in parts.every])
+        self._reporters = reporters(parts, mesh, assign_shards(shards, mesh.data_ranks))
+        if self._stage is not None:
+            self._stage.enter(groups, self._reduction.sums.plan(self.own.rank))
+
+    def _stage_of_view(self, stages: Stages, rings: RingRoom | None, *, shrinks: bool) -> StageOfView | None:
+        own, buffers = self.part.own, self._buffers
         if is_by_layers(own):
             return None
         return StageOfView(self.recipe, own, stages, buffers, dtype=FLOAT32, shrinks=shrinks, rings=rings)
 
     def _sharded_part(self) -> PartOfModel:
         part, seed = self.part, self.recipe.config.seed
+
+        def alike(ranks: int) -> Sequence[int]:
+            return self.groups.mesh.alike(self.groups.world.rank, ranks)
+
+        def replica(ranks: int) -> int:
+            return alike(ranks)[self.groups.place(DATA_AXIS) % len(alike(ranks))]
+
         return PartOfModel(
             initial=lambda: part.initial(seed),
             cuts=part.cuts,
             matrices=part.matrices,
             gather=self._gathered_along_tp,
             walk=None if self._stage is None else self._walk,
-            places=lambda ranks: self.groups.mesh.alike(self.groups.world.rank, ranks),
+            places=alike,
+            replica=replica if self.groups.mesh.has_shards_alike else None,
         )
 
     def _gathered_along_tp(self, piece: Array) -> Sequence[Array]:
@@ -174,13 +193,9 @@ class ZeroTrainer(Trainer):
     @property
     def _group(self) -> Group:
         """The ranks that share the state of this part of the model."""
-        if self.groups.data is None:
-            raise LocalProtocolError("a state is sharded along dp: the mesh needs a group there")
-        return self.groups.data
-
-    def _enter_stage(self) -> None:
-        if self._stage is not None:
-            self._stage.enter(self.groups, self.sums.plan(self.own.rank))
+        found = self.groups.sharding
+        assert found is not None, "the reduction refuses a mesh without it"
+        return found
 
     # ---- steps
 
@@ -197,8 +212,8 @@ class ZeroTrainer(Trainer):
                 raise
 
     def _run_step(self) -> StepResult:
-        world, alone = self.groups.world, self.groups.data is self.groups.world
-        asks = self._watch is not NO_HOOK and not alone
+        world, alone = self.groups.world, self._group is self.groups.world
+        asks = self._watch is not NO_HOOK and not alone and not self._watch.applies_first
         self._begun = AllBegun(self._watch, self.step, all_begin(world) if asks else None)
         if alone and self.options.stage < 3:  # the last step ended with weights that all ranks have updated
             self._begun.tell()
@@ -226,14 +241,10 @@ class ZeroTrainer(Trainer):
 
     def _known_of_attempt(self) -> str:
         """Describe an attempt whose norm was not finite, the same on all ranks."""
-        members, told = self.groups.world.members, self._told
-        losses = () if told is None else told.losses
-        bad = [shard for shard, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad:
-            ranks = [members[place] for place in sorted({self._reporters[shard] for shard in bad})]
-            return (
-                f"the losses that {_ranks(ranks)} computed were not finite, of logical shard {bad[0]} first"
-            )
+        members, losses = self.groups.world.members, () if self._told is None else self._told.losses
+        told = described_losses(losses, [members[place] for place in self._reporters])
+        if told is not None:
+            return told
         first = self._norms.not_finite(self._pieces)
         if first is None:
             return "all losses and all parts of the gradient were finite, and its norm was not"
@@ -241,7 +252,7 @@ class ZeroTrainer(Trainer):
         name = self.recipe.model.unit_names[unit] if self._stage is None else f"stage {stage}"
         return (
             "the losses of all ranks were finite, and the summed gradient was not: of "
-            f"{name} first, in the part of {_ranks([members[place]])}"
+            f"{name} first, in the part of rank {members[place]}"
         )
 
     def _attempt(self, scale: LossScale) -> float:
@@ -365,7 +376,7 @@ class ZeroTrainer(Trainer):
         out = self.own.room(unit).reshape(self._group.size, len(part))
 
         def gathered(_: Any) -> zm.Event:
-            if self.groups.data is self.groups.world:
+            if self._group is self.groups.world:
                 self._begun.tell()
             watching = active_probe()
             if watching is not None:
@@ -375,23 +386,19 @@ class ZeroTrainer(Trainer):
         self._submit(lambda c: c.all_gather(part, out, deadline_ns=end_ns), gathered)
 
     def _reduce(self, unit: int) -> None:
-        ranks, end_ns = self._group.size, self._group.deadline_ns()
+        ranks, part, take = self._group.size, len(self.own.part(unit)), self.memory.take
         sent = [array.reshape(ranks, -1) for array in self.own.outgoing(unit)]
-        received = [self.memory.take(MemoryKind.WORKING, array.size, array.dtype) for array in sent]
-
-        def operation(c: Communicator) -> Array:
-            blocks = [array.reshape(ranks, -1) for array in received]
-            for array, into in zip(sent, blocks, strict=True):
-                c.all_to_all(array, into, deadline_ns=end_ns)
-            return self.sums.fold(blocks)
+        room = [take(MemoryKind.WORKING, array.size, array.dtype) for array in sent]
+        received = [array.reshape(ranks, -1) for array in room]
+        out = take(MemoryKind.WORKING, part, self.own.dtype) if self._reduction.has_replicas else None
 
         def reduced(total: Array) -> zm.Event:
             self.own.take_reduced(unit, total)
-            for array in received:
+            for array in room if out is None else [*room, out]:
                 self.memory.free(MemoryKind.WORKING, array)
             return zm.Reduced(unit=unit)
 
-        self._submit(operation, reduced)
+        self._pending.append((self._reduction.submit(sent, received, out), reduced))
 
     def _share_norm(self) -> zm.Event:
         """Share the vote, the losses and samples of shards and the pieces of the norm, in one operation."""
@@ -405,15 +412,15 @@ class ZeroTrainer(Trainer):
         told = self._told = share_step(
             world,
             ResultRow(config.shards, config.sequences_per_shard),
-            None if self._voted else self._watch,  # an attempt before this one has told it
+            None if self._voted or self._watch.applies_first else self._watch,
             losses=self.own.losses,
             samples=self._consumed,
             reporters=self._reporters,
             busy_ns=0 if self._stage is None else self._stage.passes.busy_ns,
             beside=mine,
         )
-        if not self._voted:
-            self._voted = True
+        if not self._voted and not self._watch.applies_first:
+            self._voted = True  # an attempt after this one says it no more
             self._watch.voted(told.votes)
         self._pieces = [row[:length] for row, length in zip(told.beside, lengths, strict=True)]
         try:
@@ -434,7 +441,14 @@ class ZeroTrainer(Trainer):
                 loss_scale=self._scale.after(finite=True),
             )
         self.step += 1
-        self._watch.updated(self._result())
+        if self._watch.applies_first:
+            self._watch.prepared()
+            with spans.COMM:
+                votes = list(self.groups.world.blocking.all_gather(self._watch.vote()))
+            self._watch.updated(self._result())
+            self._watch.voted(votes)
+        else:
+            self._watch.updated(self._result())
         faults.hit(UPDATED_POINT)
 
     def _result(self) -> StepResult:
@@ -484,10 +498,11 @@ class ZeroTrainer(Trainer):
         self.step = saved.version
 
     def enter(self, groups: MeshGroups, version: int) -> None:
-        """See `Trainer`. The view has as many members; under stages 1 and 2 weights are gathered."""
+        """See `Trainer`. The state is shared by as many; under stages 1 and 2 weights are gathered."""
+        self._loader.close()
         self.groups, self.step, actors = groups, version, self.own.passes.actors
         self._update_group = self._group if actors is None else actors.group(self._group)
-        self._enter_stage()
+        self._divide()
         model, tensor = self.recipe.model, groups.tensor
         if isinstance(model, ParallelGPT) and tensor is not None:
             model.group = tensor if actors is None else actors.group(tensor)
@@ -507,8 +522,9 @@ class ZeroTrainer(Trainer):
             yield number, whole
 
     def held_out_loss(self, *, windows_max: int) -> float:
-        """See `Trainer`. Ranks along `dp` share the windows, and gather the masters of a unit at a time."""
-        recipe, own, ranks, masters = self.recipe, self.own, self._group.size, self.own.state.weights
+        """See `Trainer`. Ranks share the windows, and gather the masters of a unit at a time."""
+        recipe, own, masters, data = self.recipe, self.own, self.own.state.weights, self.groups.data
+        ranks, place = self.groups.mesh.data_ranks, self.groups.data_place
         if self._stage is not None:
             ((_, whole),) = self._wholes(masters)
             weights = whole[: own.shards.layout.size]
@@ -516,7 +532,7 @@ class ZeroTrainer(Trainer):
         chunks = recipe.evaluation_chunks(windows_max)
         totals = np.zeros(len(chunks))
         for start in range(0, len(chunks), ranks):
-            mine, x = range(start + own.rank, len(chunks))[:1], Tensor(np.zeros(0))
+            mine, x = range(start + place, len(chunks))[:1], Tensor(np.zeros(0))
             batches = [
                 recipe.model.batch(recipe.corpus.windows(chunks[at]), global_batch=len(chunks[at]))
                 for at in mine
@@ -526,7 +542,7 @@ class ZeroTrainer(Trainer):
                     x = own.passes.evaluate(number, whole, x, batch)
             for at in mine:
                 totals[at] = float(x.data) * len(chunks[at])
-        return mean_loss(self._group.blocking.all_gather(totals), chunks)
+        return mean_loss([totals] if data is None else data.blocking.all_gather(totals), chunks)
 
     def tensors(self, version: int) -> Iterator[HeldTensor]:
         """See `Trainer`."""
@@ -540,13 +556,13 @@ class ZeroTrainer(Trainer):
             own.parts = {number: actors.part(part) for number, part in own.parts.items()}
 
     def pieces(self) -> list[Piece]:
-        """See `Trainer`. A shard of a slice along `tp` is no slice: ranks along `dp` share out whole ones."""
+        """See `Trainer`. A shard of a slice along `tp` is no slice: ranks share out whole ones."""
         if self.groups.tensor is None:
-            return self.own.pieces()
-        own, slots = self.own, self.own.shards.layout.slots
+            return self._own_pieces()
+        own, slots, place = self.own, self.own.shards.layout.slots, self.groups.data_place
         written = [index for index, writes in enumerate(self.part.writes) if writes]
-        shares = shared_out([slots[index].size for index in written], self._group.size)
-        held: dict[int, list[Array]] = {written[at]: [] for at in shares[own.rank]}
+        shares = shared_out([slots[index].size for index in written], self.groups.mesh.data_ranks)
+        held: dict[int, list[Array]] = {written[at]: [] for at in shares[place]}
         for name in own.arrays:
             for number, whole in self._wholes(getattr(own.state, name)):
                 unit = own.shards.units[number]
@@ -555,6 +571,15 @@ class ZeroTrainer(Trainer):
                         start = slots[index].offset - unit.span.start
                         held[index].append(whole[start : start + slots[index].size].copy())
         return [Piece(slots[index].name, self.part.cuts[index][1], tuple(held[index])) for index in held]
+
+    def _own_pieces(self) -> list[Piece]:
+        """Return the parts of this rank's shard that it writes, and not one that holds the same."""
+        pieces, mesh = self.own.pieces(), self.groups.mesh
+        if not mesh.has_shards_alike:
+            return pieces
+        sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
+        mine = shared_out(sizes, mesh.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
+        return [pieces[at] for at in mine]
 
     def close(self, *, gave_up: bool = False) -> None:
         """See `Trainer`."""
@@ -573,10 +598,3 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return the numbers of the first few ranks, and how many more there are, for a message."""
-    named = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))
-    more = len(ranks) - RANKS_NAMED_MAX
-    return f"rank{'s' * (len(ranks) > 1)} {named}{f' and {more} more' if more > 0 else ''}"

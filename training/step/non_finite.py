@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 
@@ -16,6 +17,7 @@ from zbmd.training.optim.clip import NonFinite
 
 _NOTHING = -1
 _NUMBERS = 6
+RANKS_NAMED_MAX = 4
 
 
 NOT_FOUND = "All gradients are finite on every rank, and their sum is not."
@@ -75,6 +77,18 @@ def _described(one: NonFiniteValues, model: GPT) -> str:
     came = ", as it came from other ranks" if one.received else ""
     kind = "NaN" if one.is_nan else "infinite"
     return f"{what} {name}{came}: {kind} ({one.bad:,} of {one.size:,} elements are not finite)"
+
+
+def described_losses(losses: Sequence[float], reporters: Sequence[int]) -> str | None:
+    """Return which ranks computed losses that are not finite; None: all are. reporters: of logical shards."""
+    bad = [shard for shard, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not bad:
+        return None
+    ranks = sorted({reporters[shard] for shard in bad})
+    more = len(ranks) - RANKS_NAMED_MAX
+    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:RANKS_NAMED_MAX]))}"
+    named += f" and {more} more" if more > 0 else ""
+    return f"the losses that {named} computed were not finite, of logical shard {bad[0]} first"
 
 
 def bad_weights(layout: ParameterLayout, flat: Array, model: GPT) -> NonFiniteValues | None:

@@ -25,26 +25,44 @@ from zbmd.transport import kill_points as faults
 
 @dataclass(frozen=True, slots=True)
 class ShardSum:
-    """Reduce-scatter of `shards` logical shards over `ranks` ranks, in an order independent of their number.
+    """Reduce-scatter of logical shards over `ranks` ranks, in an order independent of their number.
+
+    These hold the shards [start, stop) of `shards`: all of them, or what one of several such groups holds.
 
     A rank adds up the subtrees that it holds completely (`AccumulationPlan`), sends each other rank its slice
     of these partial sums, and folds the slices it receives along the rest of the tree
     (`zbmd.collectives.algorithms.shard_tree`). The traffic is that of any reduce-scatter if each rank's
     shards are one subtree, as with 2, 4 or 8 ranks whose number divides that of the shards; otherwise a rank
-    sends as many slices as it holds subtrees. `nodes[r]`: the subtrees that rank r holds completely.
+    sends as many slices as it holds subtrees. `ranges[r]`: the shards of rank r; `nodes[r]`: the subtrees
+    that it holds completely.
     """
 
     shards: int
-    ranks: int
+    ranges: Assignment
     nodes: tuple[tuple[Node, ...], ...]
 
     @classmethod
-    def of(cls, shards: int, ranks: int) -> ShardSum:
-        """Divide the shards into contiguous ranges (`assign_shards`). Raises `ProgramError` for a number out
-        of range.
+    def of(cls, shards: int, ranks: int, *, groups: int = 1, group: int = 0) -> ShardSum:
+        """Divide the shards into contiguous ranges (`assign_shards`), over so many `groups` of `ranks` each.
+
+        group: which of them this is. Raises `ProgramError` for a number out of range.
         """
-        ranges = assign_shards(shards, ranks)
-        return cls(shards, ranks, tuple(tuple(shard_tree_nodes(shards, *own)) for own in ranges))
+        return cls.over(shards, assign_shards(shards, groups * ranks)[group * ranks :][:ranks])
+
+    @classmethod
+    def over(cls, shards: int, ranges: Assignment) -> ShardSum:
+        """Return that of ranks which hold these ranges of the shards, one behind the other."""
+        return cls(shards, ranges, tuple(tuple(shard_tree_nodes(shards, *own)) for own in ranges))
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranges)
+
+    @property
+    def roots(self) -> list[Node]:
+        """The subtrees that all ranks together hold completely: one, if they hold all shards."""
+        return shard_tree_nodes(self.shards, self.ranges[0][0], self.ranges[-1][1])
 
     @property
     def width(self) -> int:
@@ -54,10 +72,10 @@ class ShardSum:
 
     def plan(self, rank: int) -> AccumulationPlan:
         """Return how `rank` computes its partial sums."""
-        return AccumulationPlan.of(self.shards, *assign_shards(self.shards, self.ranks)[rank])
+        return AccumulationPlan.of(self.shards, *self.ranges[rank])
 
-    def fold(self, received: Sequence[Array]) -> Array:
-        """Return the sum of all shards, (slice,). `received[k]`, (ranks, slice): each rank's k-th partial
+    def fold(self, received: Sequence[Array]) -> dict[Node, Array]:
+        """Return the sums of `roots`, (slice,) each. `received[k]`, (ranks, slice): each rank's k-th partial
         sum.
 
         16-bit floats are rounded at every node. Partial sums that a rank does not have are not read; the
@@ -66,7 +84,7 @@ class ShardSum:
         partials = {
             node: received[k][rank] for rank, nodes in enumerate(self.nodes) for k, node in enumerate(nodes)
         }
-        return _folded(partials, (0, self.shards))
+        return {root: _folded(partials, root) for root in self.roots}
 
 
 def _folded(partials: Mapping[Node, Array], node: Node) -> Array:
@@ -124,10 +142,7 @@ class ShardReduction:
         self.plan = plan
         self.buffers = buffers
         self._group = None if is_alone(assignment) else group
-        self._assignment = assignment
-        self._shards = max(stop for _, stop in assignment)
-        nodes = tuple(tuple(shard_tree_nodes(self._shards, *own)) for own in assignment)
-        self._sums = ShardSum(self._shards, len(assignment), nodes)
+        self._sums = ShardSum.over(max(stop for _, stop in assignment), assignment)
         self.total: Array
         """The sum, after `finish` has returned."""
         if self._group is None:
@@ -144,16 +159,10 @@ class ShardReduction:
         if group is None:
             return
         partials = {node: self.buffers[buffer][span] for node, buffer in self.plan.partials.items()}
-        out, end_ns = self.total[span], group.deadline_ns()
-
-        def reduce(communicator: Communicator) -> object:
-            if is_narrow(out):
-                return reduce_rounded(communicator, partials, out, self._sums, deadline_ns=end_ns)
-            return communicator.all_reduce_shards(
-                partials, out, shards=self._shards, assignment=self._assignment, deadline_ns=end_ns
-            )
-
-        self._futures.append(group.submit(reduce))
+        out, end_ns, sums = self.total[span], group.deadline_ns(), self._sums
+        self._futures.append(
+            group.submit(lambda c: all_reduce_partials(c, partials, out, sums, deadline_ns=end_ns))
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -181,7 +190,24 @@ def is_alone(assignment: Assignment) -> bool:
     return len(assignment) == 1
 
 
-def reduce_rounded(
+def all_reduce_partials(
+    communicator: Communicator,
+    partials: Mapping[Node, Array],
+    out: Array,
+    sums: ShardSum,
+    *,
+    deadline_ns: int,
+) -> Array:
+    """Sum the `partials` of all ranks along the shard tree into `out`, on all. Raises as operations."""
+    if is_narrow(out):
+        return _reduce_rounded(communicator, partials, out, sums, deadline_ns=deadline_ns)
+    made: Array = communicator.all_reduce_shards(
+        partials, out, shards=sums.shards, assignment=sums.ranges, deadline_ns=deadline_ns
+    )
+    return made
+
+
+def _reduce_rounded(
     communicator: Communicator,
     partials: Mapping[Node, Array],
     out: Array,
@@ -201,6 +227,7 @@ def reduce_rounded(
     received = np.empty((sums.width, ranks, each), out.dtype)
     for row, into in zip(sent, received, strict=True):
         communicator.all_to_all(row.reshape(ranks, each), into, deadline_ns=deadline_ns)
-    every = communicator.all_gather(sums.fold(list(received)), deadline_ns=deadline_ns)
+    (total,) = sums.fold(list(received)).values()
+    every = communicator.all_gather(total, deadline_ns=deadline_ns)
     out[:] = every.reshape(-1)[: out.size]
     return out

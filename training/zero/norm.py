@@ -57,7 +57,7 @@ class ShardedNorm:
         self._mesh, parts = mesh, mesh.size(TENSOR_AXIS)
         models = [PartOfGPT(model.config, part, parts) for part in range(parts)] if parts > 1 else [model]
         order = {slot.name: index for index, slot in enumerate(model.layout.slots)}
-        stages, ranks = mesh.size(PIPELINE_AXIS), mesh.size(DATA_AXIS)
+        stages, ranks = mesh.size(PIPELINE_AXIS), mesh.size(mesh.sharded_axis)
         held = {
             (stage, part): OwnParts(one, cuts, stages=stages, stage=stage)
             for stage in range(stages)
@@ -68,7 +68,10 @@ class ShardedNorm:
         """Of each rank, in the order of its pieces."""
         for rank in range(mesh.world_size):
             here = mesh.coordinates(rank)
-            place, part = here.get(DATA_AXIS, 0), here.get(TENSOR_AXIS, 0)
+            place, part = here.get(mesh.sharded_axis, 0), here.get(TENSOR_AXIS, 0)
+            if mesh.has_shards_alike and here.get(DATA_AXIS, 0):  # the first of equal shards counts
+                self.runs.append([])
+                continue
             own = held[here.get(PIPELINE_AXIS, 0), part]
             shards = layouts[own.stage, part]
             found = (

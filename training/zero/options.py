@@ -60,17 +60,16 @@ def arena_bytes_needed(
     *,
     copies: int = 0,
     offloaded: bool = False,
+    states: int = 1,
 ) -> int:
     """Return the bytes of arena that any rank needs, with room for `copies` of shards beside its own.
 
     layouts: those of all stages and slices of the model. offloaded: shards are in files, and not in memory.
+    states: how often the mesh holds the state.
     """
     ranks = layouts[0].ranks
-    sums, dtype, arrays = (
-        ShardSum.of(config.shards, ranks),
-        storage_dtype(options.storage),
-        len(arrays_of(config.optimizer)),
-    )
+    every = [ShardSum.of(config.shards, ranks, groups=states, group=group) for group in range(states)]
+    dtype, arrays = storage_dtype(options.storage), len(arrays_of(config.optimizer))
     itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
     shard = max(one.shard_size for one in layouts)
     whole = ranks * shard
@@ -78,8 +77,9 @@ def arena_bytes_needed(
     units = max(len(one.units) for one in layouts)
     weights = shard if options.stage == 3 else whole
     grads = whole if options.stage == 1 else shard
-    buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
-    reducing = min(units, REDUCING_MAX + 1) * itemsize * (buffers + 2 * sums.width)
+    buffers = max(max(1, sums.plan(rank).buffers) for sums in every for rank in range(ranks))
+    width, total = max(sums.width for sums in every), int(states > 1)
+    reducing = min(units, REDUCING_MAX + 1) * itemsize * (buffers + 2 * width + total)
     gathered = min(units, options.prefetch + 1) * itemsize
     held = 0 if offloaded else 1 + copies
     state_bytes = held * (4 * arrays * shard + scale_bytes) + itemsize * (weights + grads)

@@ -58,6 +58,7 @@ class PartOfModel:
     in the whole model and the slice of it. matrices: slices of hidden matrices that ranks along `tp` share,
     by name; gather: collects pieces of these. walk: does the passes, if all is one unit. places: returns the
     places of those that shard the same part in a world of so many ranks, in the order of their shards.
+    replica: if the shards are the same in any world, returns the place of one with this shard in that world.
     """
 
     initial: Callable[[], Array]
@@ -66,6 +67,7 @@ class PartOfModel:
     gather: Gather
     walk: Walk | None
     places: Callable[[int], Sequence[int]] = range
+    replica: Callable[[int], int] | None = None
 
 
 class _Run(NamedTuple):
@@ -110,12 +112,12 @@ class ZeroRank:
         self.model = model
         self._part = _whole(model, seed) if part is None else part
         self.passes = UnitPasses(model, shards)
-        self.shards, self.sums, self.rank, self.stage = shards, sums, rank, stage
+        self.shards, self.rank, self.stage = shards, rank, stage
+        self.divide(sums)
         self.memory = Accountant() if memory is None else memory
         self.losses: dict[int, float] = {}
         """Of the logical shards of the last forward pass."""
         self.dtype = storage_dtype(storage)
-        self._plan = sums.plan(rank)
         self._batches: list[Batch] = []
         self._loss_scale = 1.0
         self.initial_scale = LossScale.of(self.dtype, first=loss_scale)
@@ -158,6 +160,10 @@ class ZeroRank:
         self._begins_later = keep_previous or offload is not None
         if not self._begins_later:
             self.begin_anew()
+
+    def divide(self, sums: ShardSum) -> None:
+        """Compute this rank's logical shards of `sums` from now on, and reduce gradients along its tree."""
+        self.sums, self._plan = sums, sums.plan(self.rank)
 
     def _runs_of(self, config: OptimizerConfig, gather: Gather) -> Iterator[_Run]:
         """Yield what `update` writes at once: each unit, or less of it if the state is in a file.
@@ -217,6 +223,9 @@ class ZeroRank:
 
     def reshard(self, parts: int) -> Resharding:
         """See `ResizableState`."""
+        if self._part.replica is not None:
+            elements = self.slots[0].size
+            return Resharding(elements, [Span(self._part.replica(parts), 0, elements, 0)])
         places = self._part.places(parts)
         old, arrays = self.shards.recut(len(places)), range(len(self.arrays))
         size, before = self.shards.shard_size, old.shard_size

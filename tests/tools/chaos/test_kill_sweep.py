@@ -14,6 +14,7 @@ from zbmd.tools.chaos.sweep import (
     in_order,
     main,
     name_of,
+    sampled_pairs,
     second_kills,
     single_kills,
     spread,
@@ -28,7 +29,8 @@ def finding(fault: str, verdict: str = "same bits") -> CaseVerdict:
 
 
 def test_every_pass_inside_collectives_is_a_case_and_any_part_of_them_is_spread() -> None:
-    assert [str(one) for one in every_setting()][3:5] == ["pp=2 n=2", "tp=2 n=2"]
+    settings = [str(one) for one in every_setting()]
+    assert settings[:2] == ["replicas n=1", "replicas n=3"] and "zero=3 dp=2,fsdp=2 n=4" in settings
     assert sorted(spread(100)) == list(range(1, 101))
     tried = sorted(spread(100)[:16])
     assert max(b - a for a, b in zip([0, *tried], [*tried, 100], strict=True)) <= 16
@@ -45,7 +47,25 @@ def test_cases_of_all_settings_take_turns_and_can_be_parsed() -> None:
     assert len(set(cases)) == len(cases)
     for setting, fault in cases:
         killed = {int(one.process.removeprefix("rank")) for one in faults.parse(fault)}
-        assert killed < set(range(setting.ranks)) or name_of(fault).startswith(("job.saved", "job.parted"))
+        assert (
+            killed < set(range(setting.ranks))
+            or setting.ranks == 1
+            or name_of(fault).startswith(("job.saved", "job.parted"))
+        )
+
+
+def test_pairs_of_kills_are_drawn_from_what_ranks_pass() -> None:
+    passes = [{"job.begin": 5, "collective.point": 30}, {"job.begin": 5, "mirror.copy": 4}]
+    drawn = sampled_pairs(passes, 60, "a seed")
+    assert drawn == sampled_pairs(passes, 60, "a seed") != sampled_pairs(passes, 60, "another")
+    assert len(set(drawn)) == 60
+    for fault in drawn:
+        first, second = faults.parse(fault)
+        assert (second.incarnation == 2) == (first.process == second.process)
+        for one in (first, second):
+            assert one.count <= passes[int(one.process[-1])][one.point]
+    names = {name_of(fault).partition(" ")[2] for fault in drawn}
+    assert names == {"in a recovery", "after another kill"}
 
 
 def test_a_ledger_goes_on_from_where_a_killed_sweep_was(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ async def submitted(
     Return the ranks of a node, and who follows the run.
     """
     await nodes.form("n1")
-    ranks = 2 if "pp" in mesh else 1
+    ranks = 2 if "," in mesh else 1
     waits, folder = ",".join(str(size * ranks) for size in groups), str(nodes.directory / "files")
     where = ("--data", str(write_text(nodes.directory / "text")), "--out", str(nodes.directory / "out"))
     more = ("--offload", folder) if files else ()
@@ -64,6 +64,8 @@ async def check_ended_as_alone(nodes: Nodes, follower: Run) -> None:
         ("2", "dp=2,pp=2", False),
         ("3", "dp=2", True),
         ("0", "dp=2,pp=2", True),
+        ("3", "dp=2,fsdp=2", False),
+        ("1", "dp=2,fsdp=2", True),
     ],
 )
 async def test_a_run_takes_a_node_in_that_joins_it(nodes: Nodes, zero: str, mesh: str, files: bool) -> None:
@@ -80,7 +82,13 @@ async def test_a_run_takes_a_node_in_that_joins_it(nodes: Nodes, zero: str, mesh
 
 
 @pytest.mark.parametrize(
-    ("zero", "mesh", "files"), [("3", "dp=2", False), ("0", "dp=2,pp=2", False), ("2", "dp=2,pp=2", True)]
+    ("zero", "mesh", "files"),
+    [
+        ("3", "dp=2", False),
+        ("0", "dp=2,pp=2", False),
+        ("2", "dp=2,pp=2", True),
+        ("2", "dp=2,fsdp=2", False),
+    ],
 )
 async def test_a_run_takes_a_node_in_and_goes_on_when_that_is_killed(
     nodes: Nodes, zero: str, mesh: str, files: bool

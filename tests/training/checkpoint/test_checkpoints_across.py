@@ -29,7 +29,7 @@ ZERO_STAGES, MESHES = ("1", "3", "2"), (("pp=2", 2), ("dp=2", 2), ("dp=2,pp=2", 
 async def go_on(
     kind: str, number: int, out: Path, resume: Path | None, *, storage: str, **given: str
 ) -> None:
-    """Train up to step `number` by P (plain), J (replicas), Z (ZeRO), M (a mesh) or X (both); sizes vary."""
+    """Train up to step `number`: P (plain), J (replicas), Z (ZeRO), H (hybrid), M (a mesh), X (both)."""
     shared = {**SHAPE, "steps": str(number), "out": str(out), **given}
     if resume is not None:
         shared["resume"] = str(resume)
@@ -39,9 +39,10 @@ async def go_on(
         plain_by(flags)
         return
     meshes = {"M": MESHES[number % len(MESHES)], "J": ("dp=2", 2), "Z": ("dp=3", 3), "X": ("dp=2,pp=2", 4)}
+    meshes |= {"H": ("dp=2,fsdp=2", 4)}
     mesh, ranks = meshes[kind]
     flags += ["--mesh", given.get("mesh", mesh)]
-    if kind in "ZX":
+    if kind in "ZXH":
         flags += ["--zero", ZERO_STAGES[number % len(ZERO_STAGES)]]
     output = Lines()
     config = HostConfig(
@@ -77,6 +78,18 @@ async def test_each_goes_on_from_each(storage: str, kinds: str, tmp_path: Path) 
         await go_on(kind, number, out, before, storage=storage, data=data)
         before = out
     assert before is not None and digest(before) == digest(tmp_path / "whole")
+
+
+async def test_hybrid_shards_go_on_from_others_and_they_from_them(tmp_path: Path) -> None:
+    data, before = str(write_text(tmp_path / "text")), None
+    given = {"offload": str(tmp_path)}
+    await go_on("P", 6, tmp_path / "whole", None, storage="float16", data=data)
+    for number, (kind, more) in enumerate((("H", {}), ("Z", {}), ("H", given), ("X", {}), ("H", {})), 1):
+        out = tmp_path / f"{number}{kind}"
+        await go_on(kind, number, out, before, storage="float16", data=data, **more)
+        before = out
+    await go_on("M", 6, tmp_path / "last", before, storage="float16", data=data)
+    assert digest(tmp_path / "last") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("offloaded", [False, True])

@@ -43,6 +43,37 @@ def test_groups_cut_the_world_along_their_axes(sizes: list[int], draw: st.DataOb
         assert all(mesh.group_of(rank, *along) == group for rank in group)
 
 
+@given(axes=st.permutations(["dp", "fsdp", "pp", "tp"]), sizes=st.tuples(*[st.integers(1, 3)] * 4))
+def test_who_shares_a_state_lies_together_among_those_that_divide_the_data(
+    axes: list[str], sizes: tuple[int, int, int, int]
+) -> None:
+    mesh = Mesh(tuple(axes), sizes)
+    assert mesh.data_ranks == mesh.size("dp") * mesh.size("fsdp") and mesh.sharded_axis == "fsdp"
+    for group in mesh.groups("dp", "fsdp"):
+        assert sorted(map(mesh.data_place, group)) == list(range(mesh.data_ranks))
+    keys = mesh.state_keys()
+    for group in mesh.groups("fsdp"):
+        places = sorted(map(mesh.data_place, group))
+        assert places == list(range(places[0], places[0] + len(group))) and places[0] % len(group) == 0
+        assert len({keys[rank] for rank in group}) == len(group)
+
+
+@pytest.mark.parametrize(
+    ("text", "called", "axis", "alike"),
+    [
+        ("fsdp=2,tp=2", "dp=2,tp=2", "dp", False),
+        ("dp=2,tp=2", "dp=2,tp=2", "dp", False),
+        ("dp=2,fsdp=2", "dp=2,fsdp=2", "fsdp", True),
+        ("dp=1,fsdp=4", "dp=1,fsdp=4", "fsdp", True),
+    ],
+)
+def test_without_dp_fsdp_is_what_dp_is_to_a_sharded_state(
+    text: str, called: str, axis: str, alike: bool
+) -> None:
+    mesh = Mesh.parse(text, 4).with_data_axis()
+    assert (str(mesh), mesh.sharded_axis, mesh.has_shards_alike) == (called, axis, alike)
+
+
 def test_three_axes_lie_as_usual() -> None:
     mesh = Mesh.of(8, {"dp": 2, "pp": -1, "tp": 2})
     assert str(mesh) == "dp=2,pp=2,tp=2"
@@ -105,6 +136,9 @@ def test_ranks_that_differ_only_along_dp_have_one_state_key(sizes: list[int]) ->
         ("pp=2,dp=2", 2, False),
         ("pp=2,tp=2", 4, False),
         ("dp=4", 1, True),
+        ("dp=2,fsdp=2", 2, True),  # each shard is on both hosts
+        ("fsdp=2,dp=2", 2, False),
+        ("dp=1,fsdp=4", 4, False),
     ],
 )
 def test_replicas_stand_for_each_other_where_a_host_may_be_lost(

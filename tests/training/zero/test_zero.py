@@ -245,7 +245,8 @@ class World:
             part = own.shards.units[action.unit].part
             mine = slice(rank * part, (rank + 1) * part)
             received = [np.stack([value[k][mine] for value in values]) for k in range(own.sums.width)]
-            own.take_reduced(action.unit, own.sums.fold(received))
+            (total,) = own.sums.fold(received).values()
+            own.take_reduced(action.unit, total)
             return zm.Reduced(unit=action.unit)
         self.norm = self.norms.norm([value[0].astype(np.float64) for value in values])
         return zm.NormShared(usable=bool(np.isfinite(self.norm)))

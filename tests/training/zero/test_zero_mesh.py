@@ -170,15 +170,20 @@ async def test_what_diverges_is_named_by_layer_rank_and_step(mesh: str, corpus: 
 
 @given(
     sizes=st.tuples(st.integers(1, 4), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4])),
+    states=st.integers(0, 3),
     chunks=st.sampled_from([1, 2]),
     seed=st.integers(0, 99),
     narrow=st.booleans(),
 )
 def test_the_norm_of_shards_has_the_bits_of_that_of_parts(
-    sizes: tuple[int, int, int], chunks: int, seed: int, narrow: bool
+    sizes: tuple[int, int, int], states: int, chunks: int, seed: int, narrow: bool
 ) -> None:
-    """Whatever the blocks are that it is summed in: here, smaller than most parameters."""
-    mesh = Mesh(("dp", "pp", "tp"), sizes)
+    """Whatever the blocks are that it is summed in: here, smaller than most parameters.
+
+    states: how many ranks along `dp` hold each shard, if the state is sharded along `fsdp`.
+    """
+    axes = ("dp", "fsdp", "pp", "tp") if states else ("dp", "pp", "tp")
+    mesh = Mesh(axes, (states, *sizes) if states else sizes)
     data, stages, parts = sizes
     config, luck = replace(OURS, layers=4), np.random.default_rng(seed)
     dtype = np.float16 if narrow else np.float32
@@ -197,7 +202,7 @@ def test_the_norm_of_shards_has_the_bits_of_that_of_parts(
             here = mesh.coordinates(rank)
             own = OwnParts(models[here["tp"]], cuts, stages=stages, stage=here["pp"])
             shards = shards_of(own, data)
-            shard = shards.shard_of(own.cut(flats[here["tp"]]), here["dp"])
+            shard = shards.shard_of(own.cut(flats[here["tp"]]), here[mesh.sharded_axis])
             pieces.append(norms.pieces(rank, [shard[unit.in_shard] for unit in shards.units]))
         assert [len(one) for one in pieces] == norms.lengths
         found = norms.norm(pieces)

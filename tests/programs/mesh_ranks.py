@@ -24,8 +24,8 @@ from zbmd.training.data.corpus import Corpus
 from zbmd.training.job.mesh import Mesh, MeshGroups
 from zbmd.training.model.gpt import Operator
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, storage_dtype
+from zbmd.training.sharded.replicated import ReplicatedTrainer
 from zbmd.training.sharded.stages import Stages
-from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.options import ZeroOptions
@@ -57,14 +57,14 @@ def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.nda
     model = groups.model(case.model, recompute=case.recompute)
     recipe = Recipe(model, Corpus(Path(case.corpus), context=case.model.context), case.training)
     stages = Stages(schedule=case.schedule, chunks=case.chunks)
-    trainer: MeshTrainer | ZeroTrainer
+    trainer: ReplicatedTrainer | ZeroTrainer
     if case.zero:
         assert case.dtype != "float64"
         options = ZeroOptions(stage=case.zero, storage=case.dtype, loss_scale=case.loss_scale)
-        trainer = ZeroTrainer(groups, recipe, options, stages=stages)
+        trainer = ZeroTrainer(recipe, groups, options, stages=stages)
         trainer.enter(groups, 0)
     else:
-        trainer = MeshTrainer(
+        trainer = ReplicatedTrainer(
             recipe,
             groups,
             stages=stages,
@@ -74,7 +74,7 @@ def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.nda
             overlap=case.overlap,
         )
     if case.poisoned == worker.rank and case.poison == "weight":
-        assert isinstance(trainer, MeshTrainer)
+        assert isinstance(trainer, ReplicatedTrainer)
         slot = next(one for one in trainer.own.layout.slots if one.name.endswith("blocks.0.mlp.out.weight"))
         trainer.params[slot.offset] = np.nan
     elif case.poisoned == worker.rank:

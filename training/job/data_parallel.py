@@ -33,7 +33,8 @@ from zbmd.training.job.explained import errors_explained
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.results import note_numbers
-from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer, share_step
+from zbmd.training.job.step_order import Computed, OrderedSteps
+from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.clip import global_norm
@@ -44,7 +45,6 @@ from zbmd.training.run.journal import report_result
 from zbmd.training.run.ledger import begin_log
 from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
 from zbmd.training.step.reduction import ShardReduction
-from zbmd.training.step.step_hook import StepHook
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 from zbmd.transport.host.threads import computing_with
@@ -265,7 +265,7 @@ class _Own(Task[TaskResult]):
         return result
 
 
-class _OwnTrainer(Trainer):
+class _OwnTrainer(OrderedSteps):
     """Trains a `DataParallelTask`: whole on every rank, its gradient summed along the shard tree."""
 
     file = None
@@ -282,7 +282,12 @@ class _OwnTrainer(Trainer):
         kept: StampedSlots | None,
         buffers: list[Array],
     ) -> None:
-        self.kept = kept
+        super().__init__()
+        self.kept, self.row = kept, ResultRow(task.shards, task.samples)
+        self._found: Mapping[int, float] = {}
+        """The losses of this rank's shards in the step under way."""
+        self._total: Array = np.zeros(0, np.float32)
+        """Its summed gradient."""
         self.groups, self.slots, self.slot, self.step, self.first = groups, slots, 0, 0, 0
         self._task, self._initial, self._layout, self._grads = task, initial, layout, grads
         self._room, self._buffers = buffers[-1], buffers
@@ -344,50 +349,41 @@ class _OwnTrainer(Trainer):
         self.groups, self.step = groups, version
         self._divide()
 
-    def run_step(self, watch: StepHook) -> StepResult:
-        assert watch.applies_first, "ranks stand for each other"
-        began_ns, task, ids = now_ns(), self._task, self._task.sample_ids(self.step)
-        try:
-            reduction = ShardReduction(
-                self.groups.data, self._plan, self._assignment, self._buffers, self._room
-            )
-            losses = self._differentiate(ids)
-            computed_ns = now_ns()
-            reduction.submit(slice(0, self._grads.size))
-            try:
-                reduction.finish()
-            finally:
-                reduction.drain()
-            waited_ns, total = now_ns() - computed_ns, reduction.total
-            total *= np.float32(1 / task.shards)
-            norm = global_norm(total, xp=np)
-            with spans.OPTIMIZER:
-                new = self._state_in(1 - self.slot)
-                update = partial(task.update, self.state, new, _named(self._grads, total), self.step)
-                update() if self._actors is None else self._actors.update(update)
-            watch.prepared()
-            consumed = {shard: ids[shard] for shard in losses}
-            row = ResultRow(task.shards, task.samples)
-            told = share_step(
-                self.groups.world, row, watch, losses=losses, samples=consumed, reporters=self._reporters
-            )
-            done = StepResult(
-                version=self.step + 1,
-                losses=told.losses,
-                samples=told.samples,
-                grad_norm=norm,
-                compute_ns=computed_ns - began_ns,
-                waited_ns=waited_ns,
-            )
-            watch.updated(done)
-            watch.voted(told.votes)
-        except BaseException:
-            self.groups.give_up()
-            raise
-        self.slot, self.step = 1 - self.slot, self.step + 1
-        return done
+    @property
+    def _losses(self) -> Mapping[int, float]:
+        return self._found
 
-    def _differentiate(self, ids: npt.NDArray[np.int64]) -> dict[int, float]:
+    def _differentiate(self) -> Computed:
+        began_ns, task = now_ns(), self._task
+        reduction = ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._room)
+        ids = task.sample_ids(self.step)
+        self._found = self._gradient(ids)
+        self._consumed = {shard: ids[shard] for shard in self._found}
+        computed_ns = now_ns()
+        reduction.submit(slice(0, self._grads.size))
+        try:
+            reduction.finish()
+        finally:
+            reduction.drain()
+        waited_ns, total = now_ns() - computed_ns, reduction.total
+        total *= np.float32(1 / task.shards)
+        self._total = total
+        return Computed(
+            norm=global_norm(total, xp=np), compute_ns=computed_ns - began_ns, waited_ns=waited_ns
+        )
+
+    def _update(self, made: Computed) -> None:
+        new = self._state_in(1 - self.slot)
+        gradient = _named(self._grads, self._total)
+        update = partial(self._task.update, self.state, new, gradient, self.step)
+        with spans.OPTIMIZER:
+            update() if self._actors is None else self._actors.update(update)
+        self.slot = 1 - self.slot
+
+    def _abandon(self, error: BaseException) -> None:
+        self.groups.give_up()
+
+    def _gradient(self, ids: npt.NDArray[np.int64]) -> dict[int, float]:
         """Compute this rank's shards; return their parts of the loss."""
         losses, state, everything = dict[int, float](), self.state, slice(0, self._grads.size)
         for leaf in self._plan.leaves:

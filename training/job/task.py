@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from zbmd.collectives.group.group import Group
-from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.job.mesh import MeshGroups
@@ -28,10 +25,9 @@ from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.interface import SegmentedState
 from zbmd.training.redundancy.stamped import Note, StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
-from zbmd.training.step.step_hook import VOTE_NUMBERS, StepHook, Vote
+from zbmd.training.step.step_hook import StepHook
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
-_NOTHING: npt.NDArray[np.float64] = np.zeros(0)
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +37,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     each shard consumed, as told by who computed it; grad_norm: unclipped. loss_scale: what the gradients were
     multiplied by; skipped: attempts that overflowed, so far. compute_ns: forwards and backwards, with the
     waits along `pp` and `tp`; waited_ns: after that, for reductions; busy_ns: of each rank, `compute_ns`
-    without the waits along `pp`.
+    without the waits along `pp`; empty if that is not known.
     """
 
     version: int
@@ -96,93 +92,6 @@ class ResultRow(msgspec.Struct, frozen=True):
             compute_ns=int(row[4]),
             waited_ns=int(row[5]),
         )
-
-
-class Told(NamedTuple):
-    """Losses and samples of all shards in a step, and the votes and times of ranks."""
-
-    losses: tuple[float, ...]
-    samples: tuple[tuple[int, ...], ...]
-    votes: list[Vote]
-    busy_ns: tuple[int, ...]
-    beside: list[npt.NDArray[np.float64]]
-
-
-class AllBegun:
-    """Tells `watch` once that all ranks have begun the step, so that each holds `version`, that before it.
-
-    begun: an operation that ends when they have; None if the trainer calls `tell`.
-    """
-
-    def __init__(self, watch: StepHook, version: int, begun: Future[None] | None) -> None:
-        self._watch, self._version, self._begun = watch, version, begun
-        self._told = False
-
-    def look(self) -> None:
-        """Tell it if it is so by now. Raises as the operation."""
-        if self._begun is not None and self._begun.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Tell it as soon as it is so."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            with spans.COMM:
-                begun.result()
-            self.tell()
-
-    def tell(self) -> None:
-        """Tell it: it is so."""
-        if not self._told:
-            self._told = True
-            self._watch.all_hold(self._version)
-
-
-def all_begin(world: Group) -> Future[None]:
-    """Return an operation that ends when all have begun it."""
-    end_ns = world.deadline_ns()
-    return world.submit(lambda c: c.barrier(deadline_ns=end_ns))
-
-
-def share_step(
-    world: Group,
-    row: ResultRow,
-    watch: StepHook | None,
-    *,
-    losses: Mapping[int, float],
-    samples: Mapping[int, npt.NDArray[np.int64]],
-    reporters: Sequence[int],
-    busy_ns: int = 0,
-    beside: npt.NDArray[np.float64] = _NOTHING,
-) -> Told:
-    """Tell all ranks this one's vote, and of its shards the losses and samples: one operation.
-
-    watch: votes, unless it is None. reporters: the place in `world` of the rank that reports each logical
-    shard. beside: more numbers for all ranks to see, as many on each. Raises as the operation.
-    """
-    at, each = VOTE_NUMBERS + row.shards, row.samples
-    busy = at + row.shards * each
-    mine = np.zeros(busy + 1 + len(beside))
-    if watch is not None:
-        with spans.COMM:  # it may wait for the copy of a state
-            mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
-    for shard, loss in losses.items():
-        mine[VOTE_NUMBERS + shard] = loss
-    for shard, ids in samples.items():
-        mine[at + shard * each :][:each] = ids
-    mine[busy], mine[busy + 1 :] = float(busy_ns), beside
-    with spans.COMM:
-        every = world.blocking.all_gather(mine) if world.size > 1 else mine[np.newaxis]
-    told = list(enumerate(reporters))
-    return Told(
-        losses=tuple(float(every[place][VOTE_NUMBERS + shard]) for shard, place in told),
-        samples=tuple(
-            tuple(every[place][at + shard * each :][:each].astype(np.int64).tolist()) for shard, place in told
-        ),
-        votes=[one[:VOTE_NUMBERS].view(np.uint64) for one in every],
-        busy_ns=tuple(int(one[busy]) for one in every),
-        beside=[one[busy + 1 :] for one in every],
-    )
 
 
 class Trainer(Protocol):

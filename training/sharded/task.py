@@ -32,6 +32,7 @@ from zbmd.training.redundancy.stamped import StampedSlots, StateName, kept_slots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.replicated import ReplicatedTrainer
 from zbmd.training.sharded.stage_of_view import RingRoom
 from zbmd.training.sharded.stages import SLOTS, elements_most, shard_layouts, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
@@ -162,11 +163,11 @@ class EngineTask(Task[TrainResult]):
         options = self._options
         recipe = self._recipe(groups.model(self._config, recompute=options.recompute))
         offload = self._file_in(groups.world)
-        trainer: MeshTrainer | ZeroTrainer
+        trainer: MeshTrainer
         if options.zero:
             trainer = ZeroTrainer(
-                groups,
                 recipe,
+                groups,
                 options.zero_options,
                 stages=self._stages,
                 keep_previous=True,
@@ -176,7 +177,7 @@ class EngineTask(Task[TrainResult]):
                 rings=self._rings,
             )
         else:
-            trainer = MeshTrainer(
+            trainer = ReplicatedTrainer(
                 recipe,
                 groups,
                 stages=self._stages,
@@ -217,7 +218,7 @@ class EngineTask(Task[TrainResult]):
         """See `Task`."""
         if not self._options.actors:
             return None
-        assert isinstance(trainer, MeshTrainer | ZeroTrainer), "another task's trainer"
+        assert isinstance(trainer, MeshTrainer), "another task's trainer"
         return ModelActors(trainer, trainer.recipe.model, seed=self.seed)
 
     def copies(self, trainer: Trainer) -> list[Array]:
@@ -263,7 +264,7 @@ class EngineTask(Task[TrainResult]):
         self, trainer: Trainer, last: StepResult | None, held_out_loss: float, *, is_first: bool
     ) -> TrainResult | None:
         """Save the weights."""
-        assert isinstance(trainer, MeshTrainer | ZeroTrainer), "another task's trainer"
+        assert isinstance(trainer, MeshTrainer), "another task's trainer"
         took_s = max(1e-9, (now_ns() - self._began_ns) / 1e9)
         weights = trainer.weights().astype(np.float32)
         pipeline = self.mesh.size(PIPELINE_AXIS) > 1

@@ -1,286 +1,71 @@
-"""Run training steps on a mesh of `dp × pp × tp` ranks; blocking, for one thread.
+"""Train a GPT on a mesh of `dp × fsdp × pp × tp` ranks; blocking, for one thread.
 
-Along `dp`, ranks divide the logical shards of the recipe and sum the gradients along the shard tree, bucket
-by bucket, while the last backward pass still runs. Along `pp`, each rank holds some of the layers, and shards
-pass through as micro-batches (`zbmd.training.pipeline`). The resulting bits depend neither on the sizes of
-`dp` and `pp`, nor on the schedule or the overlap. Along `tp`, each rank holds a slice of the parameters;
-there the order of summation depends on the size.
+This is the one trainer of the engine; how the ranks that divide the data hold the state is a policy that a
+class derives it with: each the whole of it (`replicated`), or a shard (`zero_trainer`). Along `pp`, a rank
+holds some of the layers, and shards pass through as micro-batches (`zbmd.training.pipeline`). The resulting
+bits depend neither on the policy, nor on the sizes of `dp`, `fsdp` and `pp`, nor on schedule and overlap.
+Along `tp`, a rank holds a slice of the parameters; there the order of summation depends on the size.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from zbmd.collectives.algorithms.shard_tree import assign_shards
-from zbmd.training.autograd import spans
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
-from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
-from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
-from zbmd.training.job.task import AllBegun, ResultRow, StepResult, Told, Trainer, all_begin, share_step
+from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.step_order import Computed, OrderedSteps
+from zbmd.training.job.task import ResultRow
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.training.model_actors.model_actors import ModelActors
-from zbmd.training.model_actors.tensor_actor import HeldTensor
-from zbmd.training.optim import HeldMatrices, arrays_of
-from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
-from zbmd.training.optim.elementwise import AdamWState
-from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, attempted, computing_dtype
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.optim.mixed_precision import LossScale, attempted
 from zbmd.training.profiler.lines import ActivationPeak
-from zbmd.training.redundancy.cut_events import Resharding, Span
-from zbmd.training.redundancy.stamped import StampedSlots
-from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.model_part import ModelPart, reporters
-from zbmd.training.sharded.norm import mesh_norm
-from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
-from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
-from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
+from zbmd.training.sharded.stage_of_view import StageOfView
+from zbmd.training.sharded.stages import Stages
 from zbmd.training.step.loader import BatchLoader
-from zbmd.training.step.memory_estimate import naming_step
-from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.reduction import ShardReduction, gather_pieces, is_alone
-from zbmd.training.step.step_hook import NO_HOOK, StepHook
-from zbmd.transport.memory.arena import Arena
-from zbmd.transport.native._native import now_ns
+from zbmd.training.step.reduction import gather_pieces
 
 
-class MeshTrainer(Trainer):
-    """Trains `recipe`, whose model is of `groups.model`, with weights and gradients of `dtype`.
+class MeshTrainer(OrderedSteps):
+    """Trains `recipe`, whose model is of `groups.model`; all ranks make it and call its methods together.
 
-    Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
-    begins with. Arrays lie in `arena`, whose memory peers can read: that saves copies, and is needed where
-    other ranks read the state; without one, in memory of this process alone. `keep` makes slots of so many
-    float32 numbers that outlive the process, if it can. Without `overlap` the reductions
-    begin when the backward pass has ended. `offload` makes a file for slots of so many float32 numbers: they
-    lie there. With `largest`, views have meshes of any size along `dp` up to that one's. With a
-    file, or `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a
-    replica may have a later one. rings: memory of stages' rings that outlives this object.
+    stages: how the model is divided along `pp`.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        groups: MeshGroups,
-        *,
-        stages: Stages = ONE_EACH,
-        dtype: np.dtype[np.floating] = FLOAT32,
-        arena: Arena | None = None,
-        keep: Callable[[int], StampedSlots | None] = lambda _: None,
-        overlap: bool = True,
-        loss_scale: float = SCALE_FIRST,
-        offload: Callable[[int], StateFile] | None = None,
-        begins_later: bool = False,
-        largest: Mesh | None = None,
-        rings: RingRoom | None = None,
-    ) -> None:
-        self.recipe = recipe
-        self.groups = groups
-        self._arena = arena
-        self.overlap = overlap
-        self.step = self.first = 0
-        self.dtype, self.state_dtype = dtype, computing_dtype(dtype)
-        self._initial_scale = LossScale.of(dtype, first=loss_scale)
-        config, model = recipe.config, recipe.model
-        self._arrays = arrays_of(config.optimizer)
-        self.part = ModelPart(model, groups, stages)
-        self.own, self._cuts = self.part.own, self.part.cuts
-        size = self.own.layout.size
-        sizes = range(1, largest.size(DATA_AXIS) + 1) if largest else [groups.size(DATA_AXIS)]
-        buffers = buffers_most(config.shards, sizes)
-        self._buffers = [self._gradient() for _ in range(buffers)]
-        is_apart = not is_alone(assign_shards(config.shards, (largest or groups.mesh).size(DATA_AXIS)))
-        self._room = self._gradient() if is_apart else None
-        self._stage = StageOfView(
-            recipe,
-            self.own,
-            stages,
-            self._buffers,
-            dtype=self.state_dtype,
-            shrinks=largest is not None,
-            rings=rings,
-        )
-        self._divide()
-        elements = state_elements(size, dtype, config.optimizer)
-        self.file = None if offload is None else offload(elements)
-        self.kept = keep(elements * self.state_dtype.itemsize // FLOAT32.itemsize) if not self.file else None
-        stamped = self.file or self.kept
-        if stamped is None:
-            zeros = np.zeros if arena is None else arena.lazy_zeros
-            self.slots = [zeros(elements, self.state_dtype) for _ in range(SLOTS)]
-        else:
-            self.slots = [slot.view(self.state_dtype) for slot in stamped.slots]
-        """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
-        it changes."""
-        self._apart = self._gradient() if dtype != self.state_dtype or self.file is not None else None
-        """The weights of the passes, where they are not the state's own."""
-        self.slot = 0
-        """The one in use."""
-        self._initial: Array | None = None
-        self._saved: SavedState | None = None
-        self._begins_later = begins_later or self.file is not None
-        self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file, self._held_matrices())
+    def __init__(self, recipe: Recipe, groups: MeshGroups, stages: Stages) -> None:
+        super().__init__()
+        config = recipe.config
+        self.recipe, self.groups, self.step = recipe, groups, 0
+        self.row = ResultRow(config.shards, config.sequences_per_shard)
+        self.part = ModelPart(recipe.model, groups, stages)
+        self._stage: StageOfView | None = None
+        """The passes of a stage; None: the policy computes units in turn."""
+        self._assignment: Assignment = ()
+        """The logical shards of each place among those that divide the data."""
         self._actors: ModelActors | None = None
-        self._begin()
-        self._consumed: Mapping[int, npt.NDArray[np.int64]] = {}
-        """Ids of the samples of the last attempt, by logical shard."""
         self._loader = BatchLoader(recipe)
         self._compute_ns = self._waited_ns = 0
-        self._scale = self._initial_scale
-        """Of the last attempt."""
 
     def _divide(self) -> None:
-        """Divide the logical shards over the ranks along `dp` of this view."""
-        groups, config, place = self.groups, self.recipe.config, self.groups.place(DATA_AXIS)
-        self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
-        self._plan = AccumulationPlan.of(config.shards, *self._assignment[place])
-        self._stage.enter(groups, self._plan)
-        self._reporters = reporters(self.own, groups.mesh, self._assignment)
-        self._total = self._reduction().total
-        """The gradient, of this rank's part, once an attempt has computed it."""
+        """Divide the logical shards over the ranks of this view."""
+        mesh = self.groups.mesh
+        self._assignment = assign_shards(self.row.shards, mesh.data_ranks)
+        self._reporters = reporters(self.part.own, mesh, self._assignment)
 
-    def _held_matrices(self) -> HeldMatrices | None:
-        """Return the parts of this stage's hidden matrices along tp; None: they are whole."""
-        found = self.part.matrices
-        return HeldMatrices(matrices=tuple(found.values()), gather=self._gathered) if found else None
-
-    def _gathered(self, piece: Array) -> Sequence[Array]:
+    def _gathered_along_tp(self, piece: Array) -> Sequence[Array]:
         model = self.recipe.model
         return gather_pieces(model.group, piece) if isinstance(model, ParallelGPT) else [piece]
 
     def supervised(self, actors: ModelActors) -> None:
         """See `Trainer`."""
-        self._actors = actors
-        self.own.parts = {number: actors.part(part) for number, part in self.own.parts.items()}
-
-    # ---- the state
-
-    @property
-    def state(self) -> AdamWState:
-        """Weights and moments of this rank's part, in the slot in use."""
-        return self._state_in(self.slot)
-
-    def _state_in(self, slot: int) -> AdamWState:
-        return AdamWState.of(self.slots[slot], self.own.layout.size, len(self._arrays))
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """That of the next step, the same on all ranks. Raises `UserError` for a state that is damaged."""
-        return self._initial_scale.read(self._scale_room(self.slot))
-
-    def _scale_room(self, slot: int) -> Array:
-        return self.slots[slot][len(self._arrays) * self.own.layout.size :]
-
-    @property
-    def params(self) -> Array:
-        """The weights of the passes; of 16 bits, as they were rounded last."""
-        return self.state.weights if self._apart is None else self._apart
-
-    def _round(self) -> None:
-        """As behind every change of the slot in use."""
-        if self._apart is not None:
-            self._apart[:] = self.state.weights
-
-    @property
-    def shard(self) -> MeshTrainer:
-        """See `Trainer`."""
-        return self
-
-    @property
-    def scale(self) -> tuple[float, ...]:
-        """See `Trainer`."""
-        return self.loss_scale.values
-
-    def begin_with(self, weights: Array) -> None:
-        """Begin with the whole model's weights, not with the seed's."""
-        self._initial = self.part.of(weights)
-        self._begin()
-
-    def begin_from(self, saved: SavedState) -> None:
-        """Begin with the state in a checkpoint, of any mesh. Raises `UserError` for one that is damaged."""
-        self._saved, self.step, self.first = saved, saved.version, saved.version
-        self.slot = saved.version % SLOTS
-        self._begin()
-
-    def pieces(self) -> list[Piece]:
-        """Return this rank's share of a checkpoint: its part of the state that its replicas along `dp` hold.
-
-        Parameters that are whole along `tp` are written by the first rank there.
-        """
-        state, layout = self.state, self.own.layout
-        views = (layout.views(getattr(state, name)) for name in self._arrays)
-        pieces = [
-            Piece(slot.name, cut, tuple(held))
-            for (slot, cut), writes, *held in zip(self._cuts, self.part.writes, *views, strict=True)
-            if writes
-        ]
-        sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
-        mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
-        return [pieces[at] for at in mine]
-
-    def tensors(self, version: int) -> Iterator[HeldTensor]:
-        """See `StateSource`."""
-        views = self.own.layout.views(self._state_in(version % SLOTS).weights)
-        for (slot, cut), view in zip(self._cuts, views, strict=True):
-            yield HeldTensor(slot.name, cut, view)
-
-    def _begin(self) -> None:
-        if not self._begins_later:
-            self.begin_anew()
-
-    def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
-        """Views that together are all of a slot, run by run, the loss scale last."""
-        yield from self._optimizer.parts_of(self._state_in(slot))
-        yield [self._scale_room(slot)]
-
-    def reshard(self, parts: int) -> Resharding:
-        """See `ResizableState`: all ranks along `dp` hold the same."""
-        alike, here = self.groups.mesh.alike(self.groups.world.rank, parts), self.groups.place(DATA_AXIS)
-        elements = self.slots[0].size
-        return Resharding(elements, [Span(alike[here % len(alike)], 0, elements, 0)])
-
-    def _gradient(self) -> Array:
-        """Return an array like the gradient, whose parameters are written before they are read."""
-        layout, arena = self.own.layout, self._arena
-        made = np.zeros(layout.size, self.dtype) if arena is None else arena.empty(layout.size, self.dtype)
-        layout.clear_padding(made)
-        return made
-
-    def _ready(self, slot: Array) -> None:
-        if self._arena is not None:
-            self._arena.ready(slot)
-
-    def begin_anew(self) -> None:
-        """Take the state that the training begins with, in the slot of `first`."""
-        recipe, saved, self.slot = self.recipe, self._saved, self.first % SLOTS
-        self._ready(self.slots[self.slot])
-        self.slots[self.slot][:] = 0
-        scale = self._initial_scale
-        if saved is not None:
-            scale = scale.read(np.array(saved.loss_scale))
-            for name in self._arrays:
-                flat = getattr(self.state, name)
-                for (slot, cut), own in zip(self._cuts, self.own.layout.slots, strict=True):
-                    flat[own.span] = cut.of(saved.parameter(name, slot)).reshape(-1)
-        elif self._initial is not None:
-            self.state.weights[:] = self._initial
-        else:
-            self.state.weights[:] = self.part.initial(recipe.config.seed)
-        scale.write(self._scale_room(self.slot))
-        self._round()
-
-    def weights(self) -> Array:
-        """The weights of the whole model, on all ranks; all together."""
-        return self.part.whole(self.state.weights, self.groups)
-
-    def held_out_loss(self, *, windows_max: int) -> float:
-        """See `Trainer`. Ranks along `dp` share the windows."""
-        return self.part.held_out_loss(self.recipe, self.state.weights, self.groups, windows_max=windows_max)
+        self._actors, own = actors, self.part.own
+        if self._stage is not None:
+            own.parts = {number: actors.part(part) for number, part in own.parts.items()}
 
     # ---- epochs
 
@@ -289,10 +74,10 @@ class MeshTrainer(Trainer):
         self._loader.close()
         self.groups, self.step = groups, version
         self._divide()
-        if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
-            actors = self._actors
-            self.recipe.model.group = groups.tensor if actors is None else actors.group(groups.tensor)
-        self._round()
+        model, tensor, actors = self.recipe.model, groups.tensor, self._actors
+        if isinstance(model, ParallelGPT) and tensor is not None:
+            model.group = tensor if actors is None else actors.group(tensor)
+        self._prepare_weights()
 
     def close(self, *, gave_up: bool = False) -> None:
         """Leave the neighbours' memory; with `gave_up` who waits for us there waits no longer. Idempotent.
@@ -300,151 +85,65 @@ class MeshTrainer(Trainer):
         Ours is there for them until this process ends.
         """
         self._loader.close()
-        self._stage.close(gave_up=gave_up)
+        if self._stage is not None:
+            self._stage.close(gave_up=gave_up)
 
     @property
     def held_most(self) -> ActivationPeak | None:
-        """The peak of this rank's activations in the last step; None if it computed none in this view."""
-        return self._stage.held_most
+        """See `Trainer`: activations of units that are computed in turn are not counted."""
+        return None if self._stage is None else self._stage.held_most
 
     def bubble_of_times(self) -> float:
         """See `StageOfView`."""
-        return self._stage.bubble_of_times()
+        return 0.0 if self._stage is None else self._stage.bubble_of_times()
 
     # ---- steps
 
-    def run_step(self, watch: StepHook = NO_HOOK) -> StepResult:
-        """Do one step; all ranks together.
-
-        Raises `PeerLost` or `OperationAborted` when a rank is lost, `DeadlineExceeded` when one stands still,
-        `StepOutOfMemory` on this rank, and `TrainingDiverged` on all alike. The slot in use is then that
-        before the step, or, where others had not come so far, that behind it: see
-        `zbmd.training.redundancy.machine`. Go on behind `enter`.
-        """
-        with naming_step(self.groups.worker.rank, self.step):
-            try:
-                return self._run_step(watch)
-            except BaseException:
-                self.groups.give_up()
-                self.close(gave_up=True)
-                raise
-
-    def _reduction(self) -> ShardReduction:
-        return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._room)
-
-    def _run_step(self, watch: StepHook) -> StepResult:
-        world = self.groups.world
-        first = watch.applies_first
-        held = AllBegun(watch, self.step, None if watch is NO_HOOK or first else all_begin(world))
-        self._compute_ns = self._waited_ns = 0
-        try:
-            norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
-        except TrainingDiverged as error:
-            raise self._named(error, held) from None
-        held.wait()
-        if first:
-            self._update(norm, scale)
-            watch.prepared()
-        told = self._meet(watch)
-        done = StepResult(
-            version=self.step + 1,
-            losses=told.losses,
-            samples=told.samples,
-            grad_norm=norm,
-            compute_ns=self._compute_ns,
-            waited_ns=self._waited_ns,
-            busy_ns=told.busy_ns,
-            loss_scale=scale.scale,
-            skipped=scale.skipped,
-        )
-        if first:
-            watch.updated(done)
-        watch.voted(told.votes)
-        if not first:
-            self._update(norm, scale)
-        self.slot, self.step = 1 - self.slot, self.step + 1
-        self._round()
-        if not first:
-            watch.updated(done)
-        return done
-
-    def _attempt(self, scale: LossScale, held: AllBegun) -> float:
-        """Compute the gradient, times `scale`, and its norm, on all ranks the same."""
-        self._scale, reduction = scale, self._reduction()
-        try:
-            return self._differentiated(scale, held, reduction)
-        finally:
-            reduction.drain()
-
-    def _differentiated(self, scale: LossScale, held: AllBegun, reduction: ShardReduction) -> float:
-        started_ns = now_ns()
-        if self._plan.leaves:
-            self._stage.passes.run(
-                self.params,
-                self._batches(),
-                deadline_ns=self.groups.world.deadline_ns(),
-                final=reduction.submit if self.overlap else None,
-                between=held.look,
-                loss_scale=scale.scale,
-            )
-        computed_ns = now_ns()
-        if not self.overlap or not self._plan.leaves:
-            for span in self._stage.passes.spans:
-                reduction.submit(span)
-        reduction.finish()
-        self._compute_ns += computed_ns - started_ns
-        self._waited_ns += now_ns() - computed_ns
-        return self._norm()
-
-    def _batches(self) -> Sequence[Batch]:
-        loaded = self._loader.load(self.step, [leaf.shard for leaf in self._plan.leaves])
+    def _batches(self, shards: Sequence[int]) -> Sequence[Batch]:
+        """Return the batches of these logical shards in the step under way."""
+        loaded = self._loader.load(self.step, shards)
         self._consumed = loaded.samples
         return loaded.batches
 
-    def _norm(self) -> float:
-        """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""
-        groups = self.groups
-        with spans.GRAD_CLIP:
-            return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
+    def _differentiate(self) -> Computed:
+        self._compute_ns = self._waited_ns = 0
+        try:
+            norm, scale = attempted(self.loss_scale, self._attempt)
+        except TrainingDiverged as error:
+            raise self._named(error) from None
+        return Computed(norm, scale.scale, scale.skipped, self._compute_ns, self._waited_ns)
 
-    def _named(self, error: TrainingDiverged, held: AllBegun) -> TrainingDiverged:
-        """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
-        model, layout, watching = self.recipe.model, self.own.layout, NonFiniteProbe()
-        partials = [self._buffers[place] for place in self._plan.partials.values()]
-        gradient = bad_gradient([non_finite(layout, grads, xp=np) for grads in partials], model)
-        watching.first = bad_weights(layout, self.params, model)
-        with watching.on(), contextlib.suppress(TrainingDiverged):
-            self._attempt(self._scale, held)
-        began = describe_first_non_finite(self.groups.world, model, watching.first or gradient)
-        return TrainingDiverged(f"step {self.step}: {error} {began}")
+    # ---- the policy
 
-    def _meet(self, watch: StepHook) -> Told:
-        shards = {leaf.shard: at for at, leaf in enumerate(self._plan.leaves)}
-        config, passes = self.recipe.config, self._stage.passes
-        return share_step(
-            self.groups.world,
-            ResultRow(config.shards, config.sequences_per_shard),
-            watch,
-            losses={shard: passes.losses[at] for shard, at in shards.items() if at in passes.losses},
-            samples=self._consumed,
-            reporters=self._reporters,
-            busy_ns=passes.busy_ns,
-        )
+    @property
+    @abstractmethod
+    def loss_scale(self) -> LossScale:
+        """That of the next step, the same on all ranks. Raises `UserError` for a state that is damaged."""
 
-    def _update(self, norm: float, scale: LossScale) -> None:
-        """Write the next version into the slot that is not in use."""
-        config, target = self.recipe.config, 1 - self.slot
-        self._ready(self.slots[target])
-        update = partial(
-            self._optimizer.update,
-            self.state,
-            self._state_in(target),
-            self._total,
-            step=self.step,
-            learning_rate=self.recipe.learning_rate(self.step),
-            grad_scale=clip_scale(norm, limit=config.clip_norm) / scale.scale,
-        )
-        with spans.OPTIMIZER:
-            update() if self._actors is None else self._actors.update(update)
-        scale.after(finite=True).write(self._scale_room(target))
-        self._optimizer.paging.wrote(self._scale_room(target))
+    @property
+    def scale(self) -> tuple[float, ...]:
+        """See `Trainer`."""
+        return self.loss_scale.values
+
+    @abstractmethod
+    def begin_with(self, weights: Array) -> None:
+        """Begin with the whole model's weights, not with the seed's."""
+
+    @abstractmethod
+    def weights(self) -> Array:
+        """Return the weights of the whole model, on all ranks; all together."""
+
+    @abstractmethod
+    def _prepare_weights(self) -> None:
+        """Make the weights of the passes of the state, as behind every change of it."""
+
+    @abstractmethod
+    def _attempt(self, scale: LossScale) -> float:
+        """Compute the gradient, times `scale`, and its norm, on all ranks the same.
+
+        Raises `TrainingDiverged` for a norm that is not finite.
+        """
+
+    @abstractmethod
+    def _named(self, error: TrainingDiverged) -> TrainingDiverged:
+        """Return `error` with where it began, on all ranks alike: all is computed once more."""

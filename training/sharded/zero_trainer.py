@@ -17,9 +17,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Final, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
@@ -29,27 +27,22 @@ from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, active_probe
 from zbmd.training.autograd.tape import Tensor
 from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
 from zbmd.training.job.mesh import DATA_AXIS, MeshGroups
-from zbmd.training.job.task import AllBegun, ResultRow, StepResult, Told, Trainer, all_begin, share_step
+from zbmd.training.job.step_order import Computed
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_group import TensorGroup
-from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
-from zbmd.training.optim.mixed_precision import LossScale, attempted, storage_dtype
-from zbmd.training.profiler.lines import ActivationPeak
+from zbmd.training.optim.mixed_precision import LossScale, storage_dtype
 from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import captured_machine
-from zbmd.training.sharded.model_part import ModelPart, reporters
 from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, Stages
-from zbmd.training.step.loader import BatchLoader
-from zbmd.training.step.memory_estimate import naming_step
+from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite, described_losses
 from zbmd.training.step.recipe import Recipe, mean_loss
 from zbmd.training.step.reduction import gather_pieces
-from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.layout import Accountant, MemoryKind, is_by_layers, shards_of
 from zbmd.training.zero.machine import ZERO_STEP
@@ -58,7 +51,7 @@ from zbmd.training.zero.options import ZeroOptions
 from zbmd.training.zero.rank import PartOfModel, ZeroRank, slot_elements
 from zbmd.training.zero.reduction import ShardedReduction
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import DeadlineExceeded, PeerLost
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
 from zbmd.transport.native._native import now_ns
 
 STEP_LOST: Final = (PeerLost, OperationAborted, DeadlineExceeded)
@@ -71,20 +64,18 @@ UPDATE_POINT = faults.declare("zero.update", "before the shard is updated in pla
 UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
 
 
-class ZeroTrainer(Trainer):
-    """Trains `recipe` on a mesh, the state of each part of the model sharded along `dp` or `fsdp`.
+class ZeroTrainer(MeshTrainer):
+    """Trains with the state of each part of the model sharded along `dp` or `fsdp`; see `MeshTrainer`.
 
-    For one thread, not the loop's. All ranks make it and call its methods together; the model is of
-    `groups.model`. The worker was joined with an arena of at least `arena_bytes_needed`. stages: how the
-    model is divided along `pp`. keep_previous: see `ZeroRank`; offload: makes the file of so many float32
-    numbers. shrinks: whether views may have fewer ranks along `dp`, for this trainer or one that follows it;
-    rings: memory that they share.
+    The worker was joined with an arena of at least `arena_bytes_needed`. keep_previous: see `ZeroRank`;
+    offload: makes the file of so many float32 numbers. shrinks: whether views may have fewer ranks along
+    `dp`, for this trainer or one that follows it; rings: memory that they share.
     """
 
     def __init__(
         self,
-        groups: MeshGroups,
         recipe: Recipe,
+        groups: MeshGroups,
         options: ZeroOptions,
         *,
         stages: Stages = ONE_EACH,
@@ -94,13 +85,13 @@ class ZeroTrainer(Trainer):
         shrinks: bool = False,
         rings: RingRoom | None = None,
     ) -> None:
-        self.recipe, self.options, self.groups = recipe, options, groups
+        super().__init__(recipe, groups, stages)
+        self.options = options
         config, worker, mesh = recipe.config, groups.worker, groups.mesh
         arena = worker.segment.arena
         self.memory = Accountant(
             arena.empty, arena.zeros, arena.lazy_zeros, arena.lazy_empty, ready=arena.ready
         )
-        self.part = ModelPart(recipe.model, groups, stages)
         self._reduction = ShardedReduction(groups, config.shards)
         shards = shards_of(self.part.own, mesh.size(mesh.sharded_axis))
         elements = slot_elements(shards, config.optimizer, storage_dtype(options.storage))
@@ -109,7 +100,6 @@ class ZeroTrainer(Trainer):
         self._buffers: list[Array] = []
         """Gradients of the passes that are under way."""
         self._stage = self._stage_of_view(stages, rings, shrinks=shrinks)
-        """The passes of a stage; None: units are computed in turn."""
         self.own = ZeroRank(
             recipe.model,
             shards,
@@ -129,35 +119,25 @@ class ZeroTrainer(Trainer):
         )
         self._update_group: TensorGroup = self._group
         """The group in which an optimizer gathers whole matrices."""
-        self.step = 0
         units = len(shards.units)
         machine = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
         self._machine = captured_machine(worker, ZERO_STEP, "zero", zm.ZeroStep(**machine), machine)
         self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
-        self._watch: StepHook = NO_HOOK
-        self._begun = AllBegun(NO_HOOK, 0, None)
-        self._voted = False
-        self._usable: bool | None = None
-        """Whether the attempt under way came to an end that changed the state; None: it is under way."""
+        self._actions = deque[zm.Action]()
+        """Of the step under way, to be performed."""
         self._scale = self.own.initial_scale
         """Loss scale of the attempt under way, with the skips before it."""
-        self._norm, self._began_ns, self._passes_ns = 0.0, 0, 0
-        self._told: Told | None = None
-        """Losses and samples of the last attempt."""
-        self._consumed: Mapping[int, NDArray[np.int64]] = {}
-        """Ids of the samples that this rank consumed in the last attempt, by logical shard."""
-        self._loader = BatchLoader(recipe)
+        self._norm, self._began_ns = 0.0, 0
         self._pieces: list[Pieces] = []
         """Of all ranks' gradients, of the last attempt."""
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the data and the norm over the ranks of this view."""
-        groups, recipe, shards = self.groups, self.recipe, self.recipe.config.shards
-        self._reduction, mesh, parts = ShardedReduction(groups, shards), groups.mesh, self.part.own
+        super()._divide()
+        groups, parts = self.groups, self.part.own
+        self._reduction = ShardedReduction(groups, self.row.shards)
         self.own.divide(self._reduction.sums)
-        self._norms = ShardedNorm(mesh, recipe.model, [part.layers for part in parts.every])
-        self._reporters = reporters(parts, mesh, assign_shards(shards, mesh.data_ranks))
+        self._norms = ShardedNorm(groups.mesh, self.recipe.model, [part.layers for part in parts.every])
         if self._stage is not None:
             self._stage.enter(groups, self._reduction.sums.plan(self.own.rank))
 
@@ -186,10 +166,6 @@ class ZeroTrainer(Trainer):
             replica=replica if self.groups.mesh.has_shards_alike else None,
         )
 
-    def _gathered_along_tp(self, piece: Array) -> Sequence[Array]:
-        model = self.recipe.model
-        return gather_pieces(model.group, piece) if isinstance(model, ParallelGPT) else [piece]
-
     @property
     def _group(self) -> Group:
         """The ranks that share the state of this part of the model."""
@@ -199,29 +175,25 @@ class ZeroTrainer(Trainer):
 
     # ---- steps
 
-    def run_step(self, watch: StepHook = NO_HOOK) -> StepResult:
-        """See `Trainer`."""
-        self._watch, self._voted, self._began_ns, self._passes_ns = watch, False, now_ns(), 0
-        with naming_step(self.groups.worker.rank, self.step):
-            try:
-                return self._run_step()
-            except BaseException as error:
-                self._give_up(f"{type(error).__name__}: {error}")
-                if isinstance(error, STEP_LOST):
-                    _forget_frames(error)
-                raise
+    @property
+    def _notices_begin(self) -> bool:
+        """Whether all ranks share one state: a gathered unit shows it, or weights that all have updated."""
+        return self._group is self.groups.world
 
-    def _run_step(self) -> StepResult:
-        world, alone = self.groups.world, self._group is self.groups.world
-        asks = self._watch is not NO_HOOK and not alone and not self._watch.applies_first
-        self._begun = AllBegun(self._watch, self.step, all_begin(world) if asks else None)
-        if alone and self.options.stage < 3:  # the last step ended with weights that all ranks have updated
+    @property
+    def _losses(self) -> Mapping[int, float]:
+        return self.own.losses
+
+    def _differentiate(self) -> Computed:
+        self._began_ns = now_ns()
+        if self._notices_begin and self.options.stage < 3:
             self._begun.tell()
-        try:
-            attempted(self.own.loss_scale, self._attempt)
-        except TrainingDiverged as error:
-            raise self._named(error) from None
-        return self._result()
+        return super()._differentiate()
+
+    def _abandon(self, error: BaseException) -> None:
+        self._give_up(f"{type(error).__name__}: {error}")
+        if isinstance(error, STEP_LOST):
+            _forget_frames(error)
 
     def _named(self, error: TrainingDiverged) -> TrainingDiverged:
         """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
@@ -256,33 +228,34 @@ class ZeroTrainer(Trainer):
         )
 
     def _attempt(self, scale: LossScale) -> float:
-        """Do the step, or, if its gradients overflow, nothing; the norm, times `scale`.
-
-        Raises `TrainingDiverged` for a norm that is not finite.
-        """
-        self._scale, self._usable = scale, None
-        self._take_batches(scale.scale)
-        if not self._drive(deque(self._handle(zm.Begin()))):
+        self._scale = scale
+        self.own.begin(self._batches(self.own.leaves), loss_scale=scale.scale)
+        self._actions.clear()
+        self._actions += self._handle(zm.Begin())
+        if isinstance(self._drive(), zm.Finished):
             raise TrainingDiverged(
                 "the gradient's norm is not finite: the training diverged. Lower the learning rate, or clip "
                 "harder."
             )
+        if self._stage is None:
+            self._compute_ns = now_ns() - self._began_ns
+        else:
+            self._waited_ns = now_ns() - self._began_ns - self._compute_ns
         return self._norm
 
-    def _drive(self, actions: deque[zm.Action]) -> bool:
-        """Perform `actions`, and what follows, until the attempt has ended; whether it changed the state."""
-        while self._usable is None:
+    def _drive(self) -> zm.Update | zm.Finished:
+        """Perform actions, and what follows, up to the update, or to the end of the attempt."""
+        actions = self._actions
+        while True:
             self._begun.look()
+            if actions and isinstance(actions[0], zm.Update | zm.Finished):
+                found = actions.popleft()
+                assert isinstance(found, zm.Update | zm.Finished)
+                return found
             event = self._perform(actions.popleft()) if actions else self._heard(wait_for_it=True)
             while event is not None:
                 actions += self._handle(event)
                 event = self._heard(wait_for_it=False)
-        return self._usable
-
-    def _take_batches(self, loss_scale: float) -> None:
-        loaded = self._loader.load(self.step, self.own.leaves)
-        self._consumed = loaded.samples
-        self.own.begin(loaded.batches, loss_scale=loss_scale)
 
     def _handle(self, event: zm.Event) -> list[zm.Action]:
         actions = self._machine.handle(event, now_ns=now_ns())
@@ -308,13 +281,10 @@ class ZeroTrainer(Trainer):
                 faults.hit(BACKWARD_POINT)
                 self.own.backward(unit)
                 return zm.Computed(unit=unit)
-            case zm.Update():
-                self._update()
-                return zm.Updated()
-            case zm.Finished(skipped=skipped):
-                self._usable = not skipped
             case zm.Abandon(units=units):
                 self.own.abandon(units)
+            case zm.Update() | zm.Finished():
+                raise LocalProtocolError(f"{action} is not performed in between")
             case _:
                 assert_never(action)
         return None
@@ -343,6 +313,7 @@ class ZeroTrainer(Trainer):
                 _forget_frames(future.exception())
         if self._stage is not None:
             self._stage.close(gave_up=True)
+        self._actions.clear()
         for action in self._handle(zm.Lost(reason=reason)):
             self._perform(action)
 
@@ -366,7 +337,7 @@ class ZeroTrainer(Trainer):
             )
         finally:
             self._buffers.clear()
-        self._passes_ns += now_ns() - began_ns
+        self._compute_ns += now_ns() - began_ns
         return {self.own.leaves[at]: loss for at, loss in passes.losses.items()}
 
     # ---- operations of the group
@@ -404,24 +375,13 @@ class ZeroTrainer(Trainer):
         """Share the vote, the losses and samples of shards and the pieces of the norm, in one operation."""
         faults.hit(NORM_POINT)
         self._begun.wait()
-        world, config, lengths = self.groups.world, self.recipe.config, self._norms.lengths
+        lengths = self._norms.lengths
         mine = np.zeros(max(lengths))
         with spans.GRAD_CLIP:
-            pieces = self._norms.pieces(world.rank, self.own.gradients)
+            pieces = self._norms.pieces(self.groups.world.rank, self.own.gradients)
         mine[: len(pieces)] = pieces
-        told = self._told = share_step(
-            world,
-            ResultRow(config.shards, config.sequences_per_shard),
-            None if self._voted or self._watch.applies_first else self._watch,
-            losses=self.own.losses,
-            samples=self._consumed,
-            reporters=self._reporters,
-            busy_ns=0 if self._stage is None else self._stage.passes.busy_ns,
-            beside=mine,
-        )
-        if not self._voted and not self._watch.applies_first:
-            self._voted = True  # an attempt after this one says it no more
-            self._watch.voted(told.votes)
+        self._busy_ns = 0 if self._stage is None else self._stage.passes.busy_ns
+        told = self._share(mine, votes=not self._watch.applies_first)
         self._pieces = [row[:length] for row, length in zip(told.beside, lengths, strict=True)]
         try:
             with spans.GRAD_CLIP:
@@ -430,42 +390,22 @@ class ZeroTrainer(Trainer):
             return zm.NormShared(usable=False)
         return zm.NormShared(usable=True)
 
-    def _update(self) -> None:
+    def _update(self, made: Computed) -> None:
         faults.hit(UPDATE_POINT)
-        config, step, scale = self.recipe.config, self.step, self._scale.scale
+        config, step, scale = self.recipe.config, self.step, made.loss_scale
         with spans.OPTIMIZER:
             self.own.update(
                 step=step,
                 learning_rate=self.recipe.learning_rate(step),
-                grad_scale=clip_scale(self._norm / scale, limit=config.clip_norm) / scale,
+                grad_scale=clip_scale(made.norm, limit=config.clip_norm) / scale,
                 loss_scale=self._scale.after(finite=True),
             )
-        self.step += 1
-        if self._watch.applies_first:
-            self._watch.prepared()
-            with spans.COMM:
-                votes = list(self.groups.world.blocking.all_gather(self._watch.vote()))
-            self._watch.updated(self._result())
-            self._watch.voted(votes)
-        else:
-            self._watch.updated(self._result())
-        faults.hit(UPDATED_POINT)
 
-    def _result(self) -> StepResult:
-        assert self._told is not None, "the norm was shared"
-        took_ns = now_ns() - self._began_ns
-        of_stage = self._stage is not None
-        return StepResult(
-            version=self.step,
-            losses=self._told.losses,
-            samples=self._told.samples,
-            grad_norm=self._norm / self._scale.scale,
-            loss_scale=self._scale.scale,
-            skipped=self._scale.skipped,
-            compute_ns=self._passes_ns if of_stage else took_ns,
-            waited_ns=took_ns - self._passes_ns if of_stage else 0,
-            busy_ns=self._told.busy_ns if of_stage else (),
-        )
+    def _end_step(self) -> None:
+        """Gather the weights, where a rank has all of them."""
+        faults.hit(UPDATED_POINT)
+        self._actions += self._handle(zm.Updated())
+        self._drive()
 
     # ---- between steps
 
@@ -475,18 +415,9 @@ class ZeroTrainer(Trainer):
         return self.own
 
     @property
-    def held_most(self) -> ActivationPeak | None:
-        """See `Trainer`: activations of units that are computed in turn are not counted."""
-        return None if self._stage is None else self._stage.held_most
-
-    def bubble_of_times(self) -> float:
-        """See `StageOfView`."""
-        return 0.0 if self._stage is None else self._stage.bubble_of_times()
-
-    @property
-    def scale(self) -> tuple[float, ...]:
-        """See `Trainer`."""
-        return self.own.loss_scale.values
+    def loss_scale(self) -> LossScale:
+        """See `MeshTrainer`."""
+        return self.own.loss_scale
 
     def begin_with(self, weights: Array) -> None:
         """Begin with the whole model's weights, not with the seed's."""
@@ -499,13 +430,11 @@ class ZeroTrainer(Trainer):
 
     def enter(self, groups: MeshGroups, version: int) -> None:
         """See `Trainer`. The state is shared by as many; under stages 1 and 2 weights are gathered."""
-        self._loader.close()
-        self.groups, self.step, actors = groups, version, self.own.passes.actors
+        super().enter(groups, version)
+        actors = self._actors
         self._update_group = self._group if actors is None else actors.group(self._group)
-        self._divide()
-        model, tensor = self.recipe.model, groups.tensor
-        if isinstance(model, ParallelGPT) and tensor is not None:
-            model.group = tensor if actors is None else actors.group(tensor)
+
+    def _prepare_weights(self) -> None:
         self.own.round_weights()
         for unit in range(len(self.own.shards.units) if self.options.stage < 3 else 0):
             self._gather_all(self.own.part(unit), self.own.room(unit))
@@ -550,10 +479,8 @@ class ZeroTrainer(Trainer):
 
     def supervised(self, actors: ModelActors) -> None:
         """See `Trainer`."""
+        super().supervised(actors)
         self.own.passes.actors = actors
-        if self._stage is not None:
-            own = self.part.own
-            own.parts = {number: actors.part(part) for number, part in own.parts.items()}
 
     def pieces(self) -> list[Piece]:
         """See `Trainer`. A shard of a slice along `tp` is no slice: ranks share out whole ones."""
@@ -580,12 +507,6 @@ class ZeroTrainer(Trainer):
         sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
         mine = shared_out(sizes, mesh.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
         return [pieces[at] for at in mine]
-
-    def close(self, *, gave_up: bool = False) -> None:
-        """See `Trainer`."""
-        self._loader.close()
-        if self._stage is not None:
-            self._stage.close(gave_up=gave_up)
 
     def weights(self) -> Array:
         """Return the masters of the whole model, float32; all ranks together."""

@@ -1,6 +1,6 @@
-"""ZeRO: the state of each part of a model is sharded over the ranks along `dp` (stages 1 to 3).
+"""ZeRO: the state of each part of a model is sharded along `fsdp` or `dp` (stages 1 to 3).
 
-`machine` is the sans-I/O order of a step, `layout` the shards, `rank` what one rank holds, `norm` that of a
-sharded gradient, `options` the settings; `sharded.zero_trainer` runs steps. Imports `job`, `pipeline`,
-`redundancy` and below. Begin with `machine`.
+`machine` is the sans-I/O order of a step, `layout` the shards, `rank` what one rank holds, `reduction` and
+`norm` those of a sharded gradient, `options` the settings; `sharded.zero_trainer` runs steps. Imports `job`,
+`pipeline`, `redundancy` and below. Begin with `machine`.
 """

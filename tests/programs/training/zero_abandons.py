@@ -31,7 +31,7 @@ def fails(*_: object) -> None:
 
 
 def abandon(groups: MeshGroups, recipe: Recipe, point: str) -> None:
-    trainer, arena = ZeroTrainer(groups, recipe, ZeroOptions(stage=3)), groups.worker.segment.arena
+    trainer, arena = ZeroTrainer(recipe, groups, ZeroOptions(stage=3)), groups.worker.segment.arena
     trainer.enter(groups, 0)
     trainer.run_step()
     gc.collect()

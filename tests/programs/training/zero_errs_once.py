@@ -18,7 +18,7 @@ from zbmd.training.zero.options import ZeroOptions, arena_bytes_needed
 
 
 def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe, zero: ZeroOptions) -> None:
-    trainer = ZeroTrainer(MeshGroups.along_data(group), recipe, zero)
+    trainer = ZeroTrainer(recipe, MeshGroups.along_data(group), zero)
     trainer.run_step()
     attempt, part = trainer._attempt, trainer.own.part(1)
 

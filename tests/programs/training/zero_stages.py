@@ -31,7 +31,7 @@ OPTIONS = [
 
 def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
     for zero, steps in OPTIONS:
-        trainer = ZeroTrainer(MeshGroups.along_data(group), recipe, zero)
+        trainer = ZeroTrainer(recipe, MeshGroups.along_data(group), zero)
         done = [trainer.run_step() for _ in range(steps)][-1]
         digest = hashlib.sha256(trainer.weights().data).hexdigest()
         if worker.rank == 0:
@@ -40,7 +40,7 @@ def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
     group.blocking.barrier()
     # Of stage 1 each rank has weights of its own; of stage 3 all gather those of their owner.
     stage = 1 if FEW else 3
-    trainer = ZeroTrainer(MeshGroups.along_data(group), recipe, OPTIONS[stage - 1][0])
+    trainer = ZeroTrainer(recipe, MeshGroups.along_data(group), OPTIONS[stage - 1][0])
     if worker.rank == 1:
         trainer.own.part(1)[0] = float("nan")
     try:

@@ -25,7 +25,7 @@ async def on_ranks(out: Path, ranks: int, *cases: Case) -> dict[str, Result]:
         world_size=ranks,
         on_loss=OnLoss.SHRINK,
         environment={"MESH_OUT": str(out), "MESH_CASES": msgspec.json.encode(cases).decode()},
-        preload=("zbmd.training.sharded.trainer",),
+        preload=("zbmd.training.sharded.replicated",),
     )
     exit_code = (await Host(config, output=lines).run()).exit_code
     assert exit_code == 0, "\n".join(lines.lines)

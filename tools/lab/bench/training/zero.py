@@ -78,9 +78,9 @@ class RankCost:
 def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, folder: Path) -> RankCost:
     """Do the recipe's steps with all trainers, after one of each to warm up."""
     groups = MeshGroups.along_data(made)
-    plain = ZeroTrainer(groups, recipe, options)
+    plain = ZeroTrainer(recipe, groups, options)
     filed = ZeroTrainer(
-        groups, recipe, options, offload=lambda elements: _file(folder, plain, made.size, elements)
+        recipe, groups, options, offload=lambda elements: _file(folder, plain, made.size, elements)
     )
     file = filed.file
     assert file is not None, "it was given one"
@@ -95,7 +95,7 @@ def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, 
         on_commit=_ignore_commit,
         note=lambda _: NO_NOTE,
     )
-    kept = ZeroTrainer(groups, recipe, options, keep_previous=True)
+    kept = ZeroTrainer(recipe, groups, options, keep_previous=True)
     mirror = BuddyReplica(
         worker,
         kept.own,

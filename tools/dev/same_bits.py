@@ -36,6 +36,7 @@ MESHES: Final = ("dp=1", "dp=2", "pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2", "pp=2
 SHARDED_MESHES: Final = (
     *(("dp=2,tp=2", stage, "float32") for stage in (1, 2, 3)),
     *(("dp=2,pp=2", stage, "float32") for stage in (1, 2, 3)),
+    *(("dp=2,fsdp=2", stage, "float32") for stage in (1, 3)),
     *(("dp=2,tp=2", 3, "bfloat16"), ("dp=2,pp=2", 1, "float16"), ("dp=2,pp=2,tp=2", 2, "float32")),
 )
 

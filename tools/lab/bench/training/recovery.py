@@ -47,7 +47,7 @@ KINDS = {
     },
     **{
         f"zero{stage} {mesh}": ("--zero", str(stage), "--mesh", mesh)
-        for mesh in ("dp=2,pp=2", "dp=2,tp=2")
+        for mesh in ("dp=2,pp=2", "dp=2,tp=2", "dp=2,fsdp=2")
         for stage in (1, 3)
     },
 }

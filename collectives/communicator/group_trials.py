@@ -1,6 +1,6 @@
 """Trials of a new group: the members time their link, and find out whether they can read each other.
 
-The link is measured once, and the first member's numbers are everybody's for an epoch.
+The link is measured once: the numbers of the first member that knows such a group are everybody's.
 
 Arrays in the arena are mapped by all. Of others the kernel copies straight to where they are wanted
 (`process_vm_readv`), if it lets one process look at another: both of one user, in one process namespace, and
@@ -76,11 +76,12 @@ class Members(Protocol):
 def agree_on_model(c: Members, deadline_ns: int) -> Model:
     """The model of the group, the same on all members; all must call this. Raises as their operations do.
 
-    The first member's numbers are taken if it has measured such a group before; else all measure now.
+    The numbers are those of the first member that has measured such a group before; else all measure now. So
+    they stay while one of them lives, and with them the algorithms, and the order of sums between hosts.
     """
     key = (c.size, c.hosts)
-    numbers = np.array(_known.get(key, (0.0, 0.0, 0.0)))
-    c.broadcast(numbers, 0, deadline_ns=deadline_ns)
+    known = c.all_gather(np.array(_known.get(key, (0.0, 0.0, 0.0))), deadline_ns=deadline_ns)
+    numbers = next((row for row in known.reshape(-1, 3) if row[0]), np.zeros(3)).copy()
     if not numbers[0] and c.size > 1:
         numbers[:] = _measure(c, deadline_ns)
         c.broadcast(numbers, 0, deadline_ns=deadline_ns)

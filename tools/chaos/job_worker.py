@@ -7,6 +7,7 @@ became of each goes to standard output. `Worker` is the other end of both.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from zbmd.actors.process.early_template import fork_template
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos import loop_case
+from zbmd.tools.chaos.loop_case import LoopCase, run_loop
 from zbmd.tools.chaos.small_job import JobOutcome, run_small_job
 from zbmd.tools.cli.process import run as run_command
 from zbmd.training.optim.mixed_precision import Precision
@@ -28,7 +31,7 @@ from zbmd.transport.errors import ZbmdError
 from zbmd.transport.host.threads import ONE_THREAD
 
 
-class JobCase(msgspec.Struct, frozen=True, kw_only=True):
+class JobCase(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     """What to run; see `run_small_job`. counts: a directory to count passes of points into; variables: more
     of its environment."""
 
@@ -44,6 +47,9 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
     links: str = "auto"
     counts: Path | None = None
     variables: dict[str, str] = {}
+
+
+Case = JobCase | LoopCase
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +72,7 @@ class Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._cases, self._ends = self._process.stdin, self._process.stdout
 
-    def run(self, case: JobCase) -> CaseResult:
+    def run(self, case: Case) -> CaseResult:
         """Return the result. Raises ValueError if the worker has ended, or has written anything else."""
         self._cases.write(encode(case))
         self._cases.flush()
@@ -89,7 +95,7 @@ def _as_path(kind: type, value: object) -> Path:
     return Path(value)
 
 
-def encode(message: JobCase | CaseResult) -> bytes:
+def encode(message: Case | CaseResult) -> bytes:
     """A line of it."""
     return msgspec.json.encode(message, enc_hook=_as_text) + b"\n"
 
@@ -99,10 +105,12 @@ def decode_ended(line: bytes) -> CaseResult:
     return msgspec.json.decode(line, type=CaseResult)
 
 
-def _run(case: JobCase) -> CaseResult:
+def _run(case: Case) -> CaseResult:
     os.environ.update(case.variables)
     template = fork_template(PRELOAD, os.environ)
     try:
+        if isinstance(case, LoopCase):
+            return CaseResult(outcome=uvloop.run(run_loop(case, template)))
         job = run_small_job(
             case.out,
             case.data,
@@ -126,7 +134,10 @@ def main() -> int:
     """Serve until the input ends."""
     log_to_stderr()
     for line in sys.stdin.buffer:
-        case = msgspec.json.decode(line, type=JobCase, dec_hook=_as_path)
+        case = msgspec.json.decode(line, type=Case, dec_hook=_as_path)
+        if isinstance(case, LoopCase):
+            for module in loop_case.PRELOAD:
+                importlib.import_module(module)
         pid = os.fork()
         if pid == 0:
             try:

@@ -132,10 +132,11 @@ async def run_small_job(
     lost = audited.steps_lost + audited.samples_skipped + audited.samples_repeated
     if audited.steps != STEPS or lost:
         raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
-    return JobOutcome(digest=digests[-1], failures=_failures(ended.failures), told=told)
+    return JobOutcome(digest=digests[-1], failures=failures_of(ended.failures), told=told)
 
 
-def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
+def failures_of(failures: Sequence[RankDown]) -> tuple[str, ...]:
+    """Return a line for each rank that ended unexpectedly."""
     return tuple(f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in failures)
 
 
@@ -212,9 +213,10 @@ def read_passes(directory: Path, ranks: int) -> list[Passes]:
 
 
 def count_passes(argv: Sequence[str]) -> None:
-    """Run a module as `__main__` in a rank, every point armed for a pass that never comes.
+    """Run a module or script as `__main__` in a rank, every point armed for a pass that never comes.
 
-    argv: DIRECTORY MODULE ARGUMENT…; what was passed is written to DIRECTORY as the module ends.
+    argv: DIRECTORY MODULE ARGUMENT…, where MODULE may be a path that ends in .py; what was passed is written
+    to DIRECTORY as it ends.
     """
     directory, module, *arguments = argv
     launched = RankEnvironment.read(os.environ)
@@ -224,7 +226,10 @@ def count_passes(argv: Sequence[str]) -> None:
     os.environ[faults.FAULT_VARIABLE] = points
     sys.argv = [module, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         passed = {point: NEVER - left for point, left in faults.left().items() if left < NEVER}
         _path(Path(directory), launched.rank).write_bytes(msgspec.json.encode(passed))

@@ -33,11 +33,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from zbmd.tools.chaos.job_worker import CaseResult, JobCase, Worker
+from zbmd.tools.chaos.job_worker import Case, CaseResult, JobCase, Worker
 from zbmd.tools.chaos.kill_lines import KillLines
 from zbmd.tools.chaos.small_job import RANKS_DEFAULT, Passes, read_passes, variables_for, write_text
 from zbmd.tools.cli.options import script_parser
@@ -47,6 +47,7 @@ from zbmd.transport.errors import UserError
 
 # ---- the cases: which rank of which job dies where, and in which order that is tried
 
+AnyT = TypeVar("AnyT")
 COLLECTIVE: Final = "collective.point"
 RECOVERY_BOUNDARIES: Final = 30
 """Instruction boundaries of a replacement that are tried: its first barrier and its first step."""
@@ -84,6 +85,20 @@ class Setting:
         kinds = (f"zero={self.zero}" if self.zero else "", self.mesh)
         what = " ".join(kind for kind in kinds if kind) or "replicas"
         return f"{what} n={self.ranks}{'' if self.optimizer == 'adamw' else f' {self.optimizer}'}"
+
+    def case(self, *, out: Path, data: Path, fault: str, counts: Path | None) -> JobCase:
+        """Return a run of it."""
+        return JobCase(
+            out=out,
+            data=data,
+            fault=fault,
+            ranks=self.ranks,
+            zero=self.zero,
+            mesh=self.mesh,
+            optimizer=self.optimizer,
+            counts=counts,
+            variables=variables_for(fault),
+        )
 
     @property
     def recovery(self) -> tuple[str, ...]:
@@ -158,17 +173,17 @@ def sampled_pairs(passes: Sequence[Passes], count: int, seed: str) -> list[str]:
     do: the second kill of some pairs is not reached.
     """
     rng, drawn = random.Random(seed), dict[str, None]()
-    points = [(rank, *one) for rank, passed in enumerate(passes) for one in sorted(passed.items())]
-
-    def kill(rank: int, incarnation: int = 1) -> str:
-        _, point, most = rng.choice([one for one in points if one[0] == rank])
-        who = f"rank{rank}" if incarnation == 1 else f"rank{rank}#{incarnation}"
-        return f"{who}:{point}:{rng.randint(1, most)}"
-
     while len(drawn) < count:
         first, second = rng.randrange(len(passes)), rng.randrange(len(passes))
-        drawn[f"{kill(first)},{kill(second, 2 if second == first else 1)}"] = None
+        kills = drawn_kill(rng, passes, first), drawn_kill(rng, passes, second, again=second == first)
+        drawn[",".join(kills)] = None
     return list(drawn)
+
+
+def drawn_kill(rng: random.Random, passes: Sequence[Passes], rank: int, *, again: bool = False) -> str:
+    """Draw a kill of a rank, or of its replacement, at any pass of any of its points."""
+    point, most = rng.choice(sorted(passes[rank].items()))
+    return f"rank{rank}{'#2' if again else ''}:{point}:{rng.randint(1, most)}"
 
 
 def merged(lists: Sequence[Sequence[str]]) -> list[str]:
@@ -176,7 +191,7 @@ def merged(lists: Sequence[Sequence[str]]) -> list[str]:
     return [one for turn in itertools.zip_longest(*lists) for one in turn if one is not None]
 
 
-def in_order(found: Sequence[tuple[Setting, Sequence[Sequence[str]]]]) -> Iterator[tuple[Setting, str]]:
+def in_order(found: Sequence[tuple[AnyT, Sequence[Sequence[str]]]]) -> Iterator[tuple[AnyT, str]]:
     """All cases: first those of the first list of each setting, one of each in turn, and so on."""
     for rank_of_lists in itertools.zip_longest(*(lists for _, lists in found), fillvalue=()):
         for turn in itertools.zip_longest(*rank_of_lists):
@@ -195,7 +210,9 @@ def name_of(fault: str) -> str:
 
 # ---- the ledger: a file that an interrupted sweep resumes from, and its table
 
-Verdict = Literal["same bits", "other bits", "failed"]
+Verdict = Literal["same bits", "lost, and said so", "other bits", "failed"]
+RIGHT: Final = ("same bits", "lost, and said so")
+"""The second where kills take a state and all of its copies."""
 
 
 class CaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,12 +282,12 @@ class Ledger:
     def is_done(self, setting: str, fault: str) -> bool:
         """Whether a case has ended well, and need not be run again."""
         finding = self.found.get((setting, fault))
-        return finding is not None and finding.verdict == "same bits"
+        return finding is not None and finding.verdict in RIGHT
 
     @property
     def wrong(self) -> list[CaseVerdict]:
-        """Return the cases that did not end with the same bits."""
-        return [one for one in self.found.values() if one.verdict != "same bits"]
+        """Return the cases that did not end as they should."""
+        return [one for one in self.found.values() if one.verdict not in RIGHT]
 
 
 def table(findings: Iterable[CaseVerdict], planned: Sequence[tuple[str, str]]) -> str:
@@ -283,8 +300,8 @@ def table(findings: Iterable[CaseVerdict], planned: Sequence[tuple[str, str]]) -
         key = one.setting, name_of(one.fault)
         run[key] += 1
         reached[key] += one.reached
-        wrong[key] += one.verdict != "same bits"
-    lines = ["| setting | point | killed | run | cases | not the same bits |", "|---|---|---|---|---|---|"]
+        wrong[key] += one.verdict not in RIGHT
+    lines = ["| setting | point | killed | run | cases | wrong |", "|---|---|---|---|---|---|"]
     for key in sorted(cases | run):
         setting, name = key
         lines.append(f"| {setting} | `{name}` | {reached[key]} | {run[key]} | {cases[key]} | {wrong[key]} |")
@@ -297,7 +314,23 @@ def table(findings: Iterable[CaseVerdict], planned: Sequence[tuple[str, str]]) -
 WORKERS_MAX: Final = 16
 
 
-class Sweep:
+class Swept(Protocol):
+    """A job of which cases are run."""
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of its ranks."""
+        ...
+
+    def case(self, *, out: Path, data: Path, fault: str, counts: Path | None) -> Case:
+        """Return a run of it; see `JobCase`."""
+        ...
+
+
+SweptT = TypeVar("SweptT", bound=Swept)
+
+
+class Sweep(Generic[SweptT]):
     """Runs cases in `workers` processes at a time, and keeps what became of them in `ledger`."""
 
     def __init__(self, ledger: Ledger, scratch: Path, *, workers: int, until_s: float) -> None:
@@ -309,6 +342,8 @@ class Sweep:
         self._idle: deque[Worker] = deque()
         self._pool = ThreadPoolExecutor(workers)
         self._names = iter(range(sys.maxsize))
+        self.calm_told: dict[str, str] = {}
+        """The output of settings that nothing disturbs."""
 
     def close(self) -> None:
         """End the workers; each is done with its case."""
@@ -316,10 +351,10 @@ class Sweep:
         for worker in self._workers:
             worker.close()
 
-    def calm(self, settings: Sequence[Setting]) -> list[list[Passes]]:
+    def calm(self, settings: Sequence[SweptT]) -> list[list[Passes]]:
         """Run each setting undisturbed: how often each rank passes each point. Raises `UserError`."""
 
-        def count(setting: Setting) -> list[Passes]:
+        def count(setting: SweptT) -> list[Passes]:
             counts = self._scratch / f"counts-{setting}"
             counts.mkdir()
             ended = self._run(setting, counts=counts)
@@ -327,72 +362,60 @@ class Sweep:
                 raise UserError(f"{setting} does not end without a fault either: {ended.error}")
             with self._lock:
                 self.ledger.begin(str(setting), ended.outcome.digest)
+                self.calm_told[str(setting)] = ended.outcome.told
             return read_passes(counts, setting.ranks)
 
         return list(self._pool.map(count, settings))
 
-    def run(self, cases: Sequence[tuple[Setting, str]]) -> None:
+    def run(self, cases: Sequence[tuple[SweptT, str]]) -> None:
         """Run those that have not ended well before, until the time is up; a line for each."""
         left = [case for case in cases if not self.ledger.is_done(str(case[0]), case[1])]
         print(f"{len(cases)} cases, {len(cases) - len(left)} of them done before", flush=True)
         for _ in self._pool.map(lambda case: self._case(*case), left):
             pass
 
-    def _case(self, setting: Setting, fault: str) -> None:
+    def _case(self, setting: SweptT, fault: str) -> None:
         began_s = time.monotonic()
         if began_s > self._until_s:
             return
         ended = self._run(setting, fault)
-        finding = _finding(setting, fault, self.ledger.calm[str(setting)], ended, time.monotonic() - began_s)
+        verdict, why = self.judged(setting, fault, ended)
+        finding = CaseVerdict(
+            setting=str(setting),
+            fault=fault,
+            verdict=verdict,
+            reached=ended.outcome is None or ended.outcome.deaths >= len(faults.parse(fault)),
+            took_s=time.monotonic() - began_s,
+            told=why,
+        )
         with self._lock:
             self.ledger.add(finding)
         reached = "" if finding.reached else ", NOT REACHED"
-        told = "" if finding.verdict == "same bits" else f"\n{finding.told}"
+        told = "" if finding.verdict in RIGHT else f"\n{finding.told}"
         print(f"{setting} {fault}: {finding.verdict}{reached}, {finding.took_s:.1f} s{told}", flush=True)
 
-    def _run(self, setting: Setting, fault: str = "", *, counts: Path | None = None) -> CaseResult:
+    def _run(self, setting: SweptT, fault: str = "", *, counts: Path | None = None) -> CaseResult:
         with self._lock:
             name = str(next(self._names))
             worker = self._idle.pop() if self._idle else self._start()
         out = self._scratch / name
-        case = JobCase(
-            out=out,
-            data=self._data,
-            fault=fault,
-            ranks=setting.ranks,
-            zero=setting.zero,
-            mesh=setting.mesh,
-            optimizer=setting.optimizer,
-            counts=counts,
-            variables=variables_for(fault),
-        )
-        ended = worker.run(case)
+        ended = worker.run(setting.case(out=out, data=self._data, fault=fault, counts=counts))
         shutil.rmtree(out, ignore_errors=True)
         with self._lock:
             self._idle.append(worker)
         return ended
 
+    def judged(self, setting: SweptT, fault: str, ended: CaseResult) -> tuple[Verdict, str]:
+        """Return the verdict on a case, and why."""
+        if ended.outcome is None:
+            return "failed", ended.error
+        same = ended.outcome.digest == self.ledger.calm[str(setting)]
+        return ("same bits", "") if same else ("other bits", ended.outcome.told)
+
     def _start(self) -> Worker:
         worker = Worker()
         self._workers.append(worker)
         return worker
-
-
-def _finding(setting: Setting, fault: str, calm: str, ended: CaseResult, took_s: float) -> CaseVerdict:
-    outcome = ended.outcome
-    if outcome is None:
-        return CaseVerdict(
-            setting=str(setting), fault=fault, verdict="failed", reached=True, took_s=took_s, told=ended.error
-        )
-    same = outcome.digest == calm
-    return CaseVerdict(
-        setting=str(setting),
-        fault=fault,
-        verdict="same bits" if same else "other bits",
-        reached=outcome.deaths >= len(faults.parse(fault)),
-        took_s=took_s,
-        told="" if same else outcome.told,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -445,7 +468,7 @@ def _sweep(arguments: argparse.Namespace, ledger: Ledger) -> None:
     settings = every_setting() if arguments.every else [one]
     until_s = time.monotonic() + 60.0 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="zbmd-sweep-") as scratch:
-        sweep = Sweep(ledger, Path(scratch), workers=arguments.workers, until_s=until_s)
+        sweep = Sweep[Setting](ledger, Path(scratch), workers=arguments.workers, until_s=until_s)
         try:
             passed = sweep.calm(settings)
             cases = [

@@ -1,0 +1,54 @@
+"""Kills of resilient loops: what is drawn, what counts as undisturbed, and a short run over real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zbmd.tools.chaos.loops import KINDS, SETTINGS, LoopSetting, difference, drawn, main, reports_in
+from zbmd.tools.chaos.sweep import Ledger
+from zbmd.transport import kill_points as faults
+
+WANTED = [f"{kind} rank {rank}: aa" for kind in ("step 1", "step 2", "final") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("told", "fault", "wrong"),
+    [
+        (WANTED, "rank0:loop.begin:1", ""),
+        ([line for line in WANTED if line != "step 1 rank 0: aa"], "rank0:loop.begin:1", ""),
+        ([line for line in WANTED if line != "step 1 rank 1: aa"], "rank0:loop.begin:1", "not reported"),
+        ([line for line in WANTED if line != "final rank 0: aa"], "rank0:loop.begin:1", "not reported"),
+        ([*WANTED, "step 2 rank 0: aa"], "rank0:loop.begin:1", "reported twice: step 2 rank 0"),
+        ([*WANTED, "step 2 rank 0: bb"], "rank0:loop.begin:1", "reported differently: step 2 rank 0: bb"),
+    ],
+)
+def test_a_run_is_as_an_undisturbed_one_but_for_what_the_killed_had_to_say(
+    told: list[str], fault: str, wrong: str
+) -> None:
+    assert reports_in(["[rank0]: step 1 rank 0: aa", "a word"]) == ["step 1 rank 0: aa"]
+    found = difference(told, WANTED, fault)
+    assert found.startswith(wrong) and bool(found) == bool(wrong)
+
+
+def test_kills_of_loops_are_drawn_alone_and_in_pairs() -> None:
+    setting, passes = LoopSetting(kind="ddp", mode="plain"), [{"loop.begin": 9, "collective.point": 99}] * 3
+    cases = drawn(setting, passes, 40, 1)
+    assert cases == drawn(setting, passes, 40, 1) != drawn(setting, passes, 40, 2)
+    assert len(set(cases)) == 40 and [len(faults.parse(case)) for case in cases].count(2) == 12
+    assert all(KINDS[one.kind].exists() for one in SETTINGS)
+
+
+@pytest.mark.optional
+def test_kills_of_a_loop_are_run_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted = ["--kills", "2", "--only", "ddp plain", "--ledger", str(tmp_path / "ledger")]
+    assert main(wanted) == 0, capfd.readouterr().out
+    found = Ledger(tmp_path / "ledger").found
+    assert [one.verdict for one in found.values()] == ["same bits"] * 2
+    assert "2 cases, 0 of them done before" in capfd.readouterr().out
+    assert main([*wanted, "--table"]) == 0

@@ -1,0 +1,76 @@
+"""One run of a script with a resilient PyTorch loop, for `chaos.loops`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.process.early_template import EarlyTemplate
+from zbmd.actors.view import OnLoss
+from zbmd.tools.bench.run_ranks import RanksOutput
+from zbmd.tools.chaos import small_job
+from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, failures_of
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
+
+ARENA_BYTES: Final = 32 << 20
+LINES_MAX: Final = 4096
+"""Of all ranks together: three lines for each step are some hundred."""
+PRELOAD: Final = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "zbmd.torch",
+    "zbmd.training.torch.run",
+)
+"""The worker imports these once, before it forks."""
+
+
+class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
+    """A script, its variable MODE, and the kills. counts: as of `JobCase`."""
+
+    program: Path
+    mode: str
+    fault: str
+    ranks: int
+    counts: Path | None = None
+    variables: dict[str, str] = {}
+
+
+async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome:
+    """Run it once. The digest is that of what ranks print of their final state, in the order of ranks.
+
+    Raises `UserError` if the run fails, with what ranks said.
+    """
+    output = RanksOutput(lines=deque(maxlen=LINES_MAX))
+    target, arguments, is_module = str(case.program), list[str](), False
+    if case.counts is not None:
+        target, arguments, is_module = small_job.__name__, [str(case.counts), target], True
+    config = HostConfig(
+        target=target,
+        is_module=is_module,
+        arguments=tuple(arguments),
+        world_size=case.ranks,
+        on_loss=OnLoss.REPLACE,
+        max_restarts=RESTARTS_MAX,
+        arena_bytes=ARENA_BYTES,
+        environment={"MODE": case.mode, **({faults.FAULT_VARIABLE: case.fault} if case.fault else {})},
+        preload=PRELOAD,
+    )
+    host = Host(config, output=output, observer=output, template=template)
+    stop = f"the run hung: it was not over after {RUN_S_MAX} s"
+    limit = asyncio.get_running_loop().call_later(RUN_S_MAX, lambda: host.stop(stop, kill=True))
+    ended = await host.run()
+    limit.cancel()
+    told = "\n".join(output.lines)
+    if ended.exit_code != 0:
+        raise UserError(f"with {case.fault!r} the loop did not finish: {ended.reason}\n{told}")
+    finals = sorted(line for line in output.lines if "final rank" in line)
+    digest = hashlib.sha256("\n".join(finals).encode()).hexdigest()
+    return JobOutcome(digest=digest, failures=failures_of(ended.failures), told=told)

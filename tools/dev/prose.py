@@ -76,7 +76,6 @@ PUBLIC = (
     "actors/__init__.py",
     "collectives/__init__.py",
     "training/__init__.py",
-    "src/zbmd/torch.py",
     "src/zbmd/torch/__init__.py",
     "collectives/torch/__init__.py",
 )

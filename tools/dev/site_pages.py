@@ -27,7 +27,7 @@ API = {
     "zbmd.actors": "actors/__init__.py",
     "zbmd.collectives": "collectives/__init__.py",
     "zbmd.training": "training/__init__.py",
-    "zbmd.torch": "src/zbmd/torch.py",
+    "zbmd.torch": "src/zbmd/torch/__init__.py",
 }
 COMMANDS = {"zbmd-node": "zbmd.tools.node.cli", "zbmd": "zbmd.tools.entry.zbmd"}
 HELP_COLUMNS = "100"

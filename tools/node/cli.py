@@ -6,15 +6,21 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import zbmd
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.cli import process
 from zbmd.transport.errors import UserError, ZbmdError
+
+if TYPE_CHECKING:
+    from zbmd.actors.bootstrap.merge import Bootstrap
+    from zbmd.tools.cli.launch_settings import Settings
+    from zbmd.tools.node.guard.guards import Guards
+    from zbmd.tools.node.run import JobCommand
 
 EXAMPLES = """\
 examples:
@@ -158,16 +164,38 @@ ADDS: Final = {
 """Functions that add the parser of each command."""
 
 
+def begun(
+    job: JobCommand, settings: Settings, bootstrap: Bootstrap, variables: Mapping[str, str]
+) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
+    """Fork the template of this host's ranks; return what runs them there, to the exit code.
+
+    variables: for the ranks. Call it on the main thread, ahead of any loop; see `fork_template`.
+    """
+    from zbmd.actors.bootstrap.merge import Role
+    from zbmd.actors.process.early_template import fork_template
+    from zbmd.tools.node.run import host_config, run_job
+
+    if bootstrap.role is Role.ALONE:
+        config = host_config(job, settings, variables)
+        alone = fork_template(config.preload, os.environ)
+        stdin, signals = settings["stdin"], settings["signals_to_handle"]
+        return lambda guards: run_job(config, alone, stdin_rank=stdin, signals=signals, guards=guards)
+    from zbmd.tools.node import run_many
+
+    plan = run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
+    template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
+    return lambda guards: run_many.run_over_nodes(plan, template, guards)
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """`zbmd-node run`."""
     import uvloop
 
     from zbmd.actors.bootstrap.merge import Role
-    from zbmd.actors.process.early_template import fork_template
     from zbmd.actors.process.invariants import ending_at_broken_invariant
     from zbmd.tools.cli import launch
     from zbmd.tools.cli.settings import SETTINGS, merge
-    from zbmd.tools.node.run import OWN_JOBS, JobCommand, check, check_own, host_config, run_job
+    from zbmd.tools.node.run import OWN_JOBS, JobCommand, check, check_own
 
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     settings = merge(on_line, os.environ, arguments.config)
@@ -198,19 +226,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     if bootstrap.role is Role.ALONE:
         check_own(job, settings)
         launch.check_master_port(settings, os.environ)
-        config = host_config(job, settings, variables)
-        running = run_job(
-            config,
-            fork_template(config.preload, os.environ),
-            stdin_rank=settings["stdin"],
-            signals=settings["signals_to_handle"],
-        )
-        return uvloop.run(ending_at_broken_invariant(running))
-    from zbmd.tools.node import run_many as node_run_many
-
-    plan = node_run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
-    template = fork_template(node_run_many.preload_of(plan), node_run_many.local_variables(plan))
-    return uvloop.run(ending_at_broken_invariant(node_run_many.run_over_nodes(plan, template)))
+    running = begun(job, settings, bootstrap, variables)
+    return uvloop.run(ending_at_broken_invariant(running(None)))
 
 
 def status_command(arguments: argparse.Namespace) -> int:

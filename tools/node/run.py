@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -23,8 +24,9 @@ from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VA
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch_settings import Settings
+from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunNarrator
-from zbmd.tools.node.signals import forwarded, handling
+from zbmd.tools.node.signals import STOP_SIGNALS, forwarded, handling
 from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, in_words
@@ -195,22 +197,34 @@ async def run_job(
     *,
     stdin_rank: int | None = None,
     signals: Sequence[str] | None = None,
+    guards: Guards | None = None,
 ) -> int:
     """Run the job on this terminal; returns the exit code.
 
-    template, stdin_rank: see `Host`; signals: more to forward, by name.
+    template, stdin_rank: see `Host`; signals: more to forward, by name; guards: the others of this host, all
+    there, where each rank has one.
     """
     loop = asyncio.get_running_loop()
     async with Console(hold_last_words=True) as console:
         story = RunNarrator(console, lambda: host.ranks)
-        host = Host(config, output=console, observer=story.observe, template=template, stdin_rank=stdin_rank)
+        host = Host(
+            config,
+            output=console,
+            observer=story.observe if guards is None else guards.observer(story.observe),
+            template=template,
+            stdin_rank=stdin_rank,
+            per_rank=() if guards is None else guards.variables(),
+        )
         running = loop.create_task(host.run())
         received: list[signal.Signals] = []
+        asked = StopRequests()
         notes: list[asyncio.Task[None]] = []
 
-        def on_signal(number: signal.Signals) -> None:
+        def on_signal(number: signal.Signals, local_rank: int = 0) -> None:
+            if (at_once := asked.ask(local_rank)) is None:
+                return
             received.append(number)
-            host.stop(f"{number.name} received", kill=len(received) > 1)
+            host.stop(f"{number.name} received", kill=at_once)
             if len(received) == 1 and host.started:
                 grace = format_duration(config.stop_grace_ns)
                 words = f"{number.name} received: ranks have {grace} to end (--stop-grace)"
@@ -218,12 +232,20 @@ async def run_job(
             elif len(received) == 1:
                 running.cancel()  # the template still imports, and nobody else is there to be stopped
 
-        def on_forwarded(number: signal.Signals) -> None:
-            if words := forwarded(number, host.forward, more=signals):
+        def on_forwarded(number: signal.Signals, local_rank: int | None = None) -> None:
+            rank = 0 if guards is not None and local_rank is None else local_rank
+            if words := forwarded(number, partial(host.forward, local_rank=rank), more=signals):
                 notes.append(loop.create_task(console.note(words)))
 
+        def on_guard(event: GuardEvent) -> None:
+            match event:
+                case GuardLost():
+                    host.stop(event.reason, failed=True)
+                case GuardSignalled(number=number, local_rank=local_rank):
+                    (on_signal if number in STOP_SIGNALS else on_forwarded)(number, local_rank)
+
         try:
-            with handling(on_signal, on_forwarded, more=signals):
+            with handling(on_signal, on_forwarded, more=signals), hearing(guards, on_guard):
                 result = await running
         except asyncio.CancelledError:
             if not received:

@@ -30,6 +30,7 @@ from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut, ask_admissio
 from zbmd.actors.cluster.state.job_table import JobSpec
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.cluster.state.view import ClusterView
+from zbmd.actors.host.events import HostEvent
 from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED
@@ -38,9 +39,10 @@ from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
+from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunTeller
 from zbmd.tools.node.run import MORE_PRELOADS, JobCommand, host_variables, job_config, own_modules
-from zbmd.tools.node.signals import forwarded, handling
+from zbmd.tools.node.signals import STOP_SIGNALS, forwarded, handling
 from zbmd.tools.node.store import with_store
 from zbmd.transport.clock.deadlines import SECOND_NS
 from zbmd.transport.errors import UserError, ZbmdError
@@ -139,10 +141,10 @@ def local_variables(plan: NodeRun) -> dict[str, str]:
     return {**os.environ, **host_variables(plan.settings)}
 
 
-async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None) -> int:
+async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None, guards: Guards | None = None) -> int:
     """Run this node until the job is over; returns the exit code. Raises `UserError`.
 
-    template: of the ranks of this host, if it was forked already.
+    template: of the ranks of this host, if it was forked already; guards: see `run_job`.
     """
     spec = await asyncio.to_thread(spec_of, plan)
     config = await configured(plan.bootstrap, _config(plan))
@@ -151,7 +153,7 @@ async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None) -> int:
         while True:  # until it has run, or time is up
             try:
                 async with _found(plan, config) as (found, superseded):
-                    node = _NodeRun(plan, spec, found, console, template)
+                    node = _NodeRun(plan, spec, found, console, template, guards)
                     template = None  # it is its own now
                     if (code := await node.run(superseded)) != o.MOVES:
                         return code
@@ -218,8 +220,10 @@ class _NodeRun(OneJobNode):
         config: NodeConfig,
         console: Console,
         template: EarlyTemplate | None,
+        guards: Guards | None,
     ) -> None:
         self._plan, self._console, self._template = plan, console, template
+        self._guards, self._stops = guards, StopRequests()
         self._signals: Sequence[str] | None = plan.settings["signals_to_handle"]
         self._local = local_variables(plan)
         self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job))
@@ -246,10 +250,11 @@ class _NodeRun(OneJobNode):
             listen_host=self.listen_host,
             preload=preload_of(self._plan),
             environment=self._local,
-            on_event=lambda _, event: self._teller.happened(event),
+            on_event=lambda _, event: self._happened(event),
             template=self._template,
             finder=self.actors.finder,
             stdin_rank=self._plan.settings["stdin"],
+            per_rank=() if self._guards is None else self._guards.variables(),
         )
 
     def say(self, text: str) -> None:
@@ -277,7 +282,10 @@ class _NodeRun(OneJobNode):
         if superseded is not None:
             superseded.add_done_callback(self._superseded)
         try:
-            with handling(self._on_signal, self._on_forwarded, more=self._signals):
+            with (
+                handling(self._on_signal, self._on_forwarded, more=self._signals),
+                hearing(self._guards, self._on_guard),
+            ):
                 async with self._teller.telling():
                     code = await self.live()
                     with contextlib.suppress(TimeoutError):
@@ -293,7 +301,22 @@ class _NodeRun(OneJobNode):
                 superseded.remove_done_callback(self._superseded)
             self.capture.close("the run is over")
 
-    def _on_signal(self, number: signal.Signals) -> None:
+    def _happened(self, event: HostEvent) -> None:
+        if self._guards is not None:
+            self._guards.happened(event)
+        self._teller.happened(event)
+
+    def _on_guard(self, event: GuardEvent) -> None:
+        match event:
+            case GuardLost():
+                self.put(o.EndAsked(reason=event.reason, exit_code=EXIT_FAILED, leave=False))
+            case GuardSignalled(number=number, local_rank=local_rank):
+                take = self._on_signal if number in STOP_SIGNALS else self._on_forwarded
+                take(number, local_rank)
+
+    def _on_signal(self, number: signal.Signals, local_rank: int = 0) -> None:
+        if self._stops.ask(local_rank) is None:
+            return
         asked = o.EndAsked(
             reason=f"{number.name} received on {self._config.name}",
             exit_code=128 + number,
@@ -301,8 +324,9 @@ class _NodeRun(OneJobNode):
         )
         self.put(asked)
 
-    def _on_forwarded(self, number: signal.Signals) -> None:
-        forward = partial(self.jobs.forward, self.spec.job)
+    def _on_forwarded(self, number: signal.Signals, local_rank: int | None = None) -> None:
+        rank = 0 if self._guards is not None and local_rank is None else local_rank
+        forward = partial(self.jobs.forward, self.spec.job, local_rank=rank)
         if words := forwarded(number, forward, more=self._signals):
             self.say(words)
 

@@ -94,8 +94,9 @@ class Run:
         launched = RankEnvironment.read(os.environ) is not None
         if worker is None or not launched or not dist.is_initialized() or not CONTINUITY.groups:
             raise UserError(
-                'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that '
-                "`zbmd-node run` has started"
+                'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that are '
+                "supervised: start them by `zbmd-node run SCRIPT`, or under torchrun, srun or mpirun by "
+                "`python -m zbmd.torch.run SCRIPT` (torchrun -m zbmd.torch.run SCRIPT)"
             )
         if CONTINUITY.standing is Standing.IN_LOOP:
             raise UserError("zbmd.torch.resilient() was called twice: a process has one resilient loop")

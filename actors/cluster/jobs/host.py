@@ -106,7 +106,7 @@ class Host:
     output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
     that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same; template: one
     that was forked for this job (`zbmd.actors.process.early_template`), which the host then owns;
-    stdin_rank: the rank that has our standard input; adopts: see `RankProcesses`.
+    stdin_rank: the rank that has our standard input; adopts: see `RankProcesses`; per_rank: see `JobHost`.
     """
 
     def __init__(
@@ -118,10 +118,11 @@ class Host:
         template: EarlyTemplate | None = None,
         stdin_rank: int | None = None,
         adopts: Adopts | None = None,
+        per_rank: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.config = config
         self._stdin_rank = stdin_rank
-        self._adopts = adopts
+        self._adopts, self._per_rank = adopts, per_rank
         self.job = secrets.randbits(63) | 1
         self._output = output
         self._observer = observer
@@ -147,14 +148,17 @@ class Host:
             return False
         return self._jobs.send_signal(RankKey(self.job, rank, info.incarnation), number)
 
-    def forward(self, number: signal.Signals) -> int:
-        """Send a signal to the ranks that take it; return how many do."""
-        return 0 if self._jobs is None else self._jobs.forward(self.job, number)
+    def forward(self, number: signal.Signals, *, local_rank: int | None = None) -> int:
+        """Send a signal to the ranks that take it, or to that one; return how many do."""
+        return 0 if self._jobs is None else self._jobs.forward(self.job, number, local_rank=local_rank)
 
-    def stop(self, reason: str, *, kill: bool = False) -> None:
-        """End the run: SIGTERM, then SIGKILL after the grace period, or with `kill` at once."""
+    def stop(self, reason: str, *, kill: bool = False, failed: bool = False) -> None:
+        """End the run: SIGTERM, then SIGKILL after the grace period, or with `kill` at once.
+
+        failed: it ends as failed, not as stopped by request.
+        """
         if self._jobs is not None:
-            self._stop(reason, kill=kill, failed=False)
+            self._stop(reason, kill=kill, failed=failed)
 
     async def status(self) -> NodeStatus:
         """Return what `zbmd-node status` shows of this host."""
@@ -194,6 +198,7 @@ class Host:
                 on_template_lost=self._template_lost,
                 stdin_rank=self._stdin_rank,
                 adopts=self._adopts,
+                per_rank=self._per_rank,
             )
             try:
                 await self._jobs.open()

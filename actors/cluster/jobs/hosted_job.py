@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Protocol, assert_never
 
 import structlog
@@ -374,8 +375,13 @@ class HostedJob:
         if self._hangs is not None:
             self._hangs.debugging(rank, incarnation, is_on=is_on)
 
-    def request(self, key: RankKey, *, master_host: str) -> ForkRequest:
-        """Return the template's fork request. master_host: MASTER_ADDR of the ranks on all hosts."""
+    def request(
+        self, key: RankKey, *, master_host: str, more: Mapping[str, str] = MappingProxyType({})
+    ) -> ForkRequest:
+        """Return the template's fork request.
+
+        master_host: MASTER_ADDR of the ranks on all hosts; more: variables of this rank alone.
+        """
         spec, elsewhere = self.spec, bool(self._listen)
         environment = RankEnvironment(
             rank=key.rank,
@@ -399,6 +405,7 @@ class HostedJob:
             is_module=spec.is_module,
             arguments=spec.arguments,
             environment={
+                **more,
                 **({"MASTER_PORT": str(port_of_job(f"{spec.job:x}"))} if elsewhere else {}),
                 **self._captured,
                 **self._threads,

@@ -76,7 +76,7 @@ class JobHost:
     template: the first one, if it was forked already; on_template_lost: called when a template is lost,
     instead of starting another; captures: where the ranks of each job record, in a folder of its own; without
     it their environment says; finder: knows the routes to processes beyond a job; stdin_rank, adopts: see
-    `RankProcesses`.
+    `RankProcesses`; per_rank: more variables, for each rank of this node, unless the job sets them.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class JobHost:
         finder: RouteTable | None = None,
         stdin_rank: int | None = None,
         adopts: Adopts | None = None,
+        per_rank: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -111,7 +112,7 @@ class JobHost:
         self._captures = captures
         self._finder = finder
         self._stdin_rank = stdin_rank
-        self._adopts = adopts
+        self._adopts, self._per_rank = adopts, per_rank
         self._loop = asyncio.get_running_loop()
         self._machine = LocalJobs()
         self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
@@ -335,7 +336,8 @@ class JobHost:
                 )
             master_host = host_of_first_rank(self._port.view, key.job)
             hosted = self._jobs[key.job]
-            request = hosted.request(key, master_host=master_host)
+            own = self._per_rank[key.rank % len(self._per_rank)] if self._per_rank else {}
+            request = hosted.request(key, master_host=master_host, more=own)
             self._template.result().fork(request, kept_fd=hosted.kept_fd(key.rank))
         except (ZbmdError, OSError) as error:
             self.put(e.ForkFailed(key=key, reason=str(error)))
@@ -408,13 +410,16 @@ class JobHost:
             return False
         return self._processes.signal((key.job, key.rank, key.incarnation), number)
 
-    def forward(self, job: int, number: signal.Signals) -> int:
-        """Send a signal to the ranks of this node that take it, and would not be ended by it.
+    def forward(self, job: int, number: signal.Signals, *, local_rank: int | None = None) -> int:
+        """Send a signal to the ranks of this node that take it, and would not be ended by it, or to one.
 
         Returns how many do.
         """
-        takers = [info for info in self.ranks(job).values() if info.pid and _takes(info.pid, number)]
-        return sum(self.send_signal(RankKey(job, one.rank, one.incarnation), number) for one in takers)
+        infos = [info for info in self.ranks(job).values() if info.pid and _takes(info.pid, number)]
+        found = self._port.view.jobs.job(job)
+        if local_rank is not None and found is not None:
+            infos = [info for info in infos if info.rank % found.spec.ranks_per_node == local_rank]
+        return sum(self.send_signal(RankKey(job, one.rank, one.incarnation), number) for one in infos)
 
     async def status(self, job: int) -> NodeStatus:
         """Return the status of a job that is open here."""

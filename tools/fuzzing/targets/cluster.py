@@ -31,6 +31,7 @@ from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.actors.errors import UnknownContract
 from zbmd.tools.fuzzing.target import Broken, blocks, folder, read_blocks, target, text_target
+from zbmd.tools.node.guard import messages as guards
 from zbmd.tools.node.up import Token, read_token, write_token
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
@@ -139,6 +140,19 @@ def _attached_messages() -> tuple[bytes, ...]:
 @target("attached.message", "what ranks and their supervisor send", _attached_messages, RemoteProtocolError)
 def _attached_message(data: bytes) -> None:
     _ATTACHED[data[0] % len(_ATTACHED) if data else 0](data[1:])
+
+
+def _guard_messages() -> tuple[bytes, ...]:
+    reported = (guards.Here(local_rank=1), guards.Signalled(number=15))
+    return *(b"\0" + guards.encode(each) for each in reported), b"\1" + guards.encode(
+        guards.RankEnded(code=7)
+    )
+
+
+@target("guard.message", "what the guards of a host send to each other", _guard_messages, RemoteProtocolError)
+def _guard_message(data: bytes) -> None:
+    decode = guards.decode_ended if data[:1] == b"\1" else guards.decode_reported
+    decode(data[1:])
 
 
 @functools.cache

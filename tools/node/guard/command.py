@@ -1,0 +1,210 @@
+"""`python -m zbmd.torch.run`: read the place of this process from its launcher, and do what is due there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import uvloop
+
+from zbmd.actors.bootstrap.environments import (
+    LauncherFacts,
+    ProcessPlacement,
+    read_mpi,
+    read_slurm,
+    read_torchrun,
+)
+from zbmd.actors.bootstrap.merge import IN_A_RANK, Role, bootstrap_of
+from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.invariants import ending_at_broken_invariant
+from zbmd.actors.process.log import log_to_stderr
+from zbmd.tools.cli import launch
+from zbmd.tools.cli.launch_settings import Settings, stated
+from zbmd.tools.cli.settings import SETTINGS, merge
+from zbmd.tools.node.cli import begun
+from zbmd.tools.node.guard.address import address_of_guards
+from zbmd.tools.node.guard.follower import follow
+from zbmd.tools.node.guard.guards import Guards
+from zbmd.tools.node.run import JobCommand, check
+from zbmd.transport.errors import UserError, ZbmdError
+
+PROGRAM: Final = "zbmd.torch.run"
+EXAMPLES: Final = """\
+examples:
+  torchrun --nproc-per-node 4 -m zbmd.torch.run train.py --lr 3e-4
+  torchrun --nproc-per-node 4 -m zbmd.torch.run -m package.module
+  torchrun --nnodes 2 --node-rank 0 --master-addr HOST0 -m zbmd.torch.run train.py
+  srun --kill-on-bad-exit=0 python -m zbmd.torch.run train.py
+  mpirun -n 4 python -m zbmd.torch.run train.py
+  torchrun --nproc-per-node 4 -m zbmd.torch.run --max-restarts 10 train.py
+"""
+OF_THE_LAUNCHER: Final = frozenset(
+    [
+        *("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id"),
+        *("master_addr", "master_port", "role", "service", "store", "stdin"),
+    ]
+)
+"""Settings of `zbmd-node run` that the launcher of the guards decides."""
+TORCHRUNS: Final = "PET_"
+"""Begins variables with torchrun's own options, such as its --max-restarts."""
+OF_ENV: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that together name a rank under a launcher that is not known by its own variables."""
+PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.run")
+"""Modules of a resilient loop, the second one for its first optimizer: imported once a host."""
+AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+KEPT: Final[tuple[str, ...]] = ("TORCHELASTIC_RUN_ID", "ROLE_NAME")
+"""Variables that ranks have as torchrun sets them."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See python -m {PROGRAM} --help.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = _Parser(
+        prog=f"python -m {PROGRAM}",
+        description="Run a rank of torchrun, srun or mpirun as a supervised process, replaced in place.\n"
+        "The launcher notices nothing, and the other ranks go on. Start it once for each rank.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for setting in SETTINGS:
+        if setting.name not in OF_THE_LAUNCHER:
+            top.add_argument(
+                *launch.spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
+            )
+    top.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
+    top.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    top.add_argument("target", metavar="SCRIPT", help="a Python script, or with -m a module")
+    top.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    return top
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The rank that this process stands for.
+
+    place: among the ranks of its host; variables: of its environment, without torchrun's own settings.
+    """
+
+    place: ProcessPlacement
+    variables: Mapping[str, str]
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """Return what the launcher says of this process. Raises `UserError`, if there is no launcher."""
+    if IN_A_RANK in environment:
+        raise UserError(
+            f"this process is a rank of `zbmd-node run` or {PROGRAM}, which replaces it already: start the "
+            "script itself"
+        )
+    variables = {name: value for name, value in environment.items() if not name.startswith(TORCHRUNS)}
+    facts = _facts(variables)
+    if facts is None and all(variables.get(name) for name in OF_ENV):
+        variables = {**variables, **_as_torchruns(variables)}
+        facts = read_torchrun(variables)
+    if facts is None or facts.place is None:
+        raise UserError(
+            "expected to be started by torchrun, srun or mpirun once for each rank, or with "
+            f"{', '.join(OF_ENV)} in the environment, and found the variables of none of them. Without a "
+            "launcher, use: zbmd-node run SCRIPT"
+        )
+    return Place(place=facts.place.value, variables=variables)
+
+
+def _facts(variables: Mapping[str, str]) -> LauncherFacts | None:
+    """Return what the innermost launcher says, in the order of `zbmd.actors.bootstrap.merge`."""
+    return read_torchrun(variables) or read_mpi(variables) or read_slurm(variables)
+
+
+def _as_torchruns(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun would set beside the variables of `env://`. Raises `UserError`."""
+    try:
+        group = int(variables["RANK"]) // int(variables["LOCAL_WORLD_SIZE"])
+    except (ValueError, ZeroDivisionError):
+        raise UserError(
+            f"RANK={variables['RANK'][:32]!r} and LOCAL_WORLD_SIZE={variables['LOCAL_WORLD_SIZE'][:32]!r}: "
+            "expected a rank, and the number of ranks on this host"
+        ) from None
+    run = f"{variables['MASTER_ADDR']}-{variables['MASTER_PORT']}"
+    return {"TORCHELASTIC_RUN_ID": run, "GROUP_RANK": str(group)}
+
+
+def settings_of(arguments: argparse.Namespace, where: Place) -> Settings:
+    """Return the merged settings. Raises `UserError`."""
+    on_line = {setting.name: getattr(arguments, setting.name, None) for setting in SETTINGS}
+    settings = merge(on_line, where.variables, arguments.config)
+    settings = settings.with_value("nproc_per_node", where.place.count, "the launcher")
+    preload = tuple(dict.fromkeys((*PRELOAD, *settings["preload"])))
+    return settings.with_value("preload", preload, settings.source("preload"))
+
+
+def supervise(job: JobCommand, settings: Settings, where: Place) -> int:
+    """Supervise the ranks of this host, for all of its guards; return the exit code. Raises `ZbmdError`."""
+    bootstrap = bootstrap_of(where.variables, stated(settings))
+    for note in bootstrap.notes if bootstrap.role is not Role.ALONE else ():
+        print(f"{PROGRAM}: {note}", file=sys.stderr)
+    check(job, settings)
+    print(f"{PROGRAM}: {launch.threads_in_words(where.place.count, where.variables)}", file=sys.stderr)
+    running = begun(job, settings, bootstrap, variables_of_ranks(settings, where.variables))
+    address, patience_s = address_of_guards(where.variables), float(settings["join_timeout"])
+    guarded = _guarded(running, address, where.place.count, patience_s)
+    return uvloop.run(ending_at_broken_invariant(guarded))
+
+
+def variables_of_ranks(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that scripts for torchrun read and that all ranks share."""
+    # The agent of torchrun has its port open, where rank 0 of the script would listen.
+    agents = environment.get(AGENT_STORE) == "True"
+    own = {name: value for name, value in environment.items() if not (agents and name == "MASTER_PORT")}
+    kept = {name: own[name] for name in KEPT if name in own}
+    return {**launch.rank_variables(settings, own), **kept}
+
+
+async def _guarded(
+    running: Callable[[Guards | None], Coroutine[Any, Any, int]], address: str, count: int, patience_s: float
+) -> int:
+    guards = Guards(address, count, patience_s)
+    with guards.open():
+        await guards.gathered()
+        code = await running(guards)
+        return await guards.over(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    log_to_stderr()
+    try:
+        arguments = parser().parse_args(argv)
+        where = place_of(os.environ)
+        settings = settings_of(arguments, where)
+        local_rank = where.place.index
+        if local_rank > 0:
+            return follow(
+                address_of_guards(where.variables),
+                local_rank,
+                patience_s=settings["join_timeout"],
+                signals=settings["signals_to_handle"] or (),
+            )
+        job = JobCommand(
+            target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments)
+        )
+        return supervise(job, settings, where)
+    except UserError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: stopped: SIGINT received", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except ZbmdError as error:
+        print(f"{PROGRAM}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,278 @@
+"""The guards of a host, for the one of them that supervises its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import structlog
+
+from zbmd.actors.host.events import HostEvent, Observer, RankDown
+from zbmd.tools.node.guard import address as sockets
+from zbmd.tools.node.guard.messages import (
+    PACKET_BYTES_MAX,
+    Here,
+    RankEnded,
+    Reported,
+    Signalled,
+    decode_reported,
+    encode,
+)
+from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
+
+log: Final = structlog.stdlib.get_logger("zbmd.node.guard")
+
+SIGNAL_EXIT_BASE: Final = 128
+ABSENT_NAMED_MAX: Final = 8
+LAUNCHER_S: Final = 1.0
+"""For a launcher to see that a guard has failed; torchrun looks every 0.1 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSignalled:
+    """The guard of a rank of this host has received a signal."""
+
+    local_rank: int
+    number: signal.Signals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardLost:
+    """The guard of a rank of this host has ended before its rank."""
+
+    local_rank: int
+
+    @property
+    def reason(self) -> str:
+        """The reason why the run ends, for people."""
+        return f"the process that stands for local rank {self.local_rank} of this host has ended"
+
+
+GuardEvent: TypeAlias = GuardSignalled | GuardLost
+OnGuard: TypeAlias = Callable[[GuardEvent], None]
+
+
+@dataclass(slots=True)
+class _Guard:
+    """A guard, also the own one, which has no connections.
+
+    code: the exit code of the last process of its rank; has_failed: whether that failed by itself.
+    """
+
+    connections: list[socket.socket] = field(default_factory=list[socket.socket])
+    code: int = 0
+    has_failed: bool = False
+    is_told: bool = False
+
+
+class Guards:
+    """The other guards of this host, from local rank 1 on. Use within `open`, on a running loop.
+
+    address: see `address_of_guards`; count: of ranks on this host; patience_s: how long guards may take to
+    come.
+    """
+
+    def __init__(self, address: str, count: int, patience_s: float) -> None:
+        self.count, self._address, self._patience_s = count, address, patience_s
+        self._own = _Guard()
+        self._others = {local_rank: _Guard() for local_rank in range(1, count)}
+        self._loop = asyncio.get_running_loop()
+        self._all_here: asyncio.Future[None] = self._loop.create_future()
+        self._on_event: OnGuard | None = None
+        self._waiting: list[GuardEvent] = []
+        self._sockets: list[socket.socket] = []
+
+    @contextmanager
+    def open(self) -> Generator[None]:
+        """Be there for the others. Raises `UserError`."""
+        listener = sockets.listening(self._address, 0)
+        self._sockets.append(listener)
+        self._loop.add_reader(listener, self._accept, listener)
+        try:
+            for local_rank in self._others:
+                if (connection := sockets.connected(self._address, local_rank)) is not None:
+                    self._watch(connection)
+            yield
+        finally:
+            for each in self._sockets:
+                self._loop.remove_reader(each)
+                each.close()
+            self._all_here.cancel()
+
+    async def gathered(self) -> None:
+        """Wait until all guards of this host are there. Raises `DeadlineExceeded`, and `UserError`."""
+        self._note_all_here()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await asyncio.shield(self._all_here)
+        except TimeoutError:
+            absent = [str(rank) for rank, guard in self._others.items() if not guard.connections]
+            more = f" and {len(absent) - ABSENT_NAMED_MAX} more" if absent[ABSENT_NAMED_MAX:] else ""
+            raise DeadlineExceeded(
+                f"local rank {', '.join(absent[:ABSENT_NAMED_MAX])}{more} of this host has no guard: "
+                f"expected {self.count} within {self._patience_s:g} s. See what the launcher says, or raise "
+                "--join-timeout"
+            ) from None
+
+    def variables(self) -> list[dict[str, str]]:
+        """Return for each rank of this host the variables that its launcher gave to its guard alone."""
+        found: list[dict[str, str]] = [{}]
+        for guard in self._others.values():
+            pid = sockets.peer_of(guard.connections[0])[0] if guard.connections else 0
+            found.append(_different(_environment_of(pid), os.environ))
+        return found
+
+    @contextmanager
+    def heard(self, on_event: OnGuard) -> Generator[None]:
+        """Call `on_event` for what happens to guards, also for what has happened before."""
+        self._on_event = on_event
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            on_event(event)
+        try:
+            yield
+        finally:
+            self._on_event = None
+
+    def happened(self, event: HostEvent) -> None:
+        """Take what happened to a rank of this host: the guard of one that has finished ends."""
+        if not isinstance(event, RankDown):
+            return
+        guard = self._others.get(event.rank % self.count, self._own)
+        guard.code = event.code if event.code >= 0 else SIGNAL_EXIT_BASE - event.code
+        guard.has_failed = not event.normal and not event.expected
+        if event.normal:
+            self._tell(guard, 0)
+
+    def observer(self, others: Observer) -> Observer:
+        """Return an observer of a host that is `happened`, and then `others`."""
+
+        async def observe(event: HostEvent) -> None:
+            self.happened(event)
+            await others(event)
+
+        return observe
+
+    async def over(self, code: int) -> int:
+        """Have the guards that are left exit, each as its rank; return what this one exits with.
+
+        code: of the run. If it failed, the guards of the ranks that failed by themselves are the first, since
+        a launcher reports the first that ends.
+        """
+        if code and not self._own.has_failed:
+            first = [guard for guard in self._others.values() if guard.has_failed]
+            for guard in first:
+                self._tell(guard, guard.code)
+            if first:
+                await asyncio.sleep(LAUNCHER_S)  # most launchers end this process meanwhile
+        for guard in self._others.values():
+            self._tell(guard, (guard.code or code) if code else 0)
+        return (self._own.code or code) if code else 0
+
+    def _tell(self, guard: _Guard, code: int) -> None:
+        if not guard.is_told:
+            guard.is_told = True
+            for connection in guard.connections:
+                with suppress(OSError):
+                    connection.send(encode(RankEnded(code=code)))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            self._watch(sockets.accepted(listener))
+        except (OSError, UserError) as error:
+            log.warning("a process was not taken for a guard", reason=str(error))
+
+    def _watch(self, connection: socket.socket) -> None:
+        self._sockets.append(connection)
+        self._loop.add_reader(connection, self._readable, connection)
+
+    def _readable(self, connection: socket.socket) -> None:
+        try:
+            packet = connection.recv(PACKET_BYTES_MAX + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        try:
+            if packet:
+                self._reported(connection, decode_reported(packet))
+                return
+        except RemoteProtocolError as error:
+            log.warning("a guard is not listened to any more", reason=str(error))
+        self._loop.remove_reader(connection)
+        for local_rank, guard in self._others.items():
+            if connection in guard.connections and not guard.is_told:
+                guard.is_told = True
+                self._put(GuardLost(local_rank=local_rank))
+
+    def _reported(self, connection: socket.socket, reported: Reported) -> None:
+        match reported:
+            case Here(local_rank=local_rank):
+                if local_rank not in self._others:
+                    raise RemoteProtocolError(
+                        f"a guard of local rank {local_rank} is on this host, which has {self.count} ranks"
+                    )
+                self._others[local_rank].connections.append(connection)
+                self._note_all_here()
+            case Signalled(number=number):
+                for local_rank, guard in self._others.items():
+                    if connection in guard.connections:
+                        self._put(GuardSignalled(local_rank=local_rank, number=_signal(number)))
+
+    def _note_all_here(self) -> None:
+        if not self._all_here.done() and all(guard.connections for guard in self._others.values()):
+            self._all_here.set_result(None)
+
+    def _put(self, event: GuardEvent) -> None:
+        if self._on_event is None:
+            self._waiting.append(event)
+        else:
+            self._on_event(event)
+
+
+def hearing(guards: Guards | None, on_event: OnGuard) -> AbstractContextManager[None]:
+    """Return `guards.heard`, or without guards a context in which nothing is heard."""
+    return nullcontext() if guards is None else guards.heard(on_event)
+
+
+class StopRequests:
+    """Tell a second request of one user to end from the signals of a launcher to each of its processes."""
+
+    def __init__(self) -> None:
+        self._asked: set[int] = set()
+
+    def ask(self, local_rank: int) -> bool | None:
+        """Note a request that came to a guard: None if there is nothing new, True if to end at once."""
+        again, first = local_rank in self._asked, not self._asked
+        self._asked.add(local_rank)
+        return again if again or first else None
+
+
+def _signal(number: int) -> signal.Signals:
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        raise RemoteProtocolError(
+            f"a guard of this host reports the signal {number}: there is none"
+        ) from None
+
+
+def _environment_of(pid: int) -> Mapping[str, str]:
+    """Return the variables that a process was started with; none if it cannot be seen."""
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    entries = [os.fsdecode(entry).partition("=") for entry in data.split(b"\0") if entry]
+    return {name: value for name, separator, value in entries if separator}
+
+
+def _different(variables: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if own.get(name) != value}

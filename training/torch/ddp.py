@@ -80,6 +80,8 @@ class KeptBuckets:
         for model, flag in zip(self._models, flags or self._flags, strict=True):
             model.require_forward_param_sync = flag
             model.reducer._reset_state()
+            # The reducer would make its buckets again in the next step, by calls that others may not make.
+            model._has_rebuilt_buckets = False
         self._install()
 
     def _install(self) -> None:

@@ -55,6 +55,7 @@ async def undisturbed(mode: str) -> frozenset[str]:
         ("plain", "rank1:loop.begin:5,rank0:loop.give:1"),
         ("plain", "rank1:loop.begin:5,rank1#2:loop.take:1"),
         ("plain", "rank1:loop.prepared:6,rank2:loop.prepared:6"),
+        ("plain", "rank0:loop.prepared:3,rank2:loop.begin:6"),
         ("momentum", "rank2:loop.voted:9"),
         ("static", "rank1:loop.prepared:3"),
         ("unused", "rank2:loop.begin:4"),

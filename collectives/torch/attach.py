@@ -56,7 +56,13 @@ def ensure(options: Any) -> None:
                 _detach()
             return
         restarts = os.environ.get(RESTARTS_VARIABLE, "0")
-        meeting = _Meeting(options.store, f"zbmd/{options.group_id}/{restarts}", options)
+        meeting = Meeting(
+            options.store,
+            f"zbmd/{options.group_id}/{restarts}",
+            rank=int(options.group_rank),
+            size=int(options.group_size),
+            timeout_s=float(options.timeout.total_seconds()),
+        )
         _keep_served(options.store, meeting.rank)
         plan = meeting.plan()
         if not plan.stays:
@@ -66,13 +72,18 @@ def ensure(options: Any) -> None:
         raise as_torch_error(error) from error
 
 
-class _Meeting:
-    """One meeting of all ranks in a store. Raises `DeadlineExceeded`, `UserError`."""
+class Meeting:
+    """One meeting of all ranks in a store. Raises `DeadlineExceeded`, `UserError`.
 
-    def __init__(self, store: Any, prefix: str, options: Any) -> None:
-        self.rank, self.size = int(options.group_rank), int(options.group_size)
-        self._store, self._prefix = store, prefix
-        self._timeout_s = float(options.timeout.total_seconds())
+    host: the name of this host, if it is not `host_name`.
+    """
+
+    def __init__(
+        self, store: Any, prefix: str, *, rank: int, size: int, timeout_s: float, host: str = ""
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._prefix, self._host = store, prefix, host or host_name()
+        self._timeout_s = timeout_s
         self._end_ns = now_ns() + round(self._timeout_s * 1e9)
 
     @property
@@ -84,7 +95,7 @@ class _Meeting:
         """Greet the others, and return what rank 0 makes of it."""
         nonce = secrets.token_hex(8)
         environment = _attachment.environment if _attachment is not None and _attachment.stands else None
-        greeting = Hello(host=host_name(), nonce=nonce)
+        greeting = Hello(host=self._host, nonce=nonce)
         if environment is not None:
             greeting = Hello(
                 host=greeting.host,
@@ -182,7 +193,7 @@ def _host_of(store: Any) -> str:
     return str(store.host) if isinstance(store, dist.TCPStore) else ""
 
 
-def _attach(meeting: _Meeting, plan: Plan) -> None:
+def _attach(meeting: Meeting, plan: Plan) -> None:
     global _attachment
     host = next(number for number, ranks in enumerate(plan.hosts) if meeting.rank in ranks)
     given = _started(meeting, plan, host) if plan.hosts[host][0] == meeting.rank else ""
@@ -193,7 +204,7 @@ def _attach(meeting: _Meeting, plan: Plan) -> None:
     world().launch(_attachment.environment)
 
 
-def _started(meeting: _Meeting, plan: Plan, host: int) -> str:
+def _started(meeting: Meeting, plan: Plan, host: int) -> str:
     """Start the supervisor of this host; return where its ranks attach."""
     hosts = len(plan.hosts)
     joins = meeting.founder(plan) if host else ()

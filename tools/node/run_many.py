@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,12 +59,16 @@ STORE_TRY_S: Final = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRun:
-    """Task of one node in a run over several. variables: for ranks, as this node sets them."""
+    """Task of one node in a run over several. variables: for ranks, as this node sets them.
+
+    on_began: takes the address of this node each time that it begins.
+    """
 
     job: JobCommand
     settings: Settings
     bootstrap: Bootstrap
     variables: Mapping[str, str]
+    on_began: Callable[[str], None] | None = None
 
     @property
     def patience_ns(self) -> int:
@@ -270,8 +274,24 @@ class _NodeRun(OneJobNode):
         """See `OneJobNode`."""
         if view.nodes != self._members and self.machine.state is not o.SingleJobState.LEAVING:
             self.say(_members_in_words(self._members, view.nodes, self.node.me))
+            self._end_without_a_guard(view)
             self._members = view.nodes
         self._compare(view)
+
+    def began(self, me: Node) -> None:
+        """See `ClusterListener`."""
+        if self._plan.on_began is not None:
+            self._plan.on_began(me.address)
+        super().began(me)
+
+    def _end_without_a_guard(self, view: ClusterView) -> None:
+        """End the job if guards have lost a host: their launcher starts all of them again, and not one."""
+        gone = [node.name for node in self._members if node not in view.nodes]
+        job = view.jobs.job(self.spec.job)
+        if self._guards is None or not gone or job is None or job.outcome is not None:
+            return
+        reason = f"{gone[0]} is lost with its guards: the launcher has to start all of them again"
+        self.put(o.EndAsked(reason=reason, exit_code=EXIT_FAILED, leave=False))
 
     def is_out(self) -> None:
         """See `OneJobNode`."""

@@ -66,12 +66,11 @@ def by_hand(
         yield [stack.enter_context(started(command, directory, {**variables, **place})) for place in places]
 
 
-def guards_of(running: Running) -> dict[int, int]:
-    """Return the pids of the guards that torchrun has started, by their local ranks."""
+def guards_of(agent: int) -> dict[int, int]:
+    """Return the pids of the guards that torchrun, of that pid, has started, by their local ranks."""
     found: dict[int, int] = {}
-    for pid in marked(running.marker):
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if int(stat[1]) == running.pid:
+    for children in Path(f"/proc/{agent}/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             found.update({int(v[11:]): pid for v in variables if v.startswith(b"LOCAL_RANK=")})
     return found

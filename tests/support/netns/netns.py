@@ -29,14 +29,14 @@ def require_lab() -> None:
 class Process:
     """A process on a host: lines go in, and lines come out."""
 
-    def __init__(self, host: LabHost, command: list[str]) -> None:
+    def __init__(self, host: LabHost, command: list[str], timeout_s: float) -> None:
         self.text = ""
         self.process = host.popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._input, self._output = self.process.stdin, self.process.stdout
-        self._deadline_s = time.monotonic() + TIMEOUT_S
+        self._deadline_s = time.monotonic() + timeout_s
 
     def until(self, pattern: str) -> re.Match[str]:
         """Read until a line matches; what was read before is forgotten."""
@@ -69,9 +69,9 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(host: LabHost, *command: str) -> Generator[Process]:
-    """Run a command on a host until the block ends, at the longest."""
-    running = Process(host, list(command))
+def process(host: LabHost, *command: str, timeout_s: float = TIMEOUT_S) -> Generator[Process]:
+    """Run a command on a host until the block ends, at the longest. timeout_s: for all that is read."""
+    running = Process(host, list(command), timeout_s)
     try:
         yield running
     finally:

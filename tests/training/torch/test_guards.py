@@ -84,7 +84,7 @@ def test_a_guard_that_is_killed_leaves_nothing_and_torchrun_starts_again(tmp_pat
         ranks = running.until(r"rank \d of 3 waits: (\d+)", RANKS)
         pidfds = [os.pidfd_open(int(found[1])) for found in ranks]
         (tmp_path / "again").touch()
-        os.kill(guards_of(running)[victim], signal.SIGKILL)
+        os.kill(guards_of(running.pid)[victim], signal.SIGKILL)
         running.until(r"rank \d of 3 is good", RANKS)
         gone = [bool(select.select([pidfd], [], [], 0)[0]) for pidfd in pidfds]
         for pidfd in pidfds:
@@ -96,7 +96,7 @@ def test_signals_go_to_the_rank_or_end_the_run(tmp_path: Path) -> None:
     """SIGTERM to torchrun reaches each guard: the ranks are ended in order, not killed at once."""
     with torchrun(tmp_path, RANKS, WAITS, tmp_path / "never") as running:
         running.until(r"rank \d of 3 waits", RANKS)
-        guards = guards_of(running)
+        guards = guards_of(running.pid)
         for local_rank in (2, 0):
             os.kill(guards[local_rank], signal.SIGUSR1)
             running.until(f"rank {local_rank} has SIGUSR1")

@@ -20,14 +20,17 @@ from zbmd.actors.bootstrap.environments import (
     read_slurm,
     read_torchrun,
 )
-from zbmd.actors.bootstrap.merge import IN_A_RANK, Role, bootstrap_of
+from zbmd.actors.bootstrap.merge import IN_A_RANK, Bootstrap, Role, bootstrap_of
+from zbmd.actors.process.early_template import fork_template
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.actors.process.invariants import ending_at_broken_invariant
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.cli import launch
 from zbmd.tools.cli.launch_settings import Settings, stated
 from zbmd.tools.cli.settings import SETTINGS, merge
+from zbmd.tools.node import run_many
 from zbmd.tools.node.cli import begun
+from zbmd.tools.node.guard import hosts
 from zbmd.tools.node.guard.address import address_of_guards
 from zbmd.tools.node.guard.follower import follow
 from zbmd.tools.node.guard.guards import Guards
@@ -93,10 +96,12 @@ def parser() -> argparse.ArgumentParser:
 class Place:
     """The rank that this process stands for.
 
-    place: among the ranks of its host; variables: of its environment, without torchrun's own settings.
+    place: among the ranks of its host; facts: all that its launcher says; variables: of its environment,
+    without torchrun's own settings.
     """
 
     place: ProcessPlacement
+    facts: LauncherFacts
     variables: Mapping[str, str]
 
 
@@ -118,7 +123,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
             f"{', '.join(OF_ENV)} in the environment, and found the variables of none of them. Without a "
             "launcher, use: zbmd-node run SCRIPT"
         )
-    return Place(place=facts.place.value, variables=variables)
+    return Place(place=facts.place.value, facts=facts, variables=variables)
 
 
 def _facts(variables: Mapping[str, str]) -> LauncherFacts | None:
@@ -155,10 +160,28 @@ def supervise(job: JobCommand, settings: Settings, where: Place) -> int:
         print(f"{PROGRAM}: {note}", file=sys.stderr)
     check(job, settings)
     print(f"{PROGRAM}: {launch.threads_in_words(where.place.count, where.variables)}", file=sys.stderr)
-    running = begun(job, settings, bootstrap, variables_of_ranks(settings, where.variables))
+    running = _begun(job, settings, bootstrap, where)
     address, patience_s = address_of_guards(where.variables), float(settings["join_timeout"])
     guarded = _guarded(running, address, where.place.count, patience_s)
     return uvloop.run(ending_at_broken_invariant(guarded))
+
+
+def _begun(
+    job: JobCommand, settings: Settings, bootstrap: Bootstrap, where: Place
+) -> Callable[[Guards], Coroutine[Any, Any, int]]:
+    """See `begun`. Guards of several hosts meet in torchrun's store, if there is one."""
+    variables = variables_of_ranks(settings, where.variables)
+    if bootstrap.role is Role.ALONE or not hosts.has_store(where.variables):
+        return begun(job, settings, bootstrap, variables)
+    cookie_fd = hosts.make_cookie_file()
+    plan = run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
+    template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
+
+    async def running(guards: Guards) -> int:
+        async with hosts.met(plan, where.facts, where.variables, cookie_fd) as found:
+            return await run_many.run_over_nodes(found, template, guards)
+
+    return running
 
 
 def variables_of_ranks(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
@@ -171,7 +194,7 @@ def variables_of_ranks(settings: Settings, environment: Mapping[str, str]) -> di
 
 
 async def _guarded(
-    running: Callable[[Guards | None], Coroutine[Any, Any, int]], address: str, count: int, patience_s: float
+    running: Callable[[Guards], Coroutine[Any, Any, int]], address: str, count: int, patience_s: float
 ) -> int:
     guards = Guards(address, count, patience_s)
     with guards.open():

@@ -123,10 +123,10 @@ class Guards:
 
     def variables(self) -> list[dict[str, str]]:
         """Return for each rank of this host the variables that its launcher gave to its guard alone."""
-        found: list[dict[str, str]] = [{}]
+        own, found = _environment_of(os.getpid()), list[dict[str, str]]([{}])
         for guard in self._others.values():
             pid = sockets.peer_of(guard.connections[0])[0] if guard.connections else 0
-            found.append(_different(_environment_of(pid), os.environ))
+            found.append(_different(_environment_of(pid), own))
         return found
 
     @contextmanager

@@ -187,7 +187,11 @@ class Continuity:
 
     def note(self, error: ZbmdError, epoch: int = 0) -> None:
         """Note the error of an operation of a group of `epoch`, 0: of now, if it is a loss."""
-        if isinstance(error, LOSSES) and self.broken is None and epoch in (0, self.epoch):
+        if (
+            isinstance(error, LOSSES)
+            and self.broken is None
+            and (epoch == self.epoch or 0 in (epoch, self.epoch))
+        ):
             self.broken = error
 
     @property

@@ -125,7 +125,7 @@ class Operations(Identity):
         try:
             c.all_reduce(array, op=reduction, deadline_ns=called.called_ns + called.limit_ns)
         except ZbmdError as error:
-            CONTINUITY.note(error, c.epoch)
+            CONTINUITY.note(error, self._group.epoch)
             raise in_call(error, called.text()) from None
         called.ended_ns = now_ns()
         CONTINUITY.record(self._name, called.number, [tensor])
@@ -432,7 +432,8 @@ class Operations(Identity):
         opts: Any,
         home: Sequence[TensorBuffer],
     ) -> Any:
-        end_ns, forgive = called.called_ns + called.limit_ns, CONTINUITY.keep(outputs)
+        end_ns, epoch = called.called_ns + called.limit_ns, self._group.epoch
+        forgive = CONTINUITY.keep(outputs)
 
         def run(c: Communicator) -> None:
             c.label(called.text)
@@ -440,8 +441,8 @@ class Operations(Identity):
             try:
                 operation(c, end_ns)
             except ZbmdError as error:
-                CONTINUITY.note(error, c.epoch)
-                if forgive is None or not forgive(error, c.epoch):
+                CONTINUITY.note(error, epoch)
+                if forgive is None or not forgive(error, epoch):
                     raise in_call(error, called.text()) from None
                 self._alone(operation)
             for buffer in home:
@@ -452,8 +453,7 @@ class Operations(Identity):
         if self._may_run_here(opts):
             run(self._group.communicator)
             return OVER
-        patience_s = (end_ns - now_ns()) / 1e9  # for when very many are in flight
-        return self._work(self._group.submit(run, patience_s=patience_s), outputs)
+        return self._work(self._group.submit(run, patience_s=(end_ns - now_ns()) / 1e9), outputs)
 
     def _alone(self, operation: Operation, home: Sequence[TensorBuffer] = ()) -> None:
         """Carry an operation out without the others."""

@@ -76,6 +76,19 @@ async def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     check_as_undisturbed(told, wanted, fault)
 
 
+@pytest.mark.parametrize("fault", ["rank0:loop.updated:2", "rank1:loop.begin:4,rank2:loop.done:5"])
+async def test_a_loss_that_only_a_backward_pass_meets_is_recovered_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """In the first epoch, too: its error comes out of C++ as a plain `RuntimeError`."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    result, lines = await run_loop(PROGRAMS / "torch/bare_ddp.py", "plain", fault)
+    told = [line for line in lines if "ends with" in line]
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    assert result.restarts == len(fault.split(",")), "\n".join(lines)
+    assert len(told) == RANKS and len({line.partition("ends with")[2] for line in told}) == 1
+
+
 @pytest.mark.parametrize("after", [0, 10])
 async def test_parameters_that_differ_between_ranks_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int

@@ -98,6 +98,7 @@ class Continuity:
         self._left_bytes = RECORDS_BYTES_MAX
         self._answers: dict[tuple[str, int], list[bytes]] = {}
         self._tail_alone = False
+        self._closers: list[Callable[[], None]] = []
 
     # The process groups, in the order in which they were made.
 
@@ -169,11 +170,17 @@ class Continuity:
         if self.mode is Mode.TAIL:
             self.mode, self._tail_alone = Mode.TOGETHER, False
 
+    def at_leave(self, close: Callable[[], None]) -> None:
+        """Call `close` when the loop ends with its process groups."""
+        self._closers.append(close)
+
     def leave(self) -> None:
         """The default process group has ended, and with it any loop: losses are those of any script."""
         self.mode, self.standing, self.broken, self.epoch = Mode.TOGETHER, Standing.OUTSIDE, None, 0
         self._recorded, self._left_bytes, self._tail_alone = [], RECORDS_BYTES_MAX, False
         self._answers.clear()
+        while self._closers:
+            self._closers.pop()()
 
     def require_groups(self) -> None:
         """Raise `UserError` if no process group may be made now."""

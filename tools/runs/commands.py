@@ -22,8 +22,10 @@ from zbmd.training.data.token_corpus import TokenCorpus, read_manifest
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
-from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log
+from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log, read_record
+from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.torch.audit import audit_loop
 from zbmd.transport.errors import UserError
 
 
@@ -33,6 +35,15 @@ def audit_run(directory: Path) -> Audit:
     Raises `UserError` if the directory holds no commit log or not the corpus that the log names.
     """
     header, records = read_log(directory / LOG_NAME)
+    loop = LoopPlan.read(header.plan)
+    if loop is not None:
+        last = read_record(directory / LOG_NAME)  # from the end: behind damage there may be more
+        return audit_loop(
+            loop,
+            records,
+            base_version=header.base_version,
+            last_version=header.base_version if last is None else last.version,
+        )
     own = TaskPlan.read(header.plan)
     if own is not None:
         return audit(
@@ -97,7 +108,7 @@ def _sampled(
 def _ledger(arguments: argparse.Namespace) -> int:
     found = audit_run(arguments.run)
     print(msgspec.json.encode(found).decode())
-    return 1 if found.steps_lost or found.samples_skipped or found.samples_repeated else 0
+    return 0 if found.is_whole else 1
 
 
 def _plot(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
+from zbmd.training.run.loop_steps import LoopStep
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.host.files import DISK_FULL_ERRNOS, DiskFull, write_atomically
 
@@ -65,6 +66,9 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """CLOCK_MONOTONIC of the writer, ns."""
     held_out_loss: float | None = None
     """Nats per byte of the previous version on held-out text; None for steps that did not evaluate."""
+    loop: LoopStep | None = None
+    """Of a step of a PyTorch loop. Its shards are ranks; it has one loss, the mean that is called so, if any;
+    the digest is of the state before the step, "" where ranks have not compared it."""
 
 
 class LedgerBroken(ZbmdError):
@@ -252,17 +256,43 @@ class CommitLog:
         Raises `LedgerBroken` if the log has the version with another digest or a gap before it, and
         `UserError` if the disk is full.
         """
+        file = self._open()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._catch_up(file)
+            self._append(file, record)
+            fcntl.flock(file, fcntl.LOCK_UN)
+        except BaseException:
+            self.close()  # and the lock with it
+            raise
+
+    def _open(self) -> int:
         if self._file is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
             self._file = os.open(self.path, flags, 0o644)
             self._lock = locked(self.path.parent / LOCK_NAME, fcntl.LOCK_SH)
+        return self._file
+
+    def take_back(self, version: int) -> None:
+        """Cut off the record of `version`, the last one: its writer was lost, and nobody else saw the commit.
+
+        Raises `LedgerBroken` if another one is the last.
+        """
+        file = self._open()
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._catch_up(self._file)
-            self._append(self._file, record)
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._catch_up(file)
+            if self._last != version:
+                raise LedgerBroken(f"version {version} is not the last in {self.path}, {self._last} is")
+            inode, end = self._read
+            length: int = _LENGTH.unpack(os.pread(file, _LENGTH.size, end - _LENGTH.size))[1]
+            end -= length + _LENGTH.size
+            os.ftruncate(file, end)
+            self._digests.pop(version, None)
+            self._last, self._read = version - 1, (inode, end)
+            fcntl.flock(file, fcntl.LOCK_UN)
         except BaseException:
-            self.close()  # and the lock with it
+            self.close()
             raise
 
     def _append(self, file: int, record: CommitRecord) -> None:
@@ -421,6 +451,10 @@ class RunLog:
             self._log = CommitLog(self.path, msgspec.structs.replace(self._header, base_version=base))
         return self._log
 
+    def take_back(self, version: int) -> None:
+        """Cut off the last record; see `CommitLog.take_back`."""
+        self._opened().take_back(version)
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self._log is not None:
@@ -523,6 +557,11 @@ class Audit:
     samples: int
     samples_skipped: int
     samples_repeated: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is lost, skipped or repeated."""
+        return not (self.steps_lost or self.samples_skipped or self.samples_repeated)
 
 
 def audit(

@@ -2,17 +2,25 @@
 
 The position in a pass is the number of committed steps; a replacement skips so many batches without loading
 them. Supported are `DataLoader`, loaders with a state (`StatefulDataLoader`), and anything that can be
-iterated again for each pass, which is read up to the position.
+iterated again for each pass, which is read up to the position. `Source` knows what identifies each batch.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import itertools
+import operator
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import numpy as np
+import xxhash
+
+from zbmd.training.run.loop_steps import Deal, Drawn, Ids, ids_max
+from zbmd.training.torch.deals import deal_of
 from zbmd.transport.errors import UserError
 
 torch: Any = importlib.import_module("torch")
@@ -35,6 +43,8 @@ class SkippingBatches:
     def __init__(self, inner: Any, skip: int, seed_pass: Callable[[], None], seed_batch: Callable[[], None]):
         self._inner, self._skip = inner, skip
         self._seed_pass, self._seed_batch = seed_pass, seed_batch
+        self.dealt: deque[Any] = deque()
+        """Indices of the batches that have been asked for, and not yet been taken out here."""
 
     def __iter__(self) -> Iterator[Any]:
         self._seed_pass()
@@ -46,8 +56,9 @@ class SkippingBatches:
         if first is None:
             return
         self._seed_batch()
-        yield first
-        yield from batches
+        for batch in itertools.chain([first], batches):
+            self.dealt.append(batch)
+            yield batch
 
     def __len__(self) -> int:
         return max(0, len(self._inner) - self._skip)
@@ -75,8 +86,12 @@ def has_state(loader: Any) -> bool:
 
 
 def is_map_style(loader: Any) -> bool:
-    """Return whether it is a `DataLoader` with a batch sampler."""
-    return isinstance(loader, data.DataLoader) and getattr(loader, "batch_sampler", None) is not None
+    """Return whether it is a `DataLoader` with a batch sampler of indices."""
+    return (
+        isinstance(loader, data.DataLoader)
+        and getattr(loader, "batch_sampler", None) is not None
+        and not isinstance(loader.dataset, data.IterableDataset)
+    )
 
 
 def begin_pass(loader: Any, number: int) -> None:
@@ -93,26 +108,103 @@ def begin_pass(loader: Any, number: int) -> None:
             set_epoch(number)
 
 
-def opened(loader: Any, *, number: int, skip: int, seed_for: SeedFor, step: int) -> Iterator[Any]:
-    """Return the batches of pass `number` behind the first `skip`. step: the number of the first of them."""
-    begin_pass(loader, number)
-    if is_map_style(loader):
-        skipping: Iterator[Any] = iter(_skipping(loader, number, skip, seed_for, step))
-        return skipping
-    seed_for("pass", number)
-    batches: Iterator[Any] = iter(loader)
-    for taken in range(skip):
-        seed_for("batch", step - skip + taken)
-        if next(batches, None) is None:
-            break
-    return batches
+class Source(Iterator[Any]):
+    """The batches of pass `number` behind the first `skip`.
+
+    step: the number of the first of them. ranks: of the loop. state: of a loader with one, where it is to go
+    on.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        number: int,
+        skip: int,
+        seed_for: SeedFor,
+        step: int,
+        ranks: int,
+        state: Any = None,
+    ) -> None:
+        begin_pass(loader, number)
+        self._loader, self._number, self._next, self._ranks = loader, number, skip, ranks
+        self._indices: Any = None
+        self._deal: Deal | None = None
+        self._dealt: deque[Any] | None = None
+        self._batches = self._opened(skip, seed_for, step, state)
+
+    def _opened(self, skip: int, seed_for: SeedFor, step: int, state: Any) -> Iterator[Any]:
+        loader, number = self._loader, self._number
+        if has_state(loader):
+            if skip:
+                loader.load_state_dict(state)
+            else:
+                seed_for("pass", number)
+            stateful: Iterator[Any] = iter(loader)
+            return stateful
+        if is_map_style(loader):
+            sampler = SkippingBatches(
+                loader.batch_sampler, skip, lambda: seed_for("pass", number), lambda: seed_for("batch", step)
+            )
+            if getattr(loader, "in_order", True):
+                self._dealt, self._deal = sampler.dealt, deal_of(loader, self._ranks)
+            seed_for("workers", number)
+            skipping: Iterator[Any] = iter(_like(loader, sampler))
+            return skipping
+        seed_for("pass", number)
+        batches: Iterator[Any] = iter(loader)
+        for taken in range(skip):
+            seed_for("batch", step - skip + taken)
+            if next(batches, None) is None:
+                break
+        return batches
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._indices = self._dealt.popleft() if self._dealt else None
+        self._next += 1
+        return batch
+
+    @property
+    def drawn(self) -> Drawn:
+        """Return what identifies the last batch."""
+        place = (self._number, self._next - 1)
+        ids = None if self._indices is None else _whole(self._indices)
+        kind = Ids.BATCH if ids is None else Ids.SAMPLES if len(ids) <= ids_max(self._ranks) else Ids.DIGEST
+        if kind is Ids.DIGEST:
+            assert ids is not None
+            ids = (xxhash.xxh3_64_intdigest(np.array(ids, np.int64).data) >> 1, len(ids))
+        return Drawn(
+            kind=kind,
+            of_pass=place[0],
+            batch=place[1],
+            ids=place if ids is None else ids,
+            batches=_length(self._loader),
+            deal=self._deal if kind is not Ids.BATCH else None,
+        )
 
 
-def _skipping(loader: Any, number: int, skip: int, seed_for: SeedFor, step: int) -> Any:
+def _whole(indices: Any) -> tuple[int, ...] | None:
+    """Return indices as integers of 64 bits; None if they are something else."""
+    try:
+        found = tuple(operator.index(each) for each in indices)
+    except TypeError:
+        return None
+    return found if all(-(1 << 63) <= each < 1 << 63 for each in found) else None
+
+
+def _length(loader: Any) -> int:
+    """Return the number of batches of a pass; -1: unknown. An iterable's is only what it claims."""
+    if not is_map_style(loader):
+        return -1
+    try:
+        return len(loader)
+    except TypeError:
+        return -1
+
+
+def _like(loader: Any, sampler: SkippingBatches) -> Any:
     """Return a loader with the same settings, which skips without loading."""
-    sampler = SkippingBatches(
-        loader.batch_sampler, skip, lambda: seed_for("pass", number), lambda: seed_for("batch", step)
-    )
     settings = {name: getattr(loader, name) for name in _SETTINGS if hasattr(loader, name)}
     if loader.num_workers:
         settings["prefetch_factor"] = loader.prefetch_factor
@@ -120,7 +212,6 @@ def _skipping(loader: Any, number: int, skip: int, seed_for: SeedFor, step: int)
         settings["persistent_workers"] = False
     if not settings.get("pin_memory_device"):
         settings.pop("pin_memory_device", None)
-    seed_for("workers", number)
     return data.DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 

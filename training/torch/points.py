@@ -12,6 +12,7 @@ DELIVERED: Final = faults.declare(
     "loop.delivered", "when the gradients of the ward are here, before the vote"
 )
 VOTED: Final = faults.declare("loop.voted", "when all votes have been seen, before the update")
+LOGGED: Final = faults.declare("loop.logged", "when the writer has logged the step, before the update")
 UPDATED: Final = faults.declare(
     "loop.updated", "when the optimizer has updated, and the copy of the ward's shard"
 )

@@ -6,31 +6,31 @@ is given again, unless the step was committed. See `transaction` for the protoco
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
-import numpy as np
 import structlog
 
 from zbmd.actors.rank.environment import RankEnvironment
-from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, LoopLost, Mode, Standing
 from zbmd.collectives.torch.rendezvous import come_together
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import world
 from zbmd.training.run.journal import captured_machine
+from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.ddp import KeptBuckets
+from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp import has_shards
+from zbmd.training.torch.recorder import Recorder, plan_of, refusal
 from zbmd.training.torch.rollback import Boundary, seed_all
 from zbmd.training.torch.shards import Shards
 from zbmd.training.torch.transfer import Carried, described, give, own_tensors, take
@@ -84,11 +84,16 @@ class Step:
 class Run:
     """A resilient loop over `models`, `optimizers`, and `others` with a `state_dict` (scheduler, scaler).
 
-    seed: of all random numbers in steps; default: that of `torch.manual_seed` on rank 0.
+    seed: of all random numbers in steps; default: that of `torch.manual_seed` on rank 0. out: see `recorder`.
     """
 
     def __init__(
-        self, models: Sequence[Any], optimizers: Sequence[Any], others: Sequence[Any], seed: int | None
+        self,
+        models: Sequence[Any],
+        optimizers: Sequence[Any],
+        others: Sequence[Any],
+        seed: int | None,
+        out: Path | None,
     ) -> None:
         worker = world().worker
         launched = RankEnvironment.read(os.environ) is not None
@@ -103,6 +108,7 @@ class Run:
         self._models, self._optimizers = models, optimizers
         self._rank, self._seed = int(dist.get_rank()), torch.initial_seed() if seed is None else seed
         self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
+        self._exchange, self._ranks = Exchange(self._timeout), int(dist.get_world_size())
         self._boundary = Boundary(models, optimizers, others)
         self._position, self._claimed = Position(), 0
         self._then: Position | None = None
@@ -114,11 +120,17 @@ class Run:
         self._every: list[tuple[int, Callable[[], object]]] = []
         self._loader: Any = None
         self._loader_state: Any = None
+        self._voted_state: Any = None
+        """Of the loader, behind the batch of the step under way."""
+        self._drawn = Drawn()
+        """Of the batch of the step under way."""
+        self._out = out
+        self._recorder: Recorder | None = None
+        """Of rank 0, if the loop is recorded."""
         self.metrics: dict[str, float] = {}
         """Means over all ranks of what the last committed step gave to `mean`."""
         fresh = CONTINUITY.mode is Mode.ALONE
-        size = int(dist.get_world_size())
-        self._shards = Shards(models, optimizers, self._rank, size) if has_shards(models) else None
+        self._shards = Shards(models, optimizers, self._rank, self._ranks) if has_shards(models) else None
         machine = tx.Transactions(fresh=fresh, sharded=self._shards is not None)
         self._machine = captured_machine(
             worker, tx.TRANSACTION, "loop", machine, tx.transaction_config(machine)
@@ -133,6 +145,14 @@ class Run:
             self._recover()
         else:
             self._found()
+        if out is not None and self._rank == 0:
+            plan = plan_of(models, optimizers, self._ranks)
+            self._recorder = Recorder(
+                out, run_id=f"{worker.job:016x}", plan=plan, seed=self._seed, fresh=fresh
+            )
+            CONTINUITY.at_leave(self._recorder.close)
+            if fresh:
+                self._recorder.amend(self._rows, self._position.step, CONTINUITY.epoch)
         CONTINUITY.enter()
 
     # What scripts use.
@@ -204,17 +224,22 @@ class Run:
                     source = self._opened(loader, number)
                     self._seed_for("batch", self._position.step)
                     marks = loading.Marks(next(source))
+                self._drawn = source.drawn
                 yield marks.batch
-        self._loader = self._loader_state = None
+        self._loader = self._loader_state = self._voted_state = None
         self._transact(self._position._replace(passes=number + 1, at=0), lambda: None)
 
-    def _opened(self, loader: Any, number: int) -> Iterator[Any]:
-        at, step = self._position.at, self._position.step
-        if self._loader is not None and at:
-            loading.begin_pass(loader, number)
-            loader.load_state_dict(self._loader_state)
-            return iter(loader)
-        return loading.opened(loader, number=number, skip=at, seed_for=self._seed_for, step=step)
+    def _opened(self, loader: Any, number: int) -> loading.Source:
+        position = self._position
+        return loading.Source(
+            loader,
+            number=number,
+            skip=position.at,
+            seed_for=self._seed_for,
+            step=position.step,
+            ranks=self._ranks,
+            state=self._loader_state,
+        )
 
     def _seed_for(self, what: str, number: int) -> None:
         seed_all(self._seed, what, number, self._rank)
@@ -349,8 +374,11 @@ class Run:
                 raise StepAborted from None
         assert self._then is not None
         self._has_stepped = self._has_stepped or self._then.step > self._position.step
-        self._position, self._committed = self._then, True
+        self._position, self._committed, self._loader_state = self._then, True, self._voted_state
         self.metrics = votes.means_of(self._rows, sorted(self._means)) or self.metrics
+        if self._recorder is not None:
+            self._recorder.put(self._rows, CONTINUITY.epoch)
+        self._drawn = Drawn()
         CONTINUITY.begin_tail(alone=promoted)
 
     def _end_rehearsal(self) -> None:
@@ -374,34 +402,21 @@ class Run:
         (action,) = self._do(tx.Prepared(digest=digest, updates=updates))
         if isinstance(action, tx.Deliver):
             assert self._shards is not None
-            self._shards.deliver(self._group, self._end_ns)
+            self._shards.deliver(self._exchange.group, self._exchange.end_ns)
             faults.hit(points.DELIVERED)
             (action,) = self._do(tx.Delivered())
         assert isinstance(action, tx.Vote)
+        if self._loader is not None:
+            self._voted_state = loading.state_of(self._loader)
         own = {
             "buffers": {n: b for n, b in self._boundary.buffers() if n in self._boundary.changing},
-            "loader": None if self._loader is None else loading.state_of(self._loader),
+            "loader": None if self._loader is None else self._voted_state,
         }
-        if self._loader is not None:
-            self._loader_state = own["loader"]
-        row = np.frombuffer(votes.pack(action.ballot, self._means, own), np.uint8).copy()
-        return self._gathered(row)
-
-    def _gathered(self, row: Any) -> tuple[bytes, ...]:
-        """Return the rows of bytes of all ranks."""
-        group, end_ns = self._group, self._end_ns
-        whole, counts = group.submit(lambda c: c.all_gather_rows(row, deadline_ns=end_ns)).result()
-        bounds = np.cumsum((0, *counts))
-        return tuple(whole[begin:end].tobytes() for begin, end in itertools.pairwise(bounds))
-
-    @property
-    def _end_ns(self) -> int:
-        return now_ns() + round(self._timeout.total_seconds() * 1e9)
-
-    @property
-    def _group(self) -> Group:
-        group: Group = CONTINUITY.groups[0].made
-        return group
+        noted: votes.Noted | None = None
+        if self._out is not None and self._then is not None:
+            step = self._then.step if self._then.step > self._position.step else 0
+            noted = votes.Noted(step, tuple(sorted(self._means)), self._drawn if step else Drawn())
+        return self._exchange.gather(votes.pack(action.ballot, self._means, own, noted))
 
     def _keep(self) -> None:
         """Keep what the transaction that begins may change."""
@@ -415,14 +430,10 @@ class Run:
     def _found(self) -> None:
         """The first ranks of the run: they have the same model, and draw from the same seed."""
         names = [described(name, tensor) for name, tensor in own_tensors(self._models)]
-        text = "\n".join(names).encode()
-        seed = int(self._seed).to_bytes(8, "little", signed=False)
+        refused = refusal(self._out) if self._out is not None and self._rank == 0 else ""
         try:
-            heads = self._gathered(np.frombuffer(seed + hashlib.sha256(text).digest(), np.uint8).copy())
-            self._seed = int.from_bytes(heads[0][:8], "little")
-            if len({head[8:] for head in heads}) > 1:
-                texts = self._gathered(np.frombuffer(text, np.uint8).copy())
-                raise UserError(_difference([each.decode(errors="replace") for each in texts]))
+            records = self._out is not None
+            self._seed = self._exchange.found(names, self._seed, records=records, refusal=refused)
             if self._shards is not None:
                 self._perform(self._do(self._met()))
         except LOSSES as error:
@@ -454,14 +465,7 @@ class Run:
         raise LoopLost(f"{AGAIN_MAX} meetings after a loss have failed")
 
     def _met(self) -> tx.Met:
-        own = self._state.report
-        row = np.array([own.version, own.voted, own.fresh, own.keeps], np.int64).view(np.uint8)
-        rows = [np.frombuffer(each, np.int64) for each in self._gathered(row)]
-        reports = tuple(
-            tx.Report(version=int(version), voted=bool(voted), fresh=bool(fresh), keeps=bool(keeps))
-            for version, voted, fresh, keeps in rows
-        )
-        return tx.Met(place=self._rank, reports=reports)
+        return tx.Met(place=self._rank, reports=self._exchange.reports(self._state.report))
 
     def _perform(self, actions: Sequence[tx.Action]) -> bool:
         promoted, version = False, -1
@@ -496,11 +500,11 @@ class Run:
             if move.what is tx.What.REST:
                 self._give([move.target])
             else:
-                shards.send(self._group, move.what, move.target)
+                shards.send(self._exchange.group, move.what, move.target)
         elif move.what is tx.What.REST:
             return self._take(move.source)
         else:
-            shards.receive(self._group, move.what, move.source)
+            shards.receive(self._exchange.group, move.what, move.source)
             if move.what is tx.What.COPY and not self._state.fresh:
                 self._do(tx.Kept())
         return version
@@ -515,12 +519,9 @@ class Run:
 
     def _share(self, source: int) -> None:
         """Have all ranks hold the votes of the last commit."""
-        rows = self._rows if self._rank == source else ()
-        sizes = self._gathered(np.array([len(row) for row in rows], np.int64).view(np.uint8))[source]
-        whole = self._gathered(np.frombuffer(b"".join(rows), np.uint8).copy())[source]
-        bounds = np.cumsum((0, *np.frombuffer(sizes, np.int64)))
+        rows = self._exchange.share(self._rows if self._rank == source else (), source)
         if self._state.voted:
-            self._rows = tuple(whole[a:b] for a, b in itertools.pairwise(bounds))
+            self._rows = rows
 
     def _give(self, places: Sequence[int]) -> None:
         carried = Carried(
@@ -532,7 +533,7 @@ class Run:
         )
         own, moments = self._own_tensors, self._shards is None
         for place in places:
-            give(self._group, place, own, self._optimizers, self._boundary, carried, moments=moments)
+            give(self._exchange.group, place, own, self._optimizers, self._boundary, carried, moments=moments)
 
     @property
     def _own_tensors(self) -> list[tuple[str, Any]]:
@@ -540,7 +541,7 @@ class Run:
 
     def _take(self, source: int) -> int:
         """Receive the state, but for shards; return its version."""
-        carried = take(self._group, source, self._own_tensors, self._optimizers, self._boundary)
+        carried = take(self._exchange.group, source, self._own_tensors, self._optimizers, self._boundary)
         self._seed, self._position = carried.seed, Position(*carried.position)
         self._rows = carried.rows
         if carried.rows:
@@ -549,7 +550,7 @@ class Run:
             with torch.inference_mode():
                 for name, value in own["buffers"].items():
                     found[name].detach().copy_(value)
-            self._loader_state = own["loader"]
+            self._loader_state = self._voted_state = own["loader"]
         self._keep()
         self._go_back(carried.flags)
         self._keep()
@@ -560,17 +561,13 @@ class Run:
         faults.hit(points.TAKE)
 
 
-def _difference(texts: Sequence[str]) -> str:
-    """Return which tensor of the model differs between ranks."""
-    lists = [[*text.split("\n"), "nothing"] for text in texts]
-    for rank, names in enumerate(lists):
-        for mine, theirs in zip(lists[0], names, strict=False):
-            if mine != theirs:
-                return f"the model differs between ranks: rank 0 has {mine}, rank {rank} has {theirs}"
-    return "the models of ranks differ"
-
-
-def resilient(model: Any, optimizer: Any, *others: Any, seed: int | None = None) -> Run:
+def resilient(
+    model: Any,
+    optimizer: Any,
+    *others: Any,
+    seed: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+) -> Run:
     """Return a run whose steps survive the loss of ranks; see docs/GUIDE_TORCH.md.
 
         run = zbmd.torch.resilient(model, optimizer, scheduler)
@@ -580,7 +577,8 @@ def resilient(model: Any, optimizer: Any, *others: Any, seed: int | None = None)
                 optimizer.step()
 
     model, optimizer: one, or a list. others: what else has a `state_dict`: schedulers, a `GradScaler`. seed:
-    of random numbers in steps; default: that of `torch.manual_seed` on rank 0. All ranks call it, after all
+    of random numbers in steps; default: that of `torch.manual_seed` on rank 0. out: a directory, which rank 0
+    writes the commit log and the metrics of the loop to, for `zbmd ledger`. All ranks call it, after all
     process groups are made. Raises `UserError` for what cannot be continued, and `DistBackendError`.
     """
     models = [*model] if isinstance(model, list | tuple) else [model]
@@ -591,7 +589,7 @@ def resilient(model: Any, optimizer: Any, *others: Any, seed: int | None = None)
                 f"{type(each).__name__} has no state_dict and load_state_dict: it cannot be continued"
             )
     try:
-        return Run(models, optimizers, others, seed)
+        return Run(models, optimizers, others, seed, None if out is None else Path(out))
     except ZbmdError as error:
         if isinstance(error, UserError):
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from support.processes.kept_lines import Lines
@@ -12,9 +12,11 @@ from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.view import OnLoss
 
 
-async def train(program: Path, mode: str, fault: str = "", ranks: int = 3) -> tuple[RunResult, list[str]]:
-    """Return how the run ended, and what its ranks printed. fault: of `ZBMD_FAULT`."""
-    variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {})}
+async def train(
+    program: Path, mode: str, fault: str = "", ranks: int = 3, more: Mapping[str, str] | None = None
+) -> tuple[RunResult, list[str]]:
+    """Return how the run ended, and what its ranks printed. fault: of `ZBMD_FAULT`. more: variables."""
+    variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {}), **(more or {})}
     output = Lines()
     config = HostConfig(
         target=str(program),

@@ -1,0 +1,101 @@
+"""A recorded resilient loop over DDP, small and quick: its losses, and its samples, are those of the log.
+
+Variables: OUT (the directory), LOADER (sampler, workers, ragged, each, iterable, stateful, none), WORKERS,
+MISSED (the version at which all ranks but 0 act as if they had not seen the votes).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import zbmd.torch
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
+nn: Any = importlib.import_module("torch.nn")
+data: Any = importlib.import_module("torch.utils.data")
+distributed: Any = importlib.import_module("torch.utils.data.distributed")
+parallel: Any = importlib.import_module("torch.nn.parallel")
+
+LOADER = os.environ.get("LOADER", "sampler")
+EPOCHS, SAMPLES, SIZE = 2, 50, 6
+
+
+class Streamed(data.IterableDataset):  # type: ignore[misc, name-defined]
+    """The samples of this rank, in order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(dist.get_rank(), SAMPLES - SAMPLES % dist.get_world_size(), dist.get_world_size()):
+            yield torch.full((4,), index / SAMPLES)
+
+
+def loader_of(kind: str) -> Any:
+    """Return a loader."""
+    samples = data.TensorDataset(torch.arange(SAMPLES * 4.0).view(SAMPLES, 4) / SAMPLES)
+    if kind == "iterable":
+        return data.DataLoader(Streamed(), SIZE)
+    if kind == "each":
+        return data.DataLoader(samples, SIZE, shuffle=True)
+    sampler = distributed.DistributedSampler(samples)
+    if kind == "stateful":
+        return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader(
+            samples, SIZE, sampler=sampler, num_workers=int(os.environ.get("WORKERS", "0"))
+        )
+    return data.DataLoader(
+        samples, SIZE, sampler=sampler, num_workers=2 if kind == "workers" else 0, drop_last=kind == "ragged"
+    )
+
+
+def miss_votes(run: Any, version: int) -> None:
+    """Have this rank act as if it had not seen the votes for `version`: rank 0, which has, is killed."""
+    errors: Any = importlib.import_module("zbmd.collectives.errors")
+    vote = run._vote
+
+    def missed(**options: Any) -> Any:
+        rows = vote(**options)
+        if run.version == version and not missed.__dict__.setdefault("again", False):
+            missed.__dict__["again"] = True
+            print("as if the votes had not come", flush=True)
+            raise errors.OperationAborted("as if the votes had not come")
+        return rows
+
+    run._vote = missed
+
+
+def main() -> None:
+    """Train."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("zbmd")
+    torch.manual_seed(1)
+    model = parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = zbmd.torch.resilient(model, optimizer, out=os.environ["OUT"])
+    if "MISSED" in os.environ and dist.get_rank() != 0:
+        miss_votes(run, int(os.environ["MISSED"]))
+    run.every(4, lambda: dist.barrier())
+
+    def step(x: Any) -> None:
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        run.mean(loss=loss, rank=dist.get_rank())
+        optimizer.step()
+        print(f"step {run.steps} rank {dist.get_rank()}: {run.metrics['loss']!r}", flush=True)
+
+    if LOADER == "none":
+        while run.steps < 6:
+            run.call(step, torch.ones(3, 4))
+    else:
+        loader = loader_of(LOADER)
+        for batch in run.batches(loader, epochs=EPOCHS):
+            with run.step():
+                step(batch[0] if isinstance(batch, list) else batch)
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,160 @@
+"""The audit of a loop's commit log: each step, batch and sample once. Imports nothing of PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby, pairwise
+
+from zbmd.training.run.ledger import Audit, CommitRecord
+from zbmd.training.run.loop_steps import Deal, Ids, LoopPlan, LoopStep
+
+
+class Proof(Enum):
+    """The statement that a whole log proves, by what its ranks know of their batches."""
+
+    SAMPLES = "every sample of each pass exactly once"
+    BATCHES = "every batch of each pass exactly once, in order"
+    STEPS = "every step exactly once"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopAudit(Audit):
+    """The result of an audit of a loop.
+
+    proves: for its weakest step. steps_repeated: versions that are there again, or out of order.
+    batches_misplaced: of a rank, which are not the next one of their pass. passes_unfinished: left before
+    their last batch: by the script, by the end of the run, or one under way; their other samples are not
+    counted as skipped. samples_padding: which the sampler itself deals again, to fill up the last batches.
+    """
+
+    proves: Proof
+    steps_repeated: int
+    passes: int
+    passes_unfinished: int
+    batches: int
+    batches_misplaced: int
+    samples_padding: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is lost, repeated or out of place."""
+        return not any(
+            (
+                self.steps_lost,
+                self.steps_repeated,
+                self.batches_misplaced,
+                self.samples_skipped,
+                self.samples_repeated,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Counts of one pass."""
+
+    all: int = 0
+    skipped: int = 0
+    repeated: int = 0
+    padding: int = 0
+
+
+def audit_loop(
+    plan: LoopPlan, records: Sequence[CommitRecord], *, base_version: int, last_version: int
+) -> LoopAudit:
+    """Audit the records of a loop. last_version: of the last record in the file, whole or not."""
+    versions = [record.version for record in records]
+    due = range(base_version + 1, max(last_version, *versions, base_version) + 1)
+    there = set(versions) & set(due)
+    misplaced = sum(_strangers(plan, record) for record in records)
+    passes = unfinished = batches = 0
+    total = _Samples()
+    for _, group in groupby(_drawn(records), key=lambda pair: pair[1].of_pass):
+        steps = list(group)
+        last = steps[-1][1]
+        passes += 1
+        batches += len(steps) * plan.ranks
+        misplaced += plan.ranks * sum(step.batch != at for at, (_, step) in enumerate(steps))
+        finished = last.batches in (-1, last.batch + 1)
+        unfinished += not finished
+        found = _samples_of(plan, steps, finished=finished and last.batches >= 0)
+        total.all += found.all
+        total.skipped += found.skipped
+        total.repeated += found.repeated
+        total.padding += found.padding
+    return LoopAudit(
+        proves=_proof(records),
+        steps=len(there),
+        steps_lost=len(due) - len(there),
+        steps_repeated=len(versions) - len(there) + sum(b < a for a, b in pairwise(versions)),
+        passes=passes,
+        passes_unfinished=unfinished,
+        batches=batches,
+        batches_misplaced=misplaced,
+        samples=total.all,
+        samples_skipped=total.skipped,
+        samples_repeated=total.repeated,
+        samples_padding=total.padding,
+    )
+
+
+def _drawn(records: Iterable[CommitRecord]) -> Iterable[tuple[CommitRecord, LoopStep]]:
+    """Yield the steps that have a batch."""
+    for record in records:
+        if record.loop is not None and record.loop.batch >= 0:
+            yield record, record.loop
+
+
+def _strangers(plan: LoopPlan, record: CommitRecord) -> int:
+    """Return how many ranks are missing in a record, or have been at another batch."""
+    step = record.loop
+    if step is None or len(step.ids) != plan.ranks or record.shards.keys() != set(range(plan.ranks)):
+        return plan.ranks
+    place = (step.of_pass, step.batch)
+    return sum(kind is Ids.BATCH and record.shards[rank] != place for rank, kind in enumerate(step.ids))
+
+
+def _samples_of(
+    plan: LoopPlan, steps: Sequence[tuple[CommitRecord, LoopStep]], *, finished: bool
+) -> _Samples:
+    """Compare the samples of one pass with what the samplers deal."""
+    found = _Samples()
+    deal = steps[0][1].deal
+    by_rank: list[Counter[int]] = [Counter() for _ in range(plan.ranks)]
+    known = deal is not None
+    for record, step in steps:
+        known = known and step.deal == deal
+        for rank, kind in enumerate(step.ids):
+            ids = record.shards.get(rank, ())
+            if kind is Ids.DIGEST and len(ids) == 2:
+                found.all += ids[1]
+            elif kind is Ids.SAMPLES and rank < plan.ranks:
+                by_rank[rank].update(ids)
+                found.all += len(ids)
+            known = known and kind is Ids.SAMPLES
+    if deal is None or not known:
+        return found
+    for consumed in [sum(by_rank, Counter[int]())] if deal.together else by_rank:
+        _compare(found, consumed, deal, finished=finished)
+    return found
+
+
+def _compare(found: _Samples, consumed: Counter[int], deal: Deal, *, finished: bool) -> None:
+    known = {sample for sample in consumed if 0 <= sample < deal.below}
+    again = consumed.total() - len(known)
+    found.padding += min(again, deal.again)
+    found.repeated += max(0, again - deal.again)
+    if finished:
+        found.skipped += max(0, deal.samples - deal.left_out - len(known))
+
+
+def _proof(records: Iterable[CommitRecord]) -> Proof:
+    kinds: set[Proof] = set()
+    for record in records:
+        for kind in () if record.loop is None else record.loop.ids:
+            counts = kind is Ids.SAMPLES and record.loop is not None and record.loop.deal is not None
+            kinds.add(Proof.SAMPLES if counts else Proof.STEPS if kind is Ids.NONE else Proof.BATCHES)
+    return next((proof for proof in (Proof.BATCHES, Proof.SAMPLES) if proof in kinds), Proof.STEPS)

@@ -1,0 +1,94 @@
+"""Calls of the ranks of a loop beside their votes: where they meet, and before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+import numpy as np
+
+from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.training.torch.transaction import Report
+from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
+
+_FOUNDING: Final = struct.Struct("<Q32s?")
+"""The seed, the digest of the model, and whether the loop is recorded."""
+
+
+class Exchange:
+    """The calls of one rank, in the default group. Each raises as operations of `Group` do."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    @property
+    def group(self) -> Group:
+        """The default group of the epoch."""
+        group: Group = CONTINUITY.groups[0].made
+        return group
+
+    @property
+    def end_ns(self) -> int:
+        """The deadline of a call that begins now."""
+        return now_ns() + round(self._timeout.total_seconds() * 1e9)
+
+    def gather(self, data: bytes) -> tuple[bytes, ...]:
+        """Return the bytes of all ranks."""
+        group, end_ns = self.group, self.end_ns
+        row = np.frombuffer(data, np.uint8).copy()
+        whole, counts = group.submit(lambda c: c.all_gather_rows(row, deadline_ns=end_ns)).result()
+        bounds = np.cumsum((0, *counts))
+        return tuple(whole[begin:end].tobytes() for begin, end in itertools.pairwise(bounds))
+
+    def reports(self, own: Report) -> tuple[Report, ...]:
+        """Return the reports of all."""
+        row = np.array([own.version, own.voted, own.fresh, own.keeps], np.int64).tobytes()
+        rows = [np.frombuffer(each, np.int64) for each in self.gather(row)]
+        return tuple(
+            Report(version=int(version), voted=bool(voted), fresh=bool(fresh), keeps=bool(keeps))
+            for version, voted, fresh, keeps in rows
+        )
+
+    def share(self, rows: Sequence[bytes], source: int) -> tuple[bytes, ...]:
+        """Return the votes that rank `source` has. rows: of that, else empty."""
+        sizes = self.gather(np.array([len(row) for row in rows], np.int64).tobytes())[source]
+        whole = self.gather(b"".join(rows))[source]
+        bounds = np.cumsum((0, *np.frombuffer(sizes, np.int64)))
+        return tuple(whole[a:b] for a, b in itertools.pairwise(bounds))
+
+    def found(self, tensors: Sequence[str], seed: int, *, records: bool, refusal: str) -> int:
+        """Agree on what all must have in common before the first step; return the seed of rank 0.
+
+        tensors: of the model, in words. refusal: why this rank cannot record the loop. Raises `UserError`.
+        """
+        text = "\n".join(tensors).encode()
+        head = _FOUNDING.pack(seed % (1 << 64), hashlib.sha256(text).digest(), records)
+        rows = self.gather(head + refusal.encode())
+        heads = [_FOUNDING.unpack_from(row) for row in rows]
+        if len({found[1] for found in heads}) > 1:
+            raise UserError(_difference([each.decode(errors="replace") for each in self.gather(text)]))
+        if len({found[2] for found in heads}) > 1:
+            without = [rank for rank, found in enumerate(heads) if not found[2]]
+            raise UserError(
+                f"zbmd.torch.resilient(out=…) on some ranks, and not on {without}: give it on all, or on none"
+            )
+        refused = next((row[_FOUNDING.size :] for row in rows if len(row) > _FOUNDING.size), b"")
+        if refused:
+            raise UserError(refused.decode(errors="replace"))
+        return int(heads[0][0])
+
+
+def _difference(texts: Sequence[str]) -> str:
+    """Return which tensor of the model differs between ranks."""
+    lists = [[*text.split("\n"), "nothing"] for text in texts]
+    for rank, names in enumerate(lists):
+        for mine, theirs in zip(lists[0], names, strict=False):
+            if mine != theirs:
+                return f"the model differs between ranks: rank 0 has {mine}, rank {rank} has {theirs}"
+    return "the models of ranks differ"

@@ -1,0 +1,165 @@
+"""The records of a loop: `resilient(..., out=…)` writes the commit log of `zbmd train`, and its metrics.
+
+Rank 0 writes. It logs a step when it has seen all votes, before it votes again, so of all that is committed
+the log can only lack the last step. A replaced writer has the votes of that from a survivor, and puts the log
+right (`amend`) before the loop goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from zbmd.training.job.records import Records, keep_until
+from zbmd.training.job.results import state_digest
+from zbmd.training.run.ledger import LOG_NAME, CommitRecord, LedgerBroken, RunLog, has_log, read_header
+from zbmd.training.run.loop_steps import LoopPlan, LoopStep
+from zbmd.training.torch import points
+from zbmd.training.torch.transaction import NO_DIGEST
+from zbmd.training.torch.transfer import described, own_tensors
+from zbmd.training.torch.votes import ballot_of, means_of, noted_of
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import RemoteProtocolError, UserError
+from zbmd.transport.native._native import now_ns
+
+LOSS: Final = "loss"
+"""The mean that is the loss of a step."""
+
+
+class Amend(Enum):
+    """The change that the next writer makes to the log of one that was lost."""
+
+    NOTHING = "nothing"
+    APPEND = "append"
+    """The last step was committed, and its writer did not live to log it."""
+    TAKE_BACK = "take back"
+    """The writer logged a step whose commit nobody else saw: it is repeated."""
+
+
+def amendment(*, logged: int, step: int) -> Amend:
+    """Return what is to be done to a log up to `logged`, if `step` steps are committed.
+
+    Raises `LedgerBroken` if a loss cannot explain the difference.
+    """
+    if logged == step:
+        return Amend.NOTHING
+    if logged == step - 1:
+        return Amend.APPEND
+    if logged == step + 1:
+        return Amend.TAKE_BACK
+    raise LedgerBroken(
+        f"the log of the loop ends with step {logged}, and {step} steps are committed: was another file put "
+        "there?"
+    )
+
+
+def refusal(out: Path) -> str:
+    """Return why a new loop must not be recorded in `out`; "" if it may."""
+    try:
+        path = out / LOG_NAME
+        if has_log(path):
+            header = read_header(path)
+            return (
+                f"{path} belongs to another run ({header.run_id}, seed {header.seed}): give "
+                "zbmd.torch.resilient(out=…) a directory of its own"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        return (
+            f"zbmd.torch.resilient(out={str(out)!r}): {error.strerror}: give a directory that can be written"
+        )
+    return ""
+
+
+def plan_of(models: Sequence[Any], optimizers: Sequence[Any], ranks: int) -> LoopPlan:
+    """Return the plan of a loop, for the header of its log."""
+    tensors = "\n".join(described(name, tensor) for name, tensor in own_tensors(models))
+    return LoopPlan(
+        loop="+".join(type(each).__name__ for each in optimizers),
+        ranks=ranks,
+        parameters=sum(each.numel() for model in models for each in model.parameters()),
+        model=hashlib.sha256(tensors.encode()).hexdigest()[:32],
+    )
+
+
+def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> CommitRecord | None:
+    """Return the record of the step that all have voted for; None if these are votes for something else.
+
+    rows: the votes of all ranks. Raises `RemoteProtocolError`.
+    """
+    noted = [each for row in rows if (each := noted_of(row, len(rows))) is not None]
+    if not rows or len(noted) != len(rows) or not noted[0].step:
+        return None
+    if len({(each.step, each.names) for each in noted}) > 1:
+        steps, names = [each.step for each in noted], [each.names for each in noted]
+        raise RemoteProtocolError(f"ranks vote for steps {steps} with means {names}: all give the same")
+    ballots = [ballot_of(row) for row in rows]
+    means = means_of(rows, noted[0].names)
+    first = noted[0].drawn
+    known = {rank: ballot.digest for rank, ballot in enumerate(ballots) if ballot.digest != NO_DIGEST}
+    return CommitRecord(
+        version=noted[0].step,
+        epoch=epoch,
+        members=tuple(range(len(rows))),
+        shards={rank: each.drawn.ids for rank, each in enumerate(noted)},
+        losses={0: means[LOSS]} if LOSS in means else {},
+        rng_key=(seed, ballots[0].version),
+        digest=state_digest(known) if known else "",
+        at_ns=at_ns,
+        loop=LoopStep(
+            ids=tuple(each.drawn.kind for each in noted),
+            of_pass=first.of_pass,
+            batch=first.batch,
+            batches=first.batches,
+            deal=first.deal,
+        ),
+    )
+
+
+class Recorder:
+    """The files of the writer in `out`. fresh: this rank replaces the last one. Raises `UserError`."""
+
+    def __init__(self, out: Path, *, run_id: str, plan: LoopPlan, seed: int, fresh: bool) -> None:
+        self._out, self._seed, self._fresh = out, seed, fresh
+        self._log = RunLog(out, run_id=run_id, first=0, plan=plan.text(), seed=seed, may_begin=True)
+        self._records: Records | None = None
+
+    def amend(self, rows: Sequence[bytes], step: int, epoch: int) -> None:
+        """Have the log end with `step`, the last one that is committed. rows: the last votes."""
+        last = self._log.last_version()
+        todo = amendment(logged=last, step=step)
+        if todo is Amend.TAKE_BACK:
+            self._log.take_back(last)
+            keep_until(self._out, step)
+        record = record_of(rows, seed=self._seed, epoch=epoch, at_ns=now_ns())
+        if record is not None and record.version == step:
+            self._put(record, rows)
+        elif todo is Amend.APPEND:
+            raise LedgerBroken(f"step {step} is committed, and nobody has its votes")
+
+    def put(self, rows: Sequence[bytes], epoch: int) -> None:
+        """Log the step that all have voted for, if it is one."""
+        record = record_of(rows, seed=self._seed, epoch=epoch, at_ns=now_ns())
+        if record is not None:
+            self._put(record, rows)
+
+    def _put(self, record: CommitRecord, rows: Sequence[bytes]) -> None:
+        self._log.append(record)
+        faults.hit(points.LOGGED)
+        noted = noted_of(rows[0], len(rows))
+        if self._records is None:
+            self._records = Records(self._out, tensorboard=False, again=self._fresh)
+        if noted is not None and noted.names:
+            self._records.put(record.version, **means_of(rows, noted.names))
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._log.close()
+        if self._records is not None:
+            self._records.close()
+            self._records = None

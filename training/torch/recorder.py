@@ -8,10 +8,13 @@ right (`amend`) before the loop goes on.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
+
+import xxhash
 
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import state_digest
@@ -101,7 +104,13 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
     ballots = [ballot_of(row) for row in rows]
     means = means_of(rows, noted[0].names)
     first = noted[0].drawn
-    known = {rank: ballot.digest for rank, ballot in enumerate(ballots) if ballot.digest != NO_DIGEST}
+    known = {
+        rank: xxhash.xxh3_64_intdigest(
+            struct.pack(f"<{1 + len(ballot.shard)}Q", ballot.digest, *ballot.shard)
+        )
+        for rank, ballot in enumerate(ballots)
+        if ballot.digest != NO_DIGEST or ballot.shard
+    }
     return CommitRecord(
         version=noted[0].step,
         epoch=epoch,

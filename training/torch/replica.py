@@ -12,6 +12,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
+import xxhash
+
 from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.torch.encoding import encode
@@ -128,6 +130,25 @@ def _checked(shard: Shard, state: Any) -> tuple[list[Any], list[dict[str, Any]]]
     if not whole or len(moments) != len(shard.updated):
         raise RemoteProtocolError(f"a shard of {len(tensors)} tensors and {len(moments)} states came")
     return tensors, moments
+
+
+def digests_of(shard: Shard, state: Any) -> tuple[int, ...]:
+    """Return a number of the bits of each parameter with its moments. state: as `Shard.state` returns it."""
+    moments = dict(zip((at for group in shard.places for at in group), state["moments"], strict=True))
+    return tuple(
+        _digest([parameter, *(value for _, value in sorted(moments.get(at, {}).items()))])
+        for at, parameter in enumerate(state["parameters"])
+    )
+
+
+def _digest(values: Sequence[Any]) -> int:
+    found = xxhash.xxh3_64()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.update(bytes_over(value.detach().cpu().contiguous()).data)
+        else:
+            found.update(repr(value).encode())
+    return found.intdigest()
 
 
 class Replica:

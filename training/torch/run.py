@@ -399,7 +399,8 @@ class Run:
     def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
         compares = updates and self._state.version % tx.DIGEST_EVERY == 0
         digest = self._buckets.digest() if compares else tx.NO_DIGEST
-        (action,) = self._do(tx.Prepared(digest=digest, updates=updates))
+        shard, copy = self._shards.digests() if compares and self._shards is not None else ((), ())
+        (action,) = self._do(tx.Prepared(digest=digest, updates=updates, shard=shard, copy=copy))
         if isinstance(action, tx.Deliver):
             assert self._shards is not None
             self._shards.deliver(self._exchange.group, self._exchange.end_ns)
@@ -514,7 +515,9 @@ class Run:
         actions = self._machine.handle(event, now_ns=now_ns())
         for action in actions:
             if isinstance(action, tx.Fail):
-                raise LoopLost(action.reason) if action.lost else UserError(action.reason)
+                shards, number = self._shards, action.parameter
+                first = "" if shards is None or number is None else f"{shards.name_of(number)}: "
+                raise LoopLost(action.reason) if action.lost else UserError(first + action.reason)
         return list(actions)
 
     def _share(self, source: int) -> None:

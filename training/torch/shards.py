@@ -13,7 +13,7 @@ from typing import Any, Final
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.torch.fsdp import ShardedModules, local_of
-from zbmd.training.torch.replica import Replica, Shard, require_replayable
+from zbmd.training.torch.replica import Replica, Shard, digests_of, require_replayable
 from zbmd.training.torch.transaction import What, buddy_of, ward_of
 from zbmd.training.torch.transfer import receive_tree, send_tree
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -115,6 +115,15 @@ class Shards:
             raise UserError("a second optimizer.step() in one run.step(): one step over FSDP2 has one update")
         self._holds = False
         self._replica.replay(self._in.read())
+
+    def digests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the digests of this rank's shard, and of the copy that it keeps, by parameter."""
+        kept = () if self._replica is None else digests_of(self._own, self._replica.state())
+        return digests_of(self._own, self._own.state()), kept
+
+    def name_of(self, parameter: int) -> str:
+        """Return the name of a parameter, by its number in `digests`."""
+        return self._own.names[parameter]
 
     def send(self, group: Group, what: What, to: int) -> None:
         """Send a shard, or a copy of one. Raises as `Group.send` does."""

@@ -79,20 +79,28 @@ class Report:
 class Ballot:
     """A vote. digest: of the state before the transaction, NO_DIGEST: not compared.
 
-    holds: whether the rank can make its ward's update as well; only of a sharded state.
+    holds: whether the rank can make its ward's update as well; only of a sharded state. shard, copy: digests
+    of each parameter with its moments, of the own shard and of the copy of the ward's; empty: not compared.
     """
 
     version: int
     digest: int
     holds: bool = False
+    shard: tuple[int, ...] = ()
+    copy: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The transaction can be committed on this rank. updates: whether gradients go with it."""
+    """The transaction can be committed on this rank.
+
+    updates: whether gradients go with it. Others: see `Ballot`.
+    """
 
     digest: int
     updates: bool = True
+    shard: tuple[int, ...] = ()
+    copy: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +221,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """The loop cannot go on. lost: its state is gone; else ranks disagree."""
+    """The loop cannot go on. lost: its state is gone; else ranks disagree.
+
+    parameter: the number of the first one that they disagree on, in the order of their digests.
+    """
 
     lost: bool
     reason: str
+    parameter: int | None = None
 
 
 Event: TypeAlias = Prepared | Delivered | AllVoted | Cut | Met | Shared | Taken | Kept
@@ -234,7 +246,8 @@ class Transactions:
         self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
         self.voted = self.keeps = False
         self.fresh, self.sharded = fresh, sharded
-        self._digest = NO_DIGEST
+        self._prepares = Prepared(digest=NO_DIGEST)
+        """The transaction whose gradients are being delivered."""
         self._place = self._source = 0
         self._target = version
         self._fresh: tuple[int, ...] = ()
@@ -256,7 +269,7 @@ class Transactions:
                 return self._prepared(event)
             case Delivered():
                 self._expect(event, Phase.DELIVERING)
-                return self._vote(self._digest)
+                return self._vote(self._prepares)
             case AllVoted():
                 return self._all_voted(event)
             case Cut():
@@ -289,13 +302,20 @@ class Transactions:
     def _prepared(self, event: Prepared) -> list[Action]:
         self._expect(event, Phase.OPEN)
         if self.sharded and event.updates:
-            self.phase, self._digest = Phase.DELIVERING, event.digest
+            self.phase, self._prepares = Phase.DELIVERING, event
             return [Deliver(version=self.version + 1)]
-        return self._vote(event.digest)
+        return self._vote(event)
 
-    def _vote(self, digest: int) -> list[Action]:
+    def _vote(self, event: Prepared) -> list[Action]:
         self.phase, self.voted = Phase.VOTED, True
-        return [Vote(ballot=Ballot(version=self.version, digest=digest, holds=self.sharded))]
+        ballot = Ballot(
+            version=self.version,
+            digest=event.digest,
+            holds=self.sharded,
+            shard=event.shard,
+            copy=event.copy,
+        )
+        return [Vote(ballot=ballot)]
 
     def _all_voted(self, event: AllVoted) -> list[Action]:
         self._expect(event, Phase.VOTED)
@@ -308,6 +328,10 @@ class Transactions:
         without = [place for place, ballot in enumerate(event.ballots) if ballot.holds != self.sharded]
         if without:
             return self._fail(f"rank {without[0]} votes without its ward's gradients: others run other code")
+        other = _other_copy(self.version, event.ballots)
+        if other is not None:
+            self.phase = Phase.FAILED
+            return [other]
         self._commit()
         return [Commit(version=self.version)]
 
@@ -398,6 +422,25 @@ def _differing(version: int, digests: Sequence[int]) -> str:
     )
 
 
+def _other_copy(version: int, ballots: Sequence[Ballot]) -> Fail | None:
+    """Return the failure of the first rank whose copy is not its ward's shard; None: all are the same."""
+    for place, ballot in enumerate(ballots):
+        ward = ward_of(place, len(ballots))
+        shard = ballots[ward].shard
+        if not ballot.copy or ballot.copy == shard:
+            continue
+        pairs = enumerate(zip(ballot.copy, shard, strict=False))
+        first = next((at for at, pair in pairs if pair[0] != pair[1]), None)
+        return Fail(
+            lost=False,
+            reason=f"the shard of rank {ward} and its copy on rank {place} are not the same in version "
+            f"{version}: memory or a processor of one of them has erred, or the script changes parameters "
+            "outside of optimizer.step(); start the run again, from its last checkpoint",
+            parameter=first,
+        )
+    return None
+
+
 def _lost_shard(reports: tuple[Report, ...]) -> str:
     """Return which shard nobody has any more; "": each is there."""
     for place, report in enumerate(reports):
@@ -448,5 +491,5 @@ def _build(config: Mapping[str, Any]) -> Transactions:
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 2, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 3, _build, events=Event, actions=Action, states=(Transactions,)
 )

@@ -104,6 +104,7 @@ def test_any_bytes_are_a_state_or_a_typed_error(data: bytes) -> None:
         lambda: votes.own_of(data),
         lambda: votes.ballot_of(data),
         lambda: votes.means_of([data], ["a"]),
+        lambda: votes.noted_of(data, 2),
         lambda: transfer.decode_header(data),
         lambda: continuity.decode_records(data),
     ):
@@ -132,5 +133,9 @@ def test_a_vote_carries_means_and_what_is_a_ranks_own() -> None:
     assert votes.ballot_of(rows[1]) == tx.Ballot(version=3, digest=2**64 - 1)
     assert votes.means_of(rows, ["a", "b"]) == {"a": 4.0, "b": 2.0}
     assert torch.equal(votes.own_of(rows[2])["x"], torch.ones(2))
+    compared = tx.Ballot(version=64, digest=0, holds=True, shard=(1, 2**64 - 1), copy=(3,))
+    row = votes.pack(compared, {"a": 4.0}, {"x": torch.ones(2)})
+    assert votes.ballot_of(row) == compared and votes.means_of([row], ["a"]) == {"a": 4.0}
+    assert torch.equal(votes.own_of(row)["x"], torch.ones(2)) and votes.noted_of(row, 2) is None
     with pytest.raises(RemoteProtocolError, match=r"\[2, 2, 2\] values"):
         votes.means_of(rows, ["a"])

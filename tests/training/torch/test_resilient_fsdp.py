@@ -12,6 +12,7 @@ from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import Outcome
+from zbmd.training.torch.transaction import DIGEST_EVERY
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
@@ -107,3 +108,24 @@ async def test_what_cannot_be_copied_is_refused_before_the_first_step(
         "tensor parallel: weight is a DTensor",
     ):
         assert re.search(words, told), told
+
+
+@pytest.mark.parametrize(
+    ("what", "after", "owner", "keeper"), [("shard", 0, 1, 2), ("copy", 10, 0, 1), ("moment", 60, 0, 1)]
+)
+async def test_a_shard_and_a_copy_that_differ_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, after: int, owner: int, keeper: int
+) -> None:
+    """A bit is enough; the ranks and the parameter are named, on all, before a recovery could use it."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    output = Lines()
+    program = str(PROGRAM.with_name("differing_fsdp.py"))
+    config = HostConfig(target=program, arguments=(what, str(after)), world_size=3, arena_bytes=32 << 20)
+    result = await Host(config, output=output).run()
+    version = 0 if after == 0 else DIGEST_EVERY
+    words = (
+        rf"after {version} steps: 0\.1\.weight: the shard of rank {owner} and its copy on rank {keeper} "
+        rf"are not the same in version {version}"
+    )
+    told = [line for line in output.lines if re.search(words, line)]
+    assert result.outcome is Outcome.SUCCEEDED and len(told) == 3, output.lines

@@ -267,3 +267,35 @@ def test_moves_end_in_any_order_of_ranks(seed: int, ranks: int) -> None:
         chosen = rng.choice(ready)
         queues[chosen.source].pop(0)
         queues[chosen.target].pop(0)
+
+
+@pytest.mark.parametrize(
+    ("copies", "told"),
+    [
+        ([(31, 32), (11, 12), (21, 22)], None),
+        ([(31, 32), (11, 13), (21, 22)], ("shard of rank 0 and its copy on rank 1", 1)),
+        ([(30, 32), (11, 12), (21, 22)], ("shard of rank 2 and its copy on rank 0", 0)),
+        ([(), (), ()], None),
+    ],
+)
+def test_a_copy_that_is_not_its_wards_shard_ends_the_loop(
+    copies: list[tuple[int, ...]], told: tuple[str, int] | None
+) -> None:
+    """Each rank's ballot has digests of its shard, and of the copy of the rank before."""
+    shards = [(11, 12), (21, 22), (31, 32)]
+    one = sharded("64k")
+    one.phase = Phase.OPEN
+    one.handle(tx.Prepared(digest=0, shard=shards[0], copy=copies[0]), now_ns=0)
+    (vote,) = one.handle(tx.Delivered(), now_ns=0)
+    assert vote == tx.Vote(ballot=Ballot(version=64, digest=0, holds=True, shard=shards[0], copy=copies[0]))
+    ballots = tuple(
+        Ballot(version=64, digest=0, holds=True, shard=shard, copy=copy)
+        for shard, copy in zip(shards, copies, strict=True)
+    )
+    (action,) = one.handle(tx.AllVoted(ballots=ballots), now_ns=0)
+    if told is None:
+        assert action == tx.Commit(version=65)
+    else:
+        assert isinstance(action, tx.Fail) and not action.lost
+        assert told[0] in action.reason and action.parameter == told[1]
+        assert one.phase is Phase.FAILED

@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   zbmd flights --trace flights.json
   zbmd sim hunt --minutes 2
   zbmd plan pipeline --stages 4 --microbatches 8 --schedule 1f1b
+  zbmd plan checkpoint --accelerators 1024 --mtbf 50000h --parameters 70B --bandwidth 100GB/s --async
   zbmd bench p2p --vs openmpi
 """
 
@@ -37,7 +38,7 @@ COMMANDS: Final = {
     "flights": "runs.flights:add_flights",
     "profile": "runs.profile:add_profile",
     "trace": "runs.profile:add_profile",
-    "plan": "train.plan:add_plan",
+    "plan": "plan.command:add_plan",
     "train": "train.command:add_train",
     "sim": "sim.command:add_parser",
     "bench": "bench.command:add_parser",

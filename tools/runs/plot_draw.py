@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
@@ -168,10 +168,20 @@ def plot_run(directory: Path, out: Path | None = None) -> Path:
 
 def render(picture: RunPicture, suffix: str) -> bytes:
     """The picture as a '.svg' or '.png' file, as `suffix` says. Raises `UserError` without matplotlib."""
+    return render_figure(
+        lambda: _draw(picture), suffix, title=headline(picture), description=subline(picture)
+    )
+
+
+def render_figure(draw: Callable[[], Figure], suffix: str, *, title: str, description: str) -> bytes:
+    """Return what `draw` returns as a '.svg' or '.png' file in the one style of all pictures.
+
+    title, description: name an SVG for those who cannot see it. Raises `UserError` without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:
-        raise UserError("drawing a run needs matplotlib: pip install 'zbmd[plot]'") from None
+        raise UserError("drawing needs matplotlib: pip install 'zbmd[plot]'") from None
     settings: dict[Any, Any] = {
         "font.family": [FONT],
         "font.size": 9.0,
@@ -186,12 +196,12 @@ def render(picture: RunPicture, suffix: str) -> bytes:
     }
     file = io.BytesIO()
     with matplotlib.rc_context(settings):
-        figure = _draw(picture)
+        figure = draw()
         if suffix == ".png":
             figure.savefig(file, format="png", dpi=PNG_DPI)
             return file.getvalue()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return _styled(file.getvalue().decode(), picture).encode()
+    return _styled(file.getvalue().decode(), title, description).encode()
 
 
 # ---- the words
@@ -471,7 +481,7 @@ def _draw_time(axes: Axes, picture: RunPicture) -> None:
 # ---- the file
 
 
-def _styled(svg: str, picture: RunPicture) -> str:
+def _styled(svg: str, title: str, description: str) -> str:
     """Name the picture for those who cannot see it, add the dark colours, and use fonts that all have.
 
     Coordinates are cut to a hundredth of a point, which halves the file.
@@ -482,8 +492,8 @@ def _styled(svg: str, picture: RunPicture) -> str:
         for what in ("fill", "stroke")
     )
     head = (
-        f"<title>{escape(headline(picture))}</title>\n"
-        f"<desc>{escape(subline(picture))}</desc>\n"
+        f"<title>{escape(title)}</title>\n"
+        f"<desc>{escape(description)}</desc>\n"
         f"<style>@media (prefers-color-scheme: dark) {{{rules}}}</style>\n"
     )
     start = svg.index("<svg ")

@@ -1,4 +1,4 @@
-"""`zbmd train`, which runs a training recipe on a mesh of ranks, and `zbmd plan`, which draws its schedule.
+"""`zbmd train`, which runs a training recipe on a mesh of ranks.
 
 May import `node` (it starts the job through `zbmd-node run`) and `cli`. Start reading at `command.py`.
 """

@@ -25,20 +25,22 @@ from zbmd.transport.errors import UserError
 
 # Durations as users write and read them: `500ms`, `2s`, `1.5min`.
 
-DURATION_S_MAX: Final = 7 * 24 * 3600.0
+DAY_S: Final = 24 * 3600.0
+DURATION_S_MAX: Final = 7 * DAY_S
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s|min|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
-def parse_duration(text: str) -> float:
-    """Seconds in a duration such as `500ms` or `1min`. Raises `UserError`."""
+def parse_duration(text: str, *, most_s: float = DURATION_S_MAX) -> float:
+    """Seconds in a duration such as `500ms` or `1min`, at most `most_s`. Raises `UserError`."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
         raise UserError(f"{text!r} is not a duration. Write a number and a unit, such as 500ms, 2s or 1min.")
     seconds = float(found[1]) * _SECONDS[found[2]]
-    if not 0 < seconds <= DURATION_S_MAX:
-        raise UserError(f"a duration of {text} is out of range. Give more than 0 and at most 7 days.")
+    if not 0 < seconds <= most_s:
+        days = f"{most_s / DAY_S:,.0f} days"
+        raise UserError(f"a duration of {text} is out of range. Give more than 0 and at most {days}.")
     return seconds
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.tools.entry.zbmd import main
-from zbmd.tools.train.plan import PipelinePlan, grid, text_of
+from zbmd.tools.plan.pipeline import PipelinePlan, grid, text_of
 from zbmd.training.pipeline.program import Op, Shape
 from zbmd.training.pipeline.schedules import SCHEDULES, programs_of
 from zbmd.training.pipeline.simulate import Costs, simulate

@@ -1,4 +1,4 @@
-"""`zbmd plan`: print what a pipeline schedule costs, before anything runs."""
+"""`zbmd plan pipeline`: print what a pipeline schedule costs, before anything runs."""
 
 from __future__ import annotations
 
@@ -246,16 +246,8 @@ class _Planned:
         return self.programs[0].schedule
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `plan` to the commands of `zbmd`."""
-    plan = commands.add_parser(
-        "plan",
-        help="print what a pipeline costs before it runs: its grid, bubble and memory",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    kinds = plan.add_subparsers(required=True, metavar="WHAT")
+def add_pipeline(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `pipeline` to the planners of `zbmd plan`."""
     made = kinds.add_parser(
         "pipeline",
         help="print a pipeline schedule's grid and bubble",

@@ -1,0 +1,6 @@
+"""`zbmd plan`: what a pipeline, a checkpoint interval or a cluster costs, before anything runs.
+
+The formulas are pure functions with their source and units: `intervals.py` for checkpoints, `simulation.py`
+for the failures that check them. May import `runs` (its style of pictures), `cli` and the training layer.
+Start reading at `command.py`.
+"""

@@ -1,0 +1,27 @@
+"""`zbmd plan`: compute what a run costs, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from zbmd.tools.cli.options import add_command
+from zbmd.tools.plan.checkpoint import add_checkpoint
+from zbmd.tools.plan.pipeline import add_pipeline
+
+EXAMPLES = (
+    "zbmd plan pipeline --stages 4 --microbatches 8 --schedule 1f1b",
+    "zbmd plan checkpoint --accelerators 1024 --mtbf 50000h --parameters 70B --bandwidth 100GB/s --async",
+)
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `plan` to the commands of `zbmd`."""
+    plan = add_command(
+        commands,
+        "plan",
+        "compute what a pipeline or a checkpoint interval costs, before it runs",
+        examples=EXAMPLES,
+    )
+    kinds = plan.add_subparsers(required=True, metavar="WHAT")
+    add_pipeline(kinds)
+    add_checkpoint(kinds)

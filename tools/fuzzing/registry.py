@@ -111,6 +111,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/redundancy/stamped.py": ("zero.state",),
     "training/redundancy/state_file.py": ("zero.state",),
     "training/checkpoint/plan.py": ("ledger.plan", "ledger.task"),
+    "training/run/loop_steps.py": ("ledger.loop",),
     "training/run/repeated_oom.py": ("memory.note",),
     "tools/node/guard/address.py": ("guard.message",),
     "tools/node/guard/follower.py": ("guard.message",),

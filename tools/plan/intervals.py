@@ -73,7 +73,7 @@ def young_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def daly_first_s(stall_s: float, mtbf_s: float, restart_s: float) -> float:
-    """Return Daly's interval of first order, √(2·C·(M + R)) (Daly 2006, section 2)."""
+    """Return Daly's interval of first order, √(2·C·(M + R)) (Daly 2006)."""
     return math.sqrt(2.0 * stall_s * (mtbf_s + restart_s))
 
 
@@ -91,7 +91,7 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
 def exact_s(stall_s: float, mtbf_s: float) -> float:
     """Return the interval with the least total of `lost`: M·(1 + W₀(−e^(−C/M − 1))), W₀ Lambert's function.
 
-    It follows from the zero of the derivative of Daly's cost (Daly 2006, section 4), (1 − x)·e^(x + C/M) = 1
+    It follows from the zero of the derivative of Daly's cost (Daly 2006), (1 − x)·e^(x + C/M) = 1
     for x = T/M; it depends neither on the restart time nor on the latency of a checkpoint.
     """
     stall, x = stall_s / mtbf_s, 1.0
@@ -113,7 +113,7 @@ def optimum_s(stall_s: float, mtbf_s: float) -> float:
 def lost(interval_s: float, failing: Failing) -> Lost:
     """Return what checkpoints after each `interval_s` of work cost, with failures of a Poisson process.
 
-    Daly's complete cost (Daly 2006, section 3), in which restarts and repeated steps fail too: a period P
+    Daly's complete cost (Daly 2006), in which restarts and repeated steps fail too: a period P
     takes M·e^(R/M)·(e^(P/M) − 1). A latency L multiplies it by e^(L/M): the first checkpoint after a restart
     is of use only after P + L, each later one after another P.
     """

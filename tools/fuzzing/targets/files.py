@@ -85,6 +85,7 @@ from zbmd.training.profiler.summary import summary_of
 from zbmd.training.redundancy.stamped import StateName
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.ledger import LOG_FORMAT, CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.training.run.repeated_oom import read_note
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import parse_duration
@@ -454,6 +455,11 @@ file_target(
 )(last_steps)
 text_target("ledger.plan", "the plan in a commit log", lambda: (_PLAN.encode(),), UserError)(read_plan)
 text_target("ledger.task", "the plan of a task of the user's own", lambda: (_TASK_PLAN,))(TaskPlan.read)
+text_target(
+    "ledger.loop",
+    "the plan of a loop of PyTorch",
+    lambda: (LoopPlan(loop="AdamW", ranks=2, parameters=10, model="m").text().encode(),),
+)(LoopPlan.read)
 file_target(
     "memory.note",
     "the note of a rank that ran out of memory",

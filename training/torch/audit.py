@@ -1,4 +1,7 @@
-"""The audit of a loop's commit log: each step, batch and sample once. Imports nothing of PyTorch."""
+"""The audit of a loop's commit log: each step, batch and sample once; and what amends it after a loss.
+
+Imports nothing of PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,35 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, pairwise
 
-from zbmd.training.run.ledger import Audit, CommitRecord
+from zbmd.training.run.ledger import Audit, CommitRecord, LedgerBroken
 from zbmd.training.run.loop_steps import Deal, Ids, LoopPlan, LoopStep
+
+
+class Amend(Enum):
+    """The change that the next writer makes to the log of one that was lost."""
+
+    NOTHING = "nothing"
+    APPEND = "append"
+    """The last step was committed, and its writer did not live to log it."""
+    TAKE_BACK = "take back"
+    """The writer logged a step whose commit nobody else saw: it is repeated."""
+
+
+def amendment(*, logged: int, step: int) -> Amend:
+    """Return what is to be done to a log up to `logged`, if `step` steps are committed.
+
+    Raises `LedgerBroken` if a loss cannot explain the difference.
+    """
+    if logged == step:
+        return Amend.NOTHING
+    if logged == step - 1:
+        return Amend.APPEND
+    if logged == step + 1:
+        return Amend.TAKE_BACK
+    raise LedgerBroken(
+        f"the log of the loop ends with step {logged}, and {step} steps are committed: was another file put "
+        "there?"
+    )
 
 
 class Proof(Enum):

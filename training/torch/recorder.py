@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from zbmd.training.job.results import state_digest
 from zbmd.training.run.ledger import LOG_NAME, CommitRecord, LedgerBroken, RunLog, has_log, read_header
 from zbmd.training.run.loop_steps import LoopPlan, LoopStep
 from zbmd.training.torch import points
+from zbmd.training.torch.audit import Amend, amendment
 from zbmd.training.torch.transaction import NO_DIGEST
 from zbmd.training.torch.transfer import described, own_tensors
 from zbmd.training.torch.votes import ballot_of, means_of, noted_of
@@ -30,33 +30,6 @@ from zbmd.transport.native._native import now_ns
 
 LOSS: Final = "loss"
 """The mean that is the loss of a step."""
-
-
-class Amend(Enum):
-    """The change that the next writer makes to the log of one that was lost."""
-
-    NOTHING = "nothing"
-    APPEND = "append"
-    """The last step was committed, and its writer did not live to log it."""
-    TAKE_BACK = "take back"
-    """The writer logged a step whose commit nobody else saw: it is repeated."""
-
-
-def amendment(*, logged: int, step: int) -> Amend:
-    """Return what is to be done to a log up to `logged`, if `step` steps are committed.
-
-    Raises `LedgerBroken` if a loss cannot explain the difference.
-    """
-    if logged == step:
-        return Amend.NOTHING
-    if logged == step - 1:
-        return Amend.APPEND
-    if logged == step + 1:
-        return Amend.TAKE_BACK
-    raise LedgerBroken(
-        f"the log of the loop ends with step {logged}, and {step} steps are committed: was another file put "
-        "there?"
-    )
 
 
 def refusal(out: Path) -> str:

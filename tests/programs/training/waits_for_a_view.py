@@ -25,8 +25,8 @@ def ask_later(self: Job[object], keeper: Redundancy) -> None:
     if os.environ["RANK"] == "0" and asked >= 4 and sizes:
         if size != sizes[0]:
             sizes.pop(0)
-            begun = steps  # and commit a step in the next one: the first attempt may end with its view
-        elif steps > begun:
+            begun = steps
+        elif steps > begun + 1:  # a step is committed here: the first may be one that others had not finished
             print(f"rank 0 waits in a group of {size}", flush=True)
             while self._following is not None and not self._following.done():
                 threading.Event().wait(0.01)

@@ -170,7 +170,7 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
 BAD_RECIPES = [
     (2, {"mesh": "tp=3"}, "a mesh of tp 3 has 3 ranks, and there are 2"),
     (3, {"mesh": "dp=-1,tp=2"}, "does not divide 3 ranks: start a multiple of 2"),
-    (2, {"mesh": "ep=2"}, "unknown mesh axis ep; valid axes: dp, pp, tp"),
+    (2, {"mesh": "ep=2"}, "unknown mesh axis ep; valid axes: dp, fsdp, pp, tp"),
     (2, {"mesh": "pp=2"}, "1 layers do not divide over 2 stages.*need a multiple of 2 layers"),
     (2, {"mesh": "pp=2", "layers": 2, "chunks": 0}, "chunks is 0"),
     (2, {"mesh": "pp=2", "layers": 2, "family": "gpt2"}, "the head of a gpt2 model is its embedding"),

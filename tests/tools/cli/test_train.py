@@ -393,7 +393,7 @@ def test_the_directory_of_a_run_that_names_none(tmp_path: Path, monkeypatch: pyt
     [
         (("--mesh", "tp=3", "--ranks", "2"), "a mesh of tp 3 has 3 ranks, and there are 2"),
         (("--mesh", "dp=-1,tp=2", "--ranks", "3"), "does not divide 3 ranks"),
-        (("--mesh", "ep=2", "--ranks", "2"), "unknown mesh axis ep; valid axes: dp, pp, tp"),
+        (("--mesh", "ep=2", "--ranks", "2"), "unknown mesh axis ep; valid axes: dp, fsdp, pp, tp"),
         (("--schedule", "zb"), "--schedule: expected one of gpipe, 1f1b, zb-h1"),
         (("--steps", "many"), "--steps: expected a number, got 'many'"),
         (("--tokens", "words"), "--tokens: expected one of bytes, bpe, got 'words'"),

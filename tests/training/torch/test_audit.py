@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from zbmd.training.run.ledger import CommitRecord, LedgerBroken
 from zbmd.training.run.loop_steps import Deal, Drawn, Ids, LoopPlan, LoopStep, ids_max
-from zbmd.training.torch.audit import LoopAudit, Proof, audit_loop
-from zbmd.training.torch.recorder import Amend, amendment
+from zbmd.training.torch.audit import Amend, LoopAudit, Proof, amendment, audit_loop
 from zbmd.transport.errors import RemoteProtocolError
 
 PLAN = LoopPlan(loop="AdamW", ranks=2, parameters=10, model="m")

@@ -45,7 +45,7 @@ SHRINK_CASES: tuple[tuple[str, int, Precision, str], ...] = (
     ("dp=4", 1, "float32", "rank0:job.begin:4,rank1:job.begin:4"),  # at once: their files are there
     ("dp=4", 2, "float16", "rank3:file.stamped:3,rank1:mirror.resharded"),
     ("dp=3", 3, "float32", "rank2:file.stamp:3,rank0:mirror.divide"),
-    ("dp=2,pp=2", 0, "float32", "rank1:mirror.forget,rank2:job.begin:2"),
+    ("dp=2,pp=2", 0, "float32", "rank1:mirror.forget,rank2:job.begin:3"),
     ("dp=2,tp=2", 2, "float32", "rank3:job.begin:3"),
     ("dp=3,pp=2", 1, "float32", "rank2:pipeline.compute:20,rank5:job.met:2"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import deque
 from pathlib import Path
@@ -15,20 +14,15 @@ from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.view import OnLoss
 from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.chaos import small_job
-from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, failures_of
+from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, ended_within, failures_of
+from zbmd.tools.node.guard.command import PRELOAD as OF_GUARDS
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 ARENA_BYTES: Final = 32 << 20
 LINES_MAX: Final = 4096
 """Of all ranks together: three lines for each step are some hundred."""
-PRELOAD: Final = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "zbmd.torch",
-    "zbmd.training.torch.run",
-)
+PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
 """The worker imports these once, before it forks."""
 
 
@@ -63,11 +57,7 @@ async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome
         environment={"MODE": case.mode, **({faults.FAULT_VARIABLE: case.fault} if case.fault else {})},
         preload=PRELOAD,
     )
-    host = Host(config, output=output, observer=output, template=template)
-    stop = f"the run hung: it was not over after {RUN_S_MAX} s"
-    limit = asyncio.get_running_loop().call_later(RUN_S_MAX, lambda: host.stop(stop, kill=True))
-    ended = await host.run()
-    limit.cancel()
+    ended = await ended_within(Host(config, output=output, observer=output, template=template), RUN_S_MAX)
     told = "\n".join(output.lines)
     if ended.exit_code != 0:
         raise UserError(f"with {case.fault!r} the loop did not finish: {ended.reason}\n{told}")

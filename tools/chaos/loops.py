@@ -32,6 +32,7 @@ from zbmd.tools.chaos.sweep import (
     Ledger,
     Sweep,
     Verdict,
+    add_ledger_options,
     drawn_kill,
     in_order,
     sampled_pairs,
@@ -140,10 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=1000, metavar="K", help="cases (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="that draws them (%(default)s)")
     parser.add_argument("--only", default="", help="only loops whose name has this")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="keep what was found, and go on from it")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="cases at a time (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=1e6, metavar="M", help="begin no case after that")
-    parser.add_argument("--table", action="store_true", help="print what the ledger holds, as a table")
+    add_ledger_options(parser)
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.workers <= WORKERS_MAX:
         parser.error(f"--workers is 1 to {WORKERS_MAX}")

@@ -18,7 +18,7 @@ import msgspec
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
-from zbmd.actors.host.events import HostEvent, RankDown
+from zbmd.actors.host.events import HostEvent, RankDown, RunResult
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import LINKS_VARIABLE, RankEnvironment
 from zbmd.actors.view import OnLoss
@@ -118,11 +118,7 @@ async def run_small_job(
         environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
         preload=(JOB_MODULE,),
     )
-    host = Host(config, output=output, observer=output, template=template)
-    stop = f"the run hung: it was not over after {limit_s} s"
-    limit = asyncio.get_running_loop().call_later(limit_s, lambda: host.stop(stop, kill=True))
-    ended = await host.run()
-    limit.cancel()
+    ended = await ended_within(Host(config, output=output, observer=output, template=template), limit_s)
     told = "\n".join(output.lines)
     digests = [one["weights_sha256"] for one in output.reports if one.get("kind") == "result"]
     if ended.exit_code != 0 or not digests:
@@ -133,6 +129,15 @@ async def run_small_job(
     if audited.steps != STEPS or lost:
         raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
     return JobOutcome(digest=digests[-1], failures=failures_of(ended.failures), told=told)
+
+
+async def ended_within(host: Host, limit_s: float) -> RunResult:
+    """Run a host; one that takes longer hangs, and is killed."""
+    stop = f"the run hung: it was not over after {limit_s} s"
+    limit = asyncio.get_running_loop().call_later(limit_s, lambda: host.stop(stop, kill=True))
+    ended = await host.run()
+    limit.cancel()
+    return ended
 
 
 def failures_of(failures: Sequence[RankDown]) -> tuple[str, ...]:

@@ -418,6 +418,14 @@ class Sweep(Generic[SweptT]):
         return worker
 
 
+def add_ledger_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every sweep has."""
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="keep what was found, and go on from it")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="cases at a time (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=1e6, metavar="M", help="begin no case after that")
+    parser.add_argument("--table", action="store_true", help="print what the ledger holds, as a table")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = script_parser("chaos.sweep", __doc__)
     parser.add_argument("--second", action="store_true", help="also a second kill during the recovery")
@@ -432,10 +440,7 @@ def _parser() -> argparse.ArgumentParser:
         "--every", action="store_true", help="one rank, replicas, every stage of ZeRO, meshes, and both"
     )
     parser.add_argument("-n", type=int, help=f"ranks ({RANKS_DEFAULT}, or those of the mesh)")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="keep what was found, and go on from it")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="cases at a time (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=1e6, metavar="M", help="begin no case after that")
-    parser.add_argument("--table", action="store_true", help="print what the ledger holds, as a table")
+    add_ledger_options(parser)
     return parser
 
 

@@ -118,6 +118,12 @@ def shared_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(one) for one in found]
 
 
+def share_of(pieces: Sequence[Piece], *, ranks: int, place: int) -> list[Piece]:
+    """Return the pieces that the rank at `place` of `ranks` writes, if all of them hold the same."""
+    sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
+    return [pieces[at] for at in shared_out(sizes, ranks)[place]]
+
+
 class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The index of a checkpoint: its version, its plan (see `plan_text`), the loss scale, and its shard
     files.

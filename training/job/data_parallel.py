@@ -8,7 +8,6 @@ the number of ranks nor on which of them was killed.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
-from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, shared_out
+from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, share_of
 from zbmd.training.job.explained import errors_explained
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
@@ -406,9 +405,7 @@ class _OwnTrainer(OrderedSteps):
         pieces = [
             Piece(slot.name, flat_slice(slot.size, 0, slot.size), (view.reshape(-1),)) for slot, view in views
         ]
-        sizes = [math.prod(piece.cut.shape) for piece in pieces]
-        mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
-        return [pieces[at] for at in mine]
+        return share_of(pieces, ranks=self.groups.size(DATA_AXIS), place=self.groups.place(DATA_AXIS))
 
     def close(self, *, gave_up: bool = False) -> None:
         """Nothing is held of others."""

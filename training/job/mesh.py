@@ -317,6 +317,11 @@ class Mesh:
         here, other = self.coordinates(rank), self.along_data(size)
         return tuple(other.rank({**here, DATA_AXIS: place}) for place in range(size))
 
+    def replica(self, rank: int, ranks: int) -> int:
+        """Return one of `alike`: ranks that hold one state here spread over all that hold it there."""
+        alike = self.alike(rank, ranks)
+        return alike[self.coordinates(rank).get(DATA_AXIS, 0) % len(alike)]
+
     def among(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of `ranks`, ascending, that are a mesh of this kind with fewer ranks along `dp`.
 

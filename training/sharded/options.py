@@ -72,7 +72,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.zero > 0 and not mesh.has_shards_alike
 
     def recuts(self, mesh: Mesh) -> bool:
-        """Return whether a state is cut anew, or its files are read, when `mesh` shrinks along `dp`."""
+        """Return whether a state is re-sharded, or read from files, when `mesh` shrinks along `dp`."""
         return self.shards_over_all(mesh) or self.offload is not None
 
     @property

@@ -16,7 +16,7 @@ from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
-from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
+from zbmd.training.checkpoint.sharded import Piece, SavedState, share_of
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.step_order import Computed
 from zbmd.training.model_actors.tensor_actor import HeldTensor
@@ -183,9 +183,7 @@ class ReplicatedTrainer(MeshTrainer):
             for (slot, cut), writes, *held in zip(self._cuts, self.part.writes, *views, strict=True)
             if writes
         ]
-        sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
-        mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
-        return [pieces[at] for at in mine]
+        return share_of(pieces, ranks=self.groups.size(DATA_AXIS), place=self.groups.place(DATA_AXIS))
 
     def tensors(self, version: int) -> Iterator[HeldTensor]:
         """See `StateSource`."""
@@ -204,9 +202,8 @@ class ReplicatedTrainer(MeshTrainer):
 
     def reshard(self, parts: int) -> Resharding:
         """See `ResizableState`: all ranks along `dp` hold the same."""
-        alike, here = self.groups.mesh.alike(self.groups.world.rank, parts), self.groups.place(DATA_AXIS)
-        elements = self.slots[0].size
-        return Resharding(elements, [Span(alike[here % len(alike)], 0, elements, 0)])
+        elements, groups = self.slots[0].size, self.groups
+        return Resharding(elements, [Span(groups.mesh.replica(groups.world.rank, parts), 0, elements, 0)])
 
     def _gradient(self) -> Array:
         """Return an array like the gradient, whose parameters are written before they are read."""

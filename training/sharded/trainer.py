@@ -72,8 +72,10 @@ class MeshTrainer(OrderedSteps):
     def enter(self, groups: MeshGroups, version: int) -> None:
         """See `Trainer`."""
         self._loader.close()
-        self.groups, self.step = groups, version
-        self._divide()
+        self.step = version
+        if groups is not self.groups:  # the first ones were divided over as the trainer was made
+            self.groups = groups
+            self._divide()
         model, tensor, actors = self.recipe.model, groups.tensor, self._actors
         if isinstance(model, ParallelGPT) and tensor is not None:
             model.group = tensor if actors is None else actors.group(tensor)

@@ -25,7 +25,7 @@ from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, active_probe
 from zbmd.training.autograd.tape import Tensor
-from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
+from zbmd.training.checkpoint.sharded import Piece, SavedState, share_of, shared_out
 from zbmd.training.job.mesh import DATA_AXIS, MeshGroups
 from zbmd.training.job.step_order import Computed
 from zbmd.training.model.gpt import Batch
@@ -154,7 +154,7 @@ class ZeroTrainer(MeshTrainer):
             return self.groups.mesh.alike(self.groups.world.rank, ranks)
 
         def replica(ranks: int) -> int:
-            return alike(ranks)[self.groups.place(DATA_AXIS) % len(alike(ranks))]
+            return self.groups.mesh.replica(self.groups.world.rank, ranks)
 
         return PartOfModel(
             initial=lambda: part.initial(seed),
@@ -347,7 +347,7 @@ class ZeroTrainer(MeshTrainer):
         out = self.own.room(unit).reshape(self._group.size, len(part))
 
         def gathered(_: Any) -> zm.Event:
-            if self._group is self.groups.world:
+            if self._notices_begin:
                 self._begun.tell()
             watching = active_probe()
             if watching is not None:
@@ -501,12 +501,10 @@ class ZeroTrainer(MeshTrainer):
 
     def _own_pieces(self) -> list[Piece]:
         """Return the parts of this rank's shard that it writes, and not one that holds the same."""
-        pieces, mesh = self.own.pieces(), self.groups.mesh
-        if not mesh.has_shards_alike:
+        pieces, groups = self.own.pieces(), self.groups
+        if not groups.mesh.has_shards_alike:
             return pieces
-        sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
-        mine = shared_out(sizes, mesh.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
-        return [pieces[at] for at in mine]
+        return share_of(pieces, ranks=groups.size(DATA_AXIS), place=groups.place(DATA_AXIS))
 
     def weights(self) -> Array:
         """Return the masters of the whole model, float32; all ranks together."""

@@ -65,7 +65,7 @@ class Exchange:
     def found(self, tensors: Sequence[str], seed: int, *, records: bool, refusal: str) -> int:
         """Agree on what all must have in common before the first step; return the seed of rank 0.
 
-        tensors: of the model, in words. refusal: why this rank cannot record the loop. Raises `UserError`.
+        tensors: descriptions of the model's. refusal: why this rank cannot record it. Raises `UserError`.
         """
         text = "\n".join(tensors).encode()
         head = _FOUNDING.pack(seed % (1 << 64), hashlib.sha256(text).digest(), records)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.loops import difference
+from zbmd.tools.chaos.loops import reports_in as steps_in
+
+__all__ = ["check_as_undisturbed", "steps_in", "train"]
 
 
 async def train(
@@ -28,18 +30,10 @@ async def train(
     return await Host(config, output=output).run(), output.lines
 
 
-def steps_in(lines: list[str]) -> list[str]:
-    """Return the reports of ranks about steps and their final state."""
-    return [found[0] for line in lines if (found := re.findall(r"(?:step|final) \d*.*rank.*", line))]
-
-
 def check_as_undisturbed(told: Collection[str], wanted: Collection[str], fault: str) -> None:
     """Check the reports of a run with kills beside those of one without.
 
     Each is there once, and none is another; those of ranks that live are all there, and so are the last ones.
     """
-    assert set(told) <= set(wanted)
-    assert max(Counter(told).values()) == 1
-    killed = {int(entry[4]) for entry in fault.split(",")}
-    whole = {line for line in wanted if int(line.rpartition("rank ")[2][0]) not in killed}
-    assert whole | {line for line in wanted if "final" in line} <= set(told)
+    wrong = difference(told, wanted, fault)
+    assert not wrong, wrong

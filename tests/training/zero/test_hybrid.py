@@ -153,7 +153,7 @@ def test_kills_leave_no_trace_in_the_weights(
 
 
 def test_all_ranks_are_killed_and_all_that_hold_one_shard(small_jobs: SmallJobs, tmp_path: Path) -> None:
-    """The memory of the dead outlives them; without it, a shard that nobody holds ends the run in words."""
+    """The memory of the dead outlives them; without it, the loss of all copies of a shard ends the run."""
     data = write_text(tmp_path / "text")
     calm = small_jobs.run(tmp_path / "calm", data, mesh="dp=1", world_size=1)
     points = ("zero.update:3", "mirror.prepared:3", "zero.norm:3", "mirror.commit:3")
@@ -184,7 +184,7 @@ def test_all_ranks_are_killed_and_all_that_hold_one_shard(small_jobs: SmallJobs,
 def test_a_run_goes_on_with_whole_replicas(
     small_jobs: SmallJobs, tmp_path: Path, mesh: str, stage: int, fault: str
 ) -> None:
-    """Nothing is cut anew: those that are left hold all of it."""
+    """Nothing is re-sharded: those that are left hold all of it."""
     data, ranks = write_text(tmp_path / "text"), math.prod(int(axis[-1]) for axis in mesh.split(","))
     calm = small_jobs.run(tmp_path / "calm", data, mesh="dp=1", world_size=1)
     shrunk = small_jobs.run(

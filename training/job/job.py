@@ -81,7 +81,7 @@ class RunOptions:
     """Work of a job beside training, in the directory `out`. `*_every`: in steps, 0: only at the end.
 
     resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. replicas:
-    whether ranks along `dp` stand for each other, so that no buddies have copies, or no other rank is there.
+    whether ranks along `dp` stand for each other, so that no buddies have copies.
     files: whether states are in files.
     """
 
@@ -340,12 +340,15 @@ class Job(Generic[ResultT]):
                 resize=self._refiled if self._task.resizes else None,
                 on_found=self._take_notes,
             )
+        alone = self._worker.world_size == 1
+        replicas = self._options.replicas and not alone  # alone, it digests its state beside the next step
         return BuddyReplica(
             self._worker,
             trainer.shard,
             place=place,
             ranks=world.size,
-            copies=[] if self._options.replicas else self._task.copies(trainer),
+            copies=[] if alone or replicas else self._task.copies(trainer),
+            replicas=replicas,
             known=known,
             on_update=self._results.keep,
             on_commit=self._committed,

@@ -225,8 +225,8 @@ class KeptState:
 class BuddyReplica(RedundancyDriver):
     """`Redundancy` of what `own` holds at `place` of `ranks`: a replica at a buddy, or ranks of equal keys.
 
-    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if ranks
-    with equal keys stand for each other (see `Mirror`). `known`: the highest version known to be committed.
+    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if nothing is
+    copied. `replicas`: whether ranks with equal keys stand for each other (see `Mirror`). `known`: the highest version known to be committed.
     `kept`: where the slots of `own` lie, if that outlives this rank, so that its replacement has them.
     `resize`: if the state is recut for another number of ranks, makes the memory for this rank's part of
     it, and for copies, in the place of `own`; what it held is let go of, or read by peers for a while.
@@ -243,6 +243,7 @@ class BuddyReplica(RedundancyDriver):
         ranks: int,
         copies: Sequence[Array],
         known: int,
+        replicas: bool = False,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
         kept: KeptState | None = None,
@@ -255,7 +256,7 @@ class BuddyReplica(RedundancyDriver):
         machine: zm.Mirror | ResizingMirror
         if resize is None:
             machine = zm.Mirror(
-                place=place, ranks=ranks, known=known, first=own.first, own=held, replicas=not copies
+                place=place, ranks=ranks, known=known, first=own.first, own=held, replicas=replicas
             )
         else:
             machine = ResizingMirror(place=place, ranks=ranks, known=known, first=own.first)

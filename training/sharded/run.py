@@ -195,7 +195,10 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
 
 
 def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
-    """Return whether ranks along `dp` stand for each other. In a launcher all ranks are of this host."""
+    """Return whether ranks along `dp` stand for each other, or no other is there: nothing is copied.
+
+    In a launcher all ranks are of this host.
+    """
     launched = RankEnvironment.read(os.environ)
     here = mesh.world_size if launched is None else launched.ranks_per_host
     if options.recuts(mesh):

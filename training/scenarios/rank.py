@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from zbmd.training.job.results import StepResults
-from zbmd.training.job.task import ResultRow, StepResult
+from zbmd.training.job.task import StepResult
 from zbmd.training.redundancy import interface, resizing
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.cut_events import (
-    CutSource,
     Divide,
     EnteredCut,
     Forget,
@@ -32,10 +28,11 @@ from zbmd.training.redundancy.cut_events import (
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.interface import Agenda, ViewUse, Wish, digests_in
 from zbmd.training.redundancy.machine import SLOTS
-from zbmd.training.redundancy.resizing import NEVER, ResizingMirror, nothing_held
-from zbmd.training.scenarios.grouped_process import CUT_SHARE, Cut, GroupedProcess
+from zbmd.training.redundancy.resizing import NEVER
+from zbmd.training.scenarios.grouped_process import CUT_SHARE, Cut
+from zbmd.training.scenarios.meeting import MeetingProcess, rows_in
 from zbmd.training.scenarios.moved_process import WAIT, Moves
-from zbmd.training.scenarios.world import COPIES_AT, Bank, Cells, CommitWorld, RankFile, StepOrder
+from zbmd.training.scenarios.world import COPIES_AT, Cells, CommitWorld, StepOrder
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import sim
 
@@ -58,25 +55,11 @@ class Ballot(NamedTuple):
     samples: dict[int, tuple[int, ...]]
 
 
-class Met(NamedTuple):
-    """The report of a rank in a new epoch, and where it lies."""
-
-    held: zm.Held | HeldCut
-    banks: tuple[Bank, ...]
-
-
-class RankProcess(GroupedProcess):
+class RankProcess(MeetingProcess):
     """One incarnation of a rank; see `zbmd.transport.sim.Process`."""
 
     def __init__(self, world: CommitWorld, rank: int, incarnation: int, rng: random.Random) -> None:
         super().__init__(world, rank, incarnation, rng)
-        self.cells = world.open(self.member)
-        self.machine: zm.Mirror | None = None
-        self.resizing: ResizingMirror | None = None
-        """Of a state that is recut; `machine` is in it."""
-        self.met: tuple[tuple[Bank, ...], ...] = ()
-        """The memory of all members when they met, in their order."""
-        self.results = StepResults(ResultRow(world.contents.shards, world.contents.samples), 0)
         self.agreed = Agenda()
         self.copying: zm.CopyWard | None = None
         self.reading: tuple[Cells, int, int] | None = None
@@ -128,11 +111,6 @@ class RankProcess(GroupedProcess):
                 world.ways.add("follows")
                 yield from self._epoch_over()
 
-    @property
-    def _mirror(self) -> zm.Mirror:
-        assert self.machine is not None
-        return self.machine
-
     def _epoch_over(self) -> Moves:
         """Leave the epoch: operations of peers end, and a copy under way ends first."""
         self.world.abandoned.add(self.view.epoch)
@@ -151,16 +129,16 @@ class RankProcess(GroupedProcess):
         own: tuple[int | None, int | None] = (None, None)
         place, ranks, known = self._place, len(self._members), world.log.last
         if options.resizes:
-            self.resizing = world.resizing(place=place, ranks=ranks, known=known, first=options.first)
+            self.resizing = world.resizing(
+                place=place, ranks=ranks, known=known, first=options.first, outlives=options.files
+            )
             self.machine = world.machines[self.member] = self.resizing.mirror
-            self.cells = world.divide(self.member, NEVER, ranks, place)
+            made = self.view.epoch if options.files else NEVER
+            self.cells = world.divide(self.member, made, ranks, place)
             return
         if (file := self._kept) is not None:
             own = file.stamps[0], file.stamps[1]
-            for version, done in zip(own, file.notes, strict=True):
-                if done is not None and done.version == version:
-                    self.results.keep(done)
-            self.results.learn_records([file.record] if file.record else [])
+            self._learn_of(file)
         self.machine = world.machines[self.member] = world.mirror(
             place=place,
             ranks=ranks,
@@ -202,7 +180,7 @@ class RankProcess(GroupedProcess):
         known = 0 if self.resizing is None else self._mirror.known
         try:
             every = yield from self._together("records", self.results.share(), meeting=True)
-            self.results.learn_records(_rows(every))
+            self.results.learn_records(rows_in(every))
             known = max(known, self.results.known)
             reports = yield from self._report(known)
             version = self.results.known
@@ -210,7 +188,7 @@ class RankProcess(GroupedProcess):
                 yield from self._enter_cut(reports)
                 version = self.resizing.chosen
             every = yield from self._together("share", self.results.go_on_from(version), meeting=True)
-            self.results.learn(version, _rows(every))
+            self.results.learn(version, rows_in(every))
         except Cut:
             self.world.unattended.add(self.view.epoch)
         if self.resizing is not None:
@@ -246,7 +224,7 @@ class RankProcess(GroupedProcess):
     def _meet(self) -> Moves:
         world, members = self.world, self._members
         every = yield from self._together("records", self.results.share(), meeting=True)
-        self.results.learn_records(_rows(every))
+        self.results.learn_records(rows_in(every))
         known = max(self.results.known, world.log.last if self._is_lowest else 0)
         reports = yield from self._report(known)
         if self.resizing is None:
@@ -266,15 +244,6 @@ class RankProcess(GroupedProcess):
         assert world.chosen.setdefault(self.view.epoch, version) == version, (
             "members go on from different ones"
         )
-
-    def _report(self, known: int) -> Generator[bool, None, list[zm.Held | HeldCut]]:
-        """Report what this rank holds; return what all do."""
-        machine = self.resizing or self.machine
-        report = nothing_held(known) if machine is None else machine.report(known)
-        banks = self.world.banks.get(self.member, ())
-        every = yield from self._together("meet", Met(report, banks), meeting=True)
-        self.met = tuple(one.banks for one in every if isinstance(one, Met))
-        return [one.held for one in every if isinstance(one, Met)]
 
     def _enter_cut(self, reports: Sequence[zm.Held | HeldCut]) -> Moves:
         options, members = self.world.options, self._members
@@ -308,8 +277,11 @@ class RankProcess(GroupedProcess):
                     world.voted[self.member] = version
                 for more in self._feed(zm.Restored(digest=digest)):
                     yield from self._restore(more, known=known)
-            case Divide():
-                self.cells = world.redivide(self.member, self.view.epoch, action)
+            case Divide(parts=parts, part=part):
+                kept = world.drop_undivided(self.member, action)
+                if world.options.files:
+                    yield False  # it may be killed between the removal of its file and the new one
+                self.cells = world.divide(self.member, self.view.epoch, parts, part, kept)
             case Reshard():
                 yield from self._reshard(action, known=known)
             case Lend(sources=sources):
@@ -340,15 +312,10 @@ class RankProcess(GroupedProcess):
             case _:
                 raise AssertionError(f"{action} after an epoch was entered")
 
-    def _located(self, found: CutSource) -> tuple[Cells, int]:
-        """Return the cells that hold a part, and the one of them that does."""
-        source = found.source
-        cells = self.met[source.place][int(found.older)].cells
-        return cells, source.slot + (0 if source.own else COPIES_AT)
-
     def _reshard(self, work: Reshard, *, known: int) -> Moves:
         """Read all parts of the cut before, one after the other, into our part of the new one."""
         world, slot, sources = self.world, work.version % SLOTS, list[tuple[Cells, int]]()
+        self._unstamp(work.version)
         self.cells.tear(slot)
         for found in work.sources:
             cells, cell = self._located(found)
@@ -359,6 +326,8 @@ class RankProcess(GroupedProcess):
             if self._is_cut() and self.rng.random() < CUT_SHARE:
                 raise Cut
         self.cells.assemble(sources, work.version)
+        if world.options.files:
+            self._stamp(work.version)
         world.unverified = world.unverified or bool(world.corrupted)
         world.ways.add("reshards")
         given = tuple(
@@ -510,6 +479,7 @@ class RankProcess(GroupedProcess):
                     self.world.forget(self.member)
                 case _:
                     raise AssertionError(f"{action} after a vote")
+        self._remove_orphans()
         if (kept := self._kept) is not None:
             kept.record = self.results.share().tolist()
             self._unstamp(self._mirror.version + 1)
@@ -561,7 +531,7 @@ class RankProcess(GroupedProcess):
 
     def _agree_on_log(self, version: int) -> Moves:
         every = yield from self._together("share", self.results.go_on_from(version), meeting=True)
-        self.results.learn(version, _rows(every))
+        self.results.learn(version, rows_in(every))
         missing = self.results.missing(self.world.log.last) if self._is_lowest else None
         if missing is not None:
             self.world.log.append(missing.record)
@@ -569,10 +539,6 @@ class RankProcess(GroupedProcess):
         if self._is_lowest:
             self.results.in_log(self.world.log.last)
         yield from self._together("logged")
-
-    @property
-    def _kept(self) -> RankFile | None:
-        return self.world.files.get(self.member.rank)
 
     def _unstamp(self, version: int) -> None:
         """The slot is about to be written; see `StampedSlots.begin`."""
@@ -589,7 +555,3 @@ class RankProcess(GroupedProcess):
         self.results.keep(done)
         if self._kept is not None:
             self._kept.notes[done.version % SLOTS] = done
-
-
-def _rows(every: Sequence[object]) -> list[list[float]]:
-    return [one.tolist() for one in every if isinstance(one, np.ndarray)]

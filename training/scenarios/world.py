@@ -73,7 +73,7 @@ class CommitOptions(JobOptions):
     @property
     def resizes(self) -> bool:
         """Whether a sharded state is recut for each number of ranks."""
-        return self.shrink and self.sharded and not self.files
+        return self.shrink and self.sharded
 
     @property
     def last(self) -> int:
@@ -91,7 +91,7 @@ class CommitOptions(JobOptions):
         if self.sharded or self.files:
             return False
         mesh = self.of_mesh(self.world_size)
-        return self.world_size == 1 or mesh.has_replicas(self.per_host or self.world_size)
+        return self.world_size > 1 and mesh.has_replicas(self.per_host or self.world_size)
 
     def fits(self, ranks: Sequence[int]) -> bool:
         """Whether the job can train with these ranks, fewer than all."""
@@ -309,11 +309,28 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Bank:
-    """The cells of one incarnation for a part of the cut that was made in an epoch."""
+    """The cells of one incarnation for a part of the cut that was made in an epoch. file: where they lie."""
 
     made: int
     parts: int
     cells: Cells
+    part: int = 0
+    file: RankFile | None = None
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """The name of its file."""
+        return self.made, self.part, self.parts
+
+    @property
+    def whole(self) -> list[int]:
+        """The digests of its cells, in a file of those that are whole."""
+        stamped = (
+            range(CELLS)
+            if self.file is None
+            else [slot for slot in range(SLOTS) if self.file.stamps[slot] is not None]
+        )
+        return [self.cells.digest(cell) for cell in stamped]
 
 
 Acts: TypeAlias = "dict[int, dict[int, Wish]]"
@@ -335,6 +352,8 @@ class CommitWorld:
     files: dict[int, RankFile] = field(default_factory=dict[int, RankFile])
     banks: dict[MemberId, tuple[Bank, ...]] = field(default_factory=dict[MemberId, tuple[Bank, ...]])
     """Of a state that is recut: all memory of an incarnation, that in use first."""
+    folders: dict[int, list[Bank]] = field(default_factory=dict[int, "list[Bank]"])
+    """By host: the files of a state that is recut, which outlive their ranks."""
     machines: dict[MemberId, zm.Mirror] = field(default_factory=dict[MemberId, zm.Mirror])
     operations: dict[tuple[int, str], dict[MemberId, object]] = field(
         default_factory=dict[tuple[int, str], dict[MemberId, object]]
@@ -412,24 +431,43 @@ class CommitWorld:
     def divide(self, member: MemberId, made: int, parts: int, part: int, kept: Sequence[Bank] = ()) -> Cells:
         """Open cells for a part of a state, beside those that are kept."""
         cells = self.cells[member] = self.contents.open(member, part_key(parts, part))
-        self.banks[member] = (Bank(made, parts, cells), *kept)
+        bank = Bank(made, parts, cells, part, RankFile(cells) if self.options.files else None)
+        self.banks[member] = (bank, *kept)
+        if self.options.files:
+            self.folder(member).append(bank)
         return cells
 
-    def redivide(self, member: MemberId, made: int, work: Divide) -> Cells:
-        """Perform `work` in the epoch `made`."""
+    def drop_undivided(self, member: MemberId, work: Divide) -> Sequence[Bank]:
+        """Give back what `work` does not keep; return what it does."""
         now, *older = self.banks[member]
         kept = {Keeps.OWN: [now], Keeps.OLDER: older, Keeps.NOTHING: []}[work.keeps]
+        self.remove(member, [bank for bank in (now, *older) if bank not in kept])
         self.ways.add("is recut")
-        return self.divide(member, made, work.parts, work.part, kept)
+        return kept
 
     def cut(self, member: MemberId, made: int) -> None:
         """Note the cut that the cells in use belong to."""
         now, *older = self.banks[member]
-        self.banks[member] = (replace(now, made=made), *older)
+        cut = replace(now, made=made)
+        self.banks[member] = (cut, *older)
+        if self.options.files:
+            folder = self.folder(member)
+            folder[folder.index(now)] = cut
 
     def forget(self, member: MemberId) -> None:
         """Give back the cells that were kept."""
-        self.banks[member] = self.banks[member][:1]
+        now, *older = self.banks[member]
+        self.banks[member] = (now,)
+        self.remove(member, older)
+
+    def folder(self, member: MemberId) -> list[Bank]:
+        """Return the files of a host that are of a state that is recut."""
+        return self.folders.setdefault(self.options.host(member.rank), [])
+
+    def remove(self, member: MemberId, banks: Sequence[Bank]) -> None:
+        """Delete the files of these parts, if they have any."""
+        folder = self.folder(member)
+        folder[:] = [bank for bank in folder if all(bank is not one for one in banks)]
 
     # ---- what must hold
 
@@ -453,7 +491,8 @@ class CommitWorld:
         keys = self.keys(members)
         for member in members:
             if options.files:
-                assert version in self.files[member.rank].stamps, f"{member} has no whole {version}"
+                file = self.banks[member][0].file if options.resizes else self.files[member.rank]
+                assert file is not None and version in file.stamps, f"{member} has no whole {version}"
             elif options.replicas:
                 alike = [m for m in members if keys[m] == keys[member]]
                 held = all(self.holds(m, version % SLOTS, keys[m], version) for m in alike)
@@ -484,9 +523,12 @@ class CommitWorld:
             assert gone, f"version {version} is said to be lost, and all of it is here"
 
     def _check_cuts_lost(self, known: int, members: Sequence[MemberId]) -> None:
-        banks = [bank for member in members for bank in self.banks[member]]
+        banks = [bank for member in members for bank in self.banks.get(member, ())]
+        if self.options.files:
+            hosts = {self.options.host(member.rank) for member in members if member in self.banks}
+            banks = [bank for host in hosts for bank in self.folders.get(host, ())]
         for made, parts in {(bank.made, bank.parts) for bank in banks}:
-            there = {bank.cells.digest(cell) for bank in banks if bank.made == made for cell in range(CELLS)}
+            there = {found for bank in banks if bank.made == made for found in bank.whole}
             for version in range(known, self.options.last + 1):
                 wanted = {self.contents.digest_of(part_key(parts, part), version) for part in range(parts)}
                 assert not wanted <= there, f"version {version} is said to be lost, and all of it is here"

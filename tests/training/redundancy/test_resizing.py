@@ -46,7 +46,14 @@ KILLS = st.lists(st.tuples(st.integers(0, SPAN_NS), st.integers(0, 4)), max_size
 
 
 def sharded(
-    ranks: int, steps: int, *, late: bool = False, per_host: int = 0, first: int = 0, mesh: str = ""
+    ranks: int,
+    steps: int,
+    *,
+    late: bool = False,
+    per_host: int = 0,
+    first: int = 0,
+    mesh: str = "",
+    files: bool = False,
 ) -> CommitOptions:
     return CommitOptions(
         world_size=ranks,
@@ -57,6 +64,7 @@ def sharded(
         per_host=per_host,
         first=first,
         mesh=mesh,
+        files=files,
     )
 
 
@@ -82,18 +90,22 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "late", "seed"),
+    ("ranks", "mesh", "late", "files", "seed"),
     [
-        (2, "", False, 19),
-        (3, "", False, 26),
-        (4, "", True, 7),
-        (4, "dp=2,tp=2", False, 11),
-        (4, "pp=2,dp=2", True, 5),
-        (6, "dp=3,pp=2", True, 3),
+        (2, "", False, False, 19),
+        (3, "", False, False, 26),
+        (4, "", True, False, 7),
+        (4, "dp=2,tp=2", False, False, 11),
+        (4, "pp=2,dp=2", True, False, 5),
+        (6, "dp=3,pp=2", True, False, 3),
+        (3, "", False, True, 26),
+        (4, "dp=2,tp=2", False, True, 11),
     ],
 )
-def test_a_kill_at_any_moment_loses_nothing(ranks: int, mesh: str, late: bool, seed: int) -> None:
-    options, ways = sharded(ranks, 2, late=late, mesh=mesh), Counter[str]()
+def test_a_kill_at_any_moment_loses_nothing(
+    ranks: int, mesh: str, late: bool, files: bool, seed: int
+) -> None:
+    options, ways = sharded(ranks, 2, late=late, mesh=mesh, files=files), Counter[str]()
     calm, _ = build(seed, options)
     calm.run()
     points = calm.kill_faults([f"rank{rank}" for rank in range(ranks)])
@@ -116,9 +128,10 @@ class Alone(ResizingMirror):
         return super().handle(event, now_ns=now_ns)
 
 
-def test_what_a_waiting_rank_holds_is_needed() -> None:
-    """Rank 3 is killed: rank 2 waits, whose part has its copy at rank 3."""
-    options = sharded(4, 3, mesh="dp=2,tp=2")
+@pytest.mark.parametrize("files", [False, True], ids=["copies", "files"])
+def test_what_is_held_beside_the_members_is_needed(files: bool) -> None:
+    """Rank 3 is killed: rank 2 waits, whose part has its copy at rank 3; or both parts are in files."""
+    options = sharded(4, 3, mesh="dp=2,tp=2", files=files)
     calm, _ = build(2, options)
     calm.run()
     ours = [point for point in calm.kill_points() if point.process == "rank3"]
@@ -137,21 +150,28 @@ MESHES = [*((ranks, "") for ranks in range(1, 6)), (4, "dp=2,tp=2"), (4, "pp=2,d
     per_host=st.integers(0, 5),
     first=st.integers(0, 2),
     late=st.booleans(),
+    files=st.booleans(),
     kills=KILLS,
 )
 def test_any_kills_lose_only_what_is_nowhere_left(
-    seed: int, size: tuple[int, str], per_host: int, first: int, late: bool, kills: list[tuple[int, int]]
+    seed: int,
+    size: tuple[int, str],
+    per_host: int,
+    first: int,
+    late: bool,
+    files: bool,
+    kills: list[tuple[int, int]],
 ) -> None:
     ranks, mesh = size
-    options = sharded(ranks, 4, late=late, per_host=per_host, first=first, mesh=mesh)
+    options = sharded(ranks, 4, late=late, per_host=per_host, first=first, mesh=mesh, files=files)
     faults = [Crash(process=f"rank{rank % ranks}", at_ns=at_ns, for_ns=0) for at_ns, rank in sorted(kills)]
     world = run(seed, options, faults)
     assert world.is_over or set(world.ended.values()) == {options.last}
 
 
-def second_kills(machine: type[ResizingMirror]) -> Counter[tuple[str, bool]]:
+def second_kills(machine: type[ResizingMirror], *, files: bool = False) -> Counter[tuple[str, bool]]:
     """Rank 0 is killed, then another at every later point: count them, and the losses."""
-    seed, options = 29, sharded(4, 3)
+    seed, options = 29, sharded(4, 3, files=files)
     calm, _ = build(seed, options)
     calm.run()
     ours = [point for point in calm.kill_points() if point.process == "rank0"]
@@ -173,6 +193,11 @@ def test_another_rank_may_be_lost_while_the_state_is_recut() -> None:
     ended = second_kills(ResizingMirror)
     assert ended["rank2", True] == 0 and ended["rank2", False] > 100
     assert ended["rank1", False] > 50 and ended["rank3", False] > 50
+
+
+def test_files_outlive_any_two_ranks_while_the_state_is_recut() -> None:
+    ended = second_kills(ResizingMirror, files=True)
+    assert not any(lost for _, lost in ended) and ended.total() > 200
 
 
 class Hasty(ResizingMirror):

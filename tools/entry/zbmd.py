@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   zbmd plot zbmd-runs/demo -o demo.svg
   zbmd profile zbmd-runs/demo
   zbmd trace zbmd-runs/demo --steps 20:24
+  zbmd goodput zbmd-runs/demo -o goodput.svg
   zbmd replay run.zlog --until hang
   zbmd flights --trace flights.json
   zbmd sim hunt --minutes 2
@@ -38,6 +39,7 @@ COMMANDS: Final = {
     "flights": "runs.flights:add_flights",
     "profile": "runs.profile:add_profile",
     "trace": "runs.profile:add_profile",
+    "goodput": "runs.goodput_command:add_goodput",
     "plan": "plan.command:add_plan",
     "train": "train.command:add_train",
     "sim": "sim.command:add_parser",

@@ -34,7 +34,7 @@ from zbmd.training.job.results import StepResults
 from zbmd.training.job.task import StepResult, Task, Trainer
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
-from zbmd.training.profiler.lines import StepLine
+from zbmd.training.profiler.lines import Death, StepLine
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, attend_with_nothing
 from zbmd.training.redundancy.cut_files import attend_without_file
@@ -111,6 +111,10 @@ class Job(Generic[ResultT]):
         self._keeper: Redundancy | None = None
         self._actors: ModelActors | None = None
         self._profiler: Profiler | None = None
+        self._deaths: list[Death] = []
+        """Those since the last step that they cut short."""
+        self._cut_ns = 0
+        """When that ended here; 0: none has been since the last epoch began."""
         self._saved: SavedState | None = None
         if options.resume is not None:
             self._saved = open_state(options.resume, plan=task.plan)
@@ -155,7 +159,7 @@ class Job(Generic[ResultT]):
 
         Raises `StepFailed` if the state is lost, and `TrainingDiverged`.
         """
-        forget = report_losses(self._worker)
+        forget = report_losses(self._worker, lambda *death: self._deaths.append(Death(*death)))
         loop, signals = asyncio.get_running_loop(), _signals_taken()
         for number in signals:
             loop.add_signal_handler(number, self.ask, SIGNALS[number])
@@ -234,6 +238,7 @@ class Job(Generic[ResultT]):
             self._task.agree(self._meeting(groups.world))
             return self._train(groups, self._opened(groups))
         except (PeerLost, OperationAborted):
+            self._cut_ns = now_ns()
             if self._trainer is not None:
                 self._trainer.close(gave_up=True)
             return None
@@ -427,6 +432,11 @@ class Job(Generic[ResultT]):
     def _profiled(self, groups: MeshGroups) -> Profiler:
         if self._profiler is None:
             self._profiler = self._task.profiler(self._options.out)
+        if self._cut_ns:
+            deaths = self._deaths[:]  # the loop may add one meanwhile
+            del self._deaths[: len(deaths)]
+            self._profiler.cut(self._cut_ns, deaths)
+            self._cut_ns = 0
         self._profiler.follow(*groups.every)
         return self._profiler
 

@@ -45,9 +45,9 @@ class UnitLine(msgspec.Struct, frozen=True, array_like=True):
 class RunLine(msgspec.Struct, frozen=True, kw_only=True, tag="run", tag_field="kind"):
     """The first line of an incarnation.
 
-    `monotonic_ns`, `unix_ns`: CLOCK_MONOTONIC and CLOCK_REALTIME at the same moment. `boot_id`: processes
-    with equal ones share their monotonic clock. `peak`: FLOPs a second of this rank's share of its machine,
-    None if it has not been measured.
+    `monotonic_ns`, `unix_ns`: CLOCK_MONOTONIC and CLOCK_REALTIME at the same moment. `process_ns`: when the
+    process began, 0 if unknown; CLOCK_MONOTONIC. `boot_id`: processes with equal ones share their clock.
+    `peak`: FLOPs a second of this rank's share of its machine, None if it has not been measured.
     """
 
     version: Count
@@ -59,6 +59,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True, tag="run", tag_field="k
     pid: Count
     monotonic_ns: Count
     unix_ns: Count
+    process_ns: Count = 0
     ranks_on_host: Rank
     machine: MachineDescription
     peak: Annotated[float, msgspec.Meta(gt=0.0)] | None
@@ -113,15 +114,37 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field=
         return self.end_ns - self.begin_ns
 
 
+class Death(msgspec.Struct, frozen=True, array_like=True):
+    """The end of another rank, as this one noticed it; CLOCK_MONOTONIC."""
+
+    rank: Rank
+    incarnation: Count
+    at_ns: Count
+
+
+class CutLine(msgspec.Struct, frozen=True, kw_only=True, tag="cut", tag_field="kind"):
+    """The step under way ended at `at_ns`, without its result, because of `deaths`; CLOCK_MONOTONIC.
+
+    deaths: those noticed since the cut before; none if another rank noticed them.
+    """
+
+    at_ns: Count
+    deaths: Annotated[tuple[Death, ...], msgspec.Meta(max_length=RANKS_MAX)]
+
+
+Line = RunLine | StepLine | CutLine
+
+
 @dataclass(frozen=True, slots=True)
 class RankProfile:
     """The profile of one incarnation of a rank."""
 
     run: RunLine
     steps: tuple[StepLine, ...]
+    cuts: tuple[CutLine, ...] = ()
 
 
-_decoder: msgspec.json.Decoder[RunLine | StepLine] = msgspec.json.Decoder(RunLine | StepLine)
+_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def lines_path(directory: Path, rank: int, incarnation: int) -> Path:
@@ -146,7 +169,7 @@ def read_profiles(directory: Path) -> list[RankProfile]:
         )
     lives: list[RankProfile] = []
     for path in paths:
-        lines: list[RunLine | StepLine] = []
+        lines: list[Line] = []
         for one in (old_path(path), path):
             if one.exists():
                 lines += _read(one)
@@ -154,28 +177,31 @@ def read_profiles(directory: Path) -> list[RankProfile]:
     return sorted(lives, key=lambda life: (life.run.rank, life.run.incarnation))
 
 
-def _read(path: Path) -> Iterable[RunLine | StepLine]:
+def _read(path: Path) -> Iterable[Line]:
     most = LINES_BYTES_MAX + LINE_BYTES_MAX
     return read_json_lines(
         path, _decoder.decode, bytes_max=most, what="profile that is", advice="delete the file"
     )
 
 
-def _lives(lines: Iterable[RunLine | StepLine], path: Path) -> Iterable[RankProfile]:
+def _lives(lines: Iterable[Line], path: Path) -> Iterable[RankProfile]:
     run: RunLine | None = None
-    steps: list[StepLine] = []
+    steps, cuts = list[StepLine](), list[CutLine]()
     for line in lines:
-        if isinstance(line, StepLine):
-            if run is None:
-                continue  # that line was damaged
+        if isinstance(line, RunLine):
+            if line.version != VERSION:
+                raise UserError(f"{path} has format {line.version}; this version reads format {VERSION}.")
+            if run is not None and line != run:
+                yield RankProfile(run, tuple(steps), tuple(cuts))
+                steps, cuts = [], []
+            run = line
+        elif run is None:
+            continue  # its line was damaged
+        elif isinstance(line, CutLine):
+            cuts.append(line)
+        else:
             if line.end_ns < line.begin_ns or sum(line.ns.values()) != line.wall_ns:
                 raise UserError(f"{path}: the times of step {line.step} do not add up: delete the file.")
             steps.append(line)
-            continue
-        if line.version != VERSION:
-            raise UserError(f"{path} has format {line.version}; this version reads format {VERSION}.")
-        if run is not None:
-            yield RankProfile(run, tuple(steps))
-        run, steps = line, []
     if run is not None:
-        yield RankProfile(run, tuple(steps))
+        yield RankProfile(run, tuple(steps), tuple(cuts))

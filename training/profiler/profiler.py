@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
+from zbmd.actors.cluster.local_deaths import boot_id, started
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd._spans import CATEGORIES, PER_UNIT, SpanRecorder
@@ -28,6 +29,9 @@ from zbmd.training.profiler.lines import (
     LINES_BYTES_MAX,
     VERSION,
     ActivationPeak,
+    CutLine,
+    Death,
+    Line,
     Overlap,
     RunLine,
     StepLine,
@@ -45,7 +49,6 @@ from zbmd.training.profiler.ring import (
     ring_path,
 )
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.topology.kernel_files import read_text
 
 if TYPE_CHECKING:
     from zbmd.training.autograd._spans import EndedStep
@@ -106,7 +109,6 @@ def unit_flops(model: GPT, *, sequences: int, length: int) -> tuple[UnitFlops, .
 log: Final = structlog.stdlib.get_logger("zbmd.training.profiler")
 
 VARIABLE: Final = "ZBMD_PROFILE"
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Profiler:
@@ -175,6 +177,10 @@ class Profiler:
         """Add a span of another thread, from a time when no span was open here."""
         self._recorder.add(span.category, begin_ns, end_ns)
 
+    def cut(self, at_ns: int, deaths: Sequence[Death]) -> None:
+        """Note that the step under way ended at `at_ns`, without its result, because of `deaths`."""
+        self._put(CutLine(at_ns=at_ns, deaths=tuple(deaths)))
+
     def held(self, most: ActivationPeak | None) -> None:
         """Set the peak of activations of the current step."""
         self._held = most
@@ -214,7 +220,7 @@ class Profiler:
             self._named = len(self._recorder.names)
         return line
 
-    def _put(self, line: RunLine | StepLine) -> None:
+    def _put(self, line: Line) -> None:
         if self._lines is None:
             return
         data = msgspec.json.encode(line) + b"\n"
@@ -309,10 +315,11 @@ def open_profiler(
         incarnation=1 if launched is None else launched.incarnation,
         world_size=1 if launched is None else launched.world_size,
         host=socket.gethostname()[:256],
-        boot_id=read_text(BOOT_ID) or "",
+        boot_id=boot_id(),
         pid=os.getpid(),
         monotonic_ns=time.monotonic_ns(),
         unix_ns=time.time_ns(),
+        process_ns=started(os.getpid()) * 1_000_000_000 // os.sysconf("SC_CLK_TCK"),
         ranks_on_host=ranks_on_host,
         machine=machine,
         peak=None if peak is None else peak / ranks_on_host,

@@ -225,8 +225,9 @@ class KeptState:
 class BuddyReplica(RedundancyDriver):
     """`Redundancy` of what `own` holds at `place` of `ranks`: a replica at a buddy, or ranks of equal keys.
 
-    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if nothing is
-    copied. `replicas`: whether ranks with equal keys stand for each other (see `Mirror`). `known`: the highest version known to be committed.
+    `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if nothing
+    is copied. `replicas`: whether ranks with equal keys stand for each other (see `Mirror`). `known`: the
+    highest version known to be committed.
     `kept`: where the slots of `own` lie, if that outlives this rank, so that its replacement has them.
     `resize`: if the state is recut for another number of ranks, makes the memory for this rank's part of
     it, and for copies, in the place of `own`; what it held is let go of, or read by peers for a while.

@@ -43,12 +43,18 @@ def report_result(worker: Worker, result: Any) -> None:
     asyncio.run_coroutine_threadsafe(worker.reported(), worker.system.loop).result()
 
 
-def report_losses(worker: Worker) -> Callable[[], None]:
-    """Report each rank that is lost; call the result to stop."""
+def report_losses(
+    worker: Worker, also: Callable[[int, int, int], None] = lambda *_: None
+) -> Callable[[], None]:
+    """Report each rank that is lost; call the result to stop.
+
+    also: called with its rank, its incarnation, and when that was noticed, in ns of CLOCK_MONOTONIC.
+    """
 
     def report(rank: int, incarnation: int, notice: DeathNotice) -> None:
         if not notice.clean:
             worker.report({"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns})
+            also(rank, incarnation, notice.at_ns)
 
     return worker.on_peer_lost(report)
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Generator
 from pathlib import Path
 
 import matplotlib.image
 import msgspec
 import numpy as np
 import pytest
-from matplotlib import font_manager
 
 from zbmd.tools.entry.zbmd import main
-from zbmd.tools.plan.checkpoint_draw import draw_plan
 from zbmd.tools.plan.checkpoint_plan import CheckpointInputs, CheckpointPlan, plan_checkpoint
 from zbmd.tools.plan.intervals import best
 
@@ -26,14 +22,7 @@ SMALL = ("--accelerators", "1", "--mtbf", "8h", "--write", "4min")
 LARGE = ("--accelerators", "16384", "--mtbf", "200h", "--state", "2TiB", "--bandwidth", "400GiB/s")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
-    """matplotlib keeps the font files that it has opened: open them once, and close them at the end."""
-    inputs = CheckpointInputs(accelerators=1, mtbf_s=1e4, write_s=1.0)
-    draw_plan(tmp_path_factory.mktemp("fonts") / "plan.png", inputs, plan_checkpoint(inputs))
-    yield
-    font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("fonts")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import struct
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
@@ -20,7 +18,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib import font_manager
 
 from zbmd.tools.demo.watch import Kill
 from zbmd.tools.entry.zbmd import main
@@ -30,6 +27,8 @@ from zbmd.tools.runs.result import RESULT_NAME, Death, RunResult, load_result, s
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader
 from zbmd.transport.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("fonts")
 
 MS = 1_000_000
 SVG_BYTES_MAX = 120_000
@@ -102,15 +101,6 @@ def write_log(directory: Path, records: list[CommitRecord]) -> None:
     with closing(CommitLog(directory / LOG_NAME, header)) as log:
         for each in records:
             log.append(each)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fonts() -> Generator[None]:
-    """matplotlib keeps the font files that it has opened: open them once, and close them at the end."""
-    render(picture_of([record(1)], RunResult()), ".png")
-    yield
-    font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
-    gc.collect()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
+from zbmd.tools.runs.goodput import Cause, read_runs
 from zbmd.tools.runs.plot_data import read_picture
 from zbmd.tools.runs.profile import clocks_of
 from zbmd.tools.train.command import recipe_of
@@ -126,6 +127,12 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
     ]
     assert cli.main(["profile", str(out)]) == 0
     assert "MFU" in capsys.readouterr().out
+    (times,) = read_runs([out])
+    assert [loss.ranks for loss in times.failures] == [(1,)] and times.failures[0].began_again_ns
+    for rank, costs in enumerate(({Cause.REPAIR, Cause.DETECTION}, {Cause.RESTART})):
+        of_rank = times.ranks[rank]
+        assert sum(of_rank.values()) == times.wall_ns and min(of_rank.values()) >= 0
+        assert all(of_rank[cause] for cause in {Cause.USEFUL, Cause.RECOMPUTED, Cause.START_UP} | costs)
     spent = read_picture(out).spent
     assert spent is not None and {"forward", "comm", "idle"} <= set(spent.names)
     assert spent.steps.tolist() == [1, 2, 3, 4, 5, 6] and (spent.ms.sum(axis=0) > 0).all()

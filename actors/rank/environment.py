@@ -35,6 +35,7 @@ LISTEN_LOCAL = "127.0.0.1:0"
 HOST_VARIABLE = "ZBMD_HOST"
 LISTEN_VARIABLE = "ZBMD_LISTEN"
 RANKS_MIN_VARIABLE = "ZBMD_RANKS_MIN"
+RESUMES_VARIABLE = "ZBMD_RESUMES"
 HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
 """Memory that the host had available before any rank started; later, ranks cannot tell whether all fit."""
 
@@ -89,7 +90,8 @@ class RankEnvironment:
     ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
     `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is
     reported, 0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one. ranks_min: so
-    few may be left while the job goes on, 0: all are always replaced, or the job ends.
+    few may be left while the job goes on, 0: all are always replaced, or the job ends. resumes: whether the
+    job goes on from memory that an earlier run of it has left.
     """
 
     rank: int
@@ -104,6 +106,12 @@ class RankEnvironment:
     listen: str = ""
     local_world_size: int = 0
     ranks_min: int = 0
+    resumes: bool = False
+
+    @property
+    def is_again(self) -> bool:
+        """Whether an earlier process was this rank of this job."""
+        return self.incarnation > 1 or self.resumes
 
     @property
     def ranks_per_host(self) -> int:
@@ -140,6 +148,7 @@ class RankEnvironment:
             HOST_VARIABLE: self.host,
             LISTEN_VARIABLE: self.listen,
             RANKS_MIN_VARIABLE: str(self.ranks_min),
+            **({RESUMES_VARIABLE: "1"} if self.resumes else {}),
         }
 
     @classmethod
@@ -160,6 +169,7 @@ class RankEnvironment:
             **_whereabouts(environment),
             local_world_size=_ranks_of_each_host(environment),
             ranks_min=_number(environment, RANKS_MIN_VARIABLE, absent=0),
+            resumes=_number(environment, RESUMES_VARIABLE, absent=0) > 0,
         )
 
 

@@ -14,6 +14,8 @@ HOST_ACTOR = "host"
 MEMBER_ACTOR = "member"
 NODE_NAME = "node"
 REPORT_BYTES_MAX = 64 * 1024
+KEPT_STATE = "kept_state"
+"""The `kind` of a report that this rank keeps state in memory which is to outlive its launcher."""
 
 
 class Join(Contract, id="zbmd.host.join"):

@@ -62,7 +62,7 @@ from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.host import process as descriptors
 from zbmd.transport.identity import Identity
 from zbmd.transport.memory.arena import arena_joined, arena_left
-from zbmd.transport.memory.kept import take_kept_fd
+from zbmd.transport.memory.kept import ENDING_MS_MAX, RUN_ENDING_MS_MAX, exclusively, take_kept_fd
 from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.shm.connect import Endpoint, dial
@@ -551,23 +551,25 @@ async def join(
     capture = ProcessCapture(identity, clock, CaptureSettings.read(os.environ, job=environment.job))
     descriptors.make_room(environment.world_size)
     try:
-        segment = Segment.create(
-            slot=environment.rank,
-            incarnation=environment.incarnation,
-            arena_bytes=environment.arena_bytes if arena is None else arena,
-            inbox_bytes=inbox_bytes,
-            slots=environment.world_size,
-            kept_fd=take_kept_fd(os.environ, wanted=outlives),
-        )
-        worker = Worker(environment, identity, segment, cookie, capture, clock, alone=found is None)
-        try:
-            await worker.open()
-            if enter:
-                await worker.view(after=0)
-            with membership() if found is not None else nullcontext():
-                yield worker
-        finally:
-            await worker.leave()
+        wait_ms = RUN_ENDING_MS_MAX if environment.resumes else ENDING_MS_MAX
+        with exclusively(take_kept_fd(os.environ, wanted=outlives), wait_ms=wait_ms) as kept_fd:
+            segment = Segment.create(
+                slot=environment.rank,
+                incarnation=environment.incarnation,
+                arena_bytes=environment.arena_bytes if arena is None else arena,
+                inbox_bytes=inbox_bytes,
+                slots=environment.world_size,
+                kept_fd=kept_fd,
+            )
+            worker = Worker(environment, identity, segment, cookie, capture, clock, alone=found is None)
+            try:
+                await worker.open()
+                if enter:
+                    await worker.view(after=0)
+                with membership() if found is not None else nullcontext():
+                    yield worker
+            finally:
+                await worker.leave()
     except BaseException as error:
         capture.failed(error)
         raise

@@ -6,11 +6,14 @@ finds its predecessor's blocks where they were. Whether what is in a block is wh
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import mmap
 import os
 import select
 import struct
-from collections.abc import Iterator, MutableMapping
+import time
+from collections.abc import Generator, Iterator, MutableMapping
 from typing import Any, Final
 
 import numpy as np
@@ -25,8 +28,11 @@ KEPT_FDS_VARIABLE: Final = "ZBMD_KEPT_FDS"
 process before it, if that is still ending."""
 ENDING_MS_MAX: Final = 500
 """Within that the kernel ends a process that was killed, but for one that is stuck in a system call."""
+RUN_ENDING_MS_MAX: Final = 30_000
+"""Within that a whole run that was killed, with memory that has no other copy."""
+LOCK_LOOK_MS: Final = 5
 NAME_BYTES: Final = 48
-_ENTRY: Final = struct.Struct(f"<{NAME_BYTES}s2Q")  # name, offset from the segment's base, bytes
+_ENTRY: Final = struct.Struct(f"<{NAME_BYTES}s2Q")  # name, offset from the table, bytes
 ENTRIES: Final = TABLE_BYTES // _ENTRY.size
 
 
@@ -54,11 +60,67 @@ def take_kept_fd(environment: MutableMapping[str, str], *, wanted: bool) -> int 
     return memory
 
 
+@contextlib.contextmanager
+def exclusively(memory: int | None, *, wait_ms: int = ENDING_MS_MAX) -> Generator[int | None]:
+    """Yield `memory`, locked by this process until the block or the process ends; None if it cannot be had.
+
+    Another process has it while it can write there, also one whose launcher is gone. Its end is waited for;
+    `memory` is closed if that takes longer than `wait_ms`.
+    """
+    lock = None if memory is None else _locked(memory, wait_ms)
+    if lock is None and memory is not None:
+        os.close(memory)
+    try:
+        yield None if lock is None else memory
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(memory: int, wait_ms: int) -> int | None:
+    # A description of its own: the lock must not be held by who was sent a duplicate of the descriptor.
+    lock = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
+    for _ in range(1 + wait_ms // LOCK_LOOK_MS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_LOOK_MS / 1000)  # the kernel tells nobody of a lock in time
+        else:
+            return lock
+    os.close(lock)
+    return None
+
+
+def blocks_in(table: memoryview) -> Iterator[tuple[bytes, int, int]]:
+    """Yield name, offset from the table, and bytes of what a table lists. Nothing of it is checked."""
+    for number in range(ENTRIES):
+        name, begin, nbytes = _ENTRY.unpack_from(table, number * _ENTRY.size)
+        if name[:1] == b"\0":
+            return
+        yield name.rstrip(b"\0"), begin, nbytes
+
+
+def block_of(fd: int, name: str) -> memoryview | None:
+    """Return the memory of a block, read-only, in a memfd that outlives its process; None if it has none.
+
+    It is untrusted: a table that is damaged is one without blocks. Raises OSError.
+    """
+    size = os.fstat(fd).st_size
+    if size <= TABLE_BYTES:
+        return None
+    for listed, begin, nbytes in blocks_in(memoryview(os.pread(fd, TABLE_BYTES, 0))):
+        if listed == name.encode() and begin >= TABLE_BYTES and 0 < nbytes <= size - begin:
+            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            whole = mmap.mmap(fd, begin - first + nbytes, prot=mmap.PROT_READ, offset=first)
+            return memoryview(whole)[begin - first :]
+    return None
+
+
 class KeptBlocks:
     """The blocks of `arena`; their table lies at `offset` of `memory`."""
 
     def __init__(self, arena: Arena, memory: Memory, offset: int) -> None:
-        self._arena, self._memory = arena, memory
+        self._arena, self._memory, self._base = arena, memory, offset
         self._table = memory.view(offset, TABLE_BYTES, writable=True)
         self._claimed: dict[bytes, tuple[int, int]] = {}
         """Offset and bytes of what a predecessor has left, and nobody has asked for yet."""
@@ -77,11 +139,8 @@ class KeptBlocks:
         self._table[self._entries * _ENTRY.size :] = bytes(TABLE_BYTES - self._entries * _ENTRY.size)
 
     def _listed(self) -> Iterator[tuple[bytes, int, int]]:
-        for number in range(ENTRIES):
-            name, begin, nbytes = _ENTRY.unpack_from(self._table, number * _ENTRY.size)
-            if name[:1] == b"\0":
-                return
-            yield name.rstrip(b"\0"), begin, nbytes
+        for name, begin, nbytes in blocks_in(self._table):
+            yield name, self._base + begin, nbytes
 
     def block(self, name: str, nbytes: int) -> tuple[NDArray[Any], bool]:
         """Return the block of this name, (nbytes,) uint8, and whether it is a predecessor's.
@@ -116,7 +175,7 @@ class KeptBlocks:
         return np.ndarray(nbytes, np.uint8, buffer=self._memory.view(begin, nbytes, writable=True))
 
     def _list(self, key: bytes, begin: int, nbytes: int) -> None:
-        entry = _ENTRY.pack(key, begin, nbytes)
+        entry = _ENTRY.pack(key, begin - self._base, nbytes)
         at = self._entries * _ENTRY.size
         # The name last: whoever is killed before has listed nothing.
         self._table[at + NAME_BYTES : at + _ENTRY.size] = entry[NAME_BYTES:]

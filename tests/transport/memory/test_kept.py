@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.memory.kept import KEPT_FDS_VARIABLE, take_kept_fd
+from zbmd.transport.memory.kept import KEPT_FDS_VARIABLE, block_of, exclusively, take_kept_fd
 from zbmd.transport.memory.memfd import TABLE_BYTES, HugePageSupport, PageKind, place
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native import _native
@@ -66,6 +67,11 @@ def test_a_replacement_finds_blocks_where_they_were(memory: int) -> None:
     assert third.kept.block("second", BLOCK_BYTES + 64)[1]
     assert not third.kept.block("third", 64)[1]
     third.close()
+    block = block_of(memory, "second")
+    assert block is not None and len(block) == BLOCK_BYTES + 64
+    assert block_of(memory, "state") is not None and block_of(memory, "fourth") is None
+    os.pwrite(memory, b"\xff" * TABLE_BYTES, 0)
+    assert block_of(memory, "second") is None, "a damaged table has no blocks"
 
 
 def test_peers_map_both_files(memory: int) -> None:
@@ -99,6 +105,33 @@ def test_what_a_launcher_gives_is_taken_once_or_closed(memory: int, wanted: bool
     if wanted:
         os.close(given)
     ended.wait()
+
+
+def test_memory_that_another_process_may_write_is_waited_for(memory: int) -> None:
+    """A process that has it ends while it is waited for; one that does not is not waited for for ever."""
+    holds = "import fcntl,os,sys; fcntl.flock(os.open('/proc/self/fd/%d' % int(sys.argv[1]), os.O_RDWR), 2); "
+    for last, is_had in (
+        ("print(flush=True); sys.stdin.read(1)", True),
+        ("print(flush=True); os.pause()", False),
+    ):
+        last = last.replace("os.pause", "__import__('signal').pause")
+        words = [sys.executable, "-c", holds + last, str(memory)]
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory]
+        ) as other:
+            assert other.stdin is not None and other.stdout is not None
+            other.stdout.readline()
+            if is_had:
+                other.stdin.write(b"x")
+                other.stdin.flush()
+            given = os.dup(memory)
+            with exclusively(given, wait_ms=20_000 if is_had else 20) as taken:
+                assert taken == (given if is_had else None)
+            if taken is not None:
+                os.close(taken)
+            other.kill()
+    with exclusively(None) as taken:
+        assert taken is None
 
 
 def test_it_is_said_why_there_are_no_huge_pages(memory: int) -> None:

@@ -30,6 +30,7 @@ from zbmd.actors.cluster.node.persistent_state import NodeRecord, NodeState, Sta
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.actors.errors import UnknownContract
+from zbmd.actors.snapshots import messages as snapshots
 from zbmd.tools.fuzzing.target import Broken, blocks, folder, read_blocks, target, text_target
 from zbmd.tools.node.guard import messages as guards
 from zbmd.tools.node.up import Token, read_token, write_token
@@ -140,6 +141,39 @@ def _attached_messages() -> tuple[bytes, ...]:
 @target("attached.message", "what ranks and their supervisor send", _attached_messages, RemoteProtocolError)
 def _attached_message(data: bytes) -> None:
     _ATTACHED[data[0] % len(_ATTACHED) if data else 0](data[1:])
+
+
+def _snapshot_messages() -> tuple[bytes, ...]:
+    identity = snapshots.JobIdentity(
+        run="python a.py", release="1", python="3.11", code="c", ranks=2, arena_bytes=4096, settings="s"
+    )
+    standing = snapshots.Standing(job=7, identity=identity, ranks=(0, 1), launcher=9, idle_ns=5, left_ns=4)
+    requests = (
+        snapshots.Attach(identity=identity),
+        snapshots.Hold(rank=1),
+        snapshots.Look(),
+        snapshots.Drop(),
+    )
+    answers = (standing, snapshots.Memory(rank=1), snapshots.Refused(reason="another code", fields=("code",)))
+    spec = snapshots.HolderSpec(address="a", job=7, idle_ns=5, identity=identity)
+    return (
+        *(b"\0" + snapshots.encode(request) for request in requests),
+        *(b"\1" + snapshots.encode(answer) for answer in answers),
+        b"\2" + snapshots.encode_spec(spec).encode(),
+    )
+
+
+@target(
+    "snapshots.message",
+    "what a snapshot process and its clients send",
+    _snapshot_messages,
+    RemoteProtocolError,
+)
+def _snapshot_message(data: bytes) -> None:
+    if data[:1] == b"\2":
+        snapshots.decode_spec(data[1:].decode(errors="replace"))
+    else:
+        (snapshots.decode_answer if data[:1] == b"\1" else snapshots.decode_request)(data[1:])
 
 
 def _guard_messages() -> tuple[bytes, ...]:

@@ -1,0 +1,183 @@
+"""The snapshot process of a job on this host: drives `machine.Holder` until that ends.
+
+`python -m zbmd.actors.snapshots.holder SPEC LINE`, where LINE is the descriptor of a socket; its launcher has
+the other end. It writes nothing and reads no file. Only its launcher starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, assert_never
+
+from zbmd.actors.snapshots.machine import Asked, ClientLost, End, Event, Holder, Release, Reply
+from zbmd.actors.snapshots.messages import PACKET_BYTES_MAX, HolderSpec, decode_request, decode_spec, encode
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.host.process import make_room, set_process_name
+from zbmd.transport.machine import SetTimer, TimerFired
+
+CREDENTIALS: Final = struct.Struct("3i")
+SEND_S_MAX: Final = 2.0
+"""A client that does not read for so long is given up."""
+CLIENTS_MAX: Final = 16
+DESCRIPTORS_MAX: Final = 4
+"""Taken from one packet; more than one is an error."""
+
+
+@dataclass(slots=True)
+class _Client:
+    number: int
+    pid: int
+    line: socket.socket
+
+
+class HolderDriver:
+    """Serves the launcher at the other end of `line`, and who connects to the address. For one thread.
+
+    Raises OSError if the address is taken: another process holds the same job.
+    """
+
+    def __init__(self, spec: HolderSpec, line: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._clients: dict[int, _Client] = {}
+        self._clients_made = 0
+        self._deadline_ns: int | None = None
+        self._is_over = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{spec.address}")
+        self._listener.listen(CLIENTS_MAX)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        launcher = self._admit(line)
+        assert launcher is not None, "it is the first"
+        self._machine = Holder(
+            spec.job, spec.identity, spec.idle_ns, client=launcher.number, pid=launcher.pid
+        )
+
+    def run(self) -> None:
+        """Serve until the machine ends."""
+        while not self._is_over:
+            wait_s = None
+            if self._deadline_ns is not None:
+                wait_s = max(0.0, (self._deadline_ns - time.monotonic_ns()) / 1e9)
+            for key, _ in self._selector.select(wait_s):
+                if key.fileobj is self._listener:
+                    self._admit(self._listener.accept()[0])
+                elif isinstance(key.data, _Client) and key.data.number in self._clients:
+                    self._receive(key.data)
+            if self._deadline_ns is not None and time.monotonic_ns() >= self._deadline_ns:
+                self._deadline_ns = None
+                self._put(TimerFired())
+
+    def _admit(self, line: socket.socket) -> _Client | None:
+        pid, uid, _ = CREDENTIALS.unpack(
+            line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        )
+        if uid != os.getuid() or len(self._clients) >= CLIENTS_MAX:
+            line.close()
+            return None
+        line.settimeout(SEND_S_MAX)
+        self._clients_made += 1
+        client = self._clients[self._clients_made] = _Client(self._clients_made, pid, line)
+        self._selector.register(line, selectors.EVENT_READ, client)
+        return client
+
+    def _receive(self, client: _Client) -> None:
+        """Take one packet. A client that sends what it must not loses its connection alone."""
+        try:
+            packet, fds, _, _ = socket.recv_fds(client.line, PACKET_BYTES_MAX + 1, DESCRIPTORS_MAX)
+        except OSError:
+            packet, fds = b"", []
+        if not packet:
+            _close(fds)
+            self._lose(client)
+            return
+        try:
+            if len(fds) > 1 or not all(map(_is_memfd, fds)):
+                raise RemoteProtocolError(f"{len(fds)} descriptors, which are not one memfd")
+            asked = Asked(
+                client=client.number,
+                pid=client.pid,
+                request=decode_request(packet),
+                memory=fds[0] if fds else None,
+            )
+            self._put(asked)
+        except RemoteProtocolError:
+            _close(fds)
+            self._lose(client)
+
+    def _lose(self, client: _Client) -> None:
+        if self._clients.pop(client.number, None) is None:
+            return
+        self._selector.unregister(client.line)
+        client.line.close()
+        self._put(ClientLost(client=client.number))
+
+    def _put(self, event: Event) -> None:
+        for action in self._machine.handle(event, now_ns=time.monotonic_ns()):
+            match action:
+                case Reply():
+                    self._reply(action)
+                case Release(memory=memory):
+                    os.close(memory)
+                case End():
+                    self._is_over = True
+                case SetTimer(at_ns=at_ns):
+                    self._deadline_ns = at_ns
+                case _:
+                    assert_never(action)
+
+    def _reply(self, reply: Reply) -> None:
+        client = self._clients.get(reply.client)
+        if client is None:
+            return
+        fds = [] if reply.memory is None else [reply.memory]
+        try:
+            socket.send_fds(client.line, [encode(reply.answer)], fds, socket.MSG_NOSIGNAL)
+        except OSError:  # it reads nothing, or is gone
+            self._lose(client)
+
+
+def _is_memfd(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the holder that `argv` describes; return the exit code: 1 if another one has its address."""
+    spec, line = decode_spec(argv[0]), socket.socket(fileno=int(argv[1]))
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, line.fileno()}:
+        with contextlib.suppress(OSError):  # what lists them is closed by now
+            os.close(fd)  # of who has started its launcher
+    with contextlib.suppress(OSError):
+        set_process_name("zbmd-snapshots")
+    make_room(spec.identity.ranks + CLIENTS_MAX)
+    try:
+        driver = HolderDriver(spec, line)
+    except OSError:
+        return 1
+    driver.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -306,6 +306,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *_python_path()])
     sys.dont_write_bytecode = False
     os.environ[MARKER_VARIABLE] = secrets.token_hex(8)
+    # A run that fails would leave a process that waits for the next one: tests of that ask for it.
+    os.environ["ZBMD_SNAPSHOTS"] = "off"
     # Processes that tests have crash write their last records there.
     state = tempfile.TemporaryDirectory(prefix="zbmd-test-state-")
     os.environ["XDG_STATE_HOME"] = state.name

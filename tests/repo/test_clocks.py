@@ -18,6 +18,7 @@ READERS = {
     "actors/replay/recording.py": "what a recorded actor is told the time is",
     "actors/cluster/node/incarnation.py": "how far a node's clock is from another's, to be told",
     "actors/cluster/heartbeats/heartbeat.h": "makes the kernel's stamp monotonic, between bounds",
+    "tools/runs/snapshots.py": "the age of a checkpoint, by the time of its file",
     "actors/core/context.py": "an actor's own wall clock",
     "actors/process/log.py": "the time of a line of the log",
     "collectives/group/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",

@@ -94,7 +94,7 @@ def _toml_line(name: str, chosen: Chosen) -> str:
     match chosen.value:
         case None:
             return f"# {name} is not set"
-        case 0.0 if name == "progress_deadline":
+        case 0.0 if name in ("progress_deadline", "snapshots"):
             value = f'"{OFF}"'
         case OnLoss() | OnHang() | Detail() as choice:
             value = f'"{choice.value}"'

@@ -13,7 +13,7 @@ from typing import TypeVar
 from zbmd.actors.cluster.state.job_table import START_TIMEOUT_NS_DEFAULT, STOP_GRACE_NS_DEFAULT
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
-from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, parse_arena, parse_progress_deadline
+from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, OFF, parse_arena, parse_progress_deadline
 from zbmd.actors.replay.process_capture import parse_bulk
 from zbmd.actors.view import RANKS_MAX, OnLoss
 from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS, Chosen, Setting, Settings
@@ -27,6 +27,7 @@ RESTARTS_MAX = 10_000
 DIGITS_MAX = 18
 CONFIG_BYTES_MAX = 1 << 20
 """Of a settings file; a larger one is something else."""
+SNAPSHOTS_S_DEFAULT = 600.0
 DEFAULT = "default"
 """The source of what nobody has set."""
 
@@ -100,6 +101,11 @@ def parse_progress(text: str) -> float:
 def parse_grace(text: str) -> float:
     """Seconds from SIGTERM to SIGKILL, also 0. Raises `UserError`."""
     return 0.0 if text.strip() in ("0", "0s") else parse_duration(text)
+
+
+def parse_snapshots(text: str) -> float:
+    """Seconds that snapshots outlive their launcher, 0 for `off`. Raises `UserError`."""
+    return 0.0 if text.strip() == OFF else parse_duration(text)
 
 
 def parse_preload(text: str) -> tuple[str, ...]:
@@ -188,6 +194,14 @@ SETTINGS = (
         default=OnHang.REPORT,
         metavar="POLICY",
         help="report a hang (default), replace the ranks that hang, or stop",
+    ),
+    Setting(
+        name="snapshots",
+        parse=parse_snapshots,
+        default=SNAPSHOTS_S_DEFAULT,
+        metavar="TIME",
+        help="time for which the state of a run that is killed or fails waits for the same command again; "
+        "or off; default: 10min",
     ),
     Setting(
         name="arena",

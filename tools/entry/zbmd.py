@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   zbmd train --data 'texts/**/*.txt' --mesh dp=2,tp=2 --ranks 4
   zbmd generate zbmd-runs/demo --prompt 'def main(' --length 400
   zbmd ledger zbmd-runs/demo
+  zbmd snapshots zbmd-runs/train
   zbmd plot zbmd-runs/demo -o demo.svg
   zbmd profile zbmd-runs/demo
   zbmd trace zbmd-runs/demo --steps 20:24
@@ -42,6 +43,7 @@ COMMANDS: Final = {
     "goodput": "runs.goodput_command:add_goodput",
     "plan": "plan.command:add_plan",
     "train": "train.command:add_train",
+    "snapshots": "runs.snapshots:add_snapshots",
     "sim": "sim.command:add_parser",
     "bench": "bench.command:add_parser",
 }

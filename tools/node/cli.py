@@ -178,8 +178,10 @@ def begun(
     if bootstrap.role is Role.ALONE:
         config = host_config(job, settings, variables)
         alone = fork_template(config.preload, os.environ)
-        stdin, signals = settings["stdin"], settings["signals_to_handle"]
-        return lambda guards: run_job(config, alone, stdin_rank=stdin, signals=signals, guards=guards)
+        stdin, signals, snapshots_s = settings["stdin"], settings["signals_to_handle"], settings["snapshots"]
+        return lambda guards: run_job(
+            config, alone, stdin_rank=stdin, signals=signals, guards=guards, snapshots_s=snapshots_s
+        )
     from zbmd.tools.node import run_many
 
     plan = run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
+import platform
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
+import zbmd
+from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.hosted_job import keeps_memory
+from zbmd.actors.host.events import RunResult
 from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.debugger import TERMINAL_VARIABLE, terminal_of_run
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
+from zbmd.actors.snapshots.client import tag_of
+from zbmd.actors.snapshots.keeper import SnapshotKeeper
+from zbmd.actors.snapshots.messages import JobIdentity
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunNarrator
 from zbmd.tools.node.signals import STOP_SIGNALS, forwarded, handling
-from zbmd.transport.clock.deadlines import format_duration
+from zbmd.transport.clock.deadlines import SECOND_NS, format_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, in_words
 
+TRAIN_VARIABLES = ("ZBMD_TRAIN_", "ZBMD_DATA")
+"""Beginnings of variables that are settings of what a job trains."""
+RUN_CHARACTERS_MAX = 4096
+"""Of a command line, in what holds its state."""
 RANK_BYTES = 96 << 20
 """Approximate memory of a rank beside its arena: interpreter, inbox, rings."""
 OWN_PACKAGE = "zbmd."
@@ -177,6 +191,37 @@ def job_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]
     )
 
 
+def snapshot_keeper(config: HostConfig, idle_s: float, say: Callable[[str], None]) -> SnapshotKeeper | None:
+    """Return what keeps the state of a job on this host alone beyond this process; None if that is off.
+
+    idle_s: for how long, 0: not at all; say: takes lines for the user.
+    """
+    variables = {**os.environ, **config.environment}
+    if not idle_s or not keeps_memory(variables):
+        return None
+    target = config.target if config.is_module else str(Path(config.target).absolute())
+    words = ("-m", target) if config.is_module else (target,)
+    run = "\0".join((str(Path.cwd()), *words, *config.arguments))
+    read = sorted(f"{name}={value}" for name, value in variables.items() if name.startswith(TRAIN_VARIABLES))
+
+    def identity() -> JobIdentity:
+        code = repr(code_of(config.target, is_module=config.is_module))
+        text = " ".join((str(Path.cwd()), *words, *config.arguments))
+        if len(text) > RUN_CHARACTERS_MAX:
+            text = f"{text[:RUN_CHARACTERS_MAX]}… {tag_of(run)}"
+        return JobIdentity(
+            run=text,
+            release=zbmd.__version__,
+            python=platform.python_version(),
+            code=hashlib.blake2b(code.encode(), digest_size=16).hexdigest(),
+            ranks=config.world_size,
+            arena_bytes=config.arena_bytes,
+            settings=hashlib.blake2b("\0".join(read).encode(), digest_size=16).hexdigest(),
+        )
+
+    return SnapshotKeeper(run, identity, round(idle_s * SECOND_NS), say)
+
+
 def own_modules(job: JobCommand) -> tuple[str, ...]:
     """Return what a job that is a package of zbmd itself imports, so that a replacement need not do it again.
 
@@ -198,15 +243,21 @@ async def run_job(
     stdin_rank: int | None = None,
     signals: Sequence[str] | None = None,
     guards: Guards | None = None,
+    snapshots_s: float = 0.0,
 ) -> int:
     """Run the job on this terminal; returns the exit code.
 
     template, stdin_rank: see `Host`; signals: more to forward, by name; guards: the others of this host, all
-    there, where each rank has one.
+    there, where each rank has one; snapshots_s: the time for which its state outlives this process, 0: none.
     """
     loop = asyncio.get_running_loop()
     async with Console(hold_last_words=True) as console:
         story = RunNarrator(console, lambda: host.ranks)
+        notes: list[asyncio.Task[None]] = []
+
+        def note(words: str) -> None:
+            notes.append(loop.create_task(console.note(words)))
+
         host = Host(
             config,
             output=console,
@@ -214,11 +265,11 @@ async def run_job(
             template=template,
             stdin_rank=stdin_rank,
             per_rank=() if guards is None else guards.variables(),
+            snapshots=snapshot_keeper(config, snapshots_s, note),
         )
         running = loop.create_task(host.run())
         received: list[signal.Signals] = []
         asked = StopRequests()
-        notes: list[asyncio.Task[None]] = []
 
         def on_signal(number: signal.Signals, local_rank: int = 0) -> None:
             if (at_once := asked.ask(local_rank)) is None:
@@ -228,14 +279,14 @@ async def run_job(
             if len(received) == 1 and host.started:
                 grace = format_duration(config.stop_grace_ns)
                 words = f"{number.name} received: ranks have {grace} to end (--stop-grace)"
-                notes.append(loop.create_task(console.note(f"{words}; once more to end at once")))
+                note(f"{words}; once more to end at once")
             elif len(received) == 1:
                 running.cancel()  # the template still imports, and nobody else is there to be stopped
 
         def on_forwarded(number: signal.Signals, local_rank: int | None = None) -> None:
             rank = 0 if guards is not None and local_rank is None else local_rank
             if words := forwarded(number, partial(host.forward, local_rank=rank), more=signals):
-                notes.append(loop.create_task(console.note(words)))
+                note(words)
 
         def on_guard(event: GuardEvent) -> None:
             match event:
@@ -254,10 +305,17 @@ async def run_job(
             return 128 + received[0]
         finally:
             await asyncio.gather(*notes)
-        if result.outcome is Outcome.FAILED:
-            await story.failed(result)
-        elif result.outcome is Outcome.STOPPED:
-            await console.note(f"stopped: {result.reason}")
+        return await _ended(console, story, result, received)
+
+
+async def _ended(
+    console: Console, story: RunNarrator, result: RunResult, received: Sequence[signal.Signals]
+) -> int:
+    """Report how a run ended; return the exit code."""
+    if result.outcome is Outcome.FAILED:
+        await story.failed(result)
+    elif result.outcome is Outcome.STOPPED:
+        await console.note(f"stopped: {result.reason}")
     if result.outcome is Outcome.STOPPED and received:
         return 128 + received[0]
     return result.exit_code

@@ -25,7 +25,7 @@ from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import Mesh, require_axes
-from zbmd.training.job.overwrite import claimed, make_new, remove_run
+from zbmd.training.job.overwrite import claimed, drop_held, holders_of, make_new, remove_run
 from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.run.ledger import begin_log
@@ -340,7 +340,7 @@ def _train(arguments: argparse.Namespace) -> int:
             break
         found = found_in(arguments)  # another run was faster
         options = options_of(values_of(found))
-    is_first = launched is None or (launched.rank, launched.incarnation) == (0, 1)
+    is_first = launched is None or (launched.rank == 0 and not launched.is_again)
     if is_first:
         stream = sys.stdout if arguments.print_recipe else sys.stderr
         for name, (value, source) in found.items():
@@ -353,7 +353,10 @@ def _train(arguments: argparse.Namespace) -> int:
         if is_first:
             if options.overwrite:
                 remove_run(options.out)
-            begin_log(options.out, options.resume)  # what is there may be another run's
+            if launched is not None or options.resume is not None or not holders_of(options.out):
+                begin_log(options.out, options.resume)  # what is there may be another run's
+            if options.resume is not None:
+                drop_held(options.out)
             write_recipe(found)
         if launched is not None or options.plain:
             uvloop.run(train(options))

@@ -302,6 +302,20 @@ class SavedState:
             if key.startswith("cut."):
                 self._parts.setdefault(key.removeprefix("cut."), []).append((file, metadata))
 
+    def verify(self) -> None:
+        """Read all of it, and compare each digest. Raises `UserError` for damage."""
+        every = {id(file): (file, metadata) for parts in self._parts.values() for file, metadata in parts}
+        try:
+            for file, metadata in every.values():
+                for key, digest in metadata.items():
+                    kind, _, name = key.partition(".")
+                    if kind == "digest" and _digest(file.get_tensor(name)) != digest:
+                        raise ValueError(
+                            f"checksum mismatch in {name}: the shard was corrupted after it was written"
+                        )
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _unreadable(self._path, error) from error
+
     def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
         """Return one of `ARRAYS` of a whole parameter, (slot.size,) float32. Raises `UserError` for
         damage."""

@@ -136,7 +136,7 @@ async def run_task(
     if task.examples < 1 or min(task.steps, task.shards, task.samples) < 1:
         raise UserError(f"{type(task).__name__}: examples, steps, shards and samples must be at least 1.")
     launched = RankEnvironment.read(os.environ)
-    again = launched is not None and launched.incarnation > 1
+    again = launched is not None and launched.is_again
     if not again and (launched is None or launched.rank == 0):
         _take_directory(out, resume)
     if not again and resume is not None:

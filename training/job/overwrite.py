@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
+from zbmd.actors.snapshots.client import HolderAddress, drop, find_holders
 from zbmd.training.checkpoint.sharded import SHARDS_NAME, is_shard
 from zbmd.training.data.sources import RECORD_NAME
 from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.model.weights import WEIGHTS_NAME
 from zbmd.training.profiler.lines import PROFILE_DIRECTORY
-from zbmd.training.run.ledger import LOG_NAME, locked, nobody_writes, under_way
+from zbmd.training.run.ledger import LOG_NAME, has_log, locked, nobody_writes, read_header, under_way
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import unusable
 
@@ -26,16 +28,35 @@ CLAIM_NAME: Final = "claim.lock"
 CLAIM_S: Final = 2.0
 """Seconds that the processes of a killed run may take to end."""
 LOOK_S: Final = 0.05
+_JOB: Final = re.compile("[0-9a-f]{16}")
+
+
+def holders_of(directory: Path) -> list[HolderAddress]:
+    """Return the snapshot processes of this host with memory of the run in `directory`.
+
+    A launcher may go on from there, if the identity of its job is the same. Raises `UserError` for a log that
+    cannot be read.
+    """
+    path = directory / LOG_NAME
+    run = read_header(path).run_id if has_log(path) else ""
+    return find_holders(job=int(run, 16)) if _JOB.fullmatch(run) else []
+
+
+def drop_held(directory: Path) -> None:
+    """Give back memory that is held of the run in `directory`, which does not go on from there."""
+    for holder in holders_of(directory):
+        drop(holder.name)
 
 
 def remove_run(directory: Path) -> None:
-    """Remove what a run has written in `directory`, its commit log last; other files stay.
+    """Remove what a run has written in `directory`, its commit log last, and its snapshots; other files stay.
 
     Raises `UserError` if the run goes on, or if something cannot be removed.
     """
     if not (directory / LOG_NAME).exists():
         return
     with nobody_writes(directory):
+        drop_held(directory)
         try:
             for name in FOLDERS:
                 if (directory / name).is_dir():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
+import structlog
 import xxhash
 from numpy.typing import NDArray
 
@@ -60,6 +61,8 @@ VERSION_MAX: Final = 1 << 40
 _ADDRESS_MAX: Final = (1 << 63) - 1
 
 Numbers = NDArray[np.uint64]
+
+log: Final = structlog.stdlib.get_logger("zbmd.redundancy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,12 +206,20 @@ class KeptState:
     record: Callable[[], Note]
 
     def found(self, digest: Callable[[Array], int]) -> tuple[int | None, int | None]:
-        """Return the versions that a predecessor has left whole, by slot."""
+        """Return the versions that a predecessor has left whole, by slot; one that is damaged is named."""
         for slot, array in enumerate(self.slots.slots):
-            if self.slots.version_in(slot) is not None:
+            version = self.slots.version_in(slot)
+            if version is not None:
                 self.ready(array)
-                if digest(array) != self.slots.digest_in(slot):
+                found, stamped = digest(array), self.slots.digest_in(slot)
+                if found != stamped:
                     self.slots.begin(slot)
+                    log.warning(
+                        "the state in memory is damaged, and is not used",
+                        version=version,
+                        digest=f"{found:016x}",
+                        expected=f"{stamped:016x}",
+                    )
         return self.slots.version_in(0), self.slots.version_in(1)
 
     def note_step(self, done: Any) -> None:

@@ -14,12 +14,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.actors.rank.host_contracts import KEPT_STATE
 from zbmd.actors.rank.member import Worker
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.transport.errors import LocalProtocolError
 
 MAGIC: Final = b"zbmdstate3\0\0\0\0\0\0"
+STATE_BLOCK: Final = "state"
+"""The name of the block that a rank keeps."""
 NO_VERSION: Final = -1
 NAME: Final = struct.Struct("<16s5Q")  # magic, run, place, ranks, elements of a slot, numbers of a note
 _STAMP: Final = struct.Struct("<qQ")  # version, digest
@@ -163,6 +166,14 @@ class StampedSlots:
         return _NOTES_AT + number * 8 * (1 + self._note)
 
 
+def slots_in(memory: memoryview) -> tuple[StateName, StampedSlots] | None:
+    """Return the slots in read-only memory of another process; None if it has no whole header."""
+    name = StateName.decoded(bytes(memory[: NAME.size]))
+    if name is None or name.nbytes != len(memory):
+        return None
+    return name, StampedSlots(memory, name)
+
+
 def kept_slots(worker: Worker, elements: int, *, note: int) -> StampedSlots | None:
     """Return slots of so many float32 numbers that outlive this process, or those of the one before it.
 
@@ -173,7 +184,8 @@ def kept_slots(worker: Worker, elements: int, *, note: int) -> StampedSlots | No
         return None
     ranks = worker.world_size
     name = StateName(run=worker.job, place=worker.rank, ranks=ranks, elements=elements, note=note)
-    block, _ = kept.block("state", name.nbytes)
+    worker.report({"kind": KEPT_STATE, "bytes": name.nbytes})
+    block, _ = kept.block(STATE_BLOCK, name.nbytes)
     worker.segment.arena.ready(block[: name.head_bytes])
     return StampedSlots(block, name)
 

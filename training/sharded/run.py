@@ -18,6 +18,7 @@ from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.job.explained import errors_explained
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, require_axes
+from zbmd.training.job.overwrite import holders_of
 from zbmd.training.job.records import require_board
 from zbmd.training.job.task import ResultRow
 from zbmd.training.model.gpt import GPT
@@ -121,7 +122,7 @@ def check_recipe(options: TrainOptions, ranks: int) -> None:
         note = ResultRow(training.shards, training.sequences_per_shard).numbers
         files = ranks * (2 if _fewest(options, mesh) < mesh.world_size else 1)  # of two cuts at once
         require_folder(options.offload, elements=elements, ranks=files, note=note)
-    if not options.overwrite:
+    if not options.overwrite and (options.resume is not None or not holders_of(options.out)):
         begin_log(options.out, options.resume)
     _require_beginning(options, model, corpus)
 
@@ -290,7 +291,7 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
         print(msgspec.json.encode(done).decode(), flush=True)
         return done
     mesh, model, corpus = prepare(options, 1 if launched is None else launched.world_size)
-    again = launched is not None and launched.incarnation > 1
+    again = launched is not None and launched.is_again
     if not again:
         _require_beginning(options, model, corpus)
     needed = _bytes_needed(options, mesh, model)

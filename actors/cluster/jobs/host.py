@@ -41,6 +41,7 @@ from zbmd.actors.process.template_client import TemplateLost
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, OFF, PROGRESS_DEADLINE_VARIABLE
 from zbmd.actors.rank.host_contracts import NodeStatus
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
+from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.view import OnLoss, Outcome, RankState
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
@@ -106,7 +107,8 @@ class Host:
     output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
     that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same; template: one
     that was forked for this job (`zbmd.actors.process.early_template`), which the host then owns;
-    stdin_rank: the rank that has our standard input; adopts: see `RankProcesses`; per_rank: see `JobHost`.
+    stdin_rank: the rank that has our standard input; adopts: see `RankProcesses`; per_rank, snapshots: see
+    `JobHost`; the host closes these, and is the job again that they are of.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class Host:
         stdin_rank: int | None = None,
         adopts: Adopts | None = None,
         per_rank: Sequence[Mapping[str, str]] = (),
+        snapshots: SnapshotKeeper | None = None,
     ) -> None:
         self.config = config
+        self._snapshots = snapshots
         self._stdin_rank = stdin_rank
         self._adopts, self._per_rank = adopts, per_rank
         self.job = secrets.randbits(63) | 1
@@ -170,6 +174,9 @@ class Host:
 
         Raises `UserError` on what cannot be asked for and `TemplateLost` if the template does not start.
         """
+        if self._snapshots is not None:
+            await self._snapshots.find()
+            self.job = self._snapshots.job
         identity, clock = host_identity(self.job), HybridClock()
         settings = CaptureSettings.read({**os.environ, **self.config.environment}, job=self.job)
         capture = ProcessCapture(identity, clock, settings)
@@ -199,14 +206,19 @@ class Host:
                 stdin_rank=self._stdin_rank,
                 adopts=self._adopts,
                 per_rank=self._per_rank,
+                snapshots=self._snapshots,
             )
+            keeps = True
             try:
                 await self._jobs.open()
                 job = await self._end(self._jobs, events)
+                keeps = job.outcome is Outcome.FAILED
                 await self._jobs.settle()
                 with contextlib.suppress(TimeoutError):  # do not wait for a stalled terminal
                     await asyncio.wait_for(events.settle(), DRAIN_S_MAX)
             finally:
+                if self._snapshots is not None:
+                    await self._snapshots.close(keeps=keeps)
                 await self._jobs.close()
         return result_of(job, events)
 

@@ -63,6 +63,7 @@ from zbmd.actors.host.processes import resident_bytes
 from zbmd.actors.process.template import ForkRequest
 from zbmd.actors.rank.environment import RankEnvironment, port_of_job, progress_deadline_ns
 from zbmd.actors.rank.host_contracts import (
+    KEPT_STATE,
     Join,
     Linked,
     LinkLost,
@@ -73,6 +74,7 @@ from zbmd.actors.rank.host_contracts import (
 )
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.actors.routing.routes import RouteTable
+from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.view import RankState
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.deadlines import derive
@@ -286,7 +288,8 @@ class HostedJob:
 
     listen: where they accept members on other hosts, empty if there are none; captures: where they record, in
     a folder of the job; finder: what the node knows of the routes to processes of the cluster; environment:
-    of the node, whose variables its ranks have unless the job sets them.
+    of the node, whose variables its ranks have unless the job sets them; snapshots: has the memory of ranks
+    outlive this process.
     """
 
     def __init__(
@@ -299,8 +302,9 @@ class HostedJob:
         captures: Path | None = None,
         finder: RouteTable | None = None,
         environment: Mapping[str, str] | None = None,
+        snapshots: SnapshotKeeper | None = None,
     ) -> None:
-        self._finder = finder
+        self._finder, self._snapshots = finder, snapshots
         self.spec = spec
         self._captured = {} if captures is None else {CAPTURE_VARIABLE: str(captures / f"job-{spec.job:x}")}
         # Two clusters of one host may call nodes and jobs alike.
@@ -319,7 +323,7 @@ class HostedJob:
         """The highest that a rank has reported."""
         self._links: HostLinks | None = None
         self._hangs: HangCollector | None = None
-        self._keeps = _keeps_memory(variables)
+        self._keeps = keeps_memory(variables)
         self._kept: dict[int, int] = {}
         """Of each rank that ran here, the memfd of its arena, which outlives its processes."""
 
@@ -367,7 +371,11 @@ class HostedJob:
         if not self._keeps:
             return None
         if rank not in self._kept:
-            self._kept[rank] = os.memfd_create(f"zbmd-arena-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            found = None if self._snapshots is None else self._snapshots.take(rank)
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._kept[rank] = os.memfd_create(f"zbmd-arena-{rank}", flags) if found is None else found
+            if self._snapshots is not None:
+                self._snapshots.add(rank)
         return self._kept[rank]
 
     def debugging(self, rank: int, incarnation: int, *, is_on: bool) -> None:
@@ -396,6 +404,7 @@ class HostedJob:
             host=memory_domain() if elsewhere else "",
             listen=self._listen,
             ranks_min=spec.ranks_min,
+            resumes=self._snapshots is not None and self._snapshots.resumes,
         )
         return ForkRequest(
             job=spec.job,
@@ -447,6 +456,10 @@ class HostedJob:
             payload = read_report(message.payload)
         except RemoteProtocolError as error:
             log.warning("report refused", job=self.spec.job, rank=message.rank, reason=str(error))
+            return
+        if payload.get("kind") == KEPT_STATE:
+            if self._snapshots is not None:
+                self._snapshots.keep(self._kept)
             return
         step = payload.get("version") if payload.get("kind") == "step" else None
         if isinstance(step, int) and step > self._step:
@@ -542,7 +555,7 @@ def _action_of(word: HangOrder) -> RankAction:
     return AskStanding(rank=rank, incarnation=incarnation)
 
 
-def _keeps_memory(environment: Mapping[str, str]) -> bool:
+def keeps_memory(environment: Mapping[str, str]) -> bool:
     """Return whether arenas outlive their ranks, from ZBMD_KEEP_MEMORY. Raises `UserError`."""
     text = environment.get(KEEP_MEMORY_VARIABLE, "on")
     if text not in ("on", "off"):

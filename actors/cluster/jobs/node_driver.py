@@ -45,6 +45,7 @@ from zbmd.actors.process.output import LineWriter, OutputSink
 from zbmd.actors.process.template_client import TemplateLost
 from zbmd.actors.rank.host_contracts import EnterView, MemberDown, NodeStatus, ViewInstalled
 from zbmd.actors.routing.routes import RouteTable
+from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.view import RankState
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
@@ -76,7 +77,8 @@ class JobHost:
     template: the first one, if it was forked already; on_template_lost: called when a template is lost,
     instead of starting another; captures: where the ranks of each job record, in a folder of its own; without
     it their environment says; finder: knows the routes to processes beyond a job; stdin_rank, adopts: see
-    `RankProcesses`; per_rank: more variables, for each rank of this node, unless the job sets them.
+    `RankProcesses`; per_rank: more variables, for each rank of this node, unless the job sets them;
+    snapshots: has the memory of the ranks of its one job outlive this process.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class JobHost:
         stdin_rank: int | None = None,
         adopts: Adopts | None = None,
         per_rank: Sequence[Mapping[str, str]] = (),
+        snapshots: SnapshotKeeper | None = None,
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -112,7 +115,7 @@ class JobHost:
         self._captures = captures
         self._finder = finder
         self._stdin_rank = stdin_rank
-        self._adopts, self._per_rank = adopts, per_rank
+        self._adopts, self._per_rank, self._snapshots = adopts, per_rank, snapshots
         self._loop = asyncio.get_running_loop()
         self._machine = LocalJobs()
         self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
@@ -305,6 +308,7 @@ class JobHost:
             captures=self._captures,
             finder=self._finder,
             environment=self._environment,
+            snapshots=self._snapshots,
         )
         self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
 

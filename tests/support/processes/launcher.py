@@ -122,6 +122,7 @@ class Launcher:
             **kept,
             "ZBMD_COOKIE_FILE": str(directory / "cookie"),
             "ZBMD_ARENA": "1MiB",
+            "ZBMD_SNAPSHOTS": "off",  # a run that fails would leave a process that waits for the next one
             "TMPDIR": str(self.scratch),
         }
 

@@ -1,0 +1,317 @@
+"""A training run that is killed as a whole goes on in memory, from its snapshot process: the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.processes.launcher import Running, marked
+
+from zbmd.actors.snapshots.client import HolderAddress, drop, look
+from zbmd.tools.entry import zbmd as command
+from zbmd.tools.runs.snapshots import DAMAGED, WHOLE, held_runs
+from zbmd.training.checkpoint.sharded import SHARDS_NAME
+from zbmd.training.job.overwrite import holders_of
+from zbmd.training.redundancy.stamped import STATE_BLOCK, slots_in
+from zbmd.training.run.ledger import LOG_NAME, read_log
+from zbmd.transport.memory.kept import block_of
+
+if TYPE_CHECKING:
+    from support.processes.launcher import Launcher
+
+STEPS = 250
+"""Two ranks take some seconds for them: in one of these their state is held."""
+OPTIONS = (
+    *("--data", "text", "--steps", str(STEPS), "--context", "16", "--width", "16", "--heads", "2"),
+    *("--layers", "2", "--sequences-per-shard", "1", "--shards", "4", "--evaluate-every", "0"),
+    *("--checkpoint-every", "0"),
+)
+HOLDER = "zbmd-snapshots"
+
+
+@pytest.fixture
+def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """The directory of a run, with a text beside it; nothing is held of the run afterwards."""
+    text = "".join(f"line {i} of some text that is to be learnt\n" for i in range(2000))
+    (launcher.directory / "text").write_text(text)
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(launcher.directory / "cookie"))
+    directory = launcher.directory / "run"
+    yield directory
+    for holder in holders_of(directory):
+        drop(holder.name)
+
+
+def job(ranks: int, *more: str, out: str = "run") -> tuple[str, ...]:
+    return ("run", "-n", str(ranks), "-m", "zbmd", "train", *OPTIONS, "--out", out, *more)
+
+
+@contextmanager
+def started(launcher: Launcher, *arguments: str, **variables: str) -> Generator[Running]:
+    """As `Launcher.start`, with snapshots, and a process that holds them may be left behind."""
+    marker = uuid.uuid4().hex
+    words, environment = launcher.command(arguments, marker)
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**environment, "ZBMD_SNAPSHOTS": "60s", **variables},
+        cwd=launcher.directory,
+        start_new_session=True,
+    ) as process:
+        running = Running(process, marker)
+        try:
+            yield running
+            running.end()
+        finally:
+            kill_all(running)
+
+
+def kill_all(running: Running) -> None:
+    """Kill launcher, reaper, template and ranks at once, and not the snapshot process."""
+    for pid in marked(running.marker):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() != HOLDER:
+                os.kill(pid, signal.SIGKILL)
+
+
+def kill_all_when_held(running: Running, ranks: int, run: Path) -> HolderAddress:
+    """Kill a run as a whole in a step after its state is held; return the process that has it."""
+
+    def is_held() -> bool:
+        for holder in holders_of(run):
+            found = look(holder.name)
+            if found is not None:
+                count = len(found.memory)
+                found.close()
+                return count == ranks
+        return False
+
+    step = 1
+    while not is_held():
+        running.until(rf"^step {step} loss")
+        step += 1
+    running.until(rf"^step {step} loss")
+    kill_all(running)
+    assert running.end() == -signal.SIGKILL
+    (holder,) = holders_of(run)
+    return holder
+
+
+def killed(launcher: Launcher, ranks: int, *arguments: str) -> HolderAddress:
+    """Start a run and kill it as a whole; return the process that has its state."""
+    with started(launcher, *arguments) as running:
+        return kill_all_when_held(running, ranks, launcher.directory / "run")
+
+
+def last_committed(directory: Path) -> int:
+    return read_log(directory / LOG_NAME)[1][-1].version
+
+
+def weights_of(text: str) -> str:
+    found = re.findall(r'"weights_sha256":"([0-9a-f]+)"', text)
+    assert found, text
+    return found[-1]
+
+
+def undisturbed(launcher: Launcher, ranks: int, *more: str) -> str:
+    ended = launcher.run(*job(ranks, *more, out="calm"))
+    assert ended.code == 0, ended
+    return weights_of("\n".join(ended.out))
+
+
+def damage(holder: HolderAddress, rank: int) -> int:
+    """Change one byte of the last whole version that a rank has; return that version."""
+    found = look(holder.name)
+    assert found is not None
+    block = block_of(found.memory[rank], STATE_BLOCK)
+    assert block is not None
+    held = slots_in(block)
+    assert held is not None
+    name, slots = held
+    version = max(one for one in (slots.version_in(0), slots.version_in(1)) if one is not None)
+    at = name.head_bytes + version % 2 * name.slot_bytes + name.elements
+    data = os.pread(found.memory[rank], os.fstat(found.memory[rank]).st_size, 0)
+    begin = data.find(bytes(block[:64]))  # of the block in the memory
+    os.pwrite(found.memory[rank], bytes([block[at] ^ 1]), begin + at)
+    found.close()
+    return version
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, ("--steps", "300")),
+        (2, ()),
+        (2, ("--steps", "80", "--mesh", "pp=2")),
+        (2, ("--steps", "80", "--zero", "3")),
+    ],
+    ids=["one", "replicas", "stages", "sharded"],
+)
+def test_all_is_killed_at_once_and_the_next_run_has_the_same_bits(
+    launcher: Launcher, run: Path, ranks: int, more: tuple[str, ...]
+) -> None:
+    calm = undisturbed(launcher, ranks, *more)
+    holder = killed(launcher, ranks, *job(ranks, *more))
+    committed = last_committed(run)
+    steps = int(more[1]) if "--steps" in more else STEPS
+    assert committed < steps
+    assert not (run / SHARDS_NAME).exists(), "there is no file to go on from"
+    (held,) = held_runs([holder], run)
+    assert not held.launcher and held.left_s > 0
+    assert sorted({one.rank for one in held.versions if one.rank is not None}) == list(range(ranks))
+    whole = [one.version for one in held.versions if one.state == WHOLE]
+    assert set(whole) <= {committed - 1, committed, committed + 1}, held
+
+    with started(launcher, *job(ranks, *more)) as again:
+        code = again.end()
+    assert code == 0, again.text
+    assert f"process {held.holder} holds the memory of rank 0" in again.text
+    first = int(re.findall(r"^step (\d+) loss", again.text, re.MULTILINE)[0])
+    assert committed <= first <= committed + 2, "what is in the log may not have been reported"
+    assert weights_of(again.text) == calm
+    assert [one.version for one in read_log(run / LOG_NAME)[1]] == list(range(1, steps + 1))
+    assert not holders_of(run), "the job has ended"
+
+
+def test_a_run_that_failed_goes_on_too_and_its_last_line_says_so(launcher: Launcher, run: Path) -> None:
+    calm = undisturbed(launcher, 2)
+    fault = {"ZBMD_FAULT": f"rank1:job.begin:{STEPS - 5}"}
+    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0", **fault) as failed:
+        assert failed.end() == 1, failed.text
+    assert "holds the state of this job for 1min: the same command goes on from there" in failed.text
+    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0") as again:
+        assert again.end() == 0, again.text
+    assert weights_of(again.text) == calm
+
+
+def test_the_holder_is_killed_while_the_run_goes_on_and_then_everything_else(
+    launcher: Launcher, run: Path
+) -> None:
+    calm = undisturbed(launcher, 2)
+    with started(launcher, *job(2)) as running:
+        step = 0
+        while not (found := running.processes().get(HOLDER)):
+            running.until(rf"^step {(step := step + 1)} loss")
+        os.kill(found[0], signal.SIGKILL)
+        running.until(
+            rf"the snapshot process {found[0]} is lost, killed \(SIGKILL\): another one takes its place"
+        )
+        kill_all_when_held(running, 2, run)
+    with started(launcher, *job(2)) as again:
+        assert again.end() == 0, again.text
+    assert "it goes on from there" in again.text and weights_of(again.text) == calm
+
+
+def test_a_damaged_snapshot_is_named_and_another_rank_has_the_same(launcher: Launcher, run: Path) -> None:
+    calm = undisturbed(launcher, 2)
+    holder = killed(launcher, 2, *job(2))
+    version = damage(holder, 1)
+    (held,) = held_runs([holder], run)
+    assert [(one.rank, one.version) for one in held.versions if one.state == DAMAGED] == [(1, version)]
+    with started(launcher, *job(2)) as again:
+        assert again.end() == 0, again.text
+    assert re.search(rf"the state in memory is damaged, and is not used.*version={version}", again.text), (
+        again.text
+    )
+    assert weights_of(again.text) == calm
+
+
+def test_a_damaged_snapshot_without_another_ends_the_run_with_the_checkpoint_named(
+    launcher: Launcher, run: Path
+) -> None:
+    holder = killed(launcher, 1, *job(1, "--checkpoint-every", "5"))
+    damage(holder, 0)
+    with started(launcher, *job(1, "--checkpoint-every", "5")) as again:
+        assert again.end() == 2, again.text
+    assert "the state in memory is damaged" in again.text
+    assert str(Path("run") / SHARDS_NAME) in again.text, "the last durable tier is named"
+
+
+def test_other_code_is_refused_with_what_differs(launcher: Launcher, run: Path) -> None:
+    """A script of one's own: the directory of the run is another run's then."""
+    script = launcher.directory / "own.py"
+    script.write_text(OWN)
+    arguments = ("run", "-n", "2", "own.py", "run")
+    killed(launcher, 2, *arguments)
+    script.write_text(OWN.replace("0.3", "0.2"))
+    with started(launcher, *arguments) as other:
+        assert other.end() == 2, other.text
+    assert "are not used: these snapshots are of another code" in other.text, other.text
+    assert "belongs to another run" in other.text
+    script.write_text(OWN)
+    with started(launcher, *arguments) as again:
+        assert again.end() == 0, again.text
+    assert "it goes on from there" in again.text
+
+
+def test_snapshots_lists_verifies_and_drops(
+    launcher: Launcher, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["snapshots", str(launcher.directory)]) == 0
+    assert "no state is held of that here" in capsys.readouterr().out
+    holder = killed(launcher, 2, *job(2, "--checkpoint-every", "5"))
+    assert command.main(["snapshots", str(run), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (held,) = shown["runs"]
+    assert int(held["job"], 16) == holder.job and held["launcher"] == 0
+    assert {one["tier"] for one in held["versions"]} == {"memory"} and len(held["versions"]) == 4
+    assert all(one["age_s"] is None or one["age_s"] >= 0 for one in held["versions"])
+    assert shown["checkpoint"]["state"] == WHOLE and shown["checkpoint"]["version"] % 5 == 0
+    assert command.main(["snapshots", str(run)]) == 0
+    assert "whole" in capsys.readouterr().out
+
+    damage(holder, 0)
+    (shard, *_) = run.glob("checkpoint-*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    assert command.main(["snapshots", str(run), "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert DAMAGED in {one["state"] for one in shown["runs"][0]["versions"]}
+    assert shown["checkpoint"]["state"] == DAMAGED
+
+    assert command.main(["snapshots", str(run), "--drop"]) == 0
+    assert not holders_of(run)
+    assert command.main(["snapshots", "--drop"]) == 2
+    assert command.main(["snapshots", str(run / "none")]) == 2
+    capsys.readouterr()
+
+
+OWN = """
+import sys
+from pathlib import Path
+import numpy as np
+import zbmd
+from zbmd.training import DataParallelTask, run_task
+
+
+class Line(DataParallelTask):
+    steps, examples, shards, samples = 1500, 64, 4, 4
+
+    def __init__(self):
+        self.x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+
+    def initial(self):
+        return {"w": np.ones(3, np.float32)}
+
+    def gradient(self, state, ids):
+        error = self.x[ids] @ state["w"]
+        return float(error @ error), {"w": self.x[ids].T @ error}
+
+    def update(self, old, new, gradient, step):
+        new["w"][:] = old["w"] - np.float32(0.3) * gradient["w"] / np.float32(100)
+
+
+zbmd.run(run_task(Line(), out=Path(sys.argv[1])))
+"""

@@ -36,12 +36,14 @@ class NotReplaced(CollectiveError):
 class Desynchronised(CollectiveError):
     """Ranks of one group called different operations: a bug in the program that calls them.
 
-    `calls` maps each rank of the group to the call it made, as text.
+    All ranks of the group get it. `calls` maps each rank of the job that is in the group to the call it made,
+    as text, as far as it is known. `detail`: what does not fit, where the calls themselves do not show it.
     """
 
-    def __init__(self, message: str, calls: dict[int, str]) -> None:
+    def __init__(self, message: str, calls: dict[int, str], detail: str = "") -> None:
         super().__init__(message)
         self.calls = calls
+        self.detail = detail
 
 
 class EpochExhausted(CollectiveError):

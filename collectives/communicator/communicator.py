@@ -171,13 +171,6 @@ class Communicator(FastPathCalls):
         """The members that are known to have ended."""
         return tuple(self.members[place] for place in self._executor.lost_places())
 
-    @property
-    def culprits(self) -> tuple[int, ...]:
-        """The other members whose calls may not fit this rank's, after `Desynchronised`."""
-        found = self._executor.native.culprit
-        others = [place for place in range(self.size) if place != self.place]
-        return tuple(self.members[place] for place in others if found in (place, -1))
-
     def explain_with(self, explain: Explain) -> None:
         """Have `explain` say what has happened when an operation fails; see `Explain`."""
         self._turns.explain = explain
@@ -553,6 +546,13 @@ class Communicator(FastPathCalls):
         size.
         """
         return self._uneven.all_to_all(x, send_rows, receive_rows, out, algorithm, deadline_ns)
+
+    def agree_on(self, text: str, *, deadline_ns: int = 0) -> None:
+        """Return if all members have called this with the same text; else all raise `Desynchronised`.
+
+        For what operations do not compare by themselves. It costs a small all-gather.
+        """
+        self._uneven.agree_on(text, deadline_ns)
 
     def barrier(self, *, deadline_ns: int = 0) -> None:
         """Return once every member has called it."""

@@ -166,7 +166,8 @@ class Turns:
         call = (
             self.labels[-1]() if self.labels else f"operation #{executor.sequence} of epoch {executor.epoch}"
         )
-        error = Desynchronised(f"{call}: {what}", dict(zip(executor.members, calls, strict=True)))
+        message = f"{call}: {what or 'the ranks asked for different things'}"
+        error = Desynchronised(message, dict(zip(executor.members, calls, strict=True)), what)
         raised = error if self.explain is None else self.explain(error, call, "")
         self._ended = str(raised)
         try:

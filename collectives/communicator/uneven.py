@@ -203,6 +203,11 @@ class UnevenOperations:
         target.bring_home()
         return result
 
+    def agree_on(self, text: str, deadline_ns: int) -> None:
+        """Raise `Desynchronised` on all ranks unless all have given the same text."""
+        with self._turns.turnstile:
+            self._agree((hash_text(text) >> 1,), _same, deadline_ns)
+
     def _agree(self, mine: tuple[int, ...], check: Callable[[Array], AgreedT], deadline_ns: int) -> AgreedT:
         """Gather everybody's numbers by a small all-gather in this thread's turn, and check them.
 
@@ -221,12 +226,18 @@ class UnevenOperations:
 
 
 class _RowsDiffer(Exception):
-    """The ranks do not agree on their rows. calls: what each has called, as text."""
+    """The ranks do not agree on their rows. what: how, if that is known. calls: of each, as text."""
 
     def __init__(self, what: str, calls: list[str]) -> None:
         super().__init__(what)
         self.what = what
         self.calls = calls
+
+
+def _same(table: Array) -> None:
+    """Raise `_RowsDiffer` unless all rows are the same."""
+    if (table != table[0]).any():
+        raise _RowsDiffer("", [f"digest {row[0]:016x}" for row in table.tolist()])
 
 
 def _row_bytes(x: Placed) -> int:

@@ -35,6 +35,7 @@ from zbmd.collectives.group.priority_driver import PriorityTurns
 from zbmd.collectives.group.priority_machine import PRIORITY_MAX
 from zbmd.collectives.group.subgroup_driver import Subgroups, open_subgroups
 from zbmd.collectives.p2p.actor import open_tagged
+from zbmd.collectives.p2p.differing import CALLS_DIFFER, first_difference
 from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.p2p.on_loop import OnLoop
 from zbmd.collectives.p2p.plain import Tagged
@@ -388,9 +389,9 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
             return self._why_aborted(self.tagged, error, call, ended_here)
         mine = self.communicator.labelled
         self.tagged.say_failed(f"gave up: {type(error).__name__}: {error}", mine)
-        if isinstance(error, Desynchronised) and mine:
-            return self._calls_that_differ(self.tagged, error, mine)
-        return error
+        return (
+            self._calls_that_differ(self.tagged, error, mine) if isinstance(error, Desynchronised) else error
+        )
 
     def _why_aborted(self, tagged: Tagged, error: OperationAborted, call: str, ended_here: str) -> ZbmdError:
         if ended_here:
@@ -402,6 +403,8 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         if ends.first is None:
             return error
         rank, reason = ends.first
+        if reason.startswith(CALLS_DIFFER):
+            return self._found_by_another(tagged, rank, reason)
         own = f"rank {self.members.index(rank)} {reason}"
         root = reason.removeprefix(SINCE) if reason.startswith(SINCE) else own
         self._cause = f"{SINCE}{root}"  # for members that hear of this rank's end before that one's
@@ -410,19 +413,29 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
             self.home.worker.report({"kind": "missing", "text": why})
         return OperationAborted(why)
 
+    def _found_by_another(self, tagged: Tagged, rank: int, reason: str) -> Desynchronised:
+        """Return the error of `rank`, which has found that calls differ, and report the own calls."""
+        self._cause, mine = reason, self.communicator.labelled
+        error = Desynchronised(reason.removeprefix(CALLS_DIFFER), {})
+        if not tagged.ends.calls_of(rank):  # it was found in a message, which the text names
+            return error
+        tagged.say_failed(reason, mine)
+        return self._calls_that_differ(tagged, error, mine)
+
     def _calls_that_differ(self, tagged: Tagged, error: Desynchronised, mine: list[str]) -> Desynchronised:
         """Say in the callers' words what `error` says of descriptors. mine: the own calls, latest first."""
-        ends, culprits = tagged.ends, self.communicator.culprits
-        tagged.wait_for_reports(lambda: any(ends.calls_of(member) for member in culprits))
-        for other in culprits:
-            pairs = [(a, b) for a in mine for b in ends.calls_of(other) if _place_of(a) == _place_of(b)]
-            for own, theirs in pairs[:1]:
-                calls = sorted({self.rank: own, self.members.index(other): theirs}.items())
-                text = ", ".join(f"rank {rank} called {made}" for rank, made in calls)
-                return Desynchronised(
-                    f"{text}; every rank must make the same calls in the same order", error.calls
-                )
-        return error
+        if not mine:
+            return error
+        ends, others = tagged.ends, [member for member in self.members if member != self.communicator.rank]
+        tagged.wait_for_reports(lambda: all(ends.reason_of(member) is not None for member in others))
+        calls = {self.members.index(member): ends.calls_of(member) for member in others}
+        found = first_difference({**calls, self.rank: mine})
+        if found is None:
+            return error
+        text = found.text(error.detail)
+        if self.members != tuple(range(self.size)):
+            text += f" (the ranks of this group are the job's {list(self.members)})"
+        return Desynchronised(text, {self.members[rank]: call for rank, call in found.calls.items()})
 
     def abort(self, reason: str = "it was aborted") -> None:
         """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
@@ -465,11 +478,6 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         self.communicator.close()
         unwatch, self._unwatch = self._unwatch, lambda: None
         unwatch()
-
-
-def _place_of(call: str) -> str:
-    """Return which call it was: ` #5 of default_pg`."""
-    return call.rpartition(")")[2]
 
 
 class GroupBlocking(Blocking):

@@ -236,11 +236,28 @@ cdef class RemoteGroup(NativeGroup):
             if self.headers[peer].fingerprint != self.last_fingerprint and self.culprit < 0:
                 self.culprit = peer
         if not self._still_there():
-            return S_ABORTED
+            return S_DESYNCHRONISED if self._lie_elsewhere() else S_ABORTED
         if self.culprit >= 0:
             return S_DESYNCHRONISED
         self.lags = False
         return S_DONE if self._still_valid() else S_ABORTED
+
+    cdef bint _lie_elsewhere(self) noexcept nogil:
+        """Whether a descriptor of this run that is missing here is where calls of another size have theirs."""
+        cdef uint32_t parity = self.sequence & 1
+        cdef char *at
+        cdef int peer
+        for peer in range(self.n):
+            at = self.narrow[peer] + (self.channel * 2 + parity) * DESCRIPTOR_BYTES
+            if not self.wide:
+                at = NULL if self.slots[peer] == NULL else self.slots[peer] + parity * self.slot_stride
+            if not self.needed[peer] or at == NULL or zbmd_load64(self._descriptor(peer), 0) == self._word():
+                continue
+            if zbmd_load64(at, 0) == self._word():
+                memcpy(&self.headers[peer], at, sizeof(Header))
+                self.culprit = peer
+                return True
+        return False
 
     def has_closed(self, int rank):
         if not 0 <= rank < self.n or rank == self.rank:
@@ -264,6 +281,8 @@ cdef class RemoteGroup(NativeGroup):
             status = self._await_all(deadline_ns)
             if status == S_DONE:
                 status = self._compare(program)
+                if status == S_ABORTED and self.culprit < 0 and self._lie_elsewhere():
+                    status = S_DESYNCHRONISED
             if status == S_DONE:
                 status = self._resolve_all(program, self.flying)
         return status

@@ -17,6 +17,7 @@ from zbmd.collectives.device.arrays_in import Array
 from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
 from zbmd.collectives.native import _messages as native
 from zbmd.collectives.native._messages import MessageSlots, Request
+from zbmd.collectives.p2p.differing import CALLS_DIFFER, ended_by, message_differs
 from zbmd.collectives.p2p.tagged import CLOSED, TAG_MAX, TaggedEnd, require_tag
 from zbmd.transport.clock.patience import PATIENCE
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemoteProtocolError, ZbmdError
@@ -126,7 +127,7 @@ class DirectMessages:
                 ends = self._tagged.ends
                 self._tagged.wait_for_reports(lambda: ends.reason_of(member) is not None)
                 reason = ends.reason_of(member) or CLOSED
-                return OperationAborted(f"rank {source} {reason}; {call} waits for it")
+                return ended_by(f"rank {source}", reason, f"; {call} waits for it")
             case native.DEADLINE:
                 return DeadlineExceeded(f"{call}: nothing in {request.timeout_ns / 1e9:g} s")
             case native.MISMATCH:
@@ -139,23 +140,19 @@ class DirectMessages:
             case _:
                 return self._aborted(call)
 
-    def _aborted(self, call: str) -> OperationAborted:
+    def _aborted(self, call: str) -> ZbmdError:
         first = None if self._closed else self._tagged.ends.first
         if first is None:
             return OperationAborted(f"{call}: the group is closed, or has failed: use the next view's")
         member, reason = first
-        return OperationAborted(f"rank {self._members.index(member)} {reason}; {call} waits for it")
+        return ended_by(f"rank {self._members.index(member)}", reason, f"; {call} waits for it")
 
     def _mismatch(self, request: Request, call: str) -> Desynchronised:
         """The call of a receive does not fit that of its message: end the group, of which all hear."""
         sender, label = request.source, (request.theirs or b"").decode(errors="replace")
         theirs = f"send({label}, dst={self._rank}, tag={request.tag})"
-        error = Desynchronised(
-            f"rank {self._rank} called {call}, rank {sender} called {theirs}; a message is received into a "
-            "tensor of its dtype and size",
-            {self._members[self._rank]: call, self._members[sender]: theirs},
-        )
-        self._give_up(f"gave up: {error}")
+        error = message_differs({self._rank: call, sender: theirs}, self._members)
+        self._give_up(f"{CALLS_DIFFER}{error}")
         return error
 
     @staticmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.errors import MembersLost
+from zbmd.collectives.p2p.differing import ended_by
 from zbmd.collectives.p2p.tag_machine import Cause, MemberLeft, TagEvent, TagMachine
 from zbmd.collectives.p2p.tagged import CLOSED, TaggedEnd, named
 from zbmd.transport.errors import ZbmdError
@@ -39,4 +40,4 @@ class Tagged(TaggedEnd):
     def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
         assert cause is Cause.LEFT, "the first loss ends all"
         reason = self.ends.reason_of(ranks[0]) if len(ranks) == 1 else None
-        return OperationAborted(f"{named(ranks)} {reason or CLOSED}")
+        return ended_by(named(ranks), reason or CLOSED)

@@ -6,6 +6,7 @@ import asyncio
 
 from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.group.group import Group
+from zbmd.collectives.p2p.differing import CALLS_DIFFER, message_differs
 from zbmd.collectives.p2p.tagged import within
 from zbmd.collectives.p2p.wire import TaggedMessage
 from zbmd.collectives.torch.tensors import TensorBuffer
@@ -30,18 +31,14 @@ async def receive(group: Group, buffer: TensorBuffer, source: int | None, tag: i
         if not sent or (_dtype_of(sent) == _dtype_of(buffer.text) and message.nbytes == buffer.array.nbytes):
             return
         theirs = f"send({sent}, dst={group.rank}, tag={tag})"
-        raise Desynchronised(
-            f"rank {group.rank} called {call}, rank {sender} called {theirs}; a message is received into a "
-            "tensor of its dtype and size",
-            {group.members[group.rank]: call, member: theirs},
-        )
+        raise message_differs({group.rank: call, sender: theirs}, group.members)
 
     try:
         async with within(timeout_s, call):
             member = None if source is None else group.members[source]
             got = await group.messages().receive(member, tag, buffer.array, check)
     except Desynchronised as error:
-        await asyncio.to_thread(group.give_up, f"gave up: {error}")
+        await asyncio.to_thread(group.give_up, f"{CALLS_DIFFER}{error}")
         raise
     buffer.bring_home()
     return group.members.index(got.source)

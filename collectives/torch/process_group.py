@@ -28,7 +28,15 @@ from zbmd.collectives.torch.functions import uncompiled
 from zbmd.collectives.torch.identity import Identity, Unmade
 from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
 from zbmd.collectives.torch.stand_in import Alone
-from zbmd.collectives.torch.tensors import Array, Called, TensorBuffer, array_in_place
+from zbmd.collectives.torch.tensors import (
+    Array,
+    Called,
+    TensorBuffer,
+    array_in_place,
+    require_elements,
+    row_elements,
+    splits_text,
+)
 from zbmd.collectives.torch.work import COMPLETERS, DONE, OVER, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import UserError, ZbmdError
@@ -107,23 +115,24 @@ class Operations(Identity):
         """Reduce a tensor over all ranks, in place."""
         tensor, reduction = _only(tensors), self._op(opts, op)
         if tensor.layout is not torch.strided:
-            run = all_reduce_sparse(tensor, reduction)
-            return self._queue(Called("all_reduce", [], "a sparse tensor"), run, [tensor], opts, timeout)
+            text, run = all_reduce_sparse(tensor, reduction)
+            called = Called("all_reduce", [], f"{text}{reduction.said}", terms=text)
+            return self._queue(called, run, [tensor], opts, timeout)
         if CONTINUITY.is_usual and reduction.factor is None and not profiled() and self._may_run_here(opts):
             array = array_in_place(tensor)
             if array is not None:
-                return self._all_reduce_here(tensor, array, reduction.name, opts, timeout)
+                return self._all_reduce_here(tensor, array, reduction, opts, timeout)
         return self._reduce_in_place([tensor], reduction, opts, timeout)
 
-    def _all_reduce_here(self, tensor: Any, array: Array, reduction: str, opts: Any, timeout: Any) -> Any:
+    def _all_reduce_here(self, tensor: Any, array: Array, op: Reduction, opts: Any, timeout: Any) -> Any:
         """As `_queue` and `_begin` in the usual case: most of a small all-reduce is their Python."""
-        called, c = Called("all_reduce", (), tensor=tensor), self._group.communicator
+        called, c = Called("all_reduce", (), op.said, tensor=tensor), self._group.communicator
         self._number(called, opts, timeout)
         called.began_ns = called.called_ns
         self.flights.append(called)
         c.label(called.text)
         try:
-            c.all_reduce(array, op=reduction, deadline_ns=called.called_ns + called.limit_ns)
+            c.all_reduce(array, op=op.name, deadline_ns=called.called_ns + called.limit_ns)
         except ZbmdError as error:
             CONTINUITY.note(error, self._group.epoch)
             raise in_call(error, called.text()) from None
@@ -133,14 +142,14 @@ class Operations(Identity):
 
     @_raising
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        """Reduce tensors over all ranks, in place; those of a dtype as one."""
+        """Reduce tensors over all ranks, in place; small ones together."""
         return self._reduce_in_place(tensors, self._op(opts, op), opts, timeout)
 
     def _reduce_in_place(self, tensors: Any, reduction: Reduction, opts: Any, timeout: Any) -> Any:
-        name, factor = reduction
-        buffers = [TensorBuffer(tensor, numbers=True, factor=factor) for tensor in tensors]
-        run = partial(_all_reduce, buffers, name)
-        return self._queue(Called("all_reduce", buffers), run, tensors, opts, timeout)
+        buffers = _buffers(tensors, numbers=True, factor=reduction.factor)
+        run = partial(_all_reduce, [buffer.array for buffer in buffers], reduction.name)
+        called = Called("all_reduce", buffers, reduction.said, together=True)
+        return self._queue(called, run, tensors, opts, timeout, home=buffers)
 
     @_raising
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
@@ -158,13 +167,14 @@ class Operations(Identity):
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a tensor over all ranks, into that of one rank."""
-        (reduction, factor), place = self._op(opts, op), self._root(opts, root)
-        buffer = TensorBuffer(_only(tensors), numbers=True, factor=factor)
+        reduction, place = self._op(opts, op), self._root(opts, root)
+        buffer = TensorBuffer(_only(tensors), numbers=True, factor=reduction.factor)
 
         def run(c: Communicator, end_ns: int) -> None:
-            c.reduce(buffer.array, place, op=reduction, deadline_ns=end_ns)
+            c.reduce(buffer.array, place, op=reduction.name, deadline_ns=end_ns)
 
-        called, home = Called("reduce", [buffer], f", dst={place}"), [buffer] if place == self.rank() else []
+        called = Called("reduce", [buffer], f", dst={place}{reduction.said}")
+        home = [buffer] if place == self.rank() else []
         return self._queue(called, run, tensors, opts, timeout, home=home)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -177,12 +187,14 @@ class Operations(Identity):
     ) -> Any:
         """As `all_gather_single`, of several tensors."""
         pairs, targets = _pairs(inputs, outputs)
+        for source, target in pairs:
+            require_elements([target], source.array.size * self.size())
 
         def run(c: Communicator, end_ns: int) -> None:
             for source, target in pairs:
                 c.all_gather(source.array, target.array.reshape(c.size, -1), deadline_ns=end_ns)
 
-        called = Called("all_gather_into_tensor", [source for source, _ in pairs])
+        called = Called("all_gather_into_tensor", [source for source, _ in pairs], together=True)
         return self._queue(called, run, outputs, opts, timeout, home=targets)
 
     def allgather(
@@ -203,12 +215,14 @@ class Operations(Identity):
     ) -> Any:
         sources = _buffers(inputs)
         targets = [_buffers(each, load=False) for each in lists]
+        for source, buffers in zip(sources, targets, strict=True):
+            require_elements(buffers, source.array.size)
 
         def run(c: Communicator, end_ns: int) -> None:
             for source, buffers in zip(sources, targets, strict=True):
                 _hand_out(c.all_gather(source.array, deadline_ns=end_ns), buffers)
 
-        return self._queue(Called("all_gather", sources), run, outputs, opts, timeout)
+        return self._queue(Called("all_gather", sources, together=True), run, outputs, opts, timeout)
 
     @_raising
     def gather(
@@ -223,6 +237,7 @@ class Operations(Identity):
         outputs = _list_of(output_tensors)
         source, place = TensorBuffer(_only(input_tensors)), self._root(opts, root)
         targets = _buffers(outputs, load=False)
+        require_elements(targets, source.array.size)
 
         def run(c: Communicator, end_ns: int) -> None:
             rows = c.gather(source.array, place, deadline_ns=end_ns)
@@ -243,6 +258,7 @@ class Operations(Identity):
         """Give each rank one tensor of a list that one rank has."""
         tensor, sources = _only(output_tensors), _buffers(_list_of(input_tensors))
         place, target = self._root(opts, root), TensorBuffer(tensor, load=False)
+        require_elements(sources, target.array.size)
 
         def run(c: Communicator, end_ns: int) -> None:
             rows = np.stack([source.array for source in sources]) if place == c.place else None
@@ -263,15 +279,18 @@ class Operations(Identity):
         self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """As `reduce_scatter_single`, of several tensors."""
-        reduction, factor = self._op(opts, op)
-        pairs, targets = _pairs(inputs, outputs, numbers=True, factor=factor)
+        reduction = self._op(opts, op)
+        pairs, targets = _pairs(inputs, outputs, numbers=True, factor=reduction.factor)
+        for source, target in pairs:
+            require_elements([source], target.array.size * self.size())
 
         def run(c: Communicator, end_ns: int) -> None:
             for source, target in pairs:
                 rows = source.array.reshape(c.size, -1)
-                c.reduce_scatter(rows, target.array, op=reduction, deadline_ns=end_ns)
+                c.reduce_scatter(rows, target.array, op=reduction.name, deadline_ns=end_ns)
 
-        called = Called("reduce_scatter_tensor", [source for source, _ in pairs])
+        sources = [source for source, _ in pairs]
+        called = Called("reduce_scatter_tensor", sources, reduction.said, together=True)
         return self._queue(called, run, outputs, opts, timeout, home=targets)
 
     @_raising
@@ -279,16 +298,17 @@ class Operations(Identity):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a list of tensors over all ranks; each keeps the one of its rank."""
-        tensor, (reduction, factor) = _only(output_tensors), self._op(opts, op)
+        tensor, reduction = _only(output_tensors), self._op(opts, op)
         target = TensorBuffer(tensor, numbers=True, load=False)
-        sources = _buffers(_list_of(input_tensors), numbers=True, factor=factor)
+        sources = _buffers(_list_of(input_tensors), numbers=True, factor=reduction.factor)
 
         def run(c: Communicator, end_ns: int) -> None:
             rows = [source.array.size for source in sources]
             whole = np.concatenate([source.array for source in sources])
-            c.reduce_scatter_v(whole, rows, target.array, op=reduction, deadline_ns=end_ns)
+            c.reduce_scatter_v(whole, rows, target.array, op=reduction.name, deadline_ns=end_ns)
 
-        return self._queue(Called("reduce_scatter", sources), run, [tensor], opts, timeout, home=[target])
+        called = Called("reduce_scatter", sources, reduction.said)
+        return self._queue(called, run, [tensor], opts, timeout, home=[target])
 
     @_raising
     def all_to_all_single(
@@ -302,8 +322,8 @@ class Operations(Identity):
     ) -> Any:
         """Send each rank its rows of a tensor. Split sizes: in rows, none for even ones."""
         source, target = TensorBuffer(input), TensorBuffer(output, load=False)
-        sends = _row_elements(input, source, input_split_sizes, self.size())
-        receives = _row_elements(output, target, output_split_sizes, self.size())
+        sends = row_elements(input, source, input_split_sizes, self.size())
+        receives = row_elements(output, target, output_split_sizes, self.size())
         even = not len(input_split_sizes) and not len(output_split_sizes) and sends == receives
 
         def run(c: Communicator, end_ns: int) -> None:
@@ -313,7 +333,8 @@ class Operations(Identity):
             else:
                 c.all_to_all_v(source.array, sends, receives, target.array, deadline_ns=end_ns)
 
-        called = Called("all_to_all_single", [source])
+        splits = "" if even else splits_text(output_split_sizes, input_split_sizes)
+        called = Called("all_to_all_single", [source], splits)
         return self._queue(called, run, [output], opts, timeout, home=[target])
 
     @_raising
@@ -439,6 +460,8 @@ class Operations(Identity):
             c.label(called.text)
             called.began_ns = now_ns()
             try:
+                if called.terms:
+                    c.agree_on(called.terms, deadline_ns=end_ns)
                 operation(c, end_ns)
             except ZbmdError as error:
                 CONTINUITY.note(error, epoch)
@@ -539,19 +562,11 @@ ProcessGroup: Any = type("ProcessGroupZbmd", (Operations, dist.ProcessGroup), {"
 uncompiled(ProcessGroup, Work, MessageWork)
 
 
-def _all_reduce(places: list[TensorBuffer], reduction: str, c: Communicator, end_ns: int) -> None:
-    """Reduce each in place: one alone as it is, several of a dtype as one array."""
-    by_dtype: dict[np.dtype[Any], list[TensorBuffer]] = {}
-    for place in places:
-        by_dtype.setdefault(place.array.dtype, []).append(place)
-    for dtype, alike in by_dtype.items():
-        if len(alike) == 1:
-            c.all_reduce(alike[0].array, op=reduction, deadline_ns=end_ns)
-            alike[0].bring_home()
-            continue
-        whole = np.concatenate([place.array for place in alike], dtype=dtype)
-        c.all_reduce(whole, op=reduction, deadline_ns=end_ns)
-        _hand_out(np.split(whole, np.cumsum([place.array.size for place in alike])[:-1]), alike)
+def _all_reduce(arrays: list[Array], reduction: str, c: Communicator, end_ns: int) -> None:
+    if len(arrays) == 1:
+        c.all_reduce(arrays[0], op=reduction, deadline_ns=end_ns)
+    else:
+        c.all_reduce_many(arrays, op=reduction, deadline_ns=end_ns)
 
 
 def _barrier(c: Communicator, end_ns: int) -> None:
@@ -583,18 +598,3 @@ def _list_of(tensors: Any) -> list[Any]:
     """Return the tensors of a list, or of a list of one list; none of an empty one."""
     tensors = list(tensors)
     return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
-
-
-def _row_elements(tensor: Any, place: TensorBuffer, rows: Any, size: int) -> list[int]:
-    """Return the number of elements that go to, or come from, each rank."""
-    rows = [int(number) for number in rows]
-    if not rows:
-        if tensor.shape[0] % size:
-            raise UserError(f"{tensor.shape[0]} rows cannot be split among {size} ranks evenly")
-        return [place.array.size // size] * size
-    if len(rows) != size or sum(rows) != tensor.shape[0]:
-        raise UserError(
-            f"the split sizes {rows} are not {size} numbers that add up to {tensor.shape[0]} rows"
-        )
-    in_a_row = place.array.size // tensor.shape[0] if tensor.shape[0] else 0
-    return [number * in_a_row for number in rows]

@@ -6,14 +6,12 @@ Needs PyTorch; imported by `process_group` alone.
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from zbmd.collectives.communicator.communicator import Communicator
-from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.torch.tensors import TensorBuffer, tensor_text
 from zbmd.transport.errors import UserError
 
@@ -36,14 +34,18 @@ _PREMUL_SUM: Final = dist.ReduceOp.PREMUL_SUM
 
 
 class Reduction(NamedTuple):
-    """A reduction by our name. factor: what each rank multiplies its tensor by, a number or a tensor."""
+    """A reduction by our name. factor: what each rank multiplies its tensor by, a number or a tensor.
+
+    said: its name in torch, as the end of the arguments of a call.
+    """
 
     name: str
+    said: str
     factor: Any = None
 
 
 _REDUCTIONS: Final = [
-    (getattr(dist.ReduceOp, name), Reduction(ours))
+    (getattr(dist.ReduceOp, name), Reduction(ours, f", {name}"))
     for name, ours in REDUCTIONS.items()
     if name != "PREMUL_SUM"
 ]
@@ -55,17 +57,17 @@ def reduction_of(op: Any) -> Reduction:
         if op == theirs:
             return ours
     if op == _PREMUL_SUM:
-        return Reduction("sum", op.__getstate__()[1])
+        return Reduction("sum", ", PREMUL_SUM", op.__getstate__()[1])
     raise UserError(f"the backend zbmd has no reduction {op}; it has {', '.join(REDUCTIONS)}")
 
 
-def all_reduce_sparse(tensor: Any, reduction: Reduction) -> Callable[[Communicator, int], None]:
-    """Return an operation that adds up a sparse COO tensor over all ranks, in place.
+def all_reduce_sparse(tensor: Any, reduction: Reduction) -> tuple[str, Callable[[Communicator, int], None]]:
+    """Return the text of a sparse COO tensor, and an operation that adds it up over all ranks, in place.
 
     All ranks gather the indices and values of all, whose numbers may differ, and add up those of one index in
     the order of the ranks. Raises `UserError` for another reduction, layout or device.
     """
-    if tensor.layout is not torch.sparse_coo or reduction != Reduction("sum"):
+    if tensor.layout is not torch.sparse_coo or reduction.name != "sum" or reduction.factor is not None:
         raise UserError(
             f"all_reduce of a tensor with layout {tensor.layout}: expected ReduceOp.SUM of torch.sparse_coo, "
             f"got {reduction.name}; .to_dense() has all reductions"
@@ -81,7 +83,6 @@ def all_reduce_sparse(tensor: Any, reduction: Reduction) -> Callable[[Communicat
     text = f"sparse {tensor_text(tensor.dtype, tensor.shape)} with {places_in} sparse dimensions"
 
     def run(c: Communicator, end_ns: int) -> None:
-        _require_alike(c, text, end_ns)
         all_places = c.all_gather_v(places, deadline_ns=end_ns)
         all_values = c.all_gather_v(values, deadline_ns=end_ns)
         total = len(all_places)
@@ -93,7 +94,7 @@ def all_reduce_sparse(tensor: Any, reduction: Reduction) -> Callable[[Communicat
             gathered = torch.sparse_coo_tensor(indices, summed, tensor.shape, check_invariants=False)
             tensor.copy_(gathered.coalesce())
 
-    return run
+    return text, run
 
 
 def _tensor_of(rows: Any, shape: Any, dtype: Any) -> Any:
@@ -107,16 +108,3 @@ def _rows(tensor: Any, count: int) -> Any:
     """Return a tensor's memory as bytes, (count, bytes of a row)."""
     row_bytes = tensor.element_size() * torch.Size(tensor.shape[1:]).numel()
     return TensorBuffer(tensor).array.view(np.uint8).reshape(count, row_bytes)
-
-
-def _require_alike(c: Communicator, text: str, end_ns: int) -> None:
-    """Raise `Desynchronised` on all ranks if their tensors differ in dtype or shape."""
-    own = zlib.crc32(text.encode())
-    found = c.all_gather(np.array([own], np.int64), deadline_ns=end_ns)[:, 0].tolist()
-    other = [place for place, theirs in enumerate(found) if theirs != found[0]]
-    if other:
-        raise Desynchronised(
-            f"rank {c.place} called all_reduce({text}); ranks {other} gave another dtype, shape or number of "
-            "sparse dimensions than rank 0",
-            {c.place: f"all_reduce({text})"},
-        )

@@ -29,12 +29,19 @@ class Alone:
     def label(self, text: Callable[[], str]) -> None:
         """Do nothing: nobody else sees this operation."""
 
+    def agree_on(self, text: str, **_: Any) -> None:
+        """Do nothing: nobody else calls this."""
+
     def barrier(self, **_: Any) -> None:
         """Return at once."""
 
     def all_reduce(self, x: Any, out: Any = None, **_: Any) -> Any:
         """Leave `x`, or copy it to `out`."""
         return x if out is None else _copied(x, out)
+
+    def all_reduce_many(self, arrays: Sequence[Any], **_: Any) -> Sequence[Any]:
+        """Leave them."""
+        return arrays
 
     def broadcast(self, x: Any, root: int, **_: Any) -> Any:
         """Leave `x`."""

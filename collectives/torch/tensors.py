@@ -18,8 +18,10 @@ torch: Any = importlib.import_module("torch")
 Array = NDArray[Any]
 
 LABELS_KEPT: Final = 512
-NAMED_MAX: Final = 3
+NAMED_MAX: Final = 8
 """Tensors of a list that are described one by one."""
+LISTED_MAX: Final = 16
+"""Numbers of a list that are shown."""
 _NAMES: Final = (
     *("float64", "float32", "float16", "complex128", "complex64", "bool"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
@@ -45,7 +47,7 @@ class TensorBuffer:
     are sparse or not in host memory, and for dtypes that cannot be reduced.
     """
 
-    __slots__ = ("_flat", "_home", "array", "shape", "tensor_dtype")
+    __slots__ = ("_flat", "_home", "array", "is_plain", "shape", "tensor_dtype")
 
     def __init__(self, tensor: Any, *, numbers: bool = False, load: bool = True, factor: Any = None) -> None:
         if tensor.layout is not _STRIDED:
@@ -57,6 +59,8 @@ class TensorBuffer:
                 f"a tensor is on {tensor.device}: the backend zbmd takes those in host memory (.cpu())"
             )
         self.shape, self.tensor_dtype = tensor.shape, tensor.dtype
+        self.is_plain = tensor.dtype in _NUMPY and factor is None
+        """Whether the array says all that ranks must have alike."""
         self._home = self._flat = None
         wide = _WIDENED.get(tensor.dtype) if numbers else None
         if wide or factor is not None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -66,7 +70,7 @@ class TensorBuffer:
 
     @property
     def text(self) -> str:
-        """Its dtype and shape: `float32[4,3]`."""
+        """Its dtype and shape: `float32[4, 3]`."""
         return tensor_text(self.tensor_dtype, self.shape)
 
     @property
@@ -103,8 +107,8 @@ def _unfilled(whole: Any, dtype: Any) -> Any:
 
 
 def tensor_text(dtype: Any, shape: Sequence[int]) -> str:
-    """Return a dtype and a shape as text: `float32[4,3]`."""
-    return f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
+    """Return a dtype and a shape as text: `float32[4, 3]`."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
 def bytes_over(tensor: Any) -> Array:
@@ -123,39 +127,87 @@ class Called:
     """A call in its caller's words, which are put together only for an error, and its times. Keeps no tensor.
 
     name: of the operation. tensors: dtype and shape of the first few. place: the group's title, "" until the
-    call has a number there. Times in ns of the monotonic clock, 0 until then.
+    call has a number there. terms: what all ranks must have alike, where the operation does not compare it by
+    itself. Times in ns of the monotonic clock, 0 until then.
     """
 
     __slots__ = (
-        *("_count", "_more", "name", "number", "place", "tensors"),
+        *("_count", "_more", "name", "number", "place", "tensors", "terms"),
         *("began_ns", "called_ns", "ended_ns", "limit_ns"),
     )
 
     def __init__(
-        self, name: str, buffers: Sequence[TensorBuffer], more: str = "", *, tensor: Any = None
+        self,
+        name: str,
+        buffers: Sequence[TensorBuffer],
+        more: str = "",
+        *,
+        tensor: Any = None,
+        together: bool = False,
+        terms: str = "",
     ) -> None:
-        """tensor: the only one of the call, without a buffer."""
-        self.name, self._more = name, more
+        """tensor: the only one of the call, without a buffer. together: there is an operation for each."""
+        self.name, self._more, self.terms = name, more, terms
         if tensor is None:
             self.tensors = [(buffer.tensor_dtype, buffer.shape) for buffer in buffers[:NAMED_MAX]]
             self._count = len(buffers)
+            together = together and self._count > 1
+            if together or not all(buffer.is_plain for buffer in buffers):
+                sizes = [buffer.array.size for buffer in buffers] if together else []
+                dtypes = [str(buffer.tensor_dtype) for buffer in buffers]
+                self.terms = f"{name} {dtypes} {sizes} {more if together or len(dtypes) == 1 else ''}"
         else:
             self.tensors, self._count = [(tensor.dtype, tensor.shape)], 1
         self.place = ""
         self.number = self.called_ns = self.limit_ns = self.began_ns = self.ended_ns = 0
 
     def text(self) -> str:
-        """Return `all_reduce(float32[4,3]) #5 of default_pg`."""
+        """Return `all_reduce(float32[4, 3], SUM) #5 of default_pg`."""
         place = f" #{self.number} of {self.place}" if self.place else ""
         return f"{self.name}({self._described()}{self._more}){place}"
 
     def _described(self) -> str:
-        """Return its tensors: `float32[4,3]`, or `[float32[4], float32[2], … of 9]`."""
+        """Return its tensors: `float32[4, 3]`, or `[float32[2], float32[4], … of 9]`."""
         named = [tensor_text(*each) for each in self.tensors]
         if self._count <= 1:
             return "".join(named)
         more = [f"… of {self._count}"] if self._count > NAMED_MAX else []
         return f"[{', '.join(named + more)}]"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers as text, of many the first."""
+    shown = ", ".join(map(str, numbers[:LISTED_MAX]))
+    return f"[{shown}{', …' if len(numbers) > LISTED_MAX else ''}]"
+
+
+def splits_text(outputs: Any, inputs: Any) -> str:
+    """Return split sizes as the end of the arguments of a call."""
+    given = (("output_split_sizes", outputs), ("input_split_sizes", inputs))
+    return "".join(f", {name}={_listed([*map(int, rows)])}" for name, rows in given if len(rows))
+
+
+def row_elements(tensor: Any, place: TensorBuffer, rows: Any, size: int) -> list[int]:
+    """Return the number of elements that go to, or come from, each rank."""
+    rows = [int(number) for number in rows]
+    if not rows:
+        if tensor.shape[0] % size:
+            raise UserError(f"{tensor.shape[0]} rows cannot be split among {size} ranks evenly")
+        return [place.array.size // size] * size
+    if len(rows) != size or sum(rows) != tensor.shape[0]:
+        raise UserError(
+            f"the split sizes {rows} are not {size} numbers that add up to {tensor.shape[0]} rows"
+        )
+    in_a_row = place.array.size // tensor.shape[0] if tensor.shape[0] else 0
+    return [number * in_a_row for number in rows]
+
+
+def require_elements(buffers: Sequence[TensorBuffer], count: int) -> None:
+    """Raise `UserError` unless each has so many elements."""
+    for buffer in buffers:
+        if buffer.array.size != count:
+            shape = f"{buffer.text} of {buffer.array.size} elements"
+            raise UserError(f"{shape} was given where the other tensors of the call take {count}")
 
 
 def _array_over(flat: Any, numbers: bool) -> Array:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
 
+from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.native._messages import Request
 from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.torch.tensors import TensorBuffer
@@ -31,7 +32,7 @@ DONE.set_result(None)
 
 def in_call(error: ZbmdError, call: str) -> ZbmdError:
     """Have the error name the call, in its caller's words."""
-    if call not in str(error):
+    if call not in str(error) and not isinstance(error, Desynchronised):
         error.add_note(f"in {call}")
     return error
 

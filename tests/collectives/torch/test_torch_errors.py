@@ -43,6 +43,12 @@ def fails(call, *texts):
 """
 
 MISMATCHED = """
+import torch.distributed._functional_collectives as functional
+
+op = (dist.ReduceOp.SUM, dist._make_nccl_premul_sum(2.0))[me]
+narrow = (torch.float16, torch.bfloat16)[me]
+narrower = (torch.float32, torch.float8_e5m2)[me]
+as_bytes = (torch.float8_e4m3fn, torch.float8_e5m2)[me]
 a, b = torch.full((4,), 1.5), torch.tensor([3, 4])  # 16 bytes each
 mine = (a, b)[me]
 
@@ -64,23 +70,45 @@ def in_another_order():
     dist.broadcast(a, 0) if me else dist.reduce(a, 0)
 
 
+def splits():
+    # The second rank takes less than the first sends.
+    out, given, mine = torch.empty(4), torch.ones(4), [[1, 3], [2, 2]][me]
+    dist.all_to_all_single(out, given, mine, mine)
+
+
+def together():
+    dist.all_reduce_coalesced([a, a[:2].clone()][:: 1 - 2 * me])
+
+
+def gathered_together():
+    for out in functional.all_gather_into_tensor_coalesced([torch.ones(1)] * (2 - me), dist.group.WORLD):
+        functional.wait_tensor(out)
+
+
 def all_to_all():
     dist.all_to_all([torch.empty_like(mine)] * 2, [mine] * 2)
 
 
 for call, there, here in (
-    (lambda: dist.broadcast(mine, 0), "broadcast(float32[4], src=0) #", "broadcast(int64[2], src=0) #"),
-    (all_gather, "all_gather(float32[3,4])", "all_gather(float32[3,1])"),
-    (in_another_order, "reduce(float32[4], dst=0", "broadcast(float32[4]"),
-    (lambda: dist.all_reduce(a.to((torch.float16, torch.bfloat16)[me])), "(float16[4])", "(bfloat16[4])"),
+    (lambda: dist.broadcast(mine, 0), "broadcast(float32[4], src=0)", "broadcast(int64[2], src=0)"),
+    (all_gather, "all_gather(float32[3, 4])", "all_gather(float32[3, 1])"),
+    (in_another_order, "reduce(float32[4], dst=0, SUM)", "broadcast(float32[4], src=0)"),
+    (lambda: dist.all_reduce(a.to(narrow)), "(float16[4], SUM)", "(bfloat16[4], SUM)"),
+    (lambda: dist.all_reduce(a.to(narrower)), "(float32[4], SUM)", "(float8_e5m2[4], SUM)"),
+    (lambda: dist.broadcast(a.to(as_bytes), 0), "(float8_e4m3fn[4], src=0)", "(float8_e5m2[4], src=0)"),
+    (lambda: dist.all_reduce(a, op), "(float32[4], SUM)", "(float32[4], PREMUL_SUM)"),
     (lambda: dist.all_gather_into_tensor(torch.cat([mine] * 2), mine), "(float32[4])", "(int64[2])"),
     (gather, "gather(float32[4], dst=0)", "gather(int64[2], dst=0)"),
-    (lambda: dist.scatter(mine, None if me else [a, a]), "scatter(float32[4]", "scatter(int64[2]"),
+    (lambda: dist.scatter(mine, None if me else [a, a]), "scatter(float32[4], src=0)", "(int64[2], src=0)"),
     (lambda: dist.all_to_all_single(torch.empty_like(mine), mine), "(float32[4])", "(int64[2])"),
     (all_to_all, "all_to_all([float32[4], float32[4]])", "all_to_all([int64[2], int64[2]])"),
-    (lambda: dist.all_reduce(torch.ones(2 + me, 3)), "all_reduce(float32[2,3])", "all_reduce(float32[3,3])"),
+    (lambda: dist.all_reduce(torch.ones(2 + me, 3)), "(float32[2, 3], SUM)", "(float32[3, 3], SUM)"),
+    (splits, "split_sizes=[1, 3])", "split_sizes=[2, 2])"),
+    (together, "all_reduce([float32[4], float32[2]], SUM)", "all_reduce([float32[2], float32[4]], SUM)"),
+    (gathered_together, "_tensor([float32[1], float32[1]])", "all_gather_into_tensor(float32[1])"),
 ):
-    fails(lambda: (call(), dist.barrier()), "Desynchronised", "rank 0 called ", "rank 1 called ", there, here)
+    texts = f"{there} on rank 0", f"{here} on rank 1"
+    fails(lambda: (call(), dist.barrier()), "Desynchronised: call #1 of default_pg", *texts)
     fails(dist.barrier, there, here)
     again()
 for sent, taken in (
@@ -91,13 +119,15 @@ for sent, taken in (
     (torch.ones(1 << 20), torch.ones(1 << 19)),
     (torch.ones(1 << 20), torch.ones(1 << 20, dtype=torch.int32)),
 ):
-    texts = f"rank 0 called send({str(sent.dtype)[6:]}[", f"rank 1 called recv({str(taken.dtype)[6:]}["
+    sends, receives = (f"{str(x.dtype)[6:]}[{x.numel()}], " for x in (sent, taken))
+    texts = f"send({sends}dst=1, tag=0) on rank 0", f"recv({receives}src=0, tag=0) on rank 1"
     if me:
         fails(lambda: dist.recv(taken, 0), "Desynchronised", *texts)
     elif sent.numel() > 4:  # it waits for its receiver
-        fails(lambda: dist.send(sent, 1), *texts)
+        fails(lambda: dist.send(sent, 1), "Desynchronised", *texts)
     else:
         dist.send(sent, 1)
+        fails(dist.barrier, "Desynchronised", *texts)
     fails(dist.barrier, *texts)
     again()
 dist.all_reduce(a)
@@ -120,7 +150,8 @@ if me:
         lambda: dist.all_gather_object([None] * n, me),
         dist.new_group,
     ]
-    fails(waits[0], "rank 0 finished its script; all_reduce(float32[2,3]) #2 of default_pg waits for it")
+    call = "all_reduce(float32[2, 3], SUM) #2 of default_pg"
+    fails(waits[0], f"rank 0 finished its script; {call} waits for it")
     for wait in waits[1:]:
         fails(wait, "rank 0", "finished its script")
     print("good")
@@ -136,7 +167,7 @@ if me == 0:
     late = dist.irecv(torch.ones(1), 1)
     dist.destroy_process_group(other)
     dist.destroy_process_group()
-    fails(work.wait, "all_reduce(float32[3]) #1 of default_pg", "this rank destroyed its process group")
+    fails(work.wait, "all_reduce(float32[3], SUM) #1 of default_pg", "this rank destroyed its process group")
     fails(late.wait, "closed")
 else:
     fails(lambda: dist.barrier(other), "rank 0 destroyed its process group; barrier() #1 of ")
@@ -156,7 +187,7 @@ else:
         dist.recv(torch.ones(1), rank)
     os.kill(os.getpid(), signal.SIGKILL)
 if me == 0:
-    texts = f"peer rank{n - 1} lost", "all_reduce(float32[4]) #2 of default_pg"
+    texts = f"peer rank{n - 1} lost", "all_reduce(float32[4], SUM) #2 of default_pg"
     fails(lambda: dist.all_reduce(torch.ones(4)), *texts)
     dist.destroy_process_group()
 else:

@@ -85,8 +85,8 @@ def kill_all(running: Running) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def kill_all_when_held(running: Running, ranks: int, run: Path) -> HolderAddress:
-    """Kill a run as a whole in a step after its state is held; return the process that has it."""
+def kill_all_when_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> HolderAddress:
+    """Kill a run as a whole in `step` or later, after its state is held; return the process that has it."""
 
     def is_held() -> bool:
         for holder in holders_of(run):
@@ -97,7 +97,6 @@ def kill_all_when_held(running: Running, ranks: int, run: Path) -> HolderAddress
                 return count == ranks
         return False
 
-    step = 1
     while not is_held():
         running.until(rf"^step {step} loss")
         step += 1
@@ -130,8 +129,8 @@ def undisturbed(launcher: Launcher, ranks: int, *more: str) -> str:
     return weights_of("\n".join(ended.out))
 
 
-def damage(holder: HolderAddress, rank: int) -> int:
-    """Change one byte of the last whole version that a rank has; return that version."""
+def damage(holder: HolderAddress, rank: int) -> list[int]:
+    """Change one byte of each whole version that a rank has; return these versions."""
     found = look(holder.name)
     assert found is not None
     block = block_of(found.memory[rank], STATE_BLOCK)
@@ -139,13 +138,14 @@ def damage(holder: HolderAddress, rank: int) -> int:
     held = slots_in(block)
     assert held is not None
     name, slots = held
-    version = max(one for one in (slots.version_in(0), slots.version_in(1)) if one is not None)
-    at = name.head_bytes + version % 2 * name.slot_bytes + name.elements
     data = os.pread(found.memory[rank], os.fstat(found.memory[rank]).st_size, 0)
     begin = data.find(bytes(block[:64]))  # of the block in the memory
-    os.pwrite(found.memory[rank], bytes([block[at] ^ 1]), begin + at)
+    versions = [one for one in (slots.version_in(0), slots.version_in(1)) if one is not None]
+    for version in versions:
+        at = name.head_bytes + version % 2 * name.slot_bytes + name.elements
+        os.pwrite(found.memory[rank], bytes([block[at] ^ 1]), begin + at)
     found.close()
-    return version
+    return versions
 
 
 @pytest.mark.parametrize(
@@ -216,23 +216,27 @@ def test_the_holder_is_killed_while_the_run_goes_on_and_then_everything_else(
 def test_a_damaged_snapshot_is_named_and_another_rank_has_the_same(launcher: Launcher, run: Path) -> None:
     calm = undisturbed(launcher, 2)
     holder = killed(launcher, 2, *job(2))
-    version = damage(holder, 1)
+    damaged = damage(holder, 1)
     (held,) = held_runs([holder], run)
-    assert [(one.rank, one.version) for one in held.versions if one.state == DAMAGED] == [(1, version)]
+    found = sorted((one.rank, one.version) for one in held.versions if one.state == DAMAGED)
+    assert damaged and found == [(1, version) for version in sorted(damaged)]
     with started(launcher, *job(2)) as again:
         assert again.end() == 0, again.text
-    assert re.search(rf"the state in memory is damaged, and is not used.*version={version}", again.text), (
-        again.text
-    )
+    for version in damaged:
+        assert re.search(rf"the state in memory is damaged, and is not used.*version={version}", again.text)
     assert weights_of(again.text) == calm
 
 
 def test_a_damaged_snapshot_without_another_ends_the_run_with_the_checkpoint_named(
     launcher: Launcher, run: Path
 ) -> None:
-    holder = killed(launcher, 1, *job(1, "--checkpoint-every", "5"))
+    with started(launcher, *job(1)) as running:
+        running.until(r"^step 3 loss")
+        running.process.send_signal(signal.SIGUSR1)  # to save a checkpoint
+        (saved,) = running.until(r"step (\d+) saved")
+        holder = kill_all_when_held(running, 1, run, step=int(saved[1]) + 5)
     damage(holder, 0)
-    with started(launcher, *job(1, "--checkpoint-every", "5")) as again:
+    with started(launcher, *job(1)) as again:
         assert again.end() == 2, again.text
     assert "the state in memory is damaged" in again.text
     assert str(Path("run") / SHARDS_NAME) in again.text, "the last durable tier is named"

@@ -201,6 +201,18 @@ class Continuity:
         ):
             self.broken = error
 
+    def is_of_a_loss(self, error: BaseException) -> bool:
+        """Return whether an error follows from a loss; out of `backward()` its type and cause are gone."""
+        seen: set[int] = set()
+        cause: BaseException | None = error
+        while cause is not None and id(cause) not in seen:
+            if isinstance(cause, LOSSES):
+                self.note(cause)
+                return True
+            seen.add(id(cause))
+            cause = cause.__cause__ or cause.__context__
+        return self.broken is not None and isinstance(error, Exception)
+
     @property
     def is_usual(self) -> bool:
         """Whether operations are made with all others now, and one that fails fails."""

@@ -35,11 +35,9 @@ def audit_run(directory: Path) -> Audit:
     Raises `UserError` if the directory holds no commit log or not the corpus that the log names.
     """
     header, records = read_log(directory / LOG_NAME)
-    loop = LoopPlan.read(header.plan)
-    if loop is not None:
+    if LoopPlan.read(header.plan) is not None:
         last = read_record(directory / LOG_NAME)  # from the end: behind damage there may be more
         return audit_loop(
-            loop,
             records,
             base_version=header.base_version,
             last_version=header.base_version if last is None else last.version,

@@ -1,9 +1,10 @@
 """Durable sharded checkpoints: each rank writes what it holds, and a small index file lists all shards.
 
-A shard is a safetensors file of float32: slices of parameters' weights and moments, each with its position in
-the whole parameter (`ParameterSlice`) and a digest. Any number of ranks, on any mesh, can therefore load a
-checkpoint written by any other. Each checkpoint's shards have names of their own, and the previous shards are
-deleted only after the new index is durable: a crash at any moment leaves the last durable checkpoint intact.
+A shard is a safetensors file: slices of parameters' weights and moments, float32 but for PyTorch's, each with
+its position in the whole parameter (`ParameterSlice`) and a digest. Any number of ranks, on any mesh, can
+therefore load a checkpoint written by any other. Each checkpoint's shards have names of their own, and the
+previous shards are deleted only after the new index is durable: a crash at any moment leaves the last durable
+checkpoint intact.
 """
 
 from __future__ import annotations
@@ -87,11 +88,16 @@ NAMED_POINT = faults.declare("shards.named", "when a new checkpoint is named, be
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A slice of parameter `name`: its weights and moments (the first of `ARRAYS`), in the order of `cut`."""
+    """A slice of parameter `name`: its weights and moments, in the order of `cut`.
+
+    names: of `arrays`, and maybe more. dtype: which they are written as; None: each as it is.
+    """
 
     name: str
     cut: ParameterSlice
     arrays: tuple[Array, ...]
+    names: Sequence[str] = ARRAYS
+    dtype: npt.DTypeLike | None = np.float32
 
 
 def whole_pieces(layout: ParameterLayout, state: AdamWState, arrays: Sequence[StateArray]) -> list[Piece]:
@@ -172,9 +178,25 @@ def name_shards(
     """
     faults.hit(WRITTEN_POINT)
     every = group.blocking.all_gather(np.array([wrote], np.int64)).reshape(-1)
-    if group.rank != 0:
-        return
-    files = tuple(f"{stem}-{at}.safetensors" for at in np.flatnonzero(every).tolist())
+    if group.rank == 0:
+        places = np.flatnonzero(every).tolist()
+        name_written(directory, stem, places, version=version, plan=plan, loss_scale=loss_scale)
+
+
+def name_written(
+    directory: Path,
+    stem: str,
+    places: Sequence[int],
+    *,
+    version: int,
+    plan: str,
+    loss_scale: tuple[float, ...] = (),
+) -> None:
+    """Name the shards of a checkpoint, which the ranks at these places have written: durable on return.
+
+    Raises `UserError` for a full disk, and a directory that not all of them share.
+    """
+    files = tuple(f"{stem}-{at}.safetensors" for at in places)
     absent = [name for name in files if not (directory / name).exists()]
     if absent:
         raise UserError(
@@ -219,8 +241,14 @@ def _take_over(directory: Path, names: ShardNames) -> None:
     write_names(directory, names)
     faults.hit(NAMED_POINT)
     for path in directory.glob("checkpoint-*.safetensors"):
-        if path.name not in names.files and is_shard(path):
+        # Those of a later version may belong to a checkpoint that other ranks are writing already.
+        if path.name not in names.files and is_shard(path) and _version_of(path) <= names.version:
             path.unlink(missing_ok=True)
+
+
+def _version_of(path: Path) -> int:
+    """Return the version that the name of a shard has."""
+    return int(path.name.split("-")[1])
 
 
 def is_shard(path: Path) -> bool:
@@ -237,9 +265,9 @@ def write_names(directory: Path, names: ShardNames) -> None:
 def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
     """Write one shard: durable on return. Raises `UserError` for a full disk."""
     tensors = {
-        f"{array}.{piece.name}": np.ascontiguousarray(data, np.float32).reshape(piece.cut.shape)
+        f"{array}.{piece.name}": np.ascontiguousarray(data, piece.dtype).reshape(piece.cut.shape)
         for piece in pieces
-        for array, data in zip(ARRAYS, piece.arrays, strict=False)
+        for array, data in zip(piece.names, piece.arrays, strict=False)
     }
     metadata = {f"digest.{name}": _digest(tensor) for name, tensor in tensors.items()}
     metadata |= {f"cut.{piece.name}": msgspec.json.encode(piece.cut).decode() for piece in pieces}
@@ -258,7 +286,7 @@ class SavedState:
     """
 
     def __init__(self, path: Path, plan: str) -> None:
-        self._path = path
+        self.path = path
         self._files = ExitStack()
         try:
             names = self._open()
@@ -274,15 +302,15 @@ class SavedState:
 
     def _open(self) -> ShardNames:
         for left in reversed(range(OPEN_TRIES)):
-            names = read_names(self._path)
+            names = read_names(self.path)
             self._parts: dict[str, list[tuple[Any, dict[str, str]]]] = {}
             try:
                 for name in names.files:
-                    self._open_shard(self._path.parent / name)
+                    self._open_shard(self.path.parent / name)
             except FileNotFoundError as error:
                 self._files.close()
                 if not left:
-                    raise _unreadable(self._path, f"{error.filename} is missing") from error
+                    raise _unreadable(self.path, f"{error.filename} is missing") from error
             else:
                 return names
         raise AssertionError("the last try returns or raises")
@@ -314,19 +342,28 @@ class SavedState:
                             f"checksum mismatch in {name}: the shard was corrupted after it was written"
                         )
         except (SafetensorError, OSError, ValueError) as error:
-            raise _unreadable(self._path, error) from error
+            raise _unreadable(self.path, error) from error
 
-    def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
-        """Return one of `ARRAYS` of a whole parameter, (slot.size,) float32. Raises `UserError` for
-        damage."""
-        whole = np.empty(slot.size, np.float32)
+    def size_of(self, name: str) -> int:
+        """Return the elements of a whole parameter; 0 if there is nothing of it. Raises `UserError`."""
+        try:
+            for _, metadata in self._parts.get(name, ()):
+                cut = msgspec.json.decode(metadata[f"cut.{name}"], type=ParameterSlice)
+                return cut.outer * cut.each * cut.inner
+        except (KeyError, ValueError) as error:
+            raise _unreadable(self.path, error) from error
+        return 0
+
+    def parameter(self, array: str, slot: ParameterSlot, dtype: npt.DTypeLike = np.float32) -> Array:
+        """Return one array of a whole parameter, (slot.size,) of `dtype`. Raises `UserError` for damage."""
+        whole = np.empty(slot.size, dtype)
         there = np.zeros(slot.size, np.bool_)
         try:
             for file, metadata in self._parts.get(slot.name, ()):
                 cut = msgspec.json.decode(metadata[f"cut.{slot.name}"], type=ParameterSlice)
                 cut.check(slot.size)
                 found: Array = file.get_tensor(f"{array}.{slot.name}")
-                if found.dtype != np.float32 or found.shape != cut.shape:
+                if found.dtype != whole.dtype or found.shape != cut.shape:
                     raise ValueError(f"{array} of {slot.name} is {found.dtype} of shape {found.shape}")
                 if metadata.get(f"digest.{array}.{slot.name}") != _digest(found):
                     raise ValueError(
@@ -340,7 +377,7 @@ class SavedState:
             if not there.all():
                 raise ValueError(f"a part of {slot.name} is missing")
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise _unreadable(self._path, error) from error
+            raise _unreadable(self.path, error) from error
         return whole
 
 

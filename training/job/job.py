@@ -160,7 +160,7 @@ class Job(Generic[ResultT]):
         Raises `StepFailed` if the state is lost, and `TrainingDiverged`.
         """
         forget = report_losses(self._worker, lambda *death: self._deaths.append(Death(*death)))
-        loop, signals = asyncio.get_running_loop(), _signals_taken()
+        loop, signals = asyncio.get_running_loop(), signals_taken()
         for number in signals:
             loop.add_signal_handler(number, self.ask, SIGNALS[number])
         self._worker.keeps_lost_memory = False
@@ -590,7 +590,7 @@ def _give_up(group: Group) -> None:
     group.give_up()
 
 
-def _signals_taken() -> list[signal.Signals]:
+def signals_taken() -> list[signal.Signals]:
     """Return the signals that this process may take: one that is ignored stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         return []

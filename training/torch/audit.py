@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import groupby, pairwise
 
 from zbmd.training.run.ledger import Audit, CommitRecord, LedgerBroken
-from zbmd.training.run.loop_steps import Deal, Ids, LoopPlan, LoopStep
+from zbmd.training.run.loop_steps import Deal, Ids, LoopStep
 
 
 class Amend(Enum):
@@ -92,25 +92,27 @@ class _Samples:
     padding: int = 0
 
 
-def audit_loop(
-    plan: LoopPlan, records: Sequence[CommitRecord], *, base_version: int, last_version: int
-) -> LoopAudit:
-    """Audit the records of a loop. last_version: of the last record in the file, whole or not."""
+def audit_loop(records: Sequence[CommitRecord], *, base_version: int, last_version: int) -> LoopAudit:
+    """Audit the records of a loop. last_version: of the last record in the file, whole or not.
+
+    A run that goes on from a checkpoint may have another number of ranks: from the end of a pass on.
+    """
     versions = [record.version for record in records]
     due = range(base_version + 1, max(last_version, *versions, base_version) + 1)
     there = set(versions) & set(due)
-    misplaced = sum(_strangers(plan, record) for record in records)
+    misplaced = sum(_strangers(record) for record in records)
     passes = unfinished = batches = 0
     total = _Samples()
     for _, group in groupby(_drawn(records), key=lambda pair: pair[1].of_pass):
         steps = list(group)
-        last = steps[-1][1]
+        last, ranks = steps[-1][1], len(steps[-1][1].ids)
         passes += 1
-        batches += len(steps) * plan.ranks
-        misplaced += plan.ranks * sum(step.batch != at for at, (_, step) in enumerate(steps))
+        batches += len(steps) * ranks
+        misplaced += ranks * sum(step.batch != at for at, (_, step) in enumerate(steps))
+        misplaced += sum(abs(len(step.ids) - ranks) for _, step in steps)
         finished = last.batches in (-1, last.batch + 1)
         unfinished += not finished
-        found = _samples_of(plan, steps, finished=finished and last.batches >= 0)
+        found = _samples_of(ranks, steps, finished=finished and last.batches >= 0)
         total.all += found.all
         total.skipped += found.skipped
         total.repeated += found.repeated
@@ -138,22 +140,20 @@ def _drawn(records: Iterable[CommitRecord]) -> Iterable[tuple[CommitRecord, Loop
             yield record, record.loop
 
 
-def _strangers(plan: LoopPlan, record: CommitRecord) -> int:
+def _strangers(record: CommitRecord) -> int:
     """Return how many ranks are missing in a record, or have been at another batch."""
-    step = record.loop
-    if step is None or len(step.ids) != plan.ranks or record.shards.keys() != set(range(plan.ranks)):
-        return plan.ranks
+    step, ranks = record.loop, len(record.members)
+    if step is None or len(step.ids) != ranks or record.shards.keys() != set(range(ranks)):
+        return ranks
     place = (step.of_pass, step.batch)
     return sum(kind is Ids.BATCH and record.shards[rank] != place for rank, kind in enumerate(step.ids))
 
 
-def _samples_of(
-    plan: LoopPlan, steps: Sequence[tuple[CommitRecord, LoopStep]], *, finished: bool
-) -> _Samples:
+def _samples_of(ranks: int, steps: Sequence[tuple[CommitRecord, LoopStep]], *, finished: bool) -> _Samples:
     """Compare the samples of one pass with what the samplers deal."""
     found = _Samples()
     deal = steps[0][1].deal
-    by_rank: list[Counter[int]] = [Counter() for _ in range(plan.ranks)]
+    by_rank: list[Counter[int]] = [Counter() for _ in range(ranks)]
     known = deal is not None
     for record, step in steps:
         known = known and step.deal == deal
@@ -161,7 +161,7 @@ def _samples_of(
             ids = record.shards.get(rank, ())
             if kind is Ids.DIGEST and len(ids) == 2:
                 found.all += ids[1]
-            elif kind is Ids.SAMPLES and rank < plan.ranks:
+            elif kind is Ids.SAMPLES and rank < ranks:
                 by_rank[rank].update(ids)
                 found.all += len(ids)
             known = known and kind is Ids.SAMPLES

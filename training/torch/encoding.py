@@ -125,6 +125,32 @@ def _unpacked(tree: Any, tensors: Sequence[Any], depth: int) -> Any:
     raise ValueError(f"{tree!r:.60} is nothing that a state is made of")
 
 
+class Blob(msgspec.Struct, array_like=True, frozen=True):
+    """A state in one piece. tree: without its tensors, which follow as (dtype, shape, bytes)."""
+
+    tree: bytes
+    tensors: list[tuple[str, list[int], bytes]]
+
+
+_blobs: Final = msgspec.msgpack.Decoder(Blob)
+
+
+def to_blob(state: Any, what: str) -> bytes:
+    """Return `state` with its tensors, which are small, as bytes. Raises as `encode`."""
+    tree, tensors = encode(state, what)
+    return msgspec.msgpack.encode(Blob(tree, [to_bytes(tensor) for tensor in tensors]))
+
+
+def from_blob(data: bytes | memoryview, what: str) -> Any:
+    """Return the state. what: names it in the `RemoteProtocolError` that other bytes raise."""
+    try:
+        blob = _blobs.decode(data)
+        tensors = [from_bytes(*each) for each in blob.tensors]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RemoteProtocolError(f"{what}: {error}") from None
+    return decode(blob.tree, tensors)
+
+
 def name_of(dtype: Any) -> str:
     """Return the name of a dtype of torch: `float32`."""
     return str(dtype).removeprefix("torch.")

@@ -17,8 +17,8 @@ from zbmd.training.torch.transaction import Report
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
-_FOUNDING: Final = struct.Struct("<Q32s?")
-"""The seed, the digest of the model, and whether the loop is recorded."""
+_FOUNDING: Final = struct.Struct("<Q32s32sq")
+"""The seed, digests of the model and of the options, and the version that the loop begins with."""
 
 
 class Exchange:
@@ -62,25 +62,33 @@ class Exchange:
         bounds = np.cumsum((0, *np.frombuffer(sizes, np.int64)))
         return tuple(whole[a:b] for a, b in itertools.pairwise(bounds))
 
-    def found(self, tensors: Sequence[str], seed: int, *, records: bool, refusal: str) -> int:
+    def found(self, tensors: Sequence[str], seed: int, *, options: str, version: int, refusal: str) -> int:
         """Agree on what all must have in common before the first step; return the seed of rank 0.
 
-        tensors: descriptions of the model's. refusal: why this rank cannot record it. Raises `UserError`.
+        tensors: descriptions of the model's. options: of `resilient`, which are the same on all ranks.
+        refusal: why this rank cannot begin. Raises `UserError`.
         """
         text = "\n".join(tensors).encode()
-        head = _FOUNDING.pack(seed % (1 << 64), hashlib.sha256(text).digest(), records)
-        rows = self.gather(head + refusal.encode())
+        model, told = (hashlib.sha256(each).digest() for each in (text, options.encode()))
+        rows = self.gather(_FOUNDING.pack(seed % (1 << 64), model, told, version) + refusal.encode())
         heads = [_FOUNDING.unpack_from(row) for row in rows]
         if len({found[1] for found in heads}) > 1:
             raise UserError(_difference([each.decode(errors="replace") for each in self.gather(text)]))
         if len({found[2] for found in heads}) > 1:
-            without = [rank for rank, found in enumerate(heads) if not found[2]]
+            others = [each.decode(errors="replace") for each in self.gather(options.encode())]
             raise UserError(
-                f"zbmd.torch.resilient(out=…) on some ranks, and not on {without}: give it on all, or on none"
+                f"zbmd.torch.resilient() has other options on some ranks: {', '.join(others)}, in the order "
+                "of ranks: give the same on all"
             )
         refused = next((row[_FOUNDING.size :] for row in rows if len(row) > _FOUNDING.size), b"")
         if refused:
             raise UserError(refused.decode(errors="replace"))
+        versions = [found[3] for found in heads]
+        if len(set(versions)) > 1:
+            raise UserError(
+                f"ranks have read checkpoints of different versions, {versions}: out= has to be a directory "
+                "that all of them share"
+            )
         return int(heads[0][0])
 
 

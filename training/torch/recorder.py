@@ -7,17 +7,31 @@ right (`amend`) before the loop goes on.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
+from zbmd.training.job.overwrite import claimed
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import state_digest
-from zbmd.training.run.ledger import LOG_NAME, CommitRecord, LedgerBroken, RunLog, has_log, read_header
+from zbmd.training.run.ledger import (
+    LOCK_NAME,
+    LOG_NAME,
+    CommitRecord,
+    LedgerBroken,
+    RunLog,
+    has_log,
+    locked,
+    nobody_writes,
+    read_header,
+)
 from zbmd.training.run.loop_steps import LoopPlan, LoopStep
 from zbmd.training.torch import points
 from zbmd.training.torch.audit import Amend, amendment
@@ -32,24 +46,33 @@ LOSS: Final = "loss"
 """The mean that is the loss of a step."""
 
 
-def refusal(out: Path) -> str:
-    """Return why a new loop must not be recorded in `out`; "" if it may."""
-    try:
-        path = out / LOG_NAME
-        if has_log(path):
-            header = read_header(path)
-            return (
-                f"{path} belongs to another run ({header.run_id}, seed {header.seed}): give "
-                "zbmd.torch.resilient(out=…) a directory of its own"
+@contextmanager
+def claiming(out: Path, *, resume: bool) -> Generator[str]:
+    """Keep other loops out of `out` meanwhile; yield why this one must not be recorded there, "" if it may.
+
+    resume: whether it goes on with the run that is there.
+    """
+    with ExitStack() as claim:
+        refused = ""
+        try:
+            claim.enter_context(claimed(out))
+            if resume:
+                with nobody_writes(out):
+                    pass
+            elif has_log(path := out / LOG_NAME):
+                header = read_header(path)
+                refused = (
+                    f"{path} belongs to another run ({header.run_id}, seed {header.seed}): give "
+                    "zbmd.torch.resilient(out=…) a directory of its own, or continue that run by resume=True"
+                )
+        except UserError as error:
+            refused = str(error)
+        except OSError as error:
+            refused = (
+                f"zbmd.torch.resilient(out={str(out)!r}): {error.strerror}: give a directory that can be "
+                "written"
             )
-        out.mkdir(parents=True, exist_ok=True)
-    except UserError as error:
-        return str(error)
-    except OSError as error:
-        return (
-            f"zbmd.torch.resilient(out={str(out)!r}): {error.strerror}: give a directory that can be written"
-        )
-    return ""
+        yield refused
 
 
 def plan_of(models: Sequence[Any], optimizers: Sequence[Any], ranks: int) -> LoopPlan:
@@ -90,7 +113,7 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
         members=tuple(range(len(rows))),
         shards={rank: each.drawn.ids for rank, each in enumerate(noted)},
         losses={0: means[LOSS]} if LOSS in means else {},
-        rng_key=(seed, ballots[0].version),
+        rng_key=(seed, noted[0].step - 1),
         digest=state_digest(known) if known else "",
         at_ns=at_ns,
         loop=LoopStep(
@@ -104,11 +127,38 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
 
 
 class Recorder:
-    """The files of the writer in `out`. fresh: this rank replaces the last one. Raises `UserError`."""
+    """The files of the writer in `out`. fresh: this rank replaces the last one. Raises `UserError`.
 
-    def __init__(self, out: Path, *, run_id: str, plan: LoopPlan, seed: int, fresh: bool) -> None:
+    resumed: the step of the checkpoint in `out` that the run goes on from; None: it begins.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        run_id: str,
+        plan: LoopPlan,
+        seed: int,
+        fresh: bool,
+        resumed: int | None = None,
+    ) -> None:
         self._out, self._seed, self._fresh = out, seed, fresh
-        self._log = RunLog(out, run_id=run_id, first=0, plan=plan.text(), seed=seed, may_begin=True)
+        path = out / LOG_NAME
+        begun = fresh and has_log(path) and read_header(path).run_id == run_id
+        first = 0 if begun or resumed is None else resumed
+        self._log = RunLog(
+            out,
+            run_id=run_id,
+            first=first,
+            plan=plan.text(),
+            seed=seed,
+            resumed=None if resumed is None else out,
+            may_begin=True,
+            anew=resumed is not None and not fresh,
+            on_begin=lambda: keep_until(out, first),
+        )
+        self._lock = locked(out / LOCK_NAME, fcntl.LOCK_SH)
+        """Held from the beginning: the log takes it with its first record."""
         self._records: Records | None = None
 
     def amend(self, rows: Sequence[bytes], step: int, epoch: int) -> None:
@@ -120,7 +170,7 @@ class Recorder:
             keep_until(self._out, step)
         record = record_of(rows, seed=self._seed, epoch=epoch, at_ns=now_ns())
         if record is not None and record.version == step:
-            self._put(record, rows)
+            self._put(record, rows, logged=todo is not Amend.APPEND)
         elif todo is Amend.APPEND:
             raise LedgerBroken(f"step {step} is committed, and nobody has its votes")
 
@@ -130,8 +180,9 @@ class Recorder:
         if record is not None:
             self._put(record, rows)
 
-    def _put(self, record: CommitRecord, rows: Sequence[bytes]) -> None:
-        self._log.append(record)
+    def _put(self, record: CommitRecord, rows: Sequence[bytes], *, logged: bool = False) -> None:
+        if not logged:
+            self._log.append(record)
         faults.hit(points.LOGGED)
         noted = noted_of(rows[0], len(rows))
         if self._records is None:
@@ -142,6 +193,9 @@ class Recorder:
     def close(self) -> None:
         """Close the files. Idempotent."""
         self._log.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self._records is not None:
             self._records.close()
             self._records = None

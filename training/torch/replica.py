@@ -105,10 +105,10 @@ class Shard:
         self.optimizer.state.clear()
         for own, values in zip(self.updated, moments, strict=True):
             if values:
-                self.optimizer.state[own] = {name: _placed(value, own) for name, value in values.items()}
+                self.optimizer.state[own] = {name: placed(value, own) for name, value in values.items()}
 
 
-def _placed(value: Any, parameter: Any) -> Any:
+def placed(value: Any, parameter: Any) -> Any:
     """Return a moment as the optimizer has it: sharded as its parameter, or plain."""
     if not belongs_to_shard(value, parameter):
         return value

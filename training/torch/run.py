@@ -10,60 +10,42 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
-
-import structlog
+from typing import Any, ParamSpec, TypeVar
 
 from zbmd.actors.rank.environment import RankEnvironment
-from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, LoopLost, Mode, Standing
-from zbmd.collectives.torch.rendezvous import come_together
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import world
-from zbmd.training.run.journal import captured_machine
+from zbmd.training.checkpoint.sharded import Piece
+from zbmd.training.redundancy.interface import Wish
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.ddp import KeptBuckets
-from zbmd.training.torch.exchange import Exchange
-from zbmd.training.torch.fsdp import has_shards
-from zbmd.training.torch.recorder import Recorder, plan_of, refusal
-from zbmd.training.torch.rollback import Boundary, seed_all
-from zbmd.training.torch.shards import Shards
-from zbmd.training.torch.transfer import Carried, described, give, own_tensors, take
+from zbmd.training.torch.checkpoints import LoopCheckpoints
+from zbmd.training.torch.meetings import Meetings
+from zbmd.training.torch.recorder import Recorder, claiming, plan_of
+from zbmd.training.torch.rollback import seed_all
+from zbmd.training.torch.saved import pieces_of, resume
+from zbmd.training.torch.state import LoopState
+from zbmd.training.torch.transfer import Position
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.native._native import now_ns
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
 
-log: Final = structlog.stdlib.get_logger("zbmd.torch")
-
-AGAIN_MAX: Final = 64
-"""Meetings after one loss, before the loop gives up."""
 CallP = ParamSpec("CallP")
 ResultT = TypeVar("ResultT")
 
 
 class StepAborted(BaseException):
     """Ends the body of a step that is to be repeated; `with run.step()` takes it."""
-
-
-class Position(NamedTuple):
-    """The place that the committed transactions have reached.
-
-    step: committed steps. passes: over the data. at: steps in the pass under way. every: calls of `run.every`
-    that are done after the last step.
-    """
-
-    step: int = 0
-    passes: int = 0
-    at: int = 0
-    every: int = 0
 
 
 class Step:
@@ -81,10 +63,23 @@ class Step:
         return self._run.end(error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The files that a loop leaves in the directory `out`, None: none; see `resilient`."""
+
+    out: Path | None
+    checkpoint_every: int
+    resume: bool
+
+    def text(self) -> str:
+        """Return the options as a script spells them; the directory may have another name on each host."""
+        return f"out={self.out is not None}, checkpoint_every={self.checkpoint_every}, resume={self.resume}"
+
+
 class Run:
     """A resilient loop over `models`, `optimizers`, and `others` with a `state_dict` (scheduler, scaler).
 
-    seed: of all random numbers in steps; default: that of `torch.manual_seed` on rank 0. out: see `recorder`.
+    seed: of all random numbers in steps; default: that of `torch.manual_seed` on rank 0.
     """
 
     def __init__(
@@ -93,7 +88,7 @@ class Run:
         optimizers: Sequence[Any],
         others: Sequence[Any],
         seed: int | None,
-        out: Path | None,
+        output: Output,
     ) -> None:
         worker = world().worker
         launched = RankEnvironment.read(os.environ) is not None
@@ -105,67 +100,93 @@ class Run:
             )
         if CONTINUITY.standing is Standing.IN_LOOP:
             raise UserError("zbmd.torch.resilient() was called twice: a process has one resilient loop")
-        self._models, self._optimizers = models, optimizers
-        self._rank, self._seed = int(dist.get_rank()), torch.initial_seed() if seed is None else seed
-        self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
-        self._exchange, self._ranks = Exchange(self._timeout), int(dist.get_world_size())
-        self._boundary = Boundary(models, optimizers, others)
-        self._position, self._claimed = Position(), 0
+        self._rank, self._ranks = int(dist.get_rank()), int(dist.get_world_size())
+        self._output = output
+        self._state = LoopState(
+            models,
+            optimizers,
+            others,
+            rank=self._rank,
+            ranks=self._ranks,
+            seed=torch.initial_seed() if seed is None else seed,
+        )
         self._then: Position | None = None
         """The position once the transaction under way is committed; None between two."""
-        self._committed = False
-        self._has_stepped = self._rehearses = False
-        self._rows: tuple[bytes, ...] = ()
+        self._claimed, self._committed = 0, False
         self._means: dict[str, float] = {}
         self._every: list[tuple[int, Callable[[], object]]] = []
-        self._loader: Any = None
-        self._loader_state: Any = None
-        self._voted_state: Any = None
-        """Of the loader, behind the batch of the step under way."""
         self._drawn = Drawn()
         """Of the batch of the step under way."""
-        self._out = out
         self._recorder: Recorder | None = None
         """Of rank 0, if the loop is recorded."""
+        self._checkpoints: LoopCheckpoints | None = None
         self.metrics: dict[str, float] = {}
         """Means over all ranks of what the last committed step gave to `mean`."""
-        fresh = CONTINUITY.mode is Mode.ALONE
-        self._shards = Shards(models, optimizers, self._rank, self._ranks) if has_shards(models) else None
-        machine = tx.Transactions(fresh=fresh, sharded=self._shards is not None)
-        self._machine = captured_machine(
-            worker, tx.TRANSACTION, "loop", machine, tx.transaction_config(machine)
-        )
-        self._state = machine
-        self._buckets = KeptBuckets(list(models))
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
-        self._keep()
-        if fresh:
-            self._recover()
-        else:
-            self._found()
-        if out is not None and self._rank == 0:
-            plan = plan_of(models, optimizers, self._ranks)
+        self._plan = plan_of(models, optimizers, self._ranks)
+        fresh = CONTINUITY.mode is Mode.ALONE
+        founds_in = None if fresh or self._rank else output.out
+        with nullcontext("") if founds_in is None else claiming(founds_in, resume=output.resume) as taken:
+            version, refused = (0, taken) if fresh or taken else self._resumed(seed)
+            timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
+            self._meetings = Meetings(worker, self._state, timeout=timeout, version=version, fresh=fresh)
+            self._state.keep()
+            if fresh:
+                self._meetings.recover()
+            else:
+                self._meetings.found(options=output.text(), refusal=refused)
+            self._open_output(f"{worker.job:016x}", fresh=fresh)
+        CONTINUITY.enter()
+
+    def _resumed(self, seed: int | None) -> tuple[int, str]:
+        """Go on from a checkpoint, if that is asked for; return its version, and why that cannot be."""
+        if not self._output.resume or self._output.out is None:
+            return 0, ""
+        try:
+            return resume(self._output.out, self._state, self._plan, seed), ""
+        except UserError as error:
+            return 0, str(error)
+
+    def _open_output(self, run_id: str, *, fresh: bool) -> None:
+        output, state = self._output, self._state
+        if output.out is None:
+            return
+        if self._rank == 0:
             self._recorder = Recorder(
-                out, run_id=f"{worker.job:016x}", plan=plan, seed=self._seed, fresh=fresh
+                output.out,
+                run_id=run_id,
+                plan=self._plan,
+                seed=state.seed,
+                fresh=fresh,
+                resumed=state.position.step if output.resume else None,
             )
             CONTINUITY.at_leave(self._recorder.close)
             if fresh:
-                self._recorder.amend(self._rows, self._position.step, CONTINUITY.epoch)
-        CONTINUITY.enter()
+                self._recorder.amend(state.rows, state.position.step, CONTINUITY.epoch)
+        self._checkpoints = LoopCheckpoints(
+            output.out,
+            run_id=run_id,
+            plan=self._plan.text(),
+            rank=self._rank,
+            every=output.checkpoint_every,
+        )
+        CONTINUITY.at_leave(self._checkpoints.close)
+        if fresh:
+            self._checkpoints.committed(votes.written_in(state.rows))
 
     # What scripts use.
 
     @property
     def steps(self) -> int:
         """The number of committed steps."""
-        return self._position.step
+        return self._state.position.step
 
     @property
     def version(self) -> int:
-        """The number of committed transactions: steps, calls of `every`, ends of passes."""
-        return self._state.version
+        """The number of committed transactions: steps, calls of `every`, ends of passes, saves."""
+        return self._meetings.machine.version
 
     def step(self) -> Step:
         """Return the context of one step."""
@@ -202,19 +223,40 @@ class Run:
         loading.check(loader)
         for _ in range(epochs):
             number, self._claimed = self._claimed, self._claimed + 1
-            if self._position.passes <= number:
+            if self._state.position.passes <= number:
                 yield from self._pass(loader, number)
+        if self._output.checkpoint_every:
+            self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of the last committed step, which is durable when rank 0 goes on.
+
+        All ranks call it behind their last step, or have it called: `run.every(n, run.save)`. Raises
+        `UserError` in a step, in a loop without `out`, and for a full disk.
+        """
+        position, then, checkpoints = self._state.position, self._then, self._checkpoints
+        if checkpoints is None or (then is not None and then.step > position.step):
+            raise UserError("run.save(): not in a step, and with zbmd.torch.resilient(…, out=DIRECTORY)")
+        if then is not None:
+            checkpoints.begin(position.step, self._pieces, CONTINUITY.epoch, told=True)
+            checkpoints.settle()
+        elif not position.saved:
+            self._transact(position._replace(saved=1), self.save)
+
+    def _pieces(self) -> list[Piece]:
+        return pieces_of(self._state, self.version)
 
     # Passes.
 
     def _pass(self, loader: Any, number: int) -> Iterator[Any]:
-        if self._position.passes < number:  # the last pass was left before its end
-            self._position = self._position._replace(passes=number, at=0)
-        self._loader = loader if loading.has_state(loader) else None
+        state = self._state
+        if state.position.passes < number:  # the last pass was left before its end
+            state.position = state.position._replace(passes=number, at=0)
+        state.loader = loader if loading.has_state(loader) else None
         source = self._opened(loader, number)
         while True:
             self._call_due()
-            self._seed_for("batch", self._position.step)
+            self._seed_for("batch", self.steps)
             batch = next(source, self)
             if batch is self:
                 break
@@ -222,15 +264,15 @@ class Run:
             while self.version == version:
                 if marks.is_changed:
                     source = self._opened(loader, number)
-                    self._seed_for("batch", self._position.step)
+                    self._seed_for("batch", self.steps)
                     marks = loading.Marks(next(source))
                 self._drawn = source.drawn
                 yield marks.batch
-        self._loader = self._loader_state = self._voted_state = None
-        self._transact(self._position._replace(passes=number + 1, at=0), lambda: None)
+        state.end_pass()
+        self._transact(state.position._replace(passes=number + 1, at=0), lambda: None)
 
     def _opened(self, loader: Any, number: int) -> loading.Source:
-        position = self._position
+        position = self._state.position
         return loading.Source(
             loader,
             number=number,
@@ -238,24 +280,24 @@ class Run:
             seed_for=self._seed_for,
             step=position.step,
             ranks=self._ranks,
-            state=self._loader_state,
+            state=self._state.loader_state,
         )
 
-    def _seed_for(self, what: str, number: int) -> None:
-        seed_all(self._seed, what, number, self._rank)
+    def _seed_for(self, what: str, number: int, *of: int) -> None:
+        seed_all(self._state.seed, what, number, *of, self._rank)
 
     def _call_due(self) -> None:
         """Call what `every` has been given and is due now."""
         while True:
-            step, done = self._position.step, self._position.every
+            step, done = self.steps, self._state.position.every
             due = [body for steps, body in self._every if step and step % steps == 0]
             if done >= len(due):
                 return
-            self._transact(self._position._replace(every=done + 1), due[done])
+            self._transact(self._state.position._replace(every=done + 1), due[done])
 
     def _transact(self, then: Position, body: Callable[[], object]) -> None:
         """Make a transaction that is no step."""
-        while self._position != then:
+        while self._state.position != then:
             self.begin(then)
             error: BaseException | None = None
             try:
@@ -266,6 +308,14 @@ class Run:
                     raise
             else:
                 self.end(None)
+        if self._checkpoints is not None:
+            self._checkpoints.require_named()
+
+    def _stop_if_asked(self) -> None:
+        """Save, and end the script, if a rank was asked to stop. Raises `SystemExit`."""
+        if self._checkpoints is not None and votes.asked_in(self._state.rows) & Wish.STOP:
+            self.save()
+            raise SystemExit
 
     # One transaction.
 
@@ -273,16 +323,21 @@ class Run:
         """A transaction begins: of a step, unless `then` is the position after it."""
         if self._then is not None:
             raise UserError("run.step() in run.step() or in run.every(): steps are not nested")
-        old = self._position
-        self._then = old._replace(step=old.step + 1, at=old.at + 1, every=0) if then is None else then
+        if then is None:
+            self._stop_if_asked()
+        old = self._state.position
+        self._then = Position(old.step + 1, old.passes, old.at + 1) if then is None else then
         self._committed = False
         self._means.clear()
-        self._keep()
-        self._seed_for("step" if then is None else "every", self.version)
+        self._state.keep()
+        if then is None:
+            self._seed_for("step", old.step)
+        else:
+            self._seed_for("every", old.step, old.every)
         try:
             if then is None:
                 faults.hit(points.BEGIN)
-                if self._rehearses:
+                if self._state.rehearses:
                     CONTINUITY.rehearse()
                     return
             if CONTINUITY.broken is not None:
@@ -300,7 +355,7 @@ class Run:
                 if CONTINUITY.mode is Mode.ALONE and isinstance(error, Exception):
                     self._end_rehearsal()  # a check of what all ranks have computed may fail for one alone
                     return True
-                if self._committed or not self._is_of_a_loss(error):
+                if self._committed or not CONTINUITY.is_of_a_loss(error):
                     return False
                 self._recover()
                 return True
@@ -309,29 +364,24 @@ class Run:
                     self._commit()
                 except StepAborted:
                     return True
+            self._reached()
             faults.hit(points.DONE)
             return True
         finally:
             self._then = None
             CONTINUITY.end_tail()
 
-    @staticmethod
-    def _is_of_a_loss(error: BaseException) -> bool:
-        """Whether an error follows from a loss; out of `backward()` its type and its cause are gone."""
-        seen: set[int] = set()
-        cause: BaseException | None = error
-        while cause is not None and id(cause) not in seen:
-            if isinstance(cause, LOSSES):
-                CONTINUITY.note(cause)
-                return True
-            seen.add(id(cause))
-            cause = cause.__cause__ or cause.__context__
-        return CONTINUITY.broken is not None and isinstance(error, Exception)
+    def _reached(self) -> None:
+        """A transaction has ended: begin a checkpoint, if it was a step after which one is due."""
+        position = self._state.position
+        if self._checkpoints is not None and position.step and not position.every and not position.saved:
+            asked = Wish(votes.asked_in(self._state.rows))
+            self._checkpoints.reached(position.step, asked, self._pieces, CONTINUITY.epoch)
 
     def _before_update(self, *_: Any) -> None:
         """Vote before the first optimizer of a step updates."""
         if self._then is None:
-            if self._shards is not None:
+            if self._state.shards is not None:
                 raise UserError(
                     "optimizer.step() outside of run.step(): its update would miss the copy of the shard"
                 )
@@ -346,8 +396,8 @@ class Run:
 
     def _after_update(self, *_: Any) -> None:
         """Make the update of the ward as well."""
-        if self._shards is not None and self._then is not None and self._committed:
-            self._shards.replay()
+        if self._state.shards is not None and self._then is not None and self._committed:
+            self._state.shards.replay()
         faults.hit(points.UPDATED)
 
     def _commit(self, *, updates: bool = False) -> None:
@@ -359,13 +409,14 @@ class Run:
             self._end_rehearsal()
             raise StepAborted
         faults.hit(points.PREPARED)
-        self._boundary.find_changed()
+        state = self._state
+        state.boundary.find_changed()
         try:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
             rows = self._vote(updates=updates)
-            self._do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))
-            self._rows, promoted = rows, False
+            self._meetings.do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))
+            state.rows, promoted = rows, False
             faults.hit(points.VOTED)
         except LOSSES as error:
             CONTINUITY.note(error)
@@ -373,195 +424,53 @@ class Run:
             if not promoted:
                 raise StepAborted from None
         assert self._then is not None
-        self._has_stepped = self._has_stepped or self._then.step > self._position.step
-        self._position, self._committed, self._loader_state = self._then, True, self._voted_state
-        self.metrics = votes.means_of(self._rows, sorted(self._means)) or self.metrics
+        state.committed(self._then)
+        self._committed = True
+        self.metrics = votes.means_of(state.rows, sorted(self._means)) or self.metrics
         if self._recorder is not None:
-            self._recorder.put(self._rows, CONTINUITY.epoch)
+            self._recorder.put(state.rows, CONTINUITY.epoch)
+        if self._checkpoints is not None:
+            self._checkpoints.committed(votes.written_in(state.rows))
         self._drawn = Drawn()
         CONTINUITY.begin_tail(alone=promoted)
+
+    def _recover(self) -> bool:
+        """Meet the others; return whether the transaction under way is committed after all."""
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
+        return self._meetings.recover()
 
     def _end_rehearsal(self) -> None:
         """A step was made alone, so that models know their graphs: repeat it with the others."""
         CONTINUITY.end_rehearsal()
-        self._go_back()
-        self._rehearses = False
-
-    def _go_back(self, flags: Sequence[bool] = ()) -> None:
-        """Be where the transaction under way began."""
-        self._boundary.go_back()
-        self._buckets.reset(flags)
-        if self._shards is not None:
-            self._shards.modules.reset()
-        # A model that has not made a whole step would make other calls than the others in its first one.
-        self._rehearses = self._buckets.learn and not self._has_stepped
+        self._state.go_back()
+        self._state.rehearses = False
 
     def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
-        compares = updates and self._state.version % tx.DIGEST_EVERY == 0
-        digest = self._buckets.digest() if compares else tx.NO_DIGEST
-        shard, copy = self._shards.digests() if compares and self._shards is not None else ((), ())
-        (action,) = self._do(tx.Prepared(digest=digest, updates=updates, shard=shard, copy=copy))
+        state, shards, checkpoints = self._state, self._state.shards, self._checkpoints
+        compares = updates and self.version % tx.DIGEST_EVERY == 0
+        digest = state.buckets.digest() if compares else tx.NO_DIGEST
+        shard, copy = shards.digests() if compares and shards is not None else ((), ())
+        (action,) = self._meetings.do(tx.Prepared(digest=digest, updates=updates, shard=shard, copy=copy))
         if isinstance(action, tx.Deliver):
-            assert self._shards is not None
-            self._shards.deliver(self._exchange.group, self._exchange.end_ns)
+            assert shards is not None
+            shards.deliver(self._meetings.exchange.group, self._meetings.exchange.end_ns)
             faults.hit(points.DELIVERED)
-            (action,) = self._do(tx.Delivered())
+            (action,) = self._meetings.do(tx.Delivered())
         assert isinstance(action, tx.Vote)
-        if self._loader is not None:
-            self._voted_state = loading.state_of(self._loader)
-        own = {
-            "buffers": {n: b for n, b in self._boundary.buffers() if n in self._boundary.changing},
-            "loader": None if self._loader is None else self._voted_state,
-        }
         noted: votes.Noted | None = None
-        if self._out is not None and self._then is not None:
-            step = self._then.step if self._then.step > self._position.step else 0
+        if self._output.out is not None and self._then is not None:
+            step = self._then.step if self._then.step > self.steps else 0
             noted = votes.Noted(step, tuple(sorted(self._means)), self._drawn if step else Drawn())
-        return self._exchange.gather(votes.pack(action.ballot, self._means, own, noted))
-
-    def _keep(self) -> None:
-        """Keep what the transaction that begins may change."""
-        self._boundary.keep()
-        self._buckets.keep()
-        if self._shards is not None:
-            self._shards.modules.keep()
-
-    # Losses.
-
-    def _found(self) -> None:
-        """The first ranks of the run: they have the same model, and draw from the same seed."""
-        names = [described(name, tensor) for name, tensor in own_tensors(self._models)]
-        refused = refusal(self._out) if self._out is not None and self._rank == 0 else ""
-        try:
-            records = self._out is not None
-            self._seed = self._exchange.found(names, self._seed, records=records, refusal=refused)
-            if self._shards is not None:
-                self._perform(self._do(self._met()))
-        except LOSSES as error:
-            CONTINUITY.note(error)
-            CONTINUITY.enter()
-            self._recover()
-
-    def _recover(self) -> bool:
-        """Meet the others in a new view; return whether the transaction under way is committed after all.
-
-        Raises `LoopLost`, and what cannot be mended by meeting again.
-        """
-        began = now_ns()
-        for _ in range(AGAIN_MAX):
-            try:
-                self._do(tx.Cut())
-                come_together(self._timeout)
-                faults.hit(points.MEET)
-                promoted = self._perform(self._do(self._met()))
-                if self._state.phase in (tx.Phase.MEETING, tx.Phase.FRESH):
-                    continue  # ranks that were behind promote, and then meet again
-            except LOSSES as error:
-                CONTINUITY.note(error)
-                log.info("a rank was lost while the loop recovered: meet again", reason=str(error))
-            else:
-                after_ms = (now_ns() - began) / 1e6
-                log.info("the loop goes on", step=self.steps, promoted=promoted, after_ms=round(after_ms, 1))
-                return promoted
-        raise LoopLost(f"{AGAIN_MAX} meetings after a loss have failed")
-
-    def _met(self) -> tx.Met:
-        return tx.Met(place=self._rank, reports=self._exchange.reports(self._state.report))
-
-    def _perform(self, actions: Sequence[tx.Action]) -> bool:
-        promoted, version = False, -1
-        for action in actions:
-            match action:
-                case tx.Share(source=source):
-                    self._share(source)
-                    promoted = self._perform(self._do(tx.Shared()))
-                case tx.Promote():
-                    promoted = True
-                case tx.Repeat():
-                    self._go_back()
-                case tx.Give(to=places):
-                    self._give(places)
-                case tx.Take(source=source):
-                    self._taken(self._take(source))
-                case tx.Move():
-                    version = self._move(action, version)
-                case tx.Meet():
-                    break
-                case _:
-                    raise AssertionError(f"{action} came after a meeting")
-        if self._state.phase is tx.Phase.TAKING and version >= 0:
-            self._taken(version)
-        return promoted
-
-    def _move(self, move: tx.Move, version: int) -> int:
-        """Send or receive; return the version that has come, or else `version`."""
-        shards = self._shards
-        assert shards is not None
-        if move.source == self._rank:
-            if move.what is tx.What.REST:
-                self._give([move.target])
-            else:
-                shards.send(self._exchange.group, move.what, move.target)
-        elif move.what is tx.What.REST:
-            return self._take(move.source)
-        else:
-            shards.receive(self._exchange.group, move.what, move.source)
-            if move.what is tx.What.COPY and not self._state.fresh:
-                self._do(tx.Kept())
-        return version
-
-    def _do(self, event: tx.Event) -> list[tx.Action]:
-        """Have the machine take an event; return its actions. Raises the error of a failure."""
-        actions = self._machine.handle(event, now_ns=now_ns())
-        for action in actions:
-            if isinstance(action, tx.Fail):
-                shards, number = self._shards, action.parameter
-                first = "" if shards is None or number is None else f"{shards.name_of(number)}: "
-                raise LoopLost(action.reason) if action.lost else UserError(first + action.reason)
-        return list(actions)
-
-    def _share(self, source: int) -> None:
-        """Have all ranks hold the votes of the last commit."""
-        rows = self._exchange.share(self._rows if self._rank == source else (), source)
-        if self._state.voted:
-            self._rows = rows
-
-    def _give(self, places: Sequence[int]) -> None:
-        carried = Carried(
-            version=self.version,
-            seed=self._seed,
-            position=tuple(self._position),
-            rows=self._rows,
-            flags=tuple(self._buckets.flags),
+        row = votes.pack(
+            action.ballot,
+            self._means,
+            state.own(),
+            noted,
+            asks=0 if checkpoints is None else checkpoints.wishes,
+            wrote=None if checkpoints is None else checkpoints.wrote,
         )
-        own, moments = self._own_tensors, self._shards is None
-        for place in places:
-            give(self._exchange.group, place, own, self._optimizers, self._boundary, carried, moments=moments)
-
-    @property
-    def _own_tensors(self) -> list[tuple[str, Any]]:
-        return own_tensors(self._models, parameters=self._shards is None)
-
-    def _take(self, source: int) -> int:
-        """Receive the state, but for shards; return its version."""
-        carried = take(self._exchange.group, source, self._own_tensors, self._optimizers, self._boundary)
-        self._seed, self._position = carried.seed, Position(*carried.position)
-        self._rows = carried.rows
-        if carried.rows:
-            own = votes.own_of(carried.rows[self._rank])
-            found = dict(self._boundary.buffers())
-            with torch.inference_mode():
-                for name, value in own["buffers"].items():
-                    found[name].detach().copy_(value)
-            self._loader_state = self._voted_state = own["loader"]
-        self._keep()
-        self._go_back(carried.flags)
-        self._keep()
-        return carried.version
-
-    def _taken(self, version: int) -> None:
-        self._do(tx.Taken(version=version))
-        faults.hit(points.TAKE)
+        return self._meetings.exchange.gather(row)
 
 
 def resilient(
@@ -570,6 +479,8 @@ def resilient(
     *others: Any,
     seed: int | None = None,
     out: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 0,
+    resume: bool = False,
 ) -> Run:
     """Return a run whose steps survive the loss of ranks; see docs/GUIDE_TORCH.md.
 
@@ -580,9 +491,12 @@ def resilient(
                 optimizer.step()
 
     model, optimizer: one, or a list. others: what else has a `state_dict`: schedulers, a `GradScaler`. seed:
-    of random numbers in steps; default: that of `torch.manual_seed` on rank 0. out: a directory, which rank 0
-    writes the commit log and the metrics of the loop to, for `zbmd ledger`. All ranks call it, after all
+    of random numbers in steps; default: that of `torch.manual_seed` on rank 0. All ranks call it, after all
     process groups are made. Raises `UserError` for what cannot be continued, and `DistBackendError`.
+
+    out: a directory that all ranks share: of the commit log and the metrics, for `zbmd ledger`, and of the
+    checkpoint, which is written after each `checkpoint_every` steps, and when a signal asks for it.
+    resume: go on from the checkpoint in `out`.
     """
     models = [*model] if isinstance(model, list | tuple) else [model]
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
@@ -591,8 +505,13 @@ def resilient(
             raise UserError(
                 f"{type(each).__name__} has no state_dict and load_state_dict: it cannot be continued"
             )
+    if out is None and (checkpoint_every or resume):
+        raise UserError("zbmd.torch.resilient(checkpoint_every=…, resume=…) needs a directory: give it out=…")
+    if checkpoint_every < 0:
+        raise UserError(f"zbmd.torch.resilient(checkpoint_every={checkpoint_every}): 0 or more steps")
+    output = Output(out=None if out is None else Path(out), checkpoint_every=checkpoint_every, resume=resume)
     try:
-        return Run(models, optimizers, others, seed, None if out is None else Path(out))
+        return Run(models, optimizers, others, seed, output)
     except ZbmdError as error:
         if isinstance(error, UserError):
             raise

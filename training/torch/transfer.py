@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -46,16 +46,30 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 _headers: Final = msgspec.msgpack.Decoder(Header)
 
 
+class Position(NamedTuple):
+    """The place that the committed transactions have reached.
+
+    step: committed steps. passes: over the data. at: steps in the pass under way. every: calls of `run.every`
+    that are done after the last step. saved: whether the state after it was saved before all went on (1).
+    """
+
+    step: int = 0
+    passes: int = 0
+    at: int = 0
+    every: int = 0
+    saved: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """The rest of a state, beside the state of models and optimizers.
 
-    position: see `run.Position`. rows: of the last vote. flags: see `KeptBuckets`.
+    rows: of the last vote. flags: see `KeptBuckets`.
     """
 
     version: int
     seed: int
-    position: tuple[int, ...]
+    position: Position
     rows: tuple[bytes, ...]
     flags: tuple[bool, ...]
 
@@ -74,17 +88,22 @@ def give(
 
     own: tensors that the other has, too, by name. moments: whether those of optimizers are sent.
     """
-    state = {
+    state = rest_of(optimizers, boundary, carried, moments=moments)
+    send_tree(group, to, state, "the state of a loop", own)
+
+
+def rest_of(optimizers: Sequence[Any], boundary: Boundary, carried: Carried, *, moments: bool) -> Any:
+    """Return a state without the tensors of models, as `loaded` takes it."""
+    return {
         "optimizers": [[hyperparameters(one), _moments(one) if moments else None] for one in optimizers],
         "others": [other.state_dict() for other in boundary.others],
         "changing": boundary.changing,
         "version": carried.version,
         "seed": carried.seed,
-        "position": carried.position,
+        "position": tuple(carried.position),
         "rows": carried.rows,
         "flags": carried.flags,
     }
-    send_tree(group, to, state, "the state of a loop", own)
 
 
 def send_tree(group: Group, to: int, state: Any, what: str, own: Sequence[tuple[str, Any]] = ()) -> None:
@@ -114,7 +133,7 @@ def take(
 
     Raises as `Group.recv` does, `UserError` if the model is another one here, and `RemoteProtocolError`.
     """
-    return _loaded(receive_tree(group, source, own), optimizers, boundary)
+    return loaded(receive_tree(group, source, own), optimizers, boundary)
 
 
 def receive_tree(group: Group, source: int, own: Sequence[tuple[str, Any]] = ()) -> Any:
@@ -189,7 +208,8 @@ def _moments(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _loaded(state: Any, optimizers: Sequence[Any], boundary: Boundary) -> Carried:
+def loaded(state: Any, optimizers: Sequence[Any], boundary: Boundary) -> Carried:
+    """Load what `rest_of` has returned elsewhere; return the rest. Raises as `take` does."""
     try:
         for optimizer, (groups, moments) in zip(optimizers, state["optimizers"], strict=True):
             restore_hyperparameters(optimizer, groups)
@@ -206,7 +226,7 @@ def _loaded(state: Any, optimizers: Sequence[Any], boundary: Boundary) -> Carrie
         return Carried(
             version=int(state["version"]),
             seed=int(state["seed"]),
-            position=tuple(int(number) for number in state["position"]),
+            position=Position(*(int(number) for number in state["position"])),
             rows=tuple(bytes(row) for row in state["rows"]),
             flags=tuple(bool(flag) for flag in state["flags"]),
         )

@@ -1,4 +1,5 @@
-"""A rank's vote as bytes: its ballot, its part of the means, what is recorded, and its own part of the state.
+"""A rank's vote as bytes: its ballot, its part of the means, what is recorded, what it asks all ranks for,
+what it has written of a checkpoint, and its own part of the state.
 
 Every rank keeps the votes of the last commit: a replacement gets its predecessor's own state out of them.
 """
@@ -12,21 +13,14 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from zbmd.training.run.loop_steps import Drawn
-from zbmd.training.torch.encoding import decode, encode, from_bytes, to_bytes
+from zbmd.training.torch.encoding import from_blob, to_blob
 from zbmd.training.torch.transaction import Ballot
 from zbmd.transport.errors import RemoteProtocolError
 
-_HEAD: Final = struct.Struct("<qQIBIII")
-"""Version, digest, means, whether it holds, bytes noted, digests of the shard and of the copy."""
+_HEAD: Final = struct.Struct("<qQIBBIIII")
+"""Version, digest, means, whether it holds, wishes, bytes noted and written, digests of shard and copy."""
 MEANS_MAX: Final = 1_024
 DIGESTS_MAX: Final = 1 << 20
-
-
-class Own(msgspec.Struct, array_like=True, frozen=True):
-    """A rank's own part of the state. tree: without its tensors, which follow as (dtype, shape, bytes)."""
-
-    tree: bytes
-    tensors: list[tuple[str, list[int], bytes]]
 
 
 class Noted(msgspec.Struct, array_like=True, frozen=True):
@@ -37,21 +31,45 @@ class Noted(msgspec.Struct, array_like=True, frozen=True):
     drawn: Drawn
 
 
-_own: Final = msgspec.msgpack.Decoder(Own)
+class Wrote(msgspec.Struct, array_like=True, frozen=True):
+    """A rank's part of the checkpoint under way, once it is durable.
+
+    stem: of the names of its shards. step: whose state it is. has: whether this rank had a shard to write.
+    failed: why it could not be written, or the last one not named; "" if it could.
+    """
+
+    stem: str
+    step: int
+    has: bool
+    failed: str = ""
+
+
 _noted: Final = msgspec.msgpack.Decoder(Noted)
+_wrote: Final = msgspec.msgpack.Decoder(Wrote)
 
 
-def pack(ballot: Ballot, means: Mapping[str, float], own: Any, noted: Noted | None = None) -> bytes:
-    """Return a vote. own: as `encoding.encode` takes it. noted: None: the loop is not recorded."""
+def pack(
+    ballot: Ballot,
+    means: Mapping[str, float],
+    own: Any,
+    noted: Noted | None = None,
+    *,
+    asks: int = 0,
+    wrote: Wrote | None = None,
+) -> bytes:
+    """Return a vote. own: as `encoding.encode` takes it. noted: None: the loop is not recorded.
+
+    asks: the wishes of this rank.
+    """
     names = sorted(means)
     values = struct.pack(f"<{len(names)}d", *(means[name] for name in names))
-    tree, tensors = encode(own, "the state of this rank alone")
-    blob = msgspec.msgpack.encode(Own(tree, [to_bytes(tensor) for tensor in tensors]))
+    blob = to_blob(own, "the state of this rank alone")
     told = b"" if noted is None else msgspec.msgpack.encode(noted)
+    done = b"" if wrote is None else msgspec.msgpack.encode(wrote)
     digests = (*ballot.shard, *ballot.copy)
-    counts = (len(told), len(ballot.shard), len(ballot.copy))
-    head = _HEAD.pack(ballot.version, ballot.digest, len(names), ballot.holds, *counts)
-    return head + values + struct.pack(f"<{len(digests)}Q", *digests) + told + blob
+    counts = (len(told), len(done), len(ballot.shard), len(ballot.copy))
+    head = _HEAD.pack(ballot.version, ballot.digest, len(names), ballot.holds, asks, *counts)
+    return head + values + struct.pack(f"<{len(digests)}Q", *digests) + told + done + blob
 
 
 def ballot_of(row: bytes) -> Ballot:
@@ -93,15 +111,45 @@ def noted_of(row: bytes, ranks: int) -> Noted | None:
     return noted
 
 
+def asked_in(rows: Sequence[bytes]) -> int:
+    """Return the wishes of all ranks together. Raises `RemoteProtocolError`."""
+    asked = 0
+    for row in rows:
+        asked |= _head(row).asks
+    return asked
+
+
+def without_wishes(row: bytes) -> bytes:
+    """Return a vote of a run that has ended: nobody asks for anything any more."""
+    head = _head(row)
+    return _HEAD.pack(*head._replace(asks=0)) + row[_HEAD.size :]
+
+
+def written_in(rows: Sequence[bytes]) -> list[Wrote]:
+    """Return what ranks have written of a checkpoint; empty unless all have. Raises `RemoteProtocolError`.
+
+    One that has failed stands for all.
+    """
+    found = [each for row in rows if (each := _wrote_of(row)) is not None]
+    failed = [each for each in found if each.failed]
+    return failed[:1] or (found if len(found) == len(rows) else [])
+
+
+def _wrote_of(row: bytes) -> Wrote | None:
+    head = _head(row)
+    if not head.wrote:
+        return None
+    begin = head.begin + head.noted
+    try:
+        return _wrote.decode(row[begin : begin + head.wrote])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RemoteProtocolError(f"what a vote says of a checkpoint: {error}") from None
+
+
 def own_of(row: bytes) -> Any:
     """Return what a rank has put into its vote as its own. Raises `RemoteProtocolError`."""
     head = _head(row)
-    try:
-        own = _own.decode(row[head.begin + head.noted :])
-        tensors = [from_bytes(*each) for each in own.tensors]
-    except (msgspec.DecodeError, ValueError) as error:
-        raise RemoteProtocolError(f"the own state of a rank in its vote: {error}") from None
-    return decode(own.tree, tensors)
+    return from_blob(row[head.begin + head.noted + head.wrote :], "the own state of a rank in its vote")
 
 
 class _Head(NamedTuple):
@@ -109,7 +157,9 @@ class _Head(NamedTuple):
     digest: int
     means: int
     holds: int
+    asks: int
     noted: int
+    wrote: int
     shard: int
     copy: int
 
@@ -126,7 +176,7 @@ def _head(row: bytes) -> _Head:
     if (
         head.means > MEANS_MAX
         or max(head.shard, head.copy) > DIGESTS_MAX
-        or len(row) < head.begin + head.noted
+        or len(row) < head.begin + head.noted + head.wrote
     ):
         raise RemoteProtocolError(f"a vote of {len(row)} bytes begins with {head}")
     return head

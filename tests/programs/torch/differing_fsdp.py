@@ -32,7 +32,7 @@ def target() -> Any:
     """Return the tensor that is changed."""
     if sys.argv[1] == "shard":
         return model[1].weight._local_tensor.detach()
-    shards: Any = run._shards
+    shards: Any = run._state.shards
     replica = shards._replica
     copied = replica.updated[2]
     return copied.detach() if sys.argv[1] == "copy" else replica._twin.state[copied]["exp_avg"]

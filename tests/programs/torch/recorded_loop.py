@@ -1,7 +1,8 @@
 """A recorded resilient loop over DDP, small and quick: its losses, and its samples, are those of the log.
 
 Variables: OUT (the directory), LOADER (sampler, workers, ragged, each, iterable, stateful, none), WORKERS,
-MISSED (the version at which all ranks but 0 act as if they had not seen the votes).
+MISSED (the version at which all ranks but 0 act as if they had not seen the votes), EPOCHS, EVERY and SAVE
+(after how many steps it is saved, beside them and before all go on), RESUME, WIDTH (of the model).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ distributed: Any = importlib.import_module("torch.utils.data.distributed")
 parallel: Any = importlib.import_module("torch.nn.parallel")
 
 LOADER = os.environ.get("LOADER", "sampler")
-EPOCHS, SAMPLES, SIZE = 2, 50, 6
+EPOCHS, SAMPLES, SIZE = int(os.environ.get("EPOCHS", "2")), 50, 6
+WIDTH = int(os.environ.get("WIDTH", "8"))
 
 
 class Streamed(data.IterableDataset):  # type: ignore[misc, name-defined]
@@ -72,9 +74,18 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("zbmd")
     torch.manual_seed(1)
-    model = parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1)))
+    layers = nn.Linear(4, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1)
+    model = parallel.DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = zbmd.torch.resilient(model, optimizer, out=os.environ["OUT"])
+    run = zbmd.torch.resilient(
+        model,
+        optimizer,
+        out=os.environ["OUT"],
+        checkpoint_every=int(os.environ.get("EVERY", "0")),
+        resume="RESUME" in os.environ,
+    )
+    if "SAVE" in os.environ:
+        run.every(int(os.environ["SAVE"]), run.save)
     if "MISSED" in os.environ and dist.get_rank() != 0:
         miss_votes(run, int(os.environ["MISSED"]))
     run.every(4, lambda: dist.barrier())

@@ -1,6 +1,8 @@
 """A resilient loop over FSDP2, which prints for each rank what a killed run must have in common with another.
 
-Variables: MODE (plain, fused, momentum, mixed, kept, hybrid, scaler, every, unseen), or some, joined by +.
+Variables: MODE (plain, fused, momentum, mixed, kept, hybrid, scaler, every, unseen), or some, joined by +;
+OUT, the directory of the run, EVERY and SAVE, after how many steps it is saved beside them and before all go
+on, and RESUME; EPOCHS; WHOLE.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ data: Any = importlib.import_module("torch.utils.data")
 distributed: Any = importlib.import_module("torch.utils.data.distributed")
 
 MODES = set(os.environ.get("MODE", "plain").split("+"))
-EPOCHS = 2
+EPOCHS = int(os.environ.get("EPOCHS", "2"))
 
 
 class Block(nn.Module):  # type: ignore[misc, name-defined]
@@ -128,6 +130,26 @@ def miss_a_vote(run: Any) -> None:
         run._vote = missed
 
 
+def saving() -> dict[str, Any]:
+    """Return the options of a run that is saved."""
+    if "OUT" not in os.environ:
+        return {}
+    every = int(os.environ.get("EVERY", "0"))
+    return {"out": os.environ["OUT"], "checkpoint_every": every, "resume": "RESUME" in os.environ}
+
+
+def tell_whole(when: str, model: Any, optimizer: Any) -> None:
+    """Print a digest of all shards together, with their moments, if WHOLE is set."""
+    if "WHOLE" not in os.environ:
+        return
+    whole = [
+        value.full_tensor() if hasattr(value, "full_tensor") else value
+        for each in model.parameters()
+        for value in (each, *(moment for _, moment in sorted(optimizer.state.get(each, {}).items())))
+    ]
+    print(f"{when} with {digest(whole)}", flush=True)
+
+
 def main() -> None:
     """Train."""
     warnings.filterwarnings("ignore")
@@ -141,7 +163,10 @@ def main() -> None:
     numbers = torch.Generator().manual_seed(5)
     samples = data.TensorDataset(torch.randn(96, 10, generator=numbers), torch.arange(96))
     loader = data.DataLoader(samples, 8, sampler=distributed.DistributedSampler(samples))
-    run = zbmd.torch.resilient(model, optimizer, scheduler, scaler)
+    run = zbmd.torch.resilient(model, optimizer, scheduler, scaler, **saving())
+    if "SAVE" in os.environ:
+        run.every(int(os.environ["SAVE"]), run.save)
+    tell_whole("begins", model, optimizer)
     if "unseen" in MODES:
         miss_a_vote(run)
     log: list[Any] = []
@@ -176,6 +201,7 @@ def main() -> None:
     model.reshard()
     state = [optimizer.state.get(each, {}) for each in model.parameters()]
     final = digest(list(model.parameters()), list(model.buffers()), state)
+    tell_whole("ends", model, optimizer)
     for entry in log:
         print(f"step {entry[0]} rank {rank}: {digest(entry)}", flush=True)
     print(f"final rank {rank}: {final} {scaler.get_scale()} {scheduler.last_epoch}", flush=True)

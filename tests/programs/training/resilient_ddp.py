@@ -1,6 +1,7 @@
 """A resilient loop over DDP, which prints for each rank what a killed run must have in common with another.
 
-Variables: MODE (plain, static, unused, views, scaler, workers, tail, every, momentum), STEPS, EPOCHS.
+Variables: MODE (plain, static, unused, views, scaler, workers, tail, every, momentum); OUT, the directory of
+the run, EVERY and SAVE, after how many steps it is saved beside them and before all go on, and RESUME.
 """
 
 from __future__ import annotations
@@ -106,6 +107,19 @@ def check_prologue() -> None:
     assert told == ["run 0"], told
 
 
+def begun(*of: Any) -> Any:
+    """Return the run, which is saved if there is a directory."""
+    if "OUT" not in os.environ:
+        return zbmd.torch.resilient(*of)
+    every = int(os.environ.get("EVERY", "0"))
+    run = zbmd.torch.resilient(
+        *of, out=os.environ["OUT"], checkpoint_every=every, resume="RESUME" in os.environ
+    )
+    if "SAVE" in os.environ:
+        run.every(int(os.environ["SAVE"]), run.save)
+    return run
+
+
 def begin_again() -> None:
     """Make other groups: the loop has ended with its own."""
     dist.init_process_group("zbmd")
@@ -131,7 +145,7 @@ def main() -> None:
         sampler=distributed.DistributedSampler(samples),
         num_workers=2 if MODE == "workers" else 0,
     )
-    run = zbmd.torch.resilient(model, optimizer, scheduler, scaler)
+    run = begun(model, optimizer, scheduler, scaler)
     log: list[Any] = []
     evaluated: list[float] = []
 

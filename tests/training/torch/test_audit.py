@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.run.ledger import CommitRecord, LedgerBroken
-from zbmd.training.run.loop_steps import Deal, Drawn, Ids, LoopPlan, LoopStep, ids_max
+from zbmd.training.run.loop_steps import Deal, Drawn, Ids, LoopStep, ids_max
 from zbmd.training.torch.audit import Amend, LoopAudit, Proof, amendment, audit_loop
 from zbmd.transport.errors import RemoteProtocolError
 
-PLAN = LoopPlan(loop="AdamW", ranks=2, parameters=10, model="m")
 DEAL = Deal(samples=11, below=11, together=True, again=1)
 BATCHES = 3
 
@@ -45,7 +44,7 @@ def step(version: int, kind: Ids = Ids.SAMPLES) -> CommitRecord:
 
 
 def audited(records: list[CommitRecord], last: int = 0) -> LoopAudit:
-    return audit_loop(PLAN, records, base_version=0, last_version=last)
+    return audit_loop(records, base_version=0, last_version=last)
 
 
 def with_samples(record: CommitRecord, rank: int, *ids: int) -> CommitRecord:

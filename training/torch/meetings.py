@@ -1,0 +1,150 @@
+"""The meetings of a loop's ranks: before the first step, and after a loss, when state moves.
+
+`transaction` decides; here is done what it asks for, between the ranks that have met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+import structlog
+
+from zbmd.actors.rank.member import Worker
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, LoopLost
+from zbmd.collectives.torch.rendezvous import come_together
+from zbmd.training.run.journal import captured_machine
+from zbmd.training.torch import points
+from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.exchange import Exchange
+from zbmd.training.torch.state import LoopState
+from zbmd.training.torch.transfer import described, own_tensors
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
+
+log: Final = structlog.stdlib.get_logger("zbmd.torch")
+
+AGAIN_MAX: Final = 64
+"""Meetings after one loss, before the loop gives up."""
+
+
+class Meetings:
+    """Those of one rank, whose state is `state`. version: that it begins with. fresh: it replaces another."""
+
+    def __init__(
+        self, worker: Worker, state: LoopState, *, timeout: timedelta, version: int, fresh: bool
+    ) -> None:
+        self._state, self._timeout = state, timeout
+        self.exchange = Exchange(timeout)
+        self.machine = tx.Transactions(version=version, fresh=fresh, sharded=state.shards is not None)
+        self._captured = captured_machine(
+            worker, tx.TRANSACTION, "loop", self.machine, tx.transaction_config(self.machine)
+        )
+
+    def do(self, event: tx.Event) -> list[tx.Action]:
+        """Have the machine take an event; return its actions. Raises the error of a failure."""
+        actions = self._captured.handle(event, now_ns=now_ns())
+        for action in actions:
+            if isinstance(action, tx.Fail):
+                shards, number = self._state.shards, action.parameter
+                first = "" if shards is None or number is None else f"{shards.name_of(number)}: "
+                raise LoopLost(action.reason) if action.lost else UserError(first + action.reason)
+        return list(actions)
+
+    def found(self, *, options: str, refusal: str) -> None:
+        """Meet as the first ranks of the run, which have the same model, and draw from the same seed.
+
+        options, refusal: see `Exchange.found`.
+        """
+        state = self._state
+        names = [described(name, tensor) for name, tensor in own_tensors(state.models)]
+        try:
+            state.seed = self.exchange.found(
+                names, state.seed, options=options, version=self.machine.version, refusal=refusal
+            )
+            if state.shards is not None:
+                self._perform(self.do(self._met()))
+        except LOSSES as error:
+            CONTINUITY.note(error)
+            CONTINUITY.enter()
+            self.recover()
+
+    def recover(self) -> bool:
+        """Meet the others in a new view; return whether the transaction under way is committed after all.
+
+        Raises `LoopLost`, and what cannot be mended by meeting again.
+        """
+        began = now_ns()
+        for _ in range(AGAIN_MAX):
+            try:
+                self.do(tx.Cut())
+                come_together(self._timeout)
+                faults.hit(points.MEET)
+                promoted = self._perform(self.do(self._met()))
+                if self.machine.phase in (tx.Phase.MEETING, tx.Phase.FRESH):
+                    continue  # ranks that were behind promote, and then meet again
+            except LOSSES as error:
+                CONTINUITY.note(error)
+                log.info("a rank was lost while the loop recovered: meet again", reason=str(error))
+            else:
+                after_ms, step = (now_ns() - began) / 1e6, self._state.position.step
+                log.info("the loop goes on", step=step, promoted=promoted, after_ms=round(after_ms, 1))
+                return promoted
+        raise LoopLost(f"{AGAIN_MAX} meetings after a loss have failed")
+
+    def _met(self) -> tx.Met:
+        return tx.Met(place=self._state.rank, reports=self.exchange.reports(self.machine.report))
+
+    def _perform(self, actions: Sequence[tx.Action]) -> bool:
+        promoted, version = False, -1
+        for action in actions:
+            match action:
+                case tx.Share(source=source):
+                    self._share(source)
+                    promoted = self._perform(self.do(tx.Shared()))
+                case tx.Promote():
+                    promoted = True
+                case tx.Repeat():
+                    self._state.go_back()
+                case tx.Give(to=places):
+                    self._state.give(self.exchange.group, places, self.machine.version)
+                case tx.Take(source=source):
+                    self._taken(self._state.take(self.exchange.group, source))
+                case tx.Move():
+                    version = self._move(action, version)
+                case tx.Meet():
+                    break
+                case _:
+                    raise AssertionError(f"{action} came after a meeting")
+        if self.machine.phase is tx.Phase.TAKING and version >= 0:
+            self._taken(version)
+        return promoted
+
+    def _move(self, move: tx.Move, version: int) -> int:
+        """Send or receive; return the version that has come, or else `version`."""
+        shards, group = self._state.shards, self.exchange.group
+        assert shards is not None
+        if move.source == self._state.rank:
+            if move.what is tx.What.REST:
+                self._state.give(group, [move.target], self.machine.version)
+            else:
+                shards.send(group, move.what, move.target)
+        elif move.what is tx.What.REST:
+            return self._state.take(group, move.source)
+        else:
+            shards.receive(group, move.what, move.source)
+            if move.what is tx.What.COPY and not self.machine.fresh:
+                self.do(tx.Kept())
+        return version
+
+    def _share(self, source: int) -> None:
+        """Have all ranks hold the votes of the last commit."""
+        rows = self.exchange.share(self._state.rows if self._state.rank == source else (), source)
+        if self.machine.voted:
+            self._state.rows = rows
+
+    def _taken(self, version: int) -> None:
+        self.do(tx.Taken(version=version))
+        faults.hit(points.TAKE)

@@ -1,0 +1,133 @@
+"""All that a resilient loop goes on from on this rank, but for the machine of its transactions.
+
+A step that is repeated goes on from it (`go_back`), a replacement from that of a survivor (`give`, `take`),
+and a new run from that in a checkpoint (`saved`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from zbmd.collectives.group.group import Group
+from zbmd.training.torch import batches as loading
+from zbmd.training.torch import votes
+from zbmd.training.torch.ddp import KeptBuckets
+from zbmd.training.torch.fsdp import has_shards
+from zbmd.training.torch.rollback import Boundary
+from zbmd.training.torch.shards import Shards
+from zbmd.training.torch.transfer import Carried, Position, give, own_tensors, take
+
+torch: Any = importlib.import_module("torch")
+
+
+class LoopState:
+    """The state of a loop over `models`, `optimizers`, and `others` with a `state_dict`, on one of `ranks`.
+
+    seed: of all random numbers in steps. Raises `UserError` for what cannot be continued.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        optimizers: Sequence[Any],
+        others: Sequence[Any],
+        *,
+        rank: int,
+        ranks: int,
+        seed: int,
+    ) -> None:
+        self.models, self.optimizers = models, optimizers
+        self.rank, self.ranks, self.seed = rank, ranks, seed
+        self.boundary = Boundary(models, optimizers, others)
+        self.shards = Shards(models, optimizers, rank, ranks) if has_shards(models) else None
+        self.buckets = KeptBuckets([*models])
+        self.position = Position()
+        self.rows: tuple[bytes, ...] = ()
+        """The votes of the last commit."""
+        self.loader: Any = None
+        """That of the pass under way, if it has a state."""
+        self.loader_state: Any = None
+        self.has_stepped = self.rehearses = False
+        self._voted_state: Any = None
+        """Of the loader, behind the batch of the step under way."""
+
+    # A transaction.
+
+    def keep(self) -> None:
+        """Keep what the transaction that begins may change."""
+        self.boundary.keep()
+        self.buckets.keep()
+        if self.shards is not None:
+            self.shards.modules.keep()
+
+    def go_back(self, flags: Sequence[bool] = ()) -> None:
+        """Be where the transaction under way began. flags: of survivors, see `KeptBuckets`."""
+        self.boundary.go_back()
+        self.buckets.reset(flags)
+        if self.shards is not None:
+            self.shards.modules.reset()
+        # A model that has not made a whole step would make other calls than the others in its first one.
+        self.rehearses = self.buckets.learn and not self.has_stepped
+
+    def own(self) -> dict[str, Any]:
+        """Return this rank's own part, for its vote: what no other rank has."""
+        if self.loader is not None:
+            self._voted_state = loading.state_of(self.loader)
+        return {
+            "buffers": {n: b for n, b in self.boundary.buffers() if n in self.boundary.changing},
+            "loader": None if self.loader is None else self._voted_state,
+        }
+
+    def committed(self, then: Position) -> None:
+        """Be behind the transaction under way, at `then`."""
+        self.has_stepped = self.has_stepped or then.step > self.position.step
+        self.position, self.loader_state = then, self._voted_state
+
+    def end_pass(self) -> None:
+        """Forget the loader of a pass that has ended."""
+        self.loader = self.loader_state = self._voted_state = None
+
+    # A replacement, and a run that goes on from a checkpoint.
+
+    @property
+    def tensors(self) -> list[tuple[str, Any]]:
+        """The tensors of the models that no shard has, by name."""
+        return own_tensors(self.models, parameters=self.shards is None)
+
+    def carried(self, version: int) -> Carried:
+        """Return the rest of the state. version: of the machine."""
+        return Carried(
+            version=version,
+            seed=self.seed,
+            position=self.position,
+            rows=self.rows,
+            flags=tuple(self.buckets.flags),
+        )
+
+    def give(self, group: Group, places: Sequence[int], version: int) -> None:
+        """Send the state, but for shards, to these ranks. Raises as `Group.send` does."""
+        moments, carried = self.shards is None, self.carried(version)
+        for place in places:
+            give(group, place, self.tensors, self.optimizers, self.boundary, carried, moments=moments)
+
+    def take(self, group: Group, source: int) -> int:
+        """Receive the state, but for shards; return its version. Raises as `Group.recv` does."""
+        carried = take(group, source, self.tensors, self.optimizers, self.boundary)
+        self.adopt(carried)
+        return carried.version
+
+    def adopt(self, carried: Carried) -> None:
+        """Go on with the rest of a state, whose tensors and small states are loaded."""
+        self.seed, self.position, self.rows = carried.seed, carried.position, carried.rows
+        if carried.rows:
+            own = votes.own_of(carried.rows[self.rank])
+            found = dict(self.boundary.buffers())
+            with torch.inference_mode():
+                for name, value in own["buffers"].items():
+                    found[name].detach().copy_(value)
+            self.loader_state = self._voted_state = own["loader"]
+        self.keep()
+        self.go_back(carried.flags)
+        self.keep()

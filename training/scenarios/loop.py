@@ -180,7 +180,7 @@ class LoopRank(MemberProcess):
             case "gradients":
                 return self.content
             case "vote":
-                (vote,) = self._handle(tx.Prepared(digest=tx.NO_DIGEST))
+                (vote,) = self._handle(tx.Prepared())
                 assert isinstance(vote, tx.Vote)
                 return vote.ballot
             case "give":

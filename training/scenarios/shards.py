@@ -99,7 +99,7 @@ class ShardRank(LoopRank):
             case "gradients":
                 assert set(brought) == {self.content}, f"{self.member} reduces gradients of {set(brought)}"
                 self.gradients = self.content
-                return self._perform(self._handle(tx.Prepared(digest=tx.NO_DIGEST)), now_ns)
+                return self._perform(self._handle(tx.Prepared()), now_ns)
             case "deliver":
                 place = next(i for i, member in enumerate(self.members) if member.rank == self.ward)
                 held = brought[place]

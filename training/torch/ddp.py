@@ -11,11 +11,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Final
 
-import xxhash
-
 from zbmd.collectives.torch.continuity import CONTINUITY
-from zbmd.collectives.torch.tensors import bytes_over
-from zbmd.training.torch.transaction import NO_DIGEST
+from zbmd.training.torch.replica import digest_of
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")
@@ -32,9 +29,10 @@ REDUCER: Final = (
 
 
 class KeptBuckets:
-    """The reducers of a model, which keep their buckets."""
+    """The reducers of models, which keep their buckets. optimizers: of their parameters."""
 
-    def __init__(self, models: list[Any]) -> None:
+    def __init__(self, models: list[Any], optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
         found = [each for model in models for each in model.modules()]
         self._models = [each for each in found if isinstance(each, parallel.DistributedDataParallel)]
         for model in self._models:
@@ -48,18 +46,33 @@ class KeptBuckets:
         self._plans = [_plan_of(model) for model in self._models]
         self._install()
 
-    def digest(self) -> int:
-        """Return a number of the bits of all parameters that DDP keeps equal on all ranks; 0 without any."""
-        equal = [
-            parameter
-            for model in self._models
+    @property
+    def equal(self) -> list[tuple[str, Any]]:
+        """What DDP keeps equal on all ranks, by name: parameters, and their moments in the optimizers."""
+        found = {
+            id(parameter): (f"{number}.{name}" if len(self._models) > 1 else name, parameter)
+            for number, model in enumerate(self._models)
             for name, parameter in model.module.named_parameters()
             if name not in model.parameters_to_ignore
+        }
+        moments = [
+            (f"{moment} of {found[id(each)][0]}", value)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if id(each) in found
+            for moment, value in sorted(optimizer.state.get(each, {}).items())
         ]
-        found = xxhash.xxh3_64()
-        for parameter in equal:
-            found.update(bytes_over(parameter.detach().cpu().contiguous()).data)
-        return found.intdigest() or 1 if equal else NO_DIGEST
+        return [*found.values(), *moments]
+
+    def digests(self) -> tuple[int, ...]:
+        """Return a number of the bits of each of these."""
+        return tuple(digest_of([value]) for _, value in self.equal)
+
+    def name_of(self, number: int) -> str:
+        """Return the name of one of these, by its number in `digests`."""
+        equal = self.equal
+        return equal[number][0] if number < len(equal) else "a moment that not all ranks have"
 
     @property
     def learn(self) -> bool:

@@ -48,8 +48,8 @@ class Meetings:
         actions = self._captured.handle(event, now_ns=now_ns())
         for action in actions:
             if isinstance(action, tx.Fail):
-                shards, number = self._state.shards, action.parameter
-                first = "" if shards is None or number is None else f"{shards.name_of(number)}: "
+                number = action.parameter
+                first = "" if number is None else f"{self._state.name_of(number)}: "
                 raise LoopLost(action.reason) if action.lost else UserError(first + action.reason)
         return list(actions)
 

@@ -35,7 +35,6 @@ from zbmd.training.run.ledger import (
 from zbmd.training.run.loop_steps import LoopPlan, LoopStep
 from zbmd.training.torch import points
 from zbmd.training.torch.audit import Amend, amendment
-from zbmd.training.torch.transaction import NO_DIGEST
 from zbmd.training.torch.transfer import described, own_tensors
 from zbmd.training.torch.votes import ballot_of, means_of, noted_of
 from zbmd.transport import kill_points as faults
@@ -101,11 +100,9 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
     means = means_of(rows, noted[0].names)
     first = noted[0].drawn
     known = {
-        rank: xxhash.xxh3_64_intdigest(
-            struct.pack(f"<{1 + len(ballot.shard)}Q", ballot.digest, *ballot.shard)
-        )
+        rank: xxhash.xxh3_64_intdigest(struct.pack(f"<{len(ballot.digests)}Q", *ballot.digests))
         for rank, ballot in enumerate(ballots)
-        if ballot.digest != NO_DIGEST or ballot.shard
+        if ballot.digests
     }
     return CommitRecord(
         version=noted[0].step,

@@ -136,12 +136,13 @@ def digests_of(shard: Shard, state: Any) -> tuple[int, ...]:
     """Return a number of the bits of each parameter with its moments. state: as `Shard.state` returns it."""
     moments = dict(zip((at for group in shard.places for at in group), state["moments"], strict=True))
     return tuple(
-        _digest([parameter, *(value for _, value in sorted(moments.get(at, {}).items()))])
+        digest_of([parameter, *(value for _, value in sorted(moments.get(at, {}).items()))])
         for at, parameter in enumerate(state["parameters"])
     )
 
 
-def _digest(values: Sequence[Any]) -> int:
+def digest_of(values: Sequence[Any]) -> int:
+    """Return a number of the bits of tensors, and of other values."""
     found = xxhash.xxh3_64()
     for value in values:
         if isinstance(value, torch.Tensor):

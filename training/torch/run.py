@@ -449,9 +449,8 @@ class Run:
     def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
         state, shards, checkpoints = self._state, self._state.shards, self._checkpoints
         compares = updates and self.version % tx.DIGEST_EVERY == 0
-        digest = state.buckets.digest() if compares else tx.NO_DIGEST
-        shard, copy = shards.digests() if compares and shards is not None else ((), ())
-        (action,) = self._meetings.do(tx.Prepared(digest=digest, updates=updates, shard=shard, copy=copy))
+        digests, copy = state.digests() if compares else ((), ())
+        (action,) = self._meetings.do(tx.Prepared(updates=updates, digests=digests, copy=copy))
         if isinstance(action, tx.Deliver):
             assert shards is not None
             shards.deliver(self._meetings.exchange.group, self._meetings.exchange.end_ns)

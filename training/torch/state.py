@@ -18,6 +18,7 @@ from zbmd.training.torch.fsdp import has_shards
 from zbmd.training.torch.rollback import Boundary
 from zbmd.training.torch.shards import Shards
 from zbmd.training.torch.transfer import Carried, Position, give, own_tensors, take
+from zbmd.transport.errors import UserError
 
 torch: Any = importlib.import_module("torch")
 
@@ -38,11 +39,17 @@ class LoopState:
         ranks: int,
         seed: int,
     ) -> None:
+        for each in optimizers:
+            if type(each).__name__ == "ZeroRedundancyOptimizer":
+                raise UserError(
+                    "ZeroRedundancyOptimizer keeps a part of the moments on each rank, of which no other "
+                    "has a copy: shard the model by fully_shard, whose shards a buddy keeps as well"
+                )
         self.models, self.optimizers = models, optimizers
         self.rank, self.ranks, self.seed = rank, ranks, seed
         self.boundary = Boundary(models, optimizers, others)
         self.shards = Shards(models, optimizers, rank, ranks) if has_shards(models) else None
-        self.buckets = KeptBuckets([*models])
+        self.buckets = KeptBuckets([*models], optimizers)
         self.position = Position()
         self.rows: tuple[bytes, ...] = ()
         """The votes of the last commit."""
@@ -88,6 +95,14 @@ class LoopState:
     def end_pass(self) -> None:
         """Forget the loader of a pass that has ended."""
         self.loader = self.loader_state = self._voted_state = None
+
+    def digests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return those of the state that is compared with others', and of the copy of the ward's shard."""
+        return (self.buckets.digests(), ()) if self.shards is None else self.shards.digests()
+
+    def name_of(self, number: int) -> str:
+        """Return the name of what is compared, by its number in `digests`."""
+        return self.buckets.name_of(number) if self.shards is None else self.shards.name_of(number)
 
     # A replacement, and a run that goes on from a checkpoint.
 

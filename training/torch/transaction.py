@@ -33,8 +33,6 @@ from typing import Any, Final, TypeAlias
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
-NO_DIGEST: Final = 0
-"""In votes of transactions whose state is not compared."""
 DIGEST_EVERY: Final = 64
 """Versions from one whose copies are compared to the next: to read them costs a fraction of one step."""
 
@@ -77,16 +75,15 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """A vote. digest: of the state before the transaction, NO_DIGEST: not compared.
+    """A vote. holds: whether the rank can make its ward's update as well; only of a sharded state.
 
-    holds: whether the rank can make its ward's update as well; only of a sharded state. shard, copy: digests
-    of each parameter with its moments, of the own shard and of the copy of the ward's; empty: not compared.
+    digests: of the parts of the state before the transaction; of a sharded one, of each parameter with its
+    moments. copy: the same, of the copy of the ward's shard. Empty: they are not compared.
     """
 
     version: int
-    digest: int
     holds: bool = False
-    shard: tuple[int, ...] = ()
+    digests: tuple[int, ...] = ()
     copy: tuple[int, ...] = ()
 
 
@@ -97,9 +94,8 @@ class Prepared:
     updates: whether gradients go with it. Others: see `Ballot`.
     """
 
-    digest: int
     updates: bool = True
-    shard: tuple[int, ...] = ()
+    digests: tuple[int, ...] = ()
     copy: tuple[int, ...] = ()
 
 
@@ -246,7 +242,7 @@ class Transactions:
         self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
         self.voted = self.keeps = False
         self.fresh, self.sharded = fresh, sharded
-        self._prepares = Prepared(digest=NO_DIGEST)
+        self._prepares = Prepared()
         """The transaction whose gradients are being delivered."""
         self._place = self._source = 0
         self._target = version
@@ -310,9 +306,8 @@ class Transactions:
         self.phase, self.voted = Phase.VOTED, True
         ballot = Ballot(
             version=self.version,
-            digest=event.digest,
             holds=self.sharded,
-            shard=event.shard,
+            digests=event.digests,
             copy=event.copy,
         )
         return [Vote(ballot=ballot)]
@@ -322,13 +317,11 @@ class Transactions:
         versions = [ballot.version for ballot in event.ballots]
         if set(versions) != {self.version}:
             return self._fail(f"ranks vote for versions {versions}: their scripts take different steps")
-        digests = [ballot.digest for ballot in event.ballots]
-        if len(set(digests)) > 1:
-            return self._fail(_differing(self.version, digests))
         without = [place for place, ballot in enumerate(event.ballots) if ballot.holds != self.sharded]
         if without:
             return self._fail(f"rank {without[0]} votes without its ward's gradients: others run other code")
-        other = _other_copy(self.version, event.ballots)
+        compare = _other_copy if self.sharded else _other_state
+        other = compare(self.version, event.ballots)
         if other is not None:
             self.phase = Phase.FAILED
             return [other]
@@ -408,17 +401,23 @@ def ward_of(place: int, size: int) -> int:
     return (place - 1) % size
 
 
-def _differing(version: int, digests: Sequence[int]) -> str:
-    """Return which ranks have parameters that most others have not."""
-    usual, count = Counter(digests).most_common(1)[0]
-    odd = [place for place, digest in enumerate(digests) if digest != usual]
-    told = ", ".join(f"{digest:016x}" for digest in digests)
-    most = (
-        f"; most have those of rank {digests.index(usual)}, not of {odd}" if 2 * count > len(digests) else ""
-    )
-    return (
-        f"the parameters of version {version} are not the same on all ranks (digests {told}){most}: "
-        "memory or a processor has erred, or the script changes parameters on some ranks alone"
+def _other_state(version: int, ballots: Sequence[Ballot]) -> Fail | None:
+    """Return the failure of ranks whose state is not that of most others; None: all have the same."""
+    rows = [ballot.digests for ballot in ballots]
+    if len(set(rows)) <= 1:
+        return None
+    usual, count = Counter(rows).most_common(1)[0]
+    odd = [place for place, row in enumerate(rows) if row != usual]
+    pairs = enumerate(zip(rows[odd[0]], usual, strict=False))
+    first = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(rows[odd[0]]), len(usual)))
+    told = ", ".join(f"{row[first]:016x}" if first < len(row) else "none" for row in rows)
+    most = f"; most have those of rank {rows.index(usual)}, not of {odd}" if 2 * count > len(rows) else ""
+    return Fail(
+        lost=False,
+        reason=f"the state of version {version} is not the same on all ranks (digests {told}){most}: memory "
+        "or a processor has erred, or the script changes parameters on some ranks alone; start the run "
+        "again, from its last checkpoint",
+        parameter=first,
     )
 
 
@@ -426,7 +425,7 @@ def _other_copy(version: int, ballots: Sequence[Ballot]) -> Fail | None:
     """Return the failure of the first rank whose copy is not its ward's shard; None: all are the same."""
     for place, ballot in enumerate(ballots):
         ward = ward_of(place, len(ballots))
-        shard = ballots[ward].shard
+        shard = ballots[ward].digests
         if not ballot.copy or ballot.copy == shard:
             continue
         pairs = enumerate(zip(ballot.copy, shard, strict=False))
@@ -491,5 +490,5 @@ def _build(config: Mapping[str, Any]) -> Transactions:
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 3, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 4, _build, events=Event, actions=Action, states=(Transactions,)
 )

@@ -17,8 +17,8 @@ from zbmd.training.torch.encoding import from_blob, to_blob
 from zbmd.training.torch.transaction import Ballot
 from zbmd.transport.errors import RemoteProtocolError
 
-_HEAD: Final = struct.Struct("<qQIBBIIII")
-"""Version, digest, means, whether it holds, wishes, bytes noted and written, digests of shard and copy."""
+_HEAD: Final = struct.Struct("<qIBBIIII")
+"""Version, means, whether it holds, wishes, bytes noted and written, digests of state and copy."""
 MEANS_MAX: Final = 1_024
 DIGESTS_MAX: Final = 1 << 20
 
@@ -66,22 +66,21 @@ def pack(
     blob = to_blob(own, "the state of this rank alone")
     told = b"" if noted is None else msgspec.msgpack.encode(noted)
     done = b"" if wrote is None else msgspec.msgpack.encode(wrote)
-    digests = (*ballot.shard, *ballot.copy)
-    counts = (len(told), len(done), len(ballot.shard), len(ballot.copy))
-    head = _HEAD.pack(ballot.version, ballot.digest, len(names), ballot.holds, asks, *counts)
+    digests = (*ballot.digests, *ballot.copy)
+    counts = (len(told), len(done), len(ballot.digests), len(ballot.copy))
+    head = _HEAD.pack(ballot.version, len(names), ballot.holds, asks, *counts)
     return head + values + struct.pack(f"<{len(digests)}Q", *digests) + told + done + blob
 
 
 def ballot_of(row: bytes) -> Ballot:
     """Return the ballot of a vote. Raises `RemoteProtocolError`."""
     head = _head(row)
-    digests = struct.unpack_from(f"<{head.shard + head.copy}Q", row, _HEAD.size + 8 * head.means)
+    digests = struct.unpack_from(f"<{head.digests + head.copy}Q", row, _HEAD.size + 8 * head.means)
     return Ballot(
         version=head.version,
-        digest=head.digest,
         holds=head.holds != 0,
-        shard=digests[: head.shard],
-        copy=digests[head.shard :],
+        digests=digests[: head.digests],
+        copy=digests[head.digests :],
     )
 
 
@@ -154,19 +153,18 @@ def own_of(row: bytes) -> Any:
 
 class _Head(NamedTuple):
     version: int
-    digest: int
     means: int
     holds: int
     asks: int
     noted: int
     wrote: int
-    shard: int
+    digests: int
     copy: int
 
     @property
     def begin(self) -> int:
         """Return the offset of the noted bytes."""
-        return _HEAD.size + 8 * (self.means + self.shard + self.copy)
+        return _HEAD.size + 8 * (self.means + self.digests + self.copy)
 
 
 def _head(row: bytes) -> _Head:
@@ -175,7 +173,7 @@ def _head(row: bytes) -> _Head:
     head = _Head(*_HEAD.unpack_from(row))
     if (
         head.means > MEANS_MAX
-        or max(head.shard, head.copy) > DIGESTS_MAX
+        or max(head.digests, head.copy) > DIGESTS_MAX
         or len(row) < head.begin + head.noted + head.wrote
     ):
         raise RemoteProtocolError(f"a vote of {len(row)} bytes begins with {head}")

@@ -169,7 +169,7 @@ def rows(step: int, loss: float = 1.0) -> tuple[bytes, ...]:
         )
         for rank in range(2)
     ]
-    return tuple(votes.pack(tx.Ballot(version=step, digest=0), {"loss": loss}, {}, each) for each in noted)
+    return tuple(votes.pack(tx.Ballot(version=step), {"loss": loss}, {}, each) for each in noted)
 
 
 def test_a_torn_record_is_cut_off_and_written_again(tmp_path: Path) -> None:

@@ -89,18 +89,21 @@ async def test_a_loss_that_only_a_backward_pass_meets_is_recovered_from(
     assert len(told) == RANKS and len({line.partition("ends with")[2] for line in told}) == 1
 
 
-@pytest.mark.parametrize("after", [0, 10])
-async def test_parameters_that_differ_between_ranks_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+@pytest.mark.parametrize(
+    ("what", "after", "named"),
+    [("parameter", 0, "weight"), ("parameter", 10, "weight"), ("moment", 60, "exp_avg_sq of weight")],
+)
+async def test_parameters_and_moments_that_differ_between_ranks_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, after: int, named: str
 ) -> None:
     """A bit is enough, and all ranks end with the same words."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     output = Lines()
     program = str(PROGRAMS / "torch/differing_ddp.py")
-    config = HostConfig(target=program, arguments=(str(after),), world_size=3, arena_bytes=32 << 20)
+    config = HostConfig(target=program, arguments=(what, str(after)), world_size=3, arena_bytes=32 << 20)
     result = await Host(config, output=output).run()
     version = 0 if after == 0 else DIGEST_EVERY
-    words = rf"after {version} steps: the parameters of version {version} are not the same on all ranks"
+    words = rf"after {version} steps: {named}: the state of version {version} is not the same on all ranks"
     told = [line for line in output.lines if re.search(words, line)]
     assert result.outcome is Outcome.SUCCEEDED and len(told) == 3, output.lines
     assert all(line.count("most have those of rank 0, not of [1]") == 1 for line in told)

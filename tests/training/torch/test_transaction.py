@@ -14,8 +14,10 @@ from zbmd.transport.errors import LocalProtocolError
 
 
 def voted(*versions: int, digests: tuple[int, ...] = ()) -> tx.AllVoted:
-    of = digests or (tx.NO_DIGEST,) * len(versions)
-    return tx.AllVoted(ballots=tuple(Ballot(version=v, digest=d) for v, d in zip(versions, of, strict=True)))
+    of = digests or (0,) * len(versions)
+    return tx.AllVoted(
+        ballots=tuple(Ballot(version=v, digests=(d,) if d else ()) for v, d in zip(versions, of, strict=True))
+    )
 
 
 def met(place: int, *reports: str) -> tx.Met:
@@ -35,7 +37,7 @@ def sharded(report: str) -> Transactions:
     if "f" not in report:
         made.phase, made.keeps = Phase.OPEN, "k" in report
     if "v" in report:
-        made.handle(tx.Prepared(digest=0), now_ns=0)
+        made.handle(tx.Prepared(), now_ns=0)
         made.handle(tx.Delivered(), now_ns=0)
     made.handle(tx.Cut(), now_ns=0)
     return made
@@ -57,7 +59,7 @@ def machine(report: str) -> Transactions:
     """A machine that has met a loss, and now reports this."""
     made = Transactions(version=int(report.strip("vf") or 0), fresh="f" in report)
     if "v" in report:
-        made.handle(tx.Prepared(digest=0), now_ns=0)
+        made.handle(tx.Prepared(), now_ns=0)
     made.handle(tx.Cut(), now_ns=0)
     return made
 
@@ -68,7 +70,9 @@ def after(place: int, *reports: str) -> list[tx.Action]:
 
 def test_all_votes_commit() -> None:
     one = Transactions(version=4)
-    assert one.handle(tx.Prepared(digest=7), now_ns=0) == [tx.Vote(ballot=Ballot(version=4, digest=7))]
+    assert one.handle(tx.Prepared(digests=(7,)), now_ns=0) == [
+        tx.Vote(ballot=Ballot(version=4, digests=(7,)))
+    ]
     assert one.handle(voted(4, 4, digests=(7, 7)), now_ns=0) == [tx.Commit(version=5)]
     assert (one.version, one.phase, one.voted) == (5, Phase.OPEN, False)
 
@@ -76,7 +80,7 @@ def test_all_votes_commit() -> None:
 def test_other_steps_and_other_bits_end_the_loop() -> None:
     for ballots in (voted(4, 5), voted(4, 4, digests=(7, 8))):
         one = Transactions(version=4)
-        one.handle(tx.Prepared(digest=7), now_ns=0)
+        one.handle(tx.Prepared(digests=(7,)), now_ns=0)
         (fail,) = one.handle(ballots, now_ns=0)
         assert isinstance(fail, tx.Fail) and not fail.lost
         assert one.handle(tx.Cut(), now_ns=0) == []
@@ -172,9 +176,9 @@ def test_after_any_losses_all_end_at_one_version(seed: int, ranks: int) -> None:
 def test_a_rank_votes_once_it_holds_its_wards_gradients() -> None:
     one = sharded("4k")
     one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
-    assert one.handle(tx.Prepared(digest=7), now_ns=0) == [tx.Deliver(version=5)]
+    assert one.handle(tx.Prepared(digests=(7,)), now_ns=0) == [tx.Deliver(version=5)]
     assert not one.report.voted
-    vote = tx.Vote(ballot=Ballot(version=4, digest=7, holds=True))
+    vote = tx.Vote(ballot=Ballot(version=4, digests=(7,), holds=True))
     assert one.handle(tx.Delivered(), now_ns=0) == [vote]
     assert one.handle(tx.AllVoted(ballots=(vote.ballot, vote.ballot)), now_ns=0) == [tx.Commit(version=5)]
     assert one.report == Report(version=5, voted=False, fresh=False, keeps=True)
@@ -183,16 +187,16 @@ def test_a_rank_votes_once_it_holds_its_wards_gradients() -> None:
 def test_a_vote_without_the_wards_gradients_ends_the_loop() -> None:
     one = sharded("4k")
     one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
-    (vote,) = one.handle(tx.Prepared(digest=7, updates=False), now_ns=0)  # there is nothing to deliver
+    (vote,) = one.handle(tx.Prepared(digests=(7,), updates=False), now_ns=0)  # there is nothing to deliver
     assert isinstance(vote, tx.Vote) and vote.ballot.holds
-    (fail,) = one.handle(tx.AllVoted(ballots=(vote.ballot, Ballot(version=4, digest=7))), now_ns=0)
+    (fail,) = one.handle(tx.AllVoted(ballots=(vote.ballot, Ballot(version=4, digests=(7,)))), now_ns=0)
     assert isinstance(fail, tx.Fail) and "rank 1" in fail.reason
 
 
 def test_a_loss_in_the_delivery_leaves_a_rank_that_has_not_voted() -> None:
     one = sharded("4k")
     one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
-    one.handle(tx.Prepared(digest=7), now_ns=0)
+    one.handle(tx.Prepared(digests=(7,)), now_ns=0)
     assert one.handle(tx.Cut(), now_ns=0) == [tx.Meet()]
     assert not one.report.voted
 
@@ -285,11 +289,11 @@ def test_a_copy_that_is_not_its_wards_shard_ends_the_loop(
     shards = [(11, 12), (21, 22), (31, 32)]
     one = sharded("64k")
     one.phase = Phase.OPEN
-    one.handle(tx.Prepared(digest=0, shard=shards[0], copy=copies[0]), now_ns=0)
+    one.handle(tx.Prepared(digests=shards[0], copy=copies[0]), now_ns=0)
     (vote,) = one.handle(tx.Delivered(), now_ns=0)
-    assert vote == tx.Vote(ballot=Ballot(version=64, digest=0, holds=True, shard=shards[0], copy=copies[0]))
+    assert vote == tx.Vote(ballot=Ballot(version=64, holds=True, digests=shards[0], copy=copies[0]))
     ballots = tuple(
-        Ballot(version=64, digest=0, holds=True, shard=shard, copy=copy)
+        Ballot(version=64, holds=True, digests=shard, copy=copy)
         for shard, copy in zip(shards, copies, strict=True)
     )
     (action,) = one.handle(tx.AllVoted(ballots=ballots), now_ns=0)

@@ -64,6 +64,59 @@ class SkippingBatches:
         return max(0, len(self._inner) - self._skip)
 
 
+class RecordedBatches:
+    """The batch sampler `inner` of a `StatefulDataLoader`, which notes the indices of each batch.
+
+    It deals them to workers ahead of the loop, and a loader that goes on from a state begins in the middle.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.dealt: dict[int, Any] = {}
+        """By the batch's number in the pass, until it is taken out here."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Recorded(iter(self.inner), self.dealt, self.inner.batch_size)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class _Recorded(Iterator[Any]):
+    """Has the state that `inner` has, which counts samples."""
+
+    def __init__(self, inner: Any, dealt: dict[int, Any], batch_size: int) -> None:
+        self._inner, self._dealt, self._batch_size = inner, dealt, batch_size
+
+    def __next__(self) -> Any:
+        number = self._inner.samples_yielded // self._batch_size
+        self._dealt[number] = batch = next(self._inner)
+        return batch
+
+    def state_dict(self) -> Any:
+        """Return the state of the batch sampler's iterator."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on in such a state."""
+        self._inner.load_state_dict(state)
+
+
+def _recorded(loader: Any) -> dict[int, Any] | None:
+    """Have a `StatefulDataLoader` note the indices of its batches; None if it is not known how it deals."""
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, RecordedBatches):
+        batches.dealt.clear()
+        return batches.dealt
+    if not is_map_style(loader) or not getattr(loader, "in_order", True):
+        return None
+    if not _is(batches, "BatchSampler") or not type(batches).__module__.startswith("torchdata."):
+        return None
+    recorded = RecordedBatches(batches)
+    object.__setattr__(loader, "batch_sampler", recorded)  # which a loader itself refuses once it is made
+    return recorded.dealt
+
+
 def check(loader: Any) -> None:
     """Raise `UserError` for a loader that cannot be continued; warn of one that cannot skip."""
     if isinstance(loader, Iterator) and not has_state(loader):
@@ -131,11 +184,15 @@ class Source(Iterator[Any]):
         self._indices: Any = None
         self._deal: Deal | None = None
         self._dealt: deque[Any] | None = None
+        self._recorded: dict[int, Any] | None = None
         self._batches = self._opened(skip, seed_for, step, state)
 
     def _opened(self, skip: int, seed_for: SeedFor, step: int, state: Any) -> Iterator[Any]:
         loader, number = self._loader, self._number
         if has_state(loader):
+            self._recorded = _recorded(loader)
+            if self._recorded is not None:
+                self._deal = deal_of(loader, self._ranks)
             if skip:
                 loader.load_state_dict(state)
             else:
@@ -162,6 +219,8 @@ class Source(Iterator[Any]):
     def __next__(self) -> Any:
         batch = next(self._batches)
         self._indices = self._dealt.popleft() if self._dealt else None
+        if self._recorded is not None:
+            self._indices = self._recorded.pop(self._next, None)
         self._next += 1
         return batch
 
@@ -252,6 +311,8 @@ _MODULES: Final = ("torch.utils.data.", "torchdata.stateful_dataloader.")
 def deal_of(loader: Any, ranks: int) -> Deal | None:
     """Return what the samplers of a map-style loader deal to `ranks` ranks; None: they are not known."""
     batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(batches, RecordedBatches):
+        batches = batches.inner
     if not _is(batches, "BatchSampler") or batches.sampler is not sampler:
         return None
     try:

@@ -105,7 +105,7 @@ def _pass_of(record: Any) -> int:
 async def test_a_loader_with_a_state_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
-    """The replacement loads the loader's state of the last commit."""
+    """The replacement loads the loader's state of the last commit; the log has the indices of all samples."""
     pytest.importorskip("torchdata", reason="torchdata is not installed")
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     wanted = await undisturbed("sampler", tmp_path / "undisturbed")
@@ -116,7 +116,7 @@ async def test_a_loader_with_a_state_goes_on_where_it_was(
     assert result.outcome is Outcome.SUCCEEDED and result.restarts == 1, "\n".join(lines)
     assert losses_in(out) == wanted
     found = audited(out)
-    assert found.is_whole and found.proves is Proof.BATCHES
+    assert found.is_whole and (found.proves, found.samples) == (Proof.SAMPLES, 102)
 
 
 @pytest.mark.parametrize(("loader", "samples"), [("workers", 102), ("ragged", 72), ("each", 300)])

@@ -76,3 +76,9 @@ def attention_grad(
     out: Array, dy: Array, y: Array, logs: Array, qkv: Array, bias: Array, batch: int, heads: int
 ) -> None:
     """Write the gradient of `qkv` to `out`, given `dy`, what `attention` was given, and what it wrote."""
+
+def code(outs: list[NDArray[np.uint8]], sources: list[NDArray[np.uint8]], matrix: bytes) -> None:
+    """Write to each of `outs` a sum of products in GF(2^8) of `sources`, all of one size, none overlapping.
+
+    matrix: the factors, (outs, sources). At most 255 of each.
+    """

@@ -4,11 +4,14 @@
 import numpy as np
 
 cimport numpy as cnp
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 cnp.import_array()
 
 cdef extern from "training/native/engine.h" nogil:
+    enum:
+        CODE_SOURCES_MAX
+    void zbmd_code(uint8_t *const *, size_t, const uint8_t *const *, size_t, const uint8_t *, size_t)
     void zbmd_random_words(uint32_t *, size_t, uint32_t, const uint32_t *, uint64_t)
     void zbmd_gelu_f32(float *, const float *, const float *, size_t)
     void zbmd_gelu_f64(double *, const double *, const double *, size_t)
@@ -314,3 +317,33 @@ def attention_grad(
             zbmd_attention_grad_f64(
                 <double *>into, <double *>work, <double *>slopes, <double *>result, <double *>kept,
                 <double *>source, <double *>biases, bias_row, batch, length, heads, depth)
+
+
+cdef uint8_t *bytes_of(object array, Py_ssize_t size, bint written) except NULL:
+    """Where `size` contiguous bytes of uint8 lie, which may be written if `written`."""
+    if not isinstance(array, np.ndarray) or cnp.PyArray_TYPE(array) != cnp.NPY_UINT8:
+        raise TypeError("shards are arrays of uint8")
+    if not (cnp.PyArray_ISCARRAY(array) if written else cnp.PyArray_ISCARRAY_RO(array)):
+        raise TypeError("shards are contiguous, and those that are written writable")
+    if cnp.PyArray_SIZE(array) != size:
+        raise ValueError(f"a shard has {cnp.PyArray_SIZE(array)} bytes, and {size} belong there")
+    return <uint8_t *>cnp.PyArray_DATA(array)
+
+
+def code(list outs, list sources, bytes matrix):
+    cdef uint8_t *to[CODE_SOURCES_MAX]
+    cdef const uint8_t *of[CODE_SOURCES_MAX]
+    cdef size_t results = len(outs), count = len(sources)
+    if not 0 < count <= CODE_SOURCES_MAX or results > CODE_SOURCES_MAX:
+        raise ValueError(f"{results} shards of {count}: there can be {CODE_SOURCES_MAX}")
+    if len(matrix) != <Py_ssize_t>(results * count):
+        raise ValueError(f"a matrix of {len(matrix)} numbers for {results} shards of {count}")
+    cdef Py_ssize_t n = sources[0].size
+    cdef size_t i
+    for i in range(count):
+        of[i] = bytes_of(sources[i], n, False)
+    for i in range(results):
+        to[i] = bytes_of(outs[i], n, True)
+    cdef const uint8_t *numbers = <const uint8_t *><char *>matrix
+    with nogil:
+        zbmd_code(<uint8_t *const *>to, results, <const uint8_t *const *>of, count, numbers, n)

@@ -16,6 +16,7 @@
 #define ZBMD_CLONES
 #endif
 
+#include "coding.h"
 #include "philox.h"
 
 #define REAL float

@@ -94,12 +94,12 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     return store, met.group.rank, met.group.size
 
 
-def come_together(timeout: timedelta) -> Group:
+def come_together(timeout: timedelta, *, shrinks: bool = False) -> Group:
     """Re-bind all process groups to the newest view, after a loss in a loop; return that of all ranks.
 
     All of them are given up first, and then made again in the order in which they were made, as on the
-    others. A replacement, whose default group is new, only makes the others. Raises what `meet` and
-    `Group.subgroup` raise.
+    others. A replacement, whose default group is new, only makes the others. shrinks: whether the default
+    group may have fewer ranks than before. Raises what `meet` and `Group.subgroup` raise.
     """
     groups = CONTINUITY.groups
     if not groups or groups[0].ranks:
@@ -110,7 +110,7 @@ def come_together(timeout: timedelta) -> Group:
             if each is not None:
                 _give_up(each)
         met, _ = _meet(timeout)
-        if (met.group.rank, met.group.size) != (default.rank(), default.size()):
+        if not shrinks and (met.group.rank, met.group.size) != (default.rank(), default.size()):
             raise UserError(
                 f"rank {default.rank()} of {default.size()} of the loop is rank {met.group.rank} of "
                 f"{met.group.size} now: a resilient loop replaces its ranks, run it with --on-loss replace"

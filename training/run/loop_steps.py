@@ -72,7 +72,10 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoopStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of a loop. ids: what the parts of `CommitRecord.shards` are, by rank. Others: of rank 0."""
+    """A step of a loop. ids: what the parts of `CommitRecord.shards` are, by logical share of the batch.
+
+    Each rank has one share, unless there are fewer ranks than shares. Others: of the first share.
+    """
 
     ids: tuple[Ids, ...]
     of_pass: int

@@ -141,10 +141,10 @@ def _drawn(records: Iterable[CommitRecord]) -> Iterable[tuple[CommitRecord, Loop
 
 
 def _strangers(record: CommitRecord) -> int:
-    """Return how many ranks are missing in a record, or have been at another batch."""
-    step, ranks = record.loop, len(record.members)
-    if step is None or len(step.ids) != ranks or record.shards.keys() != set(range(ranks)):
-        return ranks
+    """Return how many shares are missing in a record, or have been at another batch."""
+    step, shares = record.loop, len(record.shards)
+    if step is None or len(step.ids) != shares or record.shards.keys() != set(range(shares)):
+        return max(shares, 1)
     place = (step.of_pass, step.batch)
     return sum(kind is Ids.BATCH and record.shards[rank] != place for rank, kind in enumerate(step.ids))
 

@@ -13,7 +13,7 @@ import itertools
 import operator
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -262,7 +262,7 @@ def _length(loader: Any) -> int:
         return -1
 
 
-def _like(loader: Any, sampler: SkippingBatches) -> Any:
+def _like(loader: Any, sampler: Any) -> Any:
     """Return a loader with the same settings, which skips without loading."""
     settings = {name: getattr(loader, name) for name in _SETTINGS if hasattr(loader, name)}
     if loader.num_workers:
@@ -272,6 +272,53 @@ def _like(loader: Any, sampler: SkippingBatches) -> Any:
     if not settings.get("pin_memory_device"):
         settings.pop("pin_memory_device", None)
     return data.DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+
+
+def of_share(loader: Any, share: int, shares: int) -> Any:
+    """Return a loader of the batches that rank `share` of `shares` ranks would have.
+
+    Raises `UserError` for one whose batches do not come from a `DistributedSampler`.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
+    if has_state(loader) or not is_map_style(loader) or not _is(sampler, "DistributedSampler"):
+        raise UserError(
+            f"{type(loader).__name__}: several shares of a batch on one rank (exact=…, --on-loss shrink) "
+            "take a DataLoader with a DistributedSampler, which says what each share has"
+        )
+    own = distributed.DistributedSampler(
+        sampler.dataset, shares, share, sampler.shuffle, sampler.seed, sampler.drop_last
+    )
+    return _like(loader, type(batches)(own, batches.batch_size, batches.drop_last))
+
+
+class SharesOfPass:
+    """The batches of a pass, of each logical share that this rank has.
+
+    opened: returns the batches of a share, from the step under way on. seed: seeds the draws of a share.
+    """
+
+    def __init__(self, opened: Callable[[int], Source], seed: Callable[[int], None]) -> None:
+        self._open, self._seed = opened, seed
+        self._sources: dict[int, Source] = {}
+        self.batches: list[tuple[Marks, Drawn]] = []
+        """Of the step under way, one for each share, and what identifies it; empty: the pass is over."""
+
+    def draw(self, shares: Sequence[int]) -> None:
+        """Go on to the batches of a step."""
+        if self._sources.keys() != {*shares}:
+            self._sources = {share: self._open(share) for share in shares}
+        self.batches = []
+        for share, source in self._sources.items():
+            self._seed(share)
+            for batch in itertools.islice(source, 1):
+                self.batches.append((Marks(batch), source.drawn))
+
+    def repeat(self, shares: Sequence[int]) -> None:
+        """Have the batches of the step again: loaded again if code has changed them, or for other shares."""
+        if self._sources.keys() != {*shares} or any(marks.is_changed for marks, _ in self.batches):
+            self._sources = {}
+            self.draw(shares)
 
 
 class Marks:
@@ -310,11 +357,12 @@ _MODULES: Final = ("torch.utils.data.", "torchdata.stateful_dataloader.")
 
 def deal_of(loader: Any, ranks: int) -> Deal | None:
     """Return what the samplers of a map-style loader deal to `ranks` ranks; None: they are not known."""
-    batches, sampler = loader.batch_sampler, loader.sampler
+    batches = loader.batch_sampler
     if isinstance(batches, RecordedBatches):
         batches = batches.inner
-    if not _is(batches, "BatchSampler") or batches.sampler is not sampler:
+    if not _is(batches, "BatchSampler"):
         return None
+    sampler = batches.sampler
     try:
         if _is(sampler, "DistributedSampler", "StatefulDistributedSampler"):
             return _distributed(sampler, batches, ranks)

@@ -33,6 +33,7 @@ from zbmd.training.checkpoint.sharded import (
 from zbmd.training.job.job import SIGNALS, signals_taken
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.torch import points
+from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.votes import Wrote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -54,13 +55,13 @@ class _Pending:
 
 
 class LoopCheckpoints:
-    """The part of rank `rank` in the checkpoints of a loop, in the directory `out`, which all ranks share.
+    """This rank's part in the checkpoints of a loop, in the directory `out`, which all ranks share.
 
     run_id, plan: of the loop. every: in steps; 0: only when asked for. Used by the thread that trains.
     """
 
-    def __init__(self, out: Path, *, run_id: str, plan: str, rank: int, every: int) -> None:
-        self._out, self._run_id, self._plan, self._rank, self._every = out, run_id, plan, rank, every
+    def __init__(self, out: Path, *, run_id: str, plan: str, state: LoopState, every: int) -> None:
+        self._out, self._run_id, self._plan, self._state, self._every = out, run_id, plan, state, every
         self._pending: _Pending | None = None
         self._naming: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, "zbmd-checkpoint")
@@ -117,7 +118,7 @@ class LoopCheckpoints:
 
     def _write(self, stem: str, pieces: Sequence[Piece]) -> bool:
         faults.hit(points.WRITE)
-        return write_shard_of(self._out, stem, self._rank, pieces)
+        return write_shard_of(self._out, stem, self._state.rank, pieces)
 
     def settle(self) -> None:
         """Wait until this rank has written, and named, what it is to. Its votes have the errors."""
@@ -151,7 +152,7 @@ class LoopCheckpoints:
         told = False
         if self._pending is not None and self._pending.stem == stem:
             told, self._pending = self._pending.told, None
-        if self._rank == 0:
+        if self._state.rank == 0:
             places = [place for place, each in enumerate(written) if each.has]
             self._naming = self._pool.submit(self._name, stem, step, places, told)
 

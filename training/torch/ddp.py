@@ -11,9 +11,15 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Final
 
-from zbmd.collectives.torch.continuity import CONTINUITY
+import numpy as np
+
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
+from zbmd.collectives.torch.tensors import TensorBuffer
+from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.step.reduction import ShardSum, all_reduce_partials
 from zbmd.training.torch.replica import digest_of
 from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.native._native import now_ns
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -135,3 +141,99 @@ def _trained(model: Any) -> list[Any]:
     return [
         each for name, each in model.module.named_parameters() if each.requires_grad and name not in ignored
     ]
+
+
+class ShareGradients:
+    """The gradients of DDP models, summed over `shares` logical shares of a batch, along a tree.
+
+    Whichever ranks compute them, the bits are the same. A rank makes one forward and backward pass for each
+    of its own shares, one after the other; the hook of DDP's reducer has the gradients of each pass, and in
+    the last one it reduces what this rank has with the others'. Until `assign`, DDP reduces by itself, and
+    each rank has one share. why: what asks for shares.
+    """
+
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], shares: int, why: str) -> None:
+        self.shares, self._why = shares, why
+        self.at, self._plan = 0, AccumulationPlan.of(1, 0, 1)
+        """The number of the share under way among this rank's own, and how those are added up."""
+        self.is_on = False
+        self._optimizers = optimizers
+        found = [each for model in models for each in model.modules()]
+        self._models = [each for each in found if isinstance(each, parallel.DistributedDataParallel)]
+        self._partials: dict[tuple[int, int], list[Any]] = {}
+
+    def check(self) -> None:
+        """Raise `UserError` for models whose passes differ, or whose gradients do not pass the reducer."""
+        known = {id(each) for model in self._models for each in _trained(model)}
+        updated = [each for one in self._optimizers for group in one.param_groups for each in group["params"]]
+        if not all(id(each) in known for each in updated if each.requires_grad):
+            raise UserError(
+                f"{self._why} takes models in DistributedDataParallel, with all that is updated in them"
+            )
+        for model in self._models:
+            if model.static_graph or model.find_unused_parameters:
+                raise UserError(
+                    f"{self._why} has no static_graph and no find_unused_parameters: the passes over several "
+                    "shares of a batch have to be alike"
+                )
+            if model.process_group.size() != dist.get_world_size():
+                raise UserError(f"{self._why} takes models over the default process group")
+
+    def assign(self, rank: int, ranks: int) -> None:
+        """Have `rank` of `ranks` compute its part of the shares. Raises `UserError` for too many ranks."""
+        if ranks > self.shares:
+            raise UserError(f"{ranks} ranks for {self.shares} shares of a batch: each needs one")
+        self._sums, self.at = ShardSum.of(self.shares, ranks), 0
+        self._plan = self._sums.plan(rank)
+        self._partials.clear()
+        if self.is_on:
+            return
+        self.is_on = True
+        for number, model in enumerate(self._models):
+            # DDP refuses a hook whose annotations are text, as all are here.
+            hook = lambda state, bucket: self._hook(state, bucket)  # noqa: E731, PLW0108
+            try:
+                model.register_comm_hook(number, hook)
+            except RuntimeError as error:
+                raise UserError(f"a model has a communication hook of its own: {error}") from error
+
+    def own(self, rank: int) -> tuple[int, ...]:
+        """Return the shares that `rank`, which is this one, computes, in their order."""
+        return tuple(leaf.shard for leaf in self._plan.leaves) if self.is_on else (rank,)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the pass under way is over the last share of this rank."""
+        return self.at == len(self._plan.leaves) - 1
+
+    def _hook(self, model: int, bucket: Any) -> Any:
+        tensor = bucket.buffer()
+        buffer = TensorBuffer(tensor, numbers=True)
+        partials = self._partials.setdefault((model, bucket.index()), [])
+        partials += [np.empty_like(buffer.array) for _ in range(self._plan.buffers - len(partials))]
+        leaf = self._plan.leaves[self.at]
+        partials[leaf.buffer][:] = buffer.array
+        self._plan.perform(leaf.additions, partials, slice(None))
+        if self.is_last:
+            sums = {node: partials[number] for node, number in self._plan.partials.items()}
+            self._reduce(sums, buffer.array)
+            buffer.bring_home()
+            tensor.div_(self.shares)
+        done = torch.futures.Future()
+        done.set_result(tensor)
+        return done
+
+    def _reduce(self, partials: dict[Any, Any], out: Any) -> None:
+        if len(self._sums.ranges) == 1:
+            (whole,) = partials.values()
+            out[:] = whole
+            return
+        default, sums = CONTINUITY.groups[0], self._sums
+        end_ns = now_ns() + round(default.limit_s * 1e9)
+        try:
+            default.made.submit(
+                lambda c: all_reduce_partials(c, partials, out, sums, deadline_ns=end_ns)
+            ).result()
+        except LOSSES as error:
+            CONTINUITY.note(error)
+            raise

@@ -31,13 +31,15 @@ AGAIN_MAX: Final = 64
 
 
 class Meetings:
-    """Those of one rank, whose state is `state`. version: that it begins with. fresh: it replaces another."""
+    """Those of one rank, whose state is `state`. version: that it begins with. fresh: it replaces another.
 
-    def __init__(
-        self, worker: Worker, state: LoopState, *, timeout: timedelta, version: int, fresh: bool
-    ) -> None:
-        self._state, self._timeout = state, timeout
-        self.exchange = Exchange(timeout)
+    shrinks: whether the loop goes on with those that are left.
+    """
+
+    def __init__(self, worker: Worker, state: LoopState, *, version: int, fresh: bool, shrinks: bool) -> None:
+        self._state, self._shrinks = state, shrinks
+        self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
+        self.exchange = Exchange(self._timeout)
         self.machine = tx.Transactions(version=version, fresh=fresh, sharded=state.shards is not None)
         self._captured = captured_machine(
             worker, tx.TRANSACTION, "loop", self.machine, tx.transaction_config(self.machine)
@@ -80,7 +82,8 @@ class Meetings:
         for _ in range(AGAIN_MAX):
             try:
                 self.do(tx.Cut())
-                come_together(self._timeout)
+                base = come_together(self._timeout, shrinks=self._shrinks)
+                self._state.rank, self._state.ranks = int(base.rank), int(base.size)
                 faults.hit(points.MEET)
                 promoted = self._perform(self.do(self._met()))
                 if self.machine.phase in (tx.Phase.MEETING, tx.Phase.FRESH):

@@ -98,7 +98,8 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
         raise RemoteProtocolError(f"ranks vote for steps {steps} with means {names}: all give the same")
     ballots = [ballot_of(row) for row in rows]
     means = means_of(rows, noted[0].names)
-    first = noted[0].drawn
+    drawn = [each for one in noted for each in one.drawn]
+    first = drawn[0]
     known = {
         rank: xxhash.xxh3_64_intdigest(struct.pack(f"<{len(ballot.digests)}Q", *ballot.digests))
         for rank, ballot in enumerate(ballots)
@@ -108,13 +109,13 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
         version=noted[0].step,
         epoch=epoch,
         members=tuple(range(len(rows))),
-        shards={rank: each.drawn.ids for rank, each in enumerate(noted)},
+        shards={share: each.ids for share, each in enumerate(drawn)},
         losses={0: means[LOSS]} if LOSS in means else {},
         rng_key=(seed, noted[0].step - 1),
         digest=state_digest(known) if known else "",
         at_ns=at_ns,
         loop=LoopStep(
-            ids=tuple(each.drawn.kind for each in noted),
+            ids=tuple(each.kind for each in drawn),
             of_pass=first.of_pass,
             batch=first.batch,
             batches=first.batches,

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -28,6 +28,7 @@ from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.checkpoints import LoopCheckpoints
+from zbmd.training.torch.ddp import ShareGradients
 from zbmd.training.torch.meetings import Meetings
 from zbmd.training.torch.recorder import Recorder, claiming, plan_of
 from zbmd.training.torch.rollback import seed_all
@@ -64,16 +65,20 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """The files that a loop leaves in the directory `out`, None: none; see `resilient`."""
+class Options:
+    """The options of a loop; see `resilient`. out: None: it leaves no files."""
 
     out: Path | None
     checkpoint_every: int
     resume: bool
+    exact: bool | int
 
     def text(self) -> str:
         """Return the options as a script spells them; the directory may have another name on each host."""
-        return f"out={self.out is not None}, checkpoint_every={self.checkpoint_every}, resume={self.resume}"
+        return (
+            f"out={self.out is not None}, checkpoint_every={self.checkpoint_every}, resume={self.resume}, "
+            f"exact={self.exact}"
+        )
 
 
 class Run:
@@ -88,11 +93,11 @@ class Run:
         optimizers: Sequence[Any],
         others: Sequence[Any],
         seed: int | None,
-        output: Output,
+        options: Options,
     ) -> None:
         worker = world().worker
-        launched = RankEnvironment.read(os.environ) is not None
-        if worker is None or not launched or not dist.is_initialized() or not CONTINUITY.groups:
+        launched = RankEnvironment.read(os.environ)
+        if worker is None or launched is None or not dist.is_initialized() or not CONTINUITY.groups:
             raise UserError(
                 'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that are '
                 "supervised: start them by `zbmd-node run SCRIPT`, or under torchrun, srun or mpirun by "
@@ -100,23 +105,27 @@ class Run:
             )
         if CONTINUITY.standing is Standing.IN_LOOP:
             raise UserError("zbmd.torch.resilient() was called twice: a process has one resilient loop")
-        self._rank, self._ranks = int(dist.get_rank()), int(dist.get_world_size())
-        self._output = output
+        ranks = int(dist.get_world_size())
+        self._options, self._shrinks = options, 0 < launched.ranks_min < launched.world_size
         self._state = LoopState(
             models,
             optimizers,
             others,
-            rank=self._rank,
-            ranks=self._ranks,
+            rank=int(dist.get_rank()),
+            ranks=ranks,
             seed=torch.initial_seed() if seed is None else seed,
         )
         self._then: Position | None = None
         """The position once the transaction under way is committed; None between two."""
-        self._claimed, self._committed = 0, False
-        self._means: dict[str, float] = {}
+        self._claimed, self._committed, self._is_step = 0, False, False
+        self._means: list[dict[str, float]] = []
+        """Of each share of the batch of the step under way."""
         self._every: list[tuple[int, Callable[[], object]]] = []
-        self._drawn = Drawn()
-        """Of the batch of the step under way."""
+        self._drawn: list[Drawn] = []
+        """Of the batch of the step under way: of each share that this rank has."""
+        self._shares = self._shares_of(ranks if options.exact is True else int(options.exact) or ranks)
+        self._deals = False
+        """Whether a batch of `batches` is out."""
         self._recorder: Recorder | None = None
         """Of rank 0, if the loop is recorded."""
         self._checkpoints: LoopCheckpoints | None = None
@@ -125,56 +134,83 @@ class Run:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
-        self._plan = plan_of(models, optimizers, self._ranks)
+        self._plan = plan_of(models, optimizers, self._shares.shares)
+        if options.exact:
+            self._shares.assign(self._state.rank, ranks)
         fresh = CONTINUITY.mode is Mode.ALONE
-        founds_in = None if fresh or self._rank else output.out
-        with nullcontext("") if founds_in is None else claiming(founds_in, resume=output.resume) as taken:
+        founds_in = None if fresh or self._state.rank else options.out
+        with nullcontext("") if founds_in is None else claiming(founds_in, resume=options.resume) as taken:
             version, refused = (0, taken) if fresh or taken else self._resumed(seed)
-            timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
-            self._meetings = Meetings(worker, self._state, timeout=timeout, version=version, fresh=fresh)
+            self._meetings = Meetings(
+                worker, self._state, version=version, fresh=fresh, shrinks=self._shrinks
+            )
             self._state.keep()
             if fresh:
                 self._meetings.recover()
             else:
-                self._meetings.found(options=output.text(), refusal=refused)
-            self._open_output(f"{worker.job:016x}", fresh=fresh)
+                self._meetings.found(options=options.text(), refusal=refused)
+            self._run_id = f"{worker.job:016x}"
+            self._open_recorder(fresh=fresh)
+        self._open_checkpoints(fresh=fresh)
         CONTINUITY.enter()
+
+    def _shares_of(self, shares: int) -> ShareGradients:
+        state, exact = self._state, self._options.exact
+        why = f"exact={exact}" if exact else "--on-loss shrink"
+        found = ShareGradients(state.models, state.optimizers, shares, why)
+        if exact or self._shrinks:
+            if state.shards is not None:
+                raise UserError(f"{why} is for DistributedDataParallel: loops over FSDP2 replace their ranks")
+            if self._shrinks and len(CONTINUITY.groups) > 1:
+                raise UserError(f"{why} takes the default process group alone: others would miss ranks")
+            found.check()
+        return found
+
+    @property
+    def _own_shares(self) -> tuple[int, ...]:
+        """The shares of a batch that this rank computes."""
+        return self._shares.own(self._state.rank)
 
     def _resumed(self, seed: int | None) -> tuple[int, str]:
         """Go on from a checkpoint, if that is asked for; return its version, and why that cannot be."""
-        if not self._output.resume or self._output.out is None:
+        if not self._options.resume or self._options.out is None:
             return 0, ""
         try:
-            return resume(self._output.out, self._state, self._plan, seed), ""
+            return resume(self._options.out, self._state, self._plan, seed), ""
         except UserError as error:
             return 0, str(error)
 
-    def _open_output(self, run_id: str, *, fresh: bool) -> None:
-        output, state = self._output, self._state
-        if output.out is None:
+    def _open_recorder(self, *, fresh: bool) -> None:
+        """Be the writer of the records, on rank 0. fresh: another one was."""
+        options, state = self._options, self._state
+        if options.out is None or state.rank:
             return
-        if self._rank == 0:
-            self._recorder = Recorder(
-                output.out,
-                run_id=run_id,
-                plan=self._plan,
-                seed=state.seed,
-                fresh=fresh,
-                resumed=state.position.step if output.resume else None,
-            )
-            CONTINUITY.at_leave(self._recorder.close)
-            if fresh:
-                self._recorder.amend(state.rows, state.position.step, CONTINUITY.epoch)
+        self._recorder = Recorder(
+            options.out,
+            run_id=self._run_id,
+            plan=self._plan,
+            seed=state.seed,
+            fresh=fresh,
+            resumed=state.position.step if options.resume else None,
+        )
+        CONTINUITY.at_leave(self._recorder.close)
+        if fresh:
+            self._recorder.amend(state.rows, state.position.step, CONTINUITY.epoch)
+
+    def _open_checkpoints(self, *, fresh: bool) -> None:
+        options = self._options
+        if options.out is None:
+            return
         self._checkpoints = LoopCheckpoints(
-            output.out,
-            run_id=run_id,
+            options.out,
+            run_id=self._run_id,
             plan=self._plan.text(),
-            rank=self._rank,
-            every=output.checkpoint_every,
+            state=self._state,
+            every=options.checkpoint_every,
         )
         CONTINUITY.at_leave(self._checkpoints.close)
         if fresh:
-            self._checkpoints.committed(votes.written_in(state.rows))
+            self._checkpoints.committed(votes.written_in(self._state.rows))
 
     # What scripts use.
 
@@ -202,7 +238,8 @@ class Run:
 
     def mean(self, **values: Any) -> None:
         """Have `metrics` hold the means of these numbers over all ranks, once the step is committed."""
-        self._means.update({name: float(value) for name, value in values.items()})
+        self._means = self._means or [{}]
+        self._means[-1].update({name: float(value) for name, value in values.items()})
 
     def every(self, steps: int, body: Callable[[], object]) -> None:
         """Call `body` after each `steps` committed steps, on all ranks: to evaluate, or to save.
@@ -225,7 +262,7 @@ class Run:
             number, self._claimed = self._claimed, self._claimed + 1
             if self._state.position.passes <= number:
                 yield from self._pass(loader, number)
-        if self._output.checkpoint_every:
+        if self._options.checkpoint_every:
             self.save()
 
     def save(self) -> None:
@@ -253,38 +290,39 @@ class Run:
         if state.position.passes < number:  # the last pass was left before its end
             state.position = state.position._replace(passes=number, at=0)
         state.loader = loader if loading.has_state(loader) else None
-        source = self._opened(loader, number)
+        shares = loading.SharesOfPass(
+            lambda share: self._opened(loader, number, share),
+            lambda share: self._seed_for("batch", self.steps, share=share),
+        )
         while True:
             self._call_due()
-            self._seed_for("batch", self.steps)
-            batch = next(source, self)
-            if batch is self:
+            shares.draw(self._own_shares)
+            if not shares.batches:
                 break
-            version, marks = self.version, loading.Marks(batch)
+            version, self._deals = self.version, True
             while self.version == version:
-                if marks.is_changed:
-                    source = self._opened(loader, number)
-                    self._seed_for("batch", self.steps)
-                    marks = loading.Marks(next(source))
-                self._drawn = source.drawn
+                shares.repeat(self._own_shares)
+                marks, drawn = shares.batches[self._shares.at]
+                self._drawn[self._shares.at :] = [drawn]
                 yield marks.batch
+            self._deals = False
         state.end_pass()
         self._transact(state.position._replace(passes=number + 1, at=0), lambda: None)
 
-    def _opened(self, loader: Any, number: int) -> loading.Source:
-        position = self._state.position
+    def _opened(self, loader: Any, number: int, share: int) -> loading.Source:
+        position, total = self._state.position, self._plan.ranks
         return loading.Source(
-            loader,
+            loading.of_share(loader, share, total) if self._shares.is_on else loader,
             number=number,
             skip=position.at,
-            seed_for=self._seed_for,
+            seed_for=partial(self._seed_for, share=share),
             step=position.step,
-            ranks=self._ranks,
+            ranks=total,
             state=self._state.loader_state,
         )
 
-    def _seed_for(self, what: str, number: int, *of: int) -> None:
-        seed_all(self._state.seed, what, number, *of, self._rank)
+    def _seed_for(self, what: str, number: int, *of: int, share: int) -> None:
+        seed_all(self._state.seed, what, number, *of, share)
 
     def _call_due(self) -> None:
         """Call what `every` has been given and is due now."""
@@ -323,24 +361,31 @@ class Run:
         """A transaction begins: of a step, unless `then` is the position after it."""
         if self._then is not None:
             raise UserError("run.step() in run.step() or in run.every(): steps are not nested")
-        if then is None:
+        if then is None and not self._shares.at:
             self._stop_if_asked()
         old = self._state.position
+        self._is_step = then is None
         self._then = Position(old.step + 1, old.passes, old.at + 1) if then is None else then
         self._committed = False
-        self._means.clear()
-        self._state.keep()
+        if not self._shares.at:
+            self._means.clear()
+            self._state.keep()
+        share = self._own_shares[self._shares.at]
         if then is None:
-            self._seed_for("step", old.step)
+            self._means.append({})
+            self._seed_for("step", old.step, share=share)
         else:
-            self._seed_for("every", old.step, old.every)
+            self._seed_for("every", old.step, old.every, share=share)
         try:
             if then is None:
                 faults.hit(points.BEGIN)
-                if self._state.rehearses:
+                if self._shares.is_on and not self._deals:
+                    raise UserError("exact=… and --on-loss shrink take steps over batches of run.batches()")
+                if self._state.rehearses or not self._shares.is_last:
                     CONTINUITY.rehearse()
                     return
-            if CONTINUITY.broken is not None:
+            # A body that has the batch of another share by then must not go on: its operations fail.
+            if CONTINUITY.broken is not None and not self._shrinks and not self._shares.at:
                 self._recover()
         except BaseException:
             self._then = None
@@ -352,6 +397,9 @@ class Run:
             if isinstance(error, StepAborted):
                 return True
             if error is not None:
+                if CONTINUITY.mode is Mode.ALONE and self._shares.is_on:
+                    CONTINUITY.end_rehearsal()
+                    return False
                 if CONTINUITY.mode is Mode.ALONE and isinstance(error, Exception):
                     self._end_rehearsal()  # a check of what all ranks have computed may fail for one alone
                     return True
@@ -373,10 +421,9 @@ class Run:
 
     def _reached(self) -> None:
         """A transaction has ended: begin a checkpoint, if it was a step after which one is due."""
-        position = self._state.position
-        if self._checkpoints is not None and position.step and not position.every and not position.saved:
+        if self._checkpoints is not None and self._is_step:
             asked = Wish(votes.asked_in(self._state.rows))
-            self._checkpoints.reached(position.step, asked, self._pieces, CONTINUITY.epoch)
+            self._checkpoints.reached(self.steps, asked, self._pieces, CONTINUITY.epoch)
 
     def _before_update(self, *_: Any) -> None:
         """Vote before the first optimizer of a step updates."""
@@ -411,6 +458,11 @@ class Run:
         faults.hit(points.PREPARED)
         state = self._state
         state.boundary.find_changed()
+        if self._options.exact and state.boundary.changing:
+            raise UserError(
+                f"exact={self._options.exact}, and a step changes the buffer {state.boundary.changing[0]}: "
+                "which share does so last depends on the number of ranks; use a norm without statistics"
+            )
         try:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
@@ -426,25 +478,40 @@ class Run:
         assert self._then is not None
         state.committed(self._then)
         self._committed = True
-        self.metrics = votes.means_of(state.rows, sorted(self._means)) or self.metrics
+        self._shares.at = 0
+        self.metrics = (
+            votes.means_of(state.rows, sorted(self._means[0] if self._means else ())) or self.metrics
+        )
         if self._recorder is not None:
             self._recorder.put(state.rows, CONTINUITY.epoch)
         if self._checkpoints is not None:
             self._checkpoints.committed(votes.written_in(state.rows))
-        self._drawn = Drawn()
+        self._drawn.clear()
         CONTINUITY.begin_tail(alone=promoted)
 
     def _recover(self) -> bool:
         """Meet the others; return whether the transaction under way is committed after all."""
         if self._checkpoints is not None:
             self._checkpoints.abandon()
-        return self._meetings.recover()
+        before = self._state.ranks
+        promoted = self._meetings.recover()
+        if self._state.ranks != before:
+            self._shares.assign(self._state.rank, self._state.ranks)
+            if self._recorder is None:
+                self._open_recorder(fresh=True)
+        self._shares.at = 0
+        return promoted
 
     def _end_rehearsal(self) -> None:
-        """A step was made alone, so that models know their graphs: repeat it with the others."""
+        """A step was made alone: of one share of a batch, or so that models know their graphs.
+
+        The next one is of the next share, or repeats it with the others.
+        """
         CONTINUITY.end_rehearsal()
         self._state.go_back()
         self._state.rehearses = False
+        if self._shares.is_on:
+            self._shares.at += 1
 
     def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
         state, shards, checkpoints = self._state, self._state.shards, self._checkpoints
@@ -458,9 +525,10 @@ class Run:
             (action,) = self._meetings.do(tx.Delivered())
         assert isinstance(action, tx.Vote)
         noted: votes.Noted | None = None
-        if self._output.out is not None and self._then is not None:
+        if self._options.out is not None and self._then is not None:
             step = self._then.step if self._then.step > self.steps else 0
-            noted = votes.Noted(step, tuple(sorted(self._means)), self._drawn if step else Drawn())
+            names = tuple(sorted(self._means[0])) if self._means else ()
+            noted = votes.Noted(step, names, tuple(self._drawn) if step and self._drawn else (Drawn(),))
         row = votes.pack(
             action.ballot,
             self._means,
@@ -480,6 +548,7 @@ def resilient(
     out: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 0,
     resume: bool = False,
+    exact: bool | int = False,
 ) -> Run:
     """Return a run whose steps survive the loss of ranks; see docs/GUIDE_TORCH.md.
 
@@ -495,7 +564,9 @@ def resilient(
 
     out: a directory that all ranks share: of the commit log and the metrics, for `zbmd ledger`, and of the
     checkpoint, which is written after each `checkpoint_every` steps, and when a signal asks for it.
-    resume: go on from the checkpoint in `out`.
+    resume: go on from the checkpoint in `out`. exact: the bits do not depend on the number of ranks: a batch
+    has so many logical shares (True: as many as ranks), each with the loader's batch size, which the ranks
+    divide among them.
     """
     models = [*model] if isinstance(model, list | tuple) else [model]
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
@@ -508,9 +579,11 @@ def resilient(
         raise UserError("zbmd.torch.resilient(checkpoint_every=…, resume=…) needs a directory: give it out=…")
     if checkpoint_every < 0:
         raise UserError(f"zbmd.torch.resilient(checkpoint_every={checkpoint_every}): 0 or more steps")
-    output = Output(out=None if out is None else Path(out), checkpoint_every=checkpoint_every, resume=resume)
+    options = Options(
+        out=None if out is None else Path(out), checkpoint_every=checkpoint_every, resume=resume, exact=exact
+    )
     try:
-        return Run(models, optimizers, others, seed, output)
+        return Run(models, optimizers, others, seed, options)
     except ZbmdError as error:
         if isinstance(error, UserError):
             raise

@@ -192,7 +192,7 @@ def resume(out: Path, state: LoopState, plan: LoopPlan, seed: int | None) -> int
 def _at_end_of_pass(path: Path, carried: Carried, there: int, here: int) -> Position:
     """Return the position for another number of ranks. Raises `UserError` in the middle of a pass."""
     position, noted = carried.position, noted_of(carried.rows[0], there) if carried.rows else None
-    if noted is not None and noted.step == position.step and noted.drawn.batches == position.at:
+    if noted is not None and noted.step == position.step and noted.drawn[0].batches == position.at:
         return position._replace(passes=position.passes + 1, at=0)  # that was the last batch
     if not position.at:
         return position

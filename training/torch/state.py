@@ -136,7 +136,7 @@ class LoopState:
     def adopt(self, carried: Carried) -> None:
         """Go on with the rest of a state, whose tensors and small states are loaded."""
         self.seed, self.position, self.rows = carried.seed, carried.position, carried.rows
-        if carried.rows:
+        if len(carried.rows) == self.ranks:
             own = votes.own_of(carried.rows[self.rank])
             found = dict(self.boundary.buffers())
             with torch.inference_mode():

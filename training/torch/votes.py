@@ -15,20 +15,20 @@ import msgspec
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch.encoding import from_blob, to_blob
 from zbmd.training.torch.transaction import Ballot
-from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.errors import RemoteProtocolError, UserError
 
-_HEAD: Final = struct.Struct("<qIBBIIII")
-"""Version, means, whether it holds, wishes, bytes noted and written, digests of state and copy."""
+_HEAD: Final = struct.Struct("<qIIBBIIII")
+"""Version, means of each share, shares, whether it holds, wishes, bytes noted and written, digests, copied"""
 MEANS_MAX: Final = 1_024
 DIGESTS_MAX: Final = 1 << 20
 
 
 class Noted(msgspec.Struct, array_like=True, frozen=True):
-    """The part of a vote that is recorded: the number of the step, names of means, the batch."""
+    """The part of a vote that is recorded: the step's number, names of means, the batch of each share."""
 
     step: int
     names: tuple[str, ...]
-    drawn: Drawn
+    drawn: tuple[Drawn, ...]
 
 
 class Wrote(msgspec.Struct, array_like=True, frozen=True):
@@ -50,7 +50,7 @@ _wrote: Final = msgspec.msgpack.Decoder(Wrote)
 
 def pack(
     ballot: Ballot,
-    means: Mapping[str, float],
+    means: Sequence[Mapping[str, float]],
     own: Any,
     noted: Noted | None = None,
     *,
@@ -59,23 +59,26 @@ def pack(
 ) -> bytes:
     """Return a vote. own: as `encoding.encode` takes it. noted: None: the loop is not recorded.
 
-    asks: the wishes of this rank.
+    means: of each share of the batch that this rank has. asks: the wishes of this rank.
     """
-    names = sorted(means)
-    values = struct.pack(f"<{len(names)}d", *(means[name] for name in names))
+    values = [each[name] for each in means for name in sorted(each)]
     blob = to_blob(own, "the state of this rank alone")
     told = b"" if noted is None else msgspec.msgpack.encode(noted)
     done = b"" if wrote is None else msgspec.msgpack.encode(wrote)
     digests = (*ballot.digests, *ballot.copy)
     counts = (len(told), len(done), len(ballot.digests), len(ballot.copy))
-    head = _HEAD.pack(ballot.version, len(names), ballot.holds, asks, *counts)
-    return head + values + struct.pack(f"<{len(digests)}Q", *digests) + told + done + blob
+    widths = {len(each) for each in means} or {0}
+    if len(widths) > 1:
+        raise UserError("run.mean() gets other values in one share of a batch than in another: give the same")
+    head = _HEAD.pack(ballot.version, *widths, max(1, len(means)), ballot.holds, asks, *counts)
+    packed = struct.pack(f"<{len(values)}d{len(digests)}Q", *values, *digests)
+    return head + packed + told + done + blob
 
 
 def ballot_of(row: bytes) -> Ballot:
     """Return the ballot of a vote. Raises `RemoteProtocolError`."""
     head = _head(row)
-    digests = struct.unpack_from(f"<{head.digests + head.copy}Q", row, _HEAD.size + 8 * head.means)
+    digests = struct.unpack_from(f"<{head.digests + head.copy}Q", row, _HEAD.size + 8 * head.values)
     return Ballot(
         version=head.version,
         holds=head.holds != 0,
@@ -85,14 +88,18 @@ def ballot_of(row: bytes) -> Ballot:
 
 
 def means_of(rows: Sequence[bytes], names: Sequence[str]) -> dict[str, float]:
-    """Return the means over all ranks of what they gave under these names, in sorted order."""
-    parts = [struct.unpack_from(f"<{_head(row).means}d", row, _HEAD.size) for row in rows]
-    counts = [len(part) for part in parts]
-    if set(counts) != {len(names)}:
+    """Return the means over all shares of what ranks gave under these names, in sorted order."""
+    heads = [_head(row) for row in rows]
+    counts, width = [head.means for head in heads], len(names)
+    if set(counts) != {width}:
         raise RemoteProtocolError(
-            f"ranks give {counts} values to run.mean() in one step, this one {len(names)}: all give the same"
+            f"ranks give {counts} values to run.mean() in one step, this one {width}: all give the same"
         )
-    return {name: sum(part[at] for part in parts) / len(parts) for at, name in enumerate(names)}
+    parts = [
+        struct.unpack_from(f"<{head.values}d", row, _HEAD.size) for head, row in zip(heads, rows, strict=True)
+    ]
+    every = [value for part in parts for value in part]
+    return {name: sum(every[at::width]) * width / len(every) for at, name in enumerate(names)}
 
 
 def noted_of(row: bytes, ranks: int) -> Noted | None:
@@ -104,9 +111,10 @@ def noted_of(row: bytes, ranks: int) -> Noted | None:
         noted = _noted.decode(row[head.begin : head.begin + head.noted])
     except (msgspec.DecodeError, ValueError) as error:
         raise RemoteProtocolError(f"what a vote says of its batch: {error}") from None
-    if len(noted.names) != head.means:
+    if len(noted.names) != head.means or not noted.drawn:
         raise RemoteProtocolError(f"{len(noted.names)} names of {head.means} means came in a vote")
-    noted.drawn.check(ranks)
+    for each in noted.drawn:
+        each.check(ranks)
     return noted
 
 
@@ -154,6 +162,7 @@ def own_of(row: bytes) -> Any:
 class _Head(NamedTuple):
     version: int
     means: int
+    shares: int
     holds: int
     asks: int
     noted: int
@@ -162,9 +171,14 @@ class _Head(NamedTuple):
     copy: int
 
     @property
+    def values(self) -> int:
+        """Return the number of means of all shares."""
+        return self.means * self.shares
+
+    @property
     def begin(self) -> int:
         """Return the offset of the noted bytes."""
-        return _HEAD.size + 8 * (self.means + self.digests + self.copy)
+        return _HEAD.size + 8 * (self.values + self.digests + self.copy)
 
 
 def _head(row: bytes) -> _Head:
@@ -172,7 +186,7 @@ def _head(row: bytes) -> _Head:
         raise RemoteProtocolError(f"a vote of {len(row)} bytes")
     head = _Head(*_HEAD.unpack_from(row))
     if (
-        head.means > MEANS_MAX
+        max(head.means, head.shares) > MEANS_MAX
         or max(head.digests, head.copy) > DIGESTS_MAX
         or len(row) < head.begin + head.noted + head.wrote
     ):

@@ -2,11 +2,13 @@
 
 Variables: OUT (the directory), LOADER (sampler, workers, ragged, each, iterable, stateful, none), WORKERS,
 MISSED (the version at which all ranks but 0 act as if they had not seen the votes), EPOCHS, EVERY and SAVE
-(after how many steps it is saved, beside them and before all go on), RESUME, WIDTH (of the model).
+(after how many steps it is saved, beside them and before all go on), RESUME, WIDTH (of the model), EXACT (the
+number of logical shares).
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import warnings
@@ -83,6 +85,7 @@ def main() -> None:
         out=os.environ["OUT"],
         checkpoint_every=int(os.environ.get("EVERY", "0")),
         resume="RESUME" in os.environ,
+        exact=int(os.environ.get("EXACT", "0")),
     )
     if "SAVE" in os.environ:
         run.every(int(os.environ["SAVE"]), run.save)
@@ -94,6 +97,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         run.mean(loss=loss, rank=dist.get_rank())
         optimizer.step()
         print(f"step {run.steps} rank {dist.get_rank()}: {run.metrics['loss']!r}", flush=True)
@@ -106,6 +110,8 @@ def main() -> None:
         for batch in run.batches(loader, epochs=EPOCHS):
             with run.step():
                 step(batch[0] if isinstance(batch, list) else batch)
+    bits = [each.detach().view(torch.int32).tolist() for each in model.parameters()]
+    print(f"rank {dist.get_rank()} ends with {hashlib.sha256(repr(bits).encode()).hexdigest()[:16]}")
     dist.destroy_process_group()
 
 

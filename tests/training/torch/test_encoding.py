@@ -126,7 +126,7 @@ def test_any_tree_is_a_state_or_a_typed_error(tree: Any) -> None:
 def test_a_vote_carries_means_and_what_is_a_ranks_own() -> None:
     rows = [
         votes.pack(
-            tx.Ballot(version=3, digests=(2**64 - 1,)), {"b": 1.0 + rank, "a": 4.0}, {"x": torch.ones(rank)}
+            tx.Ballot(version=3, digests=(2**64 - 1,)), [{"b": 1.0 + rank, "a": 4.0}], {"x": torch.ones(rank)}
         )
         for rank in range(3)
     ]
@@ -134,7 +134,7 @@ def test_a_vote_carries_means_and_what_is_a_ranks_own() -> None:
     assert votes.means_of(rows, ["a", "b"]) == {"a": 4.0, "b": 2.0}
     assert torch.equal(votes.own_of(rows[2])["x"], torch.ones(2))
     compared = tx.Ballot(version=64, holds=True, digests=(1, 2**64 - 1), copy=(3,))
-    row = votes.pack(compared, {"a": 4.0}, {"x": torch.ones(2)})
+    row = votes.pack(compared, [{"a": 4.0}], {"x": torch.ones(2)})
     assert votes.ballot_of(row) == compared and votes.means_of([row], ["a"]) == {"a": 4.0}
     assert torch.equal(votes.own_of(row)["x"], torch.ones(2)) and votes.noted_of(row, 2) is None
     with pytest.raises(RemoteProtocolError, match=r"\[2, 2, 2\] values"):

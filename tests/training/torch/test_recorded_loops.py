@@ -165,11 +165,11 @@ def rows(step: int, loss: float = 1.0) -> tuple[bytes, ...]:
     """The votes of two ranks for a step; 0: for another transaction."""
     noted = [
         votes.Noted(
-            step, ("loss",), Drawn(kind=Ids.SAMPLES, of_pass=0, batch=step - 1, ids=(2 * step + rank,))
+            step, ("loss",), (Drawn(kind=Ids.SAMPLES, of_pass=0, batch=step - 1, ids=(2 * step + rank,)),)
         )
         for rank in range(2)
     ]
-    return tuple(votes.pack(tx.Ballot(version=step), {"loss": loss}, {}, each) for each in noted)
+    return tuple(votes.pack(tx.Ballot(version=step), [{"loss": loss}], {}, each) for each in noted)
 
 
 def test_a_torn_record_is_cut_off_and_written_again(tmp_path: Path) -> None:

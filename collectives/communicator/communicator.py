@@ -161,6 +161,11 @@ class Communicator(FastPathCalls):
         """Runs begun in this epoch; an operation counts once for each of its pieces."""
         return self._executor.sequence
 
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of arrays that peers could not read where they lay, and that went through the arena."""
+        return self._turns.pieces.staged_bytes
+
     def has_moved(self, since: int) -> bool:
         """Whether an operation begun when `sequence` was `since` may have written to its arrays."""
         begun = self.sequence - since

@@ -54,7 +54,8 @@ def sides_of(
 class PieceRunner:
     """Carries calls out on one executor, staging in the arena what peers must read and cannot where it lies.
 
-    single: the only run of the latest call, if it was one, and nothing was copied for it.
+    single: the only run of the latest call, if it was one, and nothing was copied for it. staged_bytes: of
+    arrays that went through the arena, in all calls.
     """
 
     def __init__(self, segment: Segment, executor: Executor, place: int) -> None:
@@ -62,6 +63,7 @@ class PieceRunner:
         self._executor = executor
         self._place = place
         self.single: Run | None = None
+        self.staged_bytes = 0
         self.devices = DeviceStaging(segment)
 
     def run(self, call: Call, plan: Plan, sides: Sequence[Side], deadline_ns: int) -> None:
@@ -188,6 +190,7 @@ class PieceRunner:
             return None
         if self._executor.reads_peers and _FOREIGN.issuperset(side.buffers):
             return None
+        self.staged_bytes += array.nbytes
         return arena.empty(length, array.dtype)
 
     def _copy_piece(

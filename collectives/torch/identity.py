@@ -13,6 +13,7 @@ from typing import Any
 
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.group.group import OPERATIONS_IN_FLIGHT_MAX, Group
+from zbmd.collectives.torch.memory import Buckets, empty_if_there_is_room
 
 torch: Any = importlib.import_module("torch")
 
@@ -137,9 +138,17 @@ class Identity:
     def _get_backend(self, _: Any) -> Any:
         return self
 
-    def supports_tensor_alloc(self, _: Any = None) -> bool:
-        """Return False: it has no memory of its own for tensors."""
-        return False
+    def supports_tensor_alloc(self, device: Any = None) -> bool:
+        """Return whether it has memory of its own for tensors there: in that of the host."""
+        return device is None or device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: Any, device: Any = None) -> Any:
+        """Return a flat tensor in the arena; in ordinary memory if there is no room."""
+        del device
+        return empty_if_there_is_room(size, dtype)
+
+    buckets: Buckets | None = None
+    """Moves gradients to the arena as they are reduced; see `use_arena`."""
 
     def eager_connect_single_device(self, _: Any = None) -> None:
         """Do nothing: it is connected from its beginning."""

@@ -33,6 +33,7 @@ from zbmd.collectives.torch.tensors import (
     Called,
     TensorBuffer,
     array_in_place,
+    list_of,
     require_elements,
     row_elements,
     splits_text,
@@ -114,6 +115,8 @@ class Operations(Identity):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place."""
         tensor, reduction = _only(tensors), self._op(opts, op)
+        if self.buckets is not None:
+            self.buckets.take(tensor)
         if tensor.layout is not torch.strided:
             text, run = all_reduce_sparse(tensor, reduction)
             called = Called("all_reduce", [], f"{text}{reduction.said}", terms=text)
@@ -201,7 +204,7 @@ class Operations(Identity):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
         """Collect the tensors of all ranks in a list."""
-        outputs = _list_of(output_tensors)
+        outputs = list_of(output_tensors)
         return self._all_gather([outputs], [_only(input_tensors)], outputs, opts, timeout)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
@@ -234,7 +237,7 @@ class Operations(Identity):
         timeout: Any = None,
     ) -> Any:
         """Collect the tensors of all ranks in a list at one rank."""
-        outputs = _list_of(output_tensors)
+        outputs = list_of(output_tensors)
         source, place = TensorBuffer(_only(input_tensors)), self._root(opts, root)
         targets = _buffers(outputs, load=False)
         require_elements(targets, source.array.size)
@@ -256,7 +259,7 @@ class Operations(Identity):
         timeout: Any = None,
     ) -> Any:
         """Give each rank one tensor of a list that one rank has."""
-        tensor, sources = _only(output_tensors), _buffers(_list_of(input_tensors))
+        tensor, sources = _only(output_tensors), _buffers(list_of(input_tensors))
         place, target = self._root(opts, root), TensorBuffer(tensor, load=False)
         require_elements(sources, target.array.size)
 
@@ -300,7 +303,7 @@ class Operations(Identity):
         """Reduce a list of tensors over all ranks; each keeps the one of its rank."""
         tensor, reduction = _only(output_tensors), self._op(opts, op)
         target = TensorBuffer(tensor, numbers=True, load=False)
-        sources = _buffers(_list_of(input_tensors), numbers=True, factor=reduction.factor)
+        sources = _buffers(list_of(input_tensors), numbers=True, factor=reduction.factor)
 
         def run(c: Communicator, end_ns: int) -> None:
             rows = [source.array.size for source in sources]
@@ -592,9 +595,3 @@ def _hand_out(rows: Sequence[Array] | Array, targets: Sequence[TensorBuffer]) ->
     for row, target in zip(rows, targets, strict=True):
         target.array[:] = row.reshape(-1)
         target.bring_home()
-
-
-def _list_of(tensors: Any) -> list[Any]:
-    """Return the tensors of a list, or of a list of one list; none of an empty one."""
-    tensors = list(tensors)
-    return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors

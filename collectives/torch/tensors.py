@@ -181,6 +181,12 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"[{shown}{', …' if len(numbers) > LISTED_MAX else ''}]"
 
 
+def list_of(tensors: Any) -> list[Any]:
+    """Return the tensors of a list, or of a list of one list; none of an empty one."""
+    tensors = list(tensors)
+    return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
+
+
 def splits_text(outputs: Any, inputs: Any) -> str:
     """Return split sizes as the end of the arguments of a call."""
     given = (("output_split_sizes", outputs), ("input_split_sizes", inputs))

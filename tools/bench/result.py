@@ -240,7 +240,7 @@ def _line(row: Measurement, width: int) -> str:
 
 TORCH_GOALS: Final = {
     **dict.fromkeys(("all_reduce", "broadcast", "all_gather", "reduce_scatter"), 3.0),
-    **dict.fromkeys(("all_to_all", "send", "fsdp2"), 2.0),
+    **dict.fromkeys(("all_to_all", "send", "fsdp2", "fsdp2_arena"), 2.0),
 }
 """Speed through PyTorch as a multiple of the peer's."""
 CASES: Final = {
@@ -260,6 +260,8 @@ CASES: Final = {
     "send": "dist.send and dist.recv, one way",
     "ddp": "a step of DistributedDataParallel; the size is that of the parameters",
     "fsdp2": "a step of fully_shard; the size is that of the parameters",
+    "ddp_arena": "the same of DistributedDataParallel; gradients are views of buckets, ours in the arena",
+    "fsdp2_arena": "the same of fully_shard; buffers of ours are in the arena",
     "detect-training": "notice of a SIGKILL, by memory of the victim; the survivor inside a training step",
     "detect-idle": "notice of a SIGKILL, by memory of the victim; the survivor idle",
 }

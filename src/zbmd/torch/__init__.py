@@ -14,6 +14,8 @@ from zbmd.collectives.torch.backend import register as register
 from zbmd.lazy_imports import lazy_imports
 
 with lazy_imports(globals(), "BACKEND", "register"):
+    from zbmd.collectives.torch.memory import empty as empty
+    from zbmd.collectives.torch.memory import use_arena as use_arena
     from zbmd.training.torch.run import Run as Run
     from zbmd.training.torch.run import resilient as resilient
 

@@ -10,7 +10,7 @@ import pytest
 
 from zbmd.tools.bench.figures import read_figures
 from zbmd.tools.bench.torch.benchmark import CASES
-from zbmd.tools.bench.torch.steps import check_losses
+from zbmd.tools.bench.torch.steps import STEPS, check_losses
 from zbmd.tools.entry import zbmd as cli
 
 SMALL = ["--rounds", "1", "--steps", "2", "--width", "8", "--layers", "1", "--tokens", "4"]
@@ -28,7 +28,7 @@ def test_calls_and_steps_are_timed_beside_gloo_and_recorded(
     told = json.loads(capsys.readouterr().out)
     assert told["benchmark"] == "torch" and told["peers"][0]["name"] == "gloo"
     rows = [(row["case"], row["who"]) for row in told["rows"]]
-    twice = {"ddp": 1, "fsdp2": 1}
+    twice = dict.fromkeys(STEPS, 1)
     assert rows == [
         (case, who) for case in CASES for _ in range(twice.get(case, 2)) for who in ("zbmd", "gloo")
     ]

@@ -1,6 +1,7 @@
 """Steps of DDP and FSDP2, made by the ranks of a job over zbmd and over gloo in turns.
 
-The same processes, model and tokens; both must come to the same losses.
+The same processes, model and tokens; both must come to the same losses. In `ddp_arena` and `fsdp2_arena` the
+buffers of ours lie in the arena (`zbmd.torch.use_arena`); gradients of DDP are views of its buckets for both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from zbmd.tools.bench.stats import OURS, turns
 from zbmd.tools.bench.torch.calls import timed_ns
 from zbmd.transport.errors import UserError
 
-STEPS: Final = ("ddp", "fsdp2")
+ARENA: Final = "_arena"
+STEPS: Final = ("ddp", "fsdp2", f"ddp{ARENA}", f"fsdp2{ARENA}")
 WARMUP_STEPS: Final = 3
 HEADS: Final = 4
 VOCABULARY: Final = 256
@@ -40,10 +42,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 class Trainer:
     """A model of transformer blocks over one backend.
 
-    Every rank trains on random tokens, other ones on each rank. case: "ddp" or "fsdp2".
+    Every rank trains on random tokens, other ones on each rank. case: of `STEPS`. ours: whether it is zbmd.
     """
 
-    def __init__(self, case: str, group: Any, model_of: Model) -> None:
+    def __init__(self, case: str, group: Any, model_of: Model, *, ours: bool) -> None:
         self._torch: Any = importlib.import_module("torch")
         dist: Any = importlib.import_module("torch.distributed")
         torch, nn = self._torch, self._torch.nn
@@ -55,9 +57,11 @@ class Trainer:
         ]
         model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        if case == "ddp":
+        if case.removesuffix(ARENA) == "ddp":
             parallel: Any = importlib.import_module("torch.nn.parallel")
-            self._model = parallel.DistributedDataParallel(model, process_group=group)
+            self._model = parallel.DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=case.endswith(ARENA)
+            )
         else:
             fsdp: Any = importlib.import_module("torch.distributed.fsdp")
             meshes: Any = importlib.import_module("torch.distributed.device_mesh")
@@ -65,6 +69,8 @@ class Trainer:
             for block in blocks:
                 fsdp.fully_shard(block, mesh=mesh)
             self._model = fsdp.fully_shard(model, mesh=mesh)
+        if ours and case.endswith(ARENA):
+            importlib.import_module("zbmd.collectives.torch.memory").use_arena(self._model)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._batches = torch.Generator().manual_seed(dist.get_rank())
         self._tokens = tokens
@@ -100,7 +106,7 @@ def time_steps(groups: Mapping[str, Any], case: str, model: Model, rounds: int) 
     """
     dist: Any = importlib.import_module("torch.distributed")
     peers = [who for who in groups if who != OURS]
-    trainers = {who: Trainer(case, group, model) for who, group in groups.items()}
+    trainers = {who: Trainer(case, group, model, ours=who == OURS) for who, group in groups.items()}
     for trainer in trainers.values():
         timed_ns(trainer.step, WARMUP_STEPS)
     losses: dict[str, list[float]] = {who: [] for who in groups}

@@ -30,6 +30,7 @@ from zbmd.collectives.p2p.elastic_machine import ELASTIC_TAGS
 from zbmd.collectives.repair.machine import REPAIR
 from zbmd.tools.replay.story import body_text, envelope_of
 from zbmd.training.pipeline.stage import STAGE
+from zbmd.training.redundancy.coded.machine import CODED_MIRROR
 from zbmd.training.redundancy.machine import MIRROR, Mirror
 from zbmd.training.redundancy.resizing import RESIZING_MIRROR, ResizingMirror
 from zbmd.training.torch.transaction import TRANSACTION
@@ -62,6 +63,7 @@ from zbmd.transport.handshake.driver import HELLO
 __all__ = [
     "ACTOR",
     "CLUSTER",
+    "CODED_MIRROR",
     "DETECTOR",
     "DIRECTORY",
     "ELASTIC_TAGS",

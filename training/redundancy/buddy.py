@@ -264,10 +264,10 @@ class BuddyReplica(RedundancyDriver):
         if len(copies) not in (0, zm.SLOTS):
             raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies, or none, got {len(copies)}")
         self._kept, self._resize = kept, resize
-        held = (None, None) if kept is None else kept.found(_digest)
+        held = (None, None) if kept is None else kept.found(digest_of)
         machine: zm.Mirror | ResizingMirror
         if resize is None:
-            machine = zm.Mirror(
+            machine = self._machine_of(
                 place=place, ranks=ranks, known=known, first=own.first, own=held, replicas=replicas
             )
         else:
@@ -288,6 +288,10 @@ class BuddyReplica(RedundancyDriver):
         """Total duration of copies, in parallel to the passes."""
         self.waited_ns = 0
         """Total time that steps waited for copies."""
+
+    def _machine_of(self, **arguments: Any) -> zm.Mirror:
+        """Return the machine of a state that is cut for good."""
+        return zm.Mirror(**arguments)
 
     def _banked(self, own: ProtectedState, copies: Sequence[Array]) -> Bank:
         register, shared = self._worker.segment.regions.register, (*own.slots, *copies)
@@ -377,7 +381,7 @@ class BuddyReplica(RedundancyDriver):
         """See `StepHook`."""
         if self.applies_first:
             version = self._machine.version + 1
-            own = _digest(self._own.slots[version % zm.SLOTS])
+            own = digest_of(self._own.slots[version % zm.SLOTS])
             self._stamp(version, own)
             return self.asked.vote(own, 0)
         began_ns = now_ns()
@@ -433,7 +437,7 @@ class BuddyReplica(RedundancyDriver):
         handle = self._rows[source.place].handles[source.slot + (0 if source.own else zm.SLOTS)]
         self._pull(source.place, handle, into, middle=RESTORE_MIDDLE_POINT)
         faults.hit(RESTORED_POINT)
-        return zm.Restored(digest=_digest(into))
+        return zm.Restored(digest=digest_of(into))
 
     def _divide(self, work: Divide) -> None:
         faults.hit(DIVIDE_POINT)
@@ -478,15 +482,15 @@ class BuddyReplica(RedundancyDriver):
             if number == len(spans) // 2:
                 faults.hit(RESHARD_MIDDLE_POINT)
         given = [found.source for found in work.sources if found.source.place == here]
-        digests = tuple(_digest(older.array(source)) for source in given if older is not None)
+        digests = tuple(digest_of(older.array(source)) for source in given if older is not None)
         faults.hit(RESHARDED_POINT)
-        return Resharded(digest=_digest(into), given=digests)
+        return Resharded(digest=digest_of(into), given=digests)
 
     def _lend(self, work: Lend) -> Lent:
         banks = [self._older if found.older else self._bank for found in work.sources]
         assert all(bank is not None for bank in banks), "what is read here is here"
         pairs = zip(banks, work.sources, strict=True)
-        return Lent(given=tuple(_digest(bank.array(found.source)) for bank, found in pairs if bank))
+        return Lent(given=tuple(digest_of(bank.array(found.source)) for bank, found in pairs if bank))
 
     def _read(self, found: CutSource, elements: int, start: int, into: Array) -> None:
         """Fill `into` from element `start` of a slot of a peer, of the cut before."""
@@ -516,8 +520,8 @@ class BuddyReplica(RedundancyDriver):
             handle = self._rows[work.ward].handles[work.version % zm.SLOTS]
             into = self._room(work, handle)
             self._pull(work.ward, handle, into, middle=COPY_MIDDLE_POINT)
-            copied = _digest(into)
-        own = _digest(self._own.slots[self._own.slot])
+            copied = digest_of(into)
+        own = digest_of(self._own.slots[self._own.slot])
         self.busy_ns += now_ns() - began_ns
         return own, copied
 
@@ -566,5 +570,6 @@ class BuddyReplica(RedundancyDriver):
                 faults.hit(middle)
 
 
-def _digest(flat: Array) -> int:
+def digest_of(flat: Array) -> int:
+    """Return the digest of a shard, or of a copy of one."""
     return xxhash.xxh3_64_intdigest(flat.data)

@@ -1,7 +1,7 @@
 """The interface between a job and its redundancy, and what both drivers share.
 
-There are two: a replica at a buddy rank (`buddy`), and a file of the rank's own (`file`). Both drive the same
-machine (`machine`); an erasure code could take their place.
+There are three: a replica at a buddy rank (`buddy`), parities at others (`coded`), and a file of the rank's
+own (`file`). All drive one machine (`machine`), or one that extends it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy import resizing
+from zbmd.training.redundancy.coded.machine import CODED_MIRROR, CodedMirror, coded_config
 from zbmd.training.redundancy.cut_events import Divide, Forget, Lend, Lent, Reshard, Resharded, Resharding
 from zbmd.training.redundancy.failures import FailureKind, StepFailed
 from zbmd.training.redundancy.machine import MIRROR, mirror_config
@@ -286,7 +287,10 @@ class RedundancyDriver(Redundancy):
             self._tap = captured_machine(worker, RESIZING_MIRROR, "mirror", machine, config)
         else:
             self._machine, config = machine, mirror_config(machine, outlives=outlives)
-            self._tap = captured_machine(worker, MIRROR, "mirror", machine, config)
+            if isinstance(machine, CodedMirror):
+                self._tap = captured_machine(worker, CODED_MIRROR, "mirror", machine, coded_config(machine))
+            else:
+                self._tap = captured_machine(worker, MIRROR, "mirror", machine, config)
         self._on_update, self._on_commit = on_update, on_commit
         self.applies_first = self._machine.replicas
         self.asked, self.agreed = Agenda(), Agenda()

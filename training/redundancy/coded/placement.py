@@ -79,6 +79,20 @@ def grouped(domains: Sequence[int], *, data: int, parity: int) -> tuple[CodedGro
     return tuple(CodedGroup(members=one, parity=min(parity, len(one) - 1)) for one in members)
 
 
+def fitted(groups: Sequence[CodedGroup], *, nbytes: int, room: int) -> tuple[CodedGroup, ...]:
+    """Return the groups with as many parities as fit into `room` bytes of each rank."""
+    return tuple(
+        next(
+            one
+            for one in (
+                CodedGroup(members=group.members, parity=count) for count in range(group.parity, -1, -1)
+            )
+            if one.parity * one.block_bytes(nbytes) <= room
+        )
+        for group in groups
+    )
+
+
 def room_bytes(groups: Sequence[CodedGroup], nbytes: int) -> int:
     """Return the most memory that a rank needs for the parities of one version of states of `nbytes`."""
     return max((group.parity * group.block_bytes(nbytes) for group in groups), default=0)

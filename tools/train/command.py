@@ -30,6 +30,7 @@ from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.run.ledger import begin_log
 from zbmd.training.sharded.options import PRECISIONS, TOKENS, TrainOptions
+from zbmd.training.sharded.redundancy import parse_redundancy
 from zbmd.training.sharded.run import check_recipe, train
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
@@ -140,6 +141,13 @@ SETTINGS: Final = (
     RecipeSetting("balance", "mesh", _switch, False, "divide layers over stages by measured cost: on or off"),
     RecipeSetting(
         "zero", "mesh", _WHOLE, _OPTIONS.zero, "shard the state along fsdp, or dp: ZeRO of stage 1, 2 or 3"
+    ),
+    RecipeSetting(
+        "redundancy",
+        "mesh",
+        parse_redundancy,
+        _OPTIONS.redundancy,
+        "of each rank's state: auto, replica, buddy, ec:K+M or none",
     ),
     RecipeSetting("prefetch", "mesh", _WHOLE, _OPTIONS.prefetch, "units that --zero 3 gathers ahead"),
     RecipeSetting(

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,8 @@ from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import Death, StepLine
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, attend_with_nothing
+from zbmd.training.redundancy.coded.driver import CodedReplica
+from zbmd.training.redundancy.coded.machine import Code
 from zbmd.training.redundancy.cut_files import attend_without_file
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.file import FileRedundancy
@@ -82,7 +85,7 @@ class RunOptions:
 
     resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. replicas:
     whether ranks along `dp` stand for each other, so that no buddies have copies.
-    files: whether states are in files.
+    files: whether states are in files. code: of parities in the place of copies.
     """
 
     out: Path
@@ -93,6 +96,7 @@ class RunOptions:
     tensorboard: bool = False
     replicas: bool = False
     files: bool = False
+    code: Code | None = None
 
 
 class Job(Generic[ResultT]):
@@ -112,9 +116,8 @@ class Job(Generic[ResultT]):
         self._actors: ModelActors | None = None
         self._profiler: Profiler | None = None
         self._deaths: list[Death] = []
-        """Those since the last step that they cut short."""
         self._cut_ns = 0
-        """When that ended here; 0: none has been since the last epoch began."""
+        """When they ended the last step here; 0: that was before this epoch."""
         self._saved: SavedState | None = None
         if options.resume is not None:
             self._saved = open_state(options.resume, plan=task.plan)
@@ -345,9 +348,9 @@ class Job(Generic[ResultT]):
                 resize=self._refiled if self._task.resizes else None,
                 on_found=self._take_notes,
             )
-        alone = self._worker.world_size == 1
+        alone, code = self._worker.world_size == 1, self._options.code
         replicas = self._options.replicas and not alone  # alone, it digests its state beside the next step
-        return BuddyReplica(
+        return (BuddyReplica if code is None else partial(CodedReplica, code=code))(
             self._worker,
             trainer.shard,
             place=place,

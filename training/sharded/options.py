@@ -29,6 +29,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     and 3 if the mesh has `fsdp`. `prefetch`: units that stage 3 gathers ahead. `balance`: divide layers over
     stages by what they cost. `resume`: a checkpoint to continue from.
     `overwrite`: start over in the directory of a run that has ended.
+    `redundancy`: how the state of a rank survives it, see `zbmd.training.sharded.redundancy`.
     `offload`: a folder, on a disk of each host, for files with the ranks' states. `actors`: whether
     supervised actors compute; `plain`: whether one process computes, without any of the stack. `threads`: of
     BLAS in each rank; the bits depend on it.
@@ -62,6 +63,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_windows: int = 64
     checkpoint_every: int = 100
     tensorboard: bool = False
+    redundancy: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.zero and f"{SHARDED_AXIS}=" in self.mesh:

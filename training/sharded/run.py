@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import closing
 from dataclasses import replace
 
@@ -29,10 +30,12 @@ from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.redundancy.buddy import COPIES
+from zbmd.training.redundancy.coded.machine import Code
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.redundancy import NONE, arena_bytes, code_of, redundancy_of
 from zbmd.training.sharded.stages import (
     SLOTS,
     RankBytes,
@@ -42,7 +45,14 @@ from zbmd.training.sharded.stages import (
     shard_layouts,
     state_elements,
 )
-from zbmd.training.sharded.task import EngineTask, TrainResult, plan_of, shard_elements, weights_sha256
+from zbmd.training.sharded.task import (
+    EngineTask,
+    TrainResult,
+    plan_of,
+    shard_elements,
+    state_bytes,
+    weights_sha256,
+)
 from zbmd.training.step.memory_estimate import (
     RankMemory,
     activation_bytes,
@@ -167,11 +177,12 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
 def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankBytes:
     """Return the memory that a rank needs. Raises `UserError` for what the mesh does not divide."""
     ranks, training, offloaded = mesh.size(TENSOR_AXIS), options.training, options.offload is not None
+    code = _code(options, mesh, config)
     if options.zero:
         zero, meshes, stages = options.zero_options, _meshes(options, mesh), options.stages
         every = [shard_layouts(config, one, stages) for one in meshes]
         states = [one.size(DATA_AXIS) if mesh.has_shards_alike else 1 for one in meshes]
-        copies = SLOTS - 1 if _has_replicas(options, mesh) else COPIES
+        copies = SLOTS - 1 if _has_replicas(options, mesh) or code is not None else COPIES
         needed = [
             arena_bytes_needed(layouts, training, zero, copies=copies, offloaded=offloaded, states=count)
             for layouts, count in zip(every, states, strict=True)
@@ -182,17 +193,23 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
             if len(meshes) > 1 and not offloaded and options.recuts(mesh)
         ]
         inbox = max(inbox_needed(config, training, one, stages) for one in {mesh, _least(options, mesh)})
-        return RankBytes(arena=max(needed) + max(kept, default=0), inbox=inbox)
-    return bytes_needed(
+        return RankBytes(arena=max(needed) + max(kept, default=0) + arena_bytes(code), inbox=inbox)
+    found = bytes_needed(
         GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks),
         training,
         mesh,
         options.stages,
         dtype=storage_dtype(options.precision),
-        copies=0 if _has_replicas(options, mesh) else SLOTS,
+        copies=0 if _has_replicas(options, mesh) or code is not None else SLOTS,
         offloaded=offloaded,
         shrinks=_fewest(options, mesh) < mesh.world_size,
     )
+    return replace(found, arena=found.arena + arena_bytes(code))
+
+
+def _code(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> Code | None:
+    shrinks = _fewest(options, mesh) < mesh.world_size
+    return code_of(redundancy_of(options, mesh, shrinks=shrinks), mesh, state_bytes(options, config, mesh))
 
 
 def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
@@ -203,8 +220,8 @@ def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
     launched = RankEnvironment.read(os.environ)
     here = mesh.world_size if launched is None else launched.ranks_per_host
     if options.recuts(mesh):
-        return False
-    return mesh.world_size == 1 or mesh.has_replicas(here)
+        return options.redundancy == NONE and options.offload is None
+    return mesh.world_size == 1 or options.redundancy == NONE or mesh.has_replicas(here)
 
 
 def _fewest(options: TrainOptions, mesh: Mesh) -> int:
@@ -313,5 +330,9 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
                 tensorboard=options.tensorboard,
                 replicas=_has_replicas(options, mesh),
                 files=options.offload is not None,
+                code=_code(options, mesh, model),
             )
+            if mesh.world_size > 1 and not again and worker.rank == 0:
+                found = redundancy_of(options, mesh, shrinks=fewest < mesh.world_size)
+                print(f"redundancy {found}", file=sys.stderr, flush=True)
             return await Job(worker, task, settings, again=again).run()

@@ -32,6 +32,7 @@ from zbmd.training.redundancy.stamped import StampedSlots, StateName, kept_slots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.redundancy import code_of, redundancy_of
 from zbmd.training.sharded.replicated import ReplicatedTrainer
 from zbmd.training.sharded.stage_of_view import RingRoom
 from zbmd.training.sharded.stages import SLOTS, elements_most, shard_layouts, state_elements
@@ -88,6 +89,14 @@ def shard_elements(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> int:
     """Return the float32 numbers of the largest shard of a state that is sharded."""
     optimizer, dtype = options.training.optimizer, storage_dtype(options.precision)
     return max(slot_elements(one, optimizer, dtype) for one in shard_layouts(config, mesh, options.stages))
+
+
+def state_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> int:
+    """Return the bytes of the largest state of a rank, of one version."""
+    if options.zero:
+        return 4 * shard_elements(options, config, mesh)
+    dtype, most = storage_dtype(options.precision), elements_most(config, mesh, options.stages)
+    return state_elements(most, dtype, options.training.optimizer) * computing_dtype(dtype).itemsize
 
 
 class EngineTask(Task[TrainResult]):
@@ -223,6 +232,10 @@ class EngineTask(Task[TrainResult]):
 
     def copies(self, trainer: Trainer) -> list[Array]:
         """See `Task`."""
+        nbytes = state_bytes(self._options, self._config, self.mesh)
+        code = code_of(redundancy_of(self._options, self.mesh, shrinks=self._shrinks), self.mesh, nbytes)
+        if code is not None:
+            return [self._arena.lazy_empty(code.room, np.uint8) for _ in range(SLOTS)]
         if isinstance(trainer, ZeroTrainer):
             if self.resizes and trainer.groups.world.size == 1:
                 return []

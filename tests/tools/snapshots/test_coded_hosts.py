@@ -1,0 +1,51 @@
+"""Four hosts with a stage each: two are killed at once, their state is rebuilt, and the bits stay."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from pathlib import Path
+
+import msgspec
+from programs import PROGRAMS
+from support.jobs.by_words import plain_by
+from support.netns import netns
+from support.netns.netns import Process
+
+from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
+
+PORT = 29400
+HOSTS = 4
+COOKIE = secrets.token_hex(32)
+
+
+def test_two_of_four_hosts_are_lost_at_once(tmp_path: Path) -> None:
+    netns.require_lab()
+    layers = ("--layers", "4")
+    arguments = [*SHAPE, *layers, "--steps", str(STEPS), "--data", str(write_text(tmp_path / "text"))]
+    plain = plain_by([*arguments, "--out", str(tmp_path / "plain")])
+    program, out = str(PROGRAMS / "training/held_up.py"), str(tmp_path / "out")
+    job = [program, "train", *arguments, "--mesh", "pp=4", "--redundancy", "ec:2+2", "--out", out]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(tmp_path))
+        lab = stack.enter_context(Lab(HOSTS))
+        nodes = [stack.enter_context(_node(lab, host, job)) for host in lab.hosts]
+        nodes[3].until(r"\[rank3\]: rank 3 stands still in step 4")
+        for node in nodes[2:]:
+            node.close()
+        again = [stack.enter_context(_node(lab, host, job)) for host in lab.hosts[2:]]
+        result = nodes[0].until(r"\[rank0\]: (\{.*\})")
+        assert msgspec.json.decode(result[1])["weights_sha256"] == plain.weights_sha256
+        assert [node.end() for node in (*nodes[:2], *again)] == [0] * HOSTS
+
+
+def _node(lab: Lab, host: LabHost, job: list[str]) -> contextlib.AbstractContextManager[Process]:
+    """`zbmd-node run` on a host; two are enough for their ranks to stay, with what they hold."""
+    host.home.joinpath("cookie").touch(mode=0o600)
+    host.home.joinpath("cookie").write_text(COOKIE)
+    options = ("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--node-rank", str(host.number))
+    door = ("--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}", "--max-restarts", "9")
+    command = str(Path(sys.executable).with_name("zbmd-node"))
+    return netns.process(host, command, "run", *options, *door, *job)

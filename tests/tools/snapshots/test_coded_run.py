@@ -1,0 +1,101 @@
+"""A run with an erasure code: as many ranks as it has parities are lost, and the bits stay."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.processes.launcher import Ended, Launcher
+
+OPTIONS = (
+    *("--data", "text", "--steps", "8", "--context", "16", "--width", "16", "--heads", "2", "--layers", "4"),
+    *("--sequences-per-shard", "1", "--shards", "4", "--evaluate-every", "0"),
+)
+APART = {"ZBMD_LINKS": "tcp", "ZBMD_KEEP_MEMORY": "off", "ZBMD_ARENA": "8MiB"}
+"""Each rank is as if on a host of its own, and its memory is lost with it."""
+
+
+def trained(launcher: Launcher, ranks: int, out: str, *more: str, **variables: str) -> Ended:
+    if not (launcher.directory / "text").exists():
+        text = "".join(f"line {i} of some text that is to be learnt\n" for i in range(2000))
+        (launcher.directory / "text").write_text(text)
+    job = (
+        "run",
+        "-n",
+        str(ranks),
+        "--max-restarts",
+        "9",
+        "-m",
+        "zbmd",
+        "train",
+        *OPTIONS,
+        "--out",
+        out,
+        *more,
+    )
+    return launcher.run(*job, **variables)
+
+
+def weights(ended: Ended) -> str:
+    assert ended.code == 0, ended
+    return re.findall(r'"weights_sha256":"([0-9a-f]+)"', "\n".join(ended.out))[-1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "redundancy", "faults"),
+    [
+        (("--mesh", "pp=4"), "ec:2+2", "rank1:job.begin:4,rank3:job.begin:4"),
+        (("--mesh", "pp=4"), "ec:3+1", "rank2:mirror.middle:3"),
+        (("--zero", "3"), "ec:2+2", "rank0:job.begin:5,rank2:job.begin:5"),
+        (("--zero", "3"), "ec:2+2", "rank1:job.begin:3,rank1#2:mirror.restore_middle,rank3:mirror.middle:3"),
+    ],
+    ids=["stages", "one_in_a_copy", "sharded", "again_in_a_rebuild"],
+)
+def test_lost_shards_are_rebuilt_to_the_same_bits(
+    launcher: Launcher, mesh: tuple[str, ...], redundancy: str, faults: str
+) -> None:
+    calm = weights(trained(launcher, 4, "calm", *mesh))
+    ended = trained(launcher, 4, "lost", *mesh, "--redundancy", redundancy, ZBMD_FAULT=faults, **APART)
+    assert weights(ended) == calm, ended
+    assert any(f"redundancy {redundancy}: it was asked for" in line for line in ended.errors), ended
+    failed = re.findall(
+        r"^\[zbmd\]: rank (\d) \(pid \d+, incarnation (\d)\) failed", "\n".join(ended.errors), re.M
+    )
+    assert len(failed) == len(faults.split(",")), ended
+
+
+def test_more_losses_than_parities_end_the_run_with_the_last_checkpoint_named(launcher: Launcher) -> None:
+    """The second one is lost before the first one's replacement has its shard; the checkpoint is of step 3."""
+    more = ("--mesh", "pp=4", "--redundancy", "ec:3+1", "--checkpoint-every", "3")
+    faults = "rank1:job.begin:6,rank3:job.meet:2"
+    ended = trained(launcher, 4, "lost", *more, ZBMD_FAULT=faults, **APART)
+    assert ended.code != 0, ended
+    told = "\n".join(ended.errors)
+    assert "more than the 1 of 3 + 1 that may be lost at once" in told, ended
+    assert "lost/checkpoint.json" in told, ended
+
+
+def test_what_a_mesh_does_not_have_is_refused(launcher: Launcher) -> None:
+    for ranks, options, words in (
+        (2, ("--redundancy", "ec:2+0"), "expected auto, replica, buddy, ec:K+M"),
+        (2, ("--redundancy", "ec:2+1"), "ranks along dp of dp=2 hold the same already"),
+        (2, ("--mesh", "pp=2", "--redundancy", "ec:2+1"), "expected 2 or more hosts for the shards"),
+        (2, ("--mesh", "pp=2", "--redundancy", "replica"), "no two ranks of"),
+        (2, ("--redundancy", "buddy"), "hold the same already"),
+        (2, ("--offload", "files", "--redundancy", "none"), "the state is in files"),
+    ):
+        ended = trained(launcher, ranks, "refused", *options)
+        assert ended.code == 2 and words in "\n".join(ended.errors), ended
+
+
+def test_the_choice_is_stated_with_its_reason(launcher: Launcher) -> None:
+    for options, words in (
+        ((), "redundancy replica: ranks along dp hold the same"),
+        (("--mesh", "pp=2"), "redundancy buddy: each state is on one rank: another rank has a copy"),
+        (("--mesh", "pp=2", "--redundancy", "none"), "redundancy none: it was asked for"),
+    ):
+        ended = trained(launcher, 2, f"out{len(options)}", *options)
+        assert ended.code == 0 and any(words in line for line in ended.errors), ended

@@ -147,6 +147,8 @@ def _require_beginning(options: TrainOptions, model: GPTConfig, corpus: Corpus) 
 def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     """Raise `UserError` for a recipe for which there is no memory, or that the mesh does not divide."""
     launched, needed = RankEnvironment.read(os.environ), _bytes_needed(options, mesh, config)
+    if launched is None and options.resume is None and holders_of(options.out):
+        return  # a snapshot process has most of it
     stages, training = options.stages, options.training
     microbatches = -(-training.shards // mesh.data_ranks)
     shape = Shape(stages=mesh.size(PIPELINE_AXIS), chunks=stages.chunks, microbatches=microbatches)

@@ -89,6 +89,8 @@ def require_memory(config: GPTConfig, needs: RankMemory, *, ranks: int, advice: 
     cgroup have available. `advice`: what to choose instead.
     """
     available_bytes, launched = host_memory_bytes(os.environ), RankEnvironment.read(os.environ)
+    if launched is not None and launched.resumes:
+        return  # most of it is there already, with the state in it
     if available_bytes is None:
         if launched is not None:
             return  # peers may have taken theirs already: each finds out for itself

@@ -68,7 +68,7 @@ def test_lost_shards_are_rebuilt_to_the_same_bits(
 
 
 def test_more_losses_than_parities_end_the_run_with_the_last_checkpoint_named(launcher: Launcher) -> None:
-    """The second one is lost before the first one's replacement has its shard; the checkpoint is of step 3."""
+    """The second is lost before the first one's replacement has its shard; the checkpoint is of step 3."""
     more = ("--mesh", "pp=4", "--redundancy", "ec:3+1", "--checkpoint-every", "3")
     faults = "rank1:job.begin:6,rank3:job.meet:2"
     ended = trained(launcher, 4, "lost", *more, ZBMD_FAULT=faults, **APART)

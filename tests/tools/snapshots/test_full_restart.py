@@ -242,6 +242,29 @@ def test_a_damaged_snapshot_without_another_ends_the_run_with_the_checkpoint_nam
     assert str(Path("run") / SHARDS_NAME) in again.text, "the last durable tier is named"
 
 
+def test_a_run_that_is_stopped_leaves_nothing_and_without_snapshots_none_is_held(
+    launcher: Launcher, run: Path
+) -> None:
+    with started(launcher, *job(2)) as running:
+        step = 0
+        while HOLDER not in running.processes():
+            running.until(rf"^step {(step := step + 1)} loss")
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.end() == 128 + signal.SIGTERM, running.text
+    launcher.assert_nothing_left(running.marker, running.text)
+    assert not holders_of(run)
+    with started(launcher, *job(2, "--resume", "run"), ZBMD_SNAPSHOTS="off") as running:
+        running.until(rf"^step {step + 20} loss")
+        assert HOLDER not in running.processes()
+
+
+def test_what_is_held_goes_when_its_run_starts_over(launcher: Launcher, run: Path) -> None:
+    holder = killed(launcher, 2, *job(2))
+    ended = launcher.run(*job(2, "--overwrite", "on"))
+    assert ended.code == 0, ended
+    assert look(holder.name) is None
+
+
 def test_other_code_is_refused_with_what_differs(launcher: Launcher, run: Path) -> None:
     """A script of one's own: the directory of the run is another run's then."""
     script = launcher.directory / "own.py"

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher
 
 USAGE = 2
-PROGRESS = re.compile(r"step |\[rank0\]: (step \d|\w+ = |# \w+ is not set)")
-"""Lines of a run that are no error: its recipe, steps, evaluations."""
+PROGRESS = re.compile(r"step |\[rank0\]: (step \d|\w+ = |# \w+ is not set|redundancy \w+: )")
+"""Lines of a run that are no error: its recipe, redundancy, steps, evaluations."""
 SMALL = (
     *("--steps", "6", "--context", "16", "--width", "16", "--heads", "2", "--layers", "1"),
     *("--sequences-per-shard", "1", "--checkpoint-every", "2", "--evaluate-every", "3"),

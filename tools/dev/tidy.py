@@ -60,6 +60,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
         "tools/bench/torch/*",
         "tools/lab/gpu/job.py",
         "tools/lab/bench/training/engine.py",
+        "tools/lab/bench/training/loops.py",
         "tools/lab/torch_suite/*",
         "tests/*",
     ),

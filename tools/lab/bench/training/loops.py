@@ -1,0 +1,233 @@
+"""Measure resilient loops of PyTorch: the cost of a step, and the time from a kill to the next commit.
+
+    python -m zbmd.tools.lab.bench.training.loops cost        DDP and FSDP2, 2 ranks, 10 M parameters
+    python -m zbmd.tools.lab.bench.training.loops recovery    4 ranks, 10 M parameters
+    python -m zbmd.tools.lab.bench.training.loops recovery --kinds ddp --ranks 2 --width 3072 --layers 9
+    python -m zbmd.tools.lab.bench.training.loops recovery --kinds fsdp2 --ranks 2 --width 3072 --layers 19
+
+The last two have 1 GiB of state a rank: 12 bytes a parameter, float32 with two moments, all on each rank or a
+half. `cost` makes steps of the same model without and with `zbmd.torch.resilient` in turns, in the same
+processes. `recovery` kills a rank again and again in one run, each time after some steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import uvloop
+
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.process.log import log_to_stderr
+from zbmd.actors.process.output import OutputLine
+from zbmd.actors.view import Outcome
+from zbmd.transport.errors import UserError
+
+MODULE: Final = "zbmd.tools.lab.bench.training.loops"
+KINDS: Final = ("ddp", "fsdp2")
+STEPS_BEFORE: Final = 4
+"""Undisturbed steps before each kill."""
+WARMUP: Final = 3
+
+
+# ---- in the ranks
+
+
+class Trained:
+    """A model of `layers` linear layers of `width`, its optimizer, and a step."""
+
+    def __init__(self, kind: str, width: int, layers: int) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._torch.manual_seed(0)
+        nn = self._torch.nn
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        if kind == "ddp":
+            self.model = importlib.import_module("torch.nn.parallel").DistributedDataParallel(model)
+        else:
+            fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+            meshes: Any = importlib.import_module("torch.distributed.device_mesh")
+            dist: Any = importlib.import_module("torch.distributed")
+            mesh = meshes.init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in model:
+                fsdp.fully_shard(layer, mesh=mesh)
+            self.model = fsdp.fully_shard(model, mesh=mesh)
+        self.optimizer = self._torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._x = self._torch.randn(64, width)
+
+    def step(self) -> None:
+        """Make a step."""
+        self.optimizer.zero_grad()
+        self.model(self._x).square().mean().backward()
+        self.optimizer.step()
+
+
+def rank_main() -> None:
+    """Run a rank: kind, what, width, layers, turns, steps."""
+    kind, what, *numbers = sys.argv[1:]
+    width, layers, turns, steps = map(int, numbers)
+    torch: Any = importlib.import_module("torch")
+    dist: Any = importlib.import_module("torch.distributed")
+    loops: Any = importlib.import_module("zbmd.torch")
+    torch.set_num_threads(1)
+    dist.init_process_group("zbmd")
+    plain = Trained(kind, width, layers) if what == "cost" else None
+    ours = Trained(kind, width, layers)
+    run = loops.resilient(ours.model, ours.optimizer)
+    if plain is None:
+        continuity: Any = importlib.import_module("zbmd.collectives.torch.continuity").CONTINUITY
+        while run.steps < steps:
+            run.call(ours.step)
+            print(f"step {run.steps} {continuity.epoch} {time.monotonic_ns()}", flush=True)
+        return
+    plain_step, our_step = plain.step, lambda: run.call(ours.step)
+    _timed(plain_step, WARMUP)
+    _timed(our_step, WARMUP)
+    for turn in range(turns):
+        for name, step in (("plain", plain_step), ("resilient", our_step))[:: 1 if turn % 2 else -1]:
+            print(f"turn {name} {_timed(step, steps)}", flush=True)
+    dist.destroy_process_group()
+
+
+def _timed(step: Callable[[], object], steps: int) -> int:
+    """Return the nanoseconds of so many steps."""
+    began = time.monotonic_ns()
+    for _ in range(steps):
+        step()
+    return time.monotonic_ns() - began
+
+
+# ---- beside them
+
+
+@dataclass(slots=True)
+class Watch:
+    """The output of a run: it keeps the lines of rank 0, and kills ranks if that is asked for."""
+
+    kills: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    host: Host | None = None
+    lines: list[str] = field(default_factory=list[str])
+    steps_s: list[float] = field(default_factory=list[float])
+    recoveries_s: list[float] = field(default_factory=list[float])
+    _last: tuple[int, int] = (0, 0)
+    """Epoch and time of the last committed step of a rank."""
+    _calm: int = 0
+    _killed_ns: int = 0
+
+    async def write_line(self, line: OutputLine) -> None:
+        """Take a line."""
+        text = line.text.decode(errors="replace")
+        self.lines.append(text)
+        if text.startswith("step ") and self.kills:
+            _, _, epoch, at_ns = text.split()
+            self._stepped(int(epoch), int(at_ns))
+
+    def _stepped(self, epoch: int, at_ns: int) -> None:
+        assert self.host is not None
+        if self._killed_ns:
+            if epoch > self._last[0]:
+                self.recoveries_s.append((at_ns - self._killed_ns) / 1e9)
+                self._killed_ns, self._calm = 0, 0
+                self._last = epoch, at_ns
+            return
+        ranks = len(self.host.ranks)
+        if epoch == self._last[0] and at_ns > self._last[1]:
+            self._calm += 1
+            if self._calm % ranks == 0 and self._calm > ranks:
+                self.steps_s.append((at_ns - self._last[1]) / 1e9)
+        if self._calm % ranks == 0:
+            self._last = epoch, at_ns
+        if self._calm >= STEPS_BEFORE * ranks:
+            if len(self.recoveries_s) == self.kills:
+                self.host.stop("all kills are measured")
+                self._calm = -sys.maxsize
+                return
+            self._last = max(self._last, (epoch, at_ns))
+            self._killed_ns = time.monotonic_ns()
+            os.kill(self.host.ranks[self.rng.randrange(ranks)].pid, signal.SIGKILL)
+
+
+async def run_of(arguments: argparse.Namespace, kind: str, watch: Watch) -> None:
+    """Run the ranks to their end. Raises `UserError` if they fail."""
+    steps = arguments.steps if arguments.what == "cost" else 1 << 30
+    numbers = (arguments.width, arguments.layers, arguments.turns, steps)
+    config = HostConfig(
+        target=MODULE,
+        is_module=True,
+        arguments=(kind, arguments.what, *map(str, numbers)),
+        world_size=arguments.ranks or (2 if arguments.what == "cost" else 4),
+        arena_bytes=256 << 20,
+        max_restarts=arguments.kills,
+        restart_window_s=3600.0,
+        environment={"ZBMD_LOOPS_RANK": "1"},
+        preload=("torch", "torch._dynamo", "zbmd.training.torch.run"),
+    )
+    host = watch.host = Host(config, output=watch)
+    ended = await host.run()
+    if ended.outcome not in (Outcome.SUCCEEDED, Outcome.STOPPED):
+        raise UserError(f"{kind} did not end well: {ended.reason}\n" + "\n".join(watch.lines[-20:]))
+
+
+def cost_of(lines: Sequence[str], steps: int) -> tuple[float, float]:
+    """Return the median of a step without and with `resilient`, seconds."""
+    turns: dict[str, list[float]] = {"plain": [], "resilient": []}
+    for line in lines:
+        match line.split():
+            case ["turn", name, took]:
+                turns[name].append(int(took) / 1e9 / steps)
+            case _:
+                pass
+    return statistics.median(turns["plain"]), statistics.median(turns["resilient"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print a row for each kind. Exit code 1: a run failed."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=("cost", "recovery"))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--ranks", type=int, default=0, help="2 of cost, 4 of recovery")
+    parser.add_argument("--width", type=int, default=1024, help="of a layer (%(default)s)")
+    parser.add_argument("--layers", type=int, default=10, help="of width × width (%(default)s)")
+    parser.add_argument("--turns", type=int, default=10, help="of each, in cost (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="of a turn, in cost (%(default)s)")
+    parser.add_argument("--kills", type=int, default=5, help="in recovery (%(default)s)")
+    arguments = parser.parse_args(argv)
+    log_to_stderr()
+    parameters = arguments.width**2 * arguments.layers
+    for kind in arguments.kinds:
+        watch = Watch(kills=arguments.kills if arguments.what == "recovery" else 0)
+        try:
+            uvloop.run(run_of(arguments, kind, watch))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        words = f"{kind}: {parameters / 1e6:.1f} M parameters"
+        if arguments.what == "cost":
+            plain_s, ours_s = cost_of(watch.lines, arguments.steps)
+            more = (ours_s / plain_s - 1) * 100
+            print(f"{words}, step {plain_s * 1e3:.2f} ms, resilient {ours_s * 1e3:.2f} ms: {more:+.1f} %")
+        else:
+            step_s = statistics.median(watch.steps_s)
+            told = ", ".join(f"{each:.2f}" for each in watch.recoveries_s)
+            print(f"{words}, step {step_s:.3f} s, from kill to the next committed step {told} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("ZBMD_LOOPS_RANK"):
+        rank_main()
+    else:
+        sys.exit(main())

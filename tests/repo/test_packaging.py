@@ -55,7 +55,8 @@ NODE_COMMANDS = (
     *("up", "submit", "token", "members", "jobs", "stop", "down"),
 )
 COMMANDS = (
-    *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "trace", "plan"),
+    *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "goodput", "snapshots"),
+    *("trace", "plan"),
     *("plan pipeline", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
     *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),
 )

@@ -337,7 +337,7 @@ class Operations(Identity):
                 c.all_to_all_v(source.array, sends, receives, target.array, deadline_ns=end_ns)
 
         splits = "" if even else splits_text(output_split_sizes, input_split_sizes)
-        called = Called("all_to_all_single", [source], splits)
+        called = Called("all_to_all_single", [source], own=splits)
         return self._queue(called, run, [output], opts, timeout, home=[target])
 
     @_raising

@@ -142,12 +142,15 @@ class Called:
         buffers: Sequence[TensorBuffer],
         more: str = "",
         *,
+        own: str = "",
         tensor: Any = None,
         together: bool = False,
         terms: str = "",
     ) -> None:
-        """tensor: the only one of the call, without a buffer. together: there is an operation for each."""
-        self.name, self._more, self.terms = name, more, terms
+        """more, own: the end of its arguments, that all ranks have alike or not. tensor: the only one of the
+        call, without a buffer. together: there is an operation for each.
+        """
+        self.name, self._more, self.terms = name, more + own, terms
         if tensor is None:
             self.tensors = [(buffer.tensor_dtype, buffer.shape) for buffer in buffers[:NAMED_MAX]]
             self._count = len(buffers)

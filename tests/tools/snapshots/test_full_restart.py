@@ -20,7 +20,7 @@ from support.processes.launcher import Running, marked
 from zbmd.actors.snapshots.client import HolderAddress, drop, look
 from zbmd.tools.entry import zbmd as command
 from zbmd.tools.runs.snapshots import DAMAGED, WHOLE, held_runs
-from zbmd.training.checkpoint.sharded import SHARDS_NAME
+from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.stamped import STATE_BLOCK, slots_in
 from zbmd.training.run.ledger import LOG_NAME, read_log
@@ -299,7 +299,8 @@ def test_snapshots_lists_verifies_and_drops(
     assert "whole" in capsys.readouterr().out
 
     damage(holder, 0)
-    (shard, *_) = run.glob("checkpoint-*.safetensors")
+    (name, *_) = read_names(run / SHARDS_NAME).files  # one being written may lie beside it
+    shard = run / name
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 import time
 from typing import Final, Protocol, assert_never
 
@@ -30,6 +29,7 @@ from zbmd.actors.hangs.wire import (
     encode,
 )
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.host.process import peer_of
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.hang")
 
@@ -37,7 +37,6 @@ CONNECTIONS_MAX: Final = 256
 """Ranks of one host, twice over and more: those that end, and those that replace them."""
 BACKLOG: Final = 64
 PACKETS_A_TURN: Final = 16
-_CREDENTIALS: Final = struct.Struct("=3i")
 
 
 def collector_address(node_address: str) -> str:
@@ -206,8 +205,7 @@ class HangCollector:
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError):
             sock, _ = self._listener.accept()
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            pid, uid, _ = _CREDENTIALS.unpack(credentials)
+            pid, uid = peer_of(sock)
             if uid != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
                 log.warning("connection of a stranger closed", pid=pid, uid=uid)
                 sock.close()

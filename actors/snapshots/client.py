@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.snapshots.holder import CREDENTIALS
 from zbmd.actors.snapshots.messages import (
     PACKET_BYTES_MAX,
     Answer,
@@ -31,6 +30,7 @@ from zbmd.actors.snapshots.messages import (
 )
 from zbmd.transport.errors import PeerLost, RemoteProtocolError, UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.host.process import peer_of
 
 ASK_S_MAX: Final = 2.0
 HOLDERS_MAX: Final = 256
@@ -95,9 +95,7 @@ class HolderLine:
         try:
             self.line.settimeout(ASK_S_MAX)
             self.line.connect(f"\0{address}")
-            self.pid, uid, _ = CREDENTIALS.unpack(
-                self.line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            )
+            self.pid, uid = peer_of(self.line)
             if uid != os.getuid():
                 raise PeerLost("the snapshot process", f"user {uid} has its address")
         except OSError as error:

@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -22,10 +21,9 @@ from typing import Final, assert_never
 from zbmd.actors.snapshots.machine import Asked, ClientLost, End, Event, Holder, Release, Reply
 from zbmd.actors.snapshots.messages import PACKET_BYTES_MAX, HolderSpec, decode_request, decode_spec, encode
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.host.process import make_room, set_process_name
+from zbmd.transport.host.process import make_room, peer_of, set_process_name
 from zbmd.transport.machine import SetTimer, TimerFired
 
-CREDENTIALS: Final = struct.Struct("3i")
 SEND_S_MAX: Final = 2.0
 """A client that does not read for so long is given up."""
 CLIENTS_MAX: Final = 16
@@ -78,9 +76,7 @@ class HolderDriver:
                 self._put(TimerFired())
 
     def _admit(self, line: socket.socket) -> _Client | None:
-        pid, uid, _ = CREDENTIALS.unpack(
-            line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        )
+        pid, uid = peer_of(line)
         if uid != os.getuid() or len(self._clients) >= CLIENTS_MAX:
             line.close()
             return None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -256,35 +256,28 @@ def _of_line(
                 at = min(at + ns, stop)
 
 
-def _failures(ranks: Mapping[int, _Rank]) -> Iterator[Failure]:
-    """Yield the losses, in order; those before all have begun a step again are one."""
-    deaths = sorted((at_ns, number) for number, rank in ranks.items() for at_ns in rank.died_ns.values())
-    lost: list[int] = []
-    died_ns, until = 0, -math.inf
-    for at_ns, number in deaths:
-        if lost and at_ns <= until:
-            lost.append(number)
+def _failures(ranks: Mapping[int, _Rank]) -> list[Failure]:
+    """Return the losses, in order; those before all have begun a step again are one."""
+    found: list[Failure] = []
+    for at_ns, number in sorted(
+        (at, number) for number, rank in ranks.items() for at in rank.died_ns.values()
+    ):
+        again_ns, last = _began_again(ranks, at_ns), found[-1] if found else None
+        if last is not None and (last.began_again_ns is None or at_ns <= last.began_again_ns):
+            found[-1] = replace(last, ranks=(*last.ranks, number), began_again_ns=again_ns)
         else:
-            if lost:
-                yield Failure(ranks=tuple(lost), died_ns=died_ns, began_again_ns=_whole(until))
-            lost, died_ns = [number], at_ns
-        until = _began_again(ranks, at_ns)
-    if lost:
-        yield Failure(ranks=tuple(lost), died_ns=died_ns, began_again_ns=_whole(until))
+            found.append(Failure(ranks=(number,), died_ns=at_ns, began_again_ns=again_ns))
+    return found
 
 
-def _whole(at_ns: float) -> int | None:
-    return None if math.isinf(at_ns) else int(at_ns)
-
-
-def _began_again(ranks: Mapping[int, _Rank], at_ns: int) -> float:
-    """Return when the last of those ranks that go on began a step after `at_ns`; infinite if none does."""
+def _began_again(ranks: Mapping[int, _Rank], at_ns: int) -> int | None:
+    """Return when the last of those ranks that go on began a step after `at_ns`; None if none does."""
     found: list[int] = []
     for rank in ranks.values():
         begins = (line.begin_ns + _shift(life) for life in rank.lives for line in life.steps)
         after = [one for one in begins if one > at_ns]
         found += [min(after)] if after else []
-    return max(found, default=math.inf)
+    return max(found, default=None)
 
 
 def goodput_of(runs: Sequence[RunTime]) -> Goodput:

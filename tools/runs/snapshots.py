@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 import rich.table
-import xxhash
 
 from zbmd.actors.snapshots.client import HolderAddress, Snapshots, drop, find_holders, look
 from zbmd.tools.cli.console import screen_for_tables
@@ -19,7 +18,7 @@ from zbmd.tools.cli.options import add_command, add_json
 from zbmd.training.checkpoint.sharded import checkpoint_in, open_state, read_names
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.holdings import SLOTS
-from zbmd.training.redundancy.stamped import STATE_BLOCK, StampedSlots, slots_in
+from zbmd.training.redundancy.stamped import STATE_BLOCK, StampedSlots, digest_of, slots_in
 from zbmd.training.run.ledger import LOG_NAME, has_log, read_record
 from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import UserError
@@ -110,7 +109,7 @@ def verified(slots: StampedSlots, slot: int) -> tuple[int | None, str]:
     version, digest = slots.version_in(slot), slots.digest_in(slot)
     if version is None:
         return None, WRITTEN
-    same = xxhash.xxh3_64_intdigest(slots.slots[slot].data) == digest
+    same = digest_of(slots.slots[slot]) == digest
     if slots.version_in(slot) != version:
         return None, WRITTEN
     return version, WHOLE if same else DAMAGED

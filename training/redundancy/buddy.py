@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 import structlog
-import xxhash
 from numpy.typing import NDArray
 
 from zbmd.actors.rank.member import Worker
@@ -40,7 +39,7 @@ from zbmd.training.redundancy.holdings import SLOTS, Copy, Held
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver, ResizableState
 from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull
 from zbmd.training.redundancy.resizing import ResizingMirror, nothing_held
-from zbmd.training.redundancy.stamped import Note, StampedSlots
+from zbmd.training.redundancy.stamped import Note, StampedSlots, digest_of
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
@@ -205,13 +204,13 @@ class KeptState:
     step: Callable[[Any], Note]
     record: Callable[[], Note]
 
-    def found(self, digest: Callable[[Array], int]) -> tuple[int | None, int | None]:
+    def found(self) -> tuple[int | None, int | None]:
         """Return the versions that a predecessor has left whole, by slot; one that is damaged is named."""
         for slot, array in enumerate(self.slots.slots):
             version = self.slots.version_in(slot)
             if version is not None:
                 self.ready(array)
-                found, stamped = digest(array), self.slots.digest_in(slot)
+                found, stamped = digest_of(array), self.slots.digest_in(slot)
                 if found != stamped:
                     self.slots.begin(slot)
                     log.warning(
@@ -264,7 +263,7 @@ class BuddyReplica(RedundancyDriver):
         if len(copies) not in (0, zm.SLOTS):
             raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies, or none, got {len(copies)}")
         self._kept, self._resize = kept, resize
-        held = (None, None) if kept is None else kept.found(digest_of)
+        held = (None, None) if kept is None else kept.found()
         machine: zm.Mirror | ResizingMirror
         if resize is None:
             machine = self._machine_of(
@@ -568,8 +567,3 @@ class BuddyReplica(RedundancyDriver):
             pull(region, peer.memory, part, start * into.itemsize, self._cancellation, source=rank)
             if start <= len(into) // 2 < start + FETCH_ELEMENTS:
                 faults.hit(middle)
-
-
-def digest_of(flat: Array) -> int:
-    """Return the digest of a shard, or of a copy of one."""
-    return xxhash.xxh3_64_intdigest(flat.data)

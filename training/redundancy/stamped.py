@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from zbmd.actors.rank.host_contracts import KEPT_STATE
@@ -164,6 +165,11 @@ class StampedSlots:
 
     def _note_at(self, number: int) -> int:
         return _NOTES_AT + number * 8 * (1 + self._note)
+
+
+def digest_of(flat: Array) -> int:
+    """Return the digest of a slot, or of a copy of one."""
+    return xxhash.xxh3_64_intdigest(flat.data)
 
 
 def slots_in(memory: memoryview) -> tuple[StateName, StampedSlots] | None:

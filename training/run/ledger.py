@@ -401,7 +401,7 @@ class RunLog:
 
     first: the version that this rank can begin with. may_begin: whether this rank takes the directory over
     for the run; `resumed`: the checkpoint that it goes on from. If that lies in the same directory, the log
-    there goes on, too. anew: it goes back to `first` even if the log is this run's, all of whose ranks were
+    there goes on, too. goes_back: it begins at `first` even if the log is this run's, all of whose ranks were
     lost. on_begin: called before the directory is taken over.
 
     Raises `UserError` if the log in the directory is another run's.
@@ -417,13 +417,13 @@ class RunLog:
         seed: int,
         resumed: Path | None = None,
         may_begin: bool,
-        anew: bool = False,
+        goes_back: bool = False,
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.path, self.first = directory / LOG_NAME, first
         self._header = LogHeader(format=LOG_FORMAT, run_id=run_id, base_version=first, plan=plan, seed=seed)
         self._log: CommitLog | None = None
-        if may_begin and (anew or not self._is_ours()):
+        if may_begin and (goes_back or not self._is_ours()):
             begin_log(directory, resumed)
             on_begin()
             if has_log(self.path):

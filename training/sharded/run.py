@@ -30,12 +30,11 @@ from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.redundancy.buddy import COPIES
-from zbmd.training.redundancy.coded.machine import Code
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.redundancy import NONE, arena_bytes, code_of, redundancy_of
+from zbmd.training.sharded.redundancy import NONE, arena_bytes, redundancy_of
 from zbmd.training.sharded.stages import (
     SLOTS,
     RankBytes,
@@ -48,9 +47,9 @@ from zbmd.training.sharded.stages import (
 from zbmd.training.sharded.task import (
     EngineTask,
     TrainResult,
+    code_of_run,
     plan_of,
     shard_elements,
-    state_bytes,
     weights_sha256,
 )
 from zbmd.training.step.memory_estimate import (
@@ -179,7 +178,8 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
 def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankBytes:
     """Return the memory that a rank needs. Raises `UserError` for what the mesh does not divide."""
     ranks, training, offloaded = mesh.size(TENSOR_AXIS), options.training, options.offload is not None
-    code = _code(options, mesh, config)
+    shrinks = _fewest(options, mesh) < mesh.world_size
+    code = code_of_run(options, config, mesh, shrinks=shrinks)
     if options.zero:
         zero, meshes, stages = options.zero_options, _meshes(options, mesh), options.stages
         every = [shard_layouts(config, one, stages) for one in meshes]
@@ -204,14 +204,9 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
         dtype=storage_dtype(options.precision),
         copies=0 if _has_replicas(options, mesh) or code is not None else SLOTS,
         offloaded=offloaded,
-        shrinks=_fewest(options, mesh) < mesh.world_size,
+        shrinks=shrinks,
     )
     return replace(found, arena=found.arena + arena_bytes(code))
-
-
-def _code(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> Code | None:
-    shrinks = _fewest(options, mesh) < mesh.world_size
-    return code_of(redundancy_of(options, mesh, shrinks=shrinks), mesh, state_bytes(options, config, mesh))
 
 
 def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
@@ -322,6 +317,7 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
             if again:
                 worker.segment.arena.want()  # nothing else is to be done before the view
             fewest = _fewest(options, mesh)
+            shrinks = fewest < mesh.world_size
             task = task_of(worker, options, mesh, model, corpus, again=again, fewest=fewest)
             settings = RunOptions(
                 out=options.out,
@@ -332,9 +328,9 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
                 tensorboard=options.tensorboard,
                 replicas=_has_replicas(options, mesh),
                 files=options.offload is not None,
-                code=_code(options, mesh, model),
+                code=code_of_run(options, model, mesh, shrinks=shrinks),
             )
             if mesh.world_size > 1 and not again and worker.rank == 0:
-                found = redundancy_of(options, mesh, shrinks=fewest < mesh.world_size)
+                found = redundancy_of(options, mesh, shrinks=shrinks)
                 print(f"redundancy {found}", file=sys.stderr, flush=True)
             return await Job(worker, task, settings, again=again).run()

@@ -28,6 +28,7 @@ from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.costs import measured_costs
 from zbmd.training.pipeline.part import balanced_cuts, layers_in
 from zbmd.training.profiler.profiler import Profiler, open_profiler
+from zbmd.training.redundancy.coded.machine import Code
 from zbmd.training.redundancy.stamped import StampedSlots, StateName, kept_slots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import report_result
@@ -97,6 +98,12 @@ def state_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> int:
         return 4 * shard_elements(options, config, mesh)
     dtype, most = storage_dtype(options.precision), elements_most(config, mesh, options.stages)
     return state_elements(most, dtype, options.training.optimizer) * computing_dtype(dtype).itemsize
+
+
+def code_of_run(options: TrainOptions, config: GPTConfig, mesh: Mesh, *, shrinks: bool) -> Code | None:
+    """Return the erasure code of a run, None without one. shrinks: whether views may be smaller."""
+    redundancy = redundancy_of(options, mesh, shrinks=shrinks)
+    return code_of(redundancy, mesh, state_bytes(options, config, mesh))
 
 
 class EngineTask(Task[TrainResult]):
@@ -232,8 +239,7 @@ class EngineTask(Task[TrainResult]):
 
     def copies(self, trainer: Trainer) -> list[Array]:
         """See `Task`."""
-        nbytes = state_bytes(self._options, self._config, self.mesh)
-        code = code_of(redundancy_of(self._options, self.mesh, shrinks=self._shrinks), self.mesh, nbytes)
+        code = code_of_run(self._options, self._config, self.mesh, shrinks=self._shrinks)
         if code is not None:
             return [self._arena.lazy_empty(code.room, np.uint8) for _ in range(SLOTS)]
         if isinstance(trainer, ZeroTrainer):

@@ -152,7 +152,7 @@ class Recorder:
             seed=seed,
             resumed=None if resumed is None else out,
             may_begin=True,
-            anew=resumed is not None and not fresh,
+            goes_back=resumed is not None and not fresh,
             on_begin=lambda: keep_until(out, first),
         )
         self._lock = locked(out / LOCK_NAME, fcntl.LOCK_SH)

@@ -12,6 +12,8 @@ import errno
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Generator
@@ -19,6 +21,18 @@ from enum import Enum
 from typing import Final
 
 from zbmd.transport.errors import OutOfDescriptors
+
+# ---- the other end of a unix socket
+
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user and group
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a unix socket, from the kernel. Raises OSError."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
 
 # ---- prctl(2): name, parent-death signal, child subreaper
 

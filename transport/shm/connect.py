@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -29,7 +28,7 @@ from zbmd.transport.errors import (
 from zbmd.transport.handshake.acceptor import Acceptor
 from zbmd.transport.handshake.driver import readable, say_hello
 from zbmd.transport.handshake.hello import MAX_BODY_BYTES
-from zbmd.transport.host.process import check_left, exhaustion_is_typed
+from zbmd.transport.host.process import check_left, exhaustion_is_typed, peer_of
 from zbmd.transport.identity import PeerInfo, Side
 from zbmd.transport.link.interface import Endpoint as Endpoint
 from zbmd.transport.memory.memfd import create_memfd, map_own
@@ -85,11 +84,11 @@ class ShmListener(Acceptor):
 
     def _source_of(self, sock: socket.socket) -> str:
         """Strangers count by process."""
-        return f"pid {_peer_credentials(sock)[0]}"
+        return f"pid {peer_of(sock)[0]}"
 
     async def _welcome(self, sock: socket.socket, source: str) -> None:
         del source
-        pid, uid = _peer_credentials(sock)
+        pid, uid = peer_of(sock)
         try:
             with exhaustion_is_typed(f"a link from pid {pid}"), contextlib.ExitStack() as undo:
                 undo.callback(sock.close)
@@ -284,7 +283,7 @@ class _SeqpacketWire:
 
 async def _hello(sock: socket.socket, endpoint: Endpoint, side: Side, deadline_ns: int) -> PeerInfo:
     """Run the hello on a connected socket; the peer's pid is the kernel's word. Raises its `HelloError`."""
-    pid, uid = _peer_credentials(sock)
+    pid, uid = peer_of(sock)
     wire = _SeqpacketWire(sock)
     greeting = await say_hello(wire, endpoint, side, deadline_ns, peer_uid=uid, label=f"pid{pid}")
     if greeting.surplus:
@@ -359,10 +358,3 @@ async def _connect(sock: socket.socket, name: str, deadline_ns: int) -> None:
             await asyncio.sleep(DIAL_RETRY_S)
         except ConnectionRefusedError:
             raise PeerLost(name, "nobody listens at its address") from None
-
-
-def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end, from the kernel."""
-    layout = struct.Struct("3i")
-    pid, uid, _ = layout.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
-    return pid, uid

@@ -12,7 +12,6 @@ import dataclasses
 import os
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -51,7 +50,7 @@ from zbmd.actors.view import OnLoss
 from zbmd.transport.clock.deadlines import SECOND_NS
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.handshake.cookie import use_cookie
-from zbmd.transport.host.process import set_process_name
+from zbmd.transport.host.process import peer_of, set_process_name
 from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.attached")
@@ -61,7 +60,6 @@ TARGET: Final = "(attached)"
 CONNECTIONS_MAX: Final = 4096
 PEER_PIDFD: Final = 77
 """SO_PEERPIDFD: Linux 6.5; before, the process is found by its id."""
-_CREDENTIALS: Final = struct.Struct("3i")
 KEPT_NAMES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OWN_PREFIX: Final = "ZBMD_"
 
@@ -155,9 +153,7 @@ class AttachingTemplate:
             return
         accepted.setblocking(False)
         try:
-            pid, uid, _ = _CREDENTIALS.unpack(
-                accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            pid, uid = peer_of(accepted)
             if uid != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
                 raise PermissionError(f"process {pid} of user {uid} is not taken")
             pidfd = _pidfd_of(accepted, pid)

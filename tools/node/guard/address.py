@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import struct
 from collections.abc import Mapping
 from typing import Final
 
 from zbmd.actors.bootstrap.rank_variables import MPI_JOBS
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.process import peer_of
 
 SET_OF_GUARDS: Final = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -23,7 +23,6 @@ SET_OF_GUARDS: Final = (
 )
 """Variables that are equal in the guards of one host, and that differ between jobs and between attempts."""
 BACKLOG: Final = 16
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 def address_of_guards(environment: Mapping[str, str]) -> str:
@@ -82,10 +81,3 @@ def checked(connection: socket.socket) -> socket.socket:
         )
     connection.setblocking(False)
     return connection
-
-
-def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process id and the user id of the other end."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(data)
-    return pid, uid

@@ -26,6 +26,7 @@ from zbmd.tools.node.guard.messages import (
     encode,
 )
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
+from zbmd.transport.host.process import peer_of
 
 log: Final = structlog.stdlib.get_logger("zbmd.node.guard")
 
@@ -125,7 +126,7 @@ class Guards:
         """Return for each rank of this host the variables that its launcher gave to its guard alone."""
         own, found = _environment_of(os.getpid()), list[dict[str, str]]([{}])
         for guard in self._others.values():
-            pid = sockets.peer_of(guard.connections[0])[0] if guard.connections else 0
+            pid = peer_of(guard.connections[0])[0] if guard.connections else 0
             found.append(_different(_environment_of(pid), own))
         return found
 

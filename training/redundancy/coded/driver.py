@@ -24,13 +24,13 @@ from zbmd.training.redundancy.buddy import (
     RESTORED_POINT,
     VERSION_MAX,
     BuddyReplica,
-    digest_of,
 )
 from zbmd.training.redundancy.coded.field import flat, parity_matrix, rebuilding_matrix
 from zbmd.training.redundancy.coded.machine import Code, CodedHeld, CodedMirror, EnteredCoded, Rebuild
 from zbmd.training.redundancy.failures import Cancellation
 from zbmd.training.redundancy.holdings import SLOTS, Copy, Held
 from zbmd.training.redundancy.pull import pull
+from zbmd.training.redundancy.stamped import digest_of
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle

@@ -8,7 +8,7 @@ of others (`placement`) in the place of a copy of its ward:
 
 After a loss all ranks go on from the highest version of which each lost shard is held, or can be rebuilt from
 the data and parity shards that are left. Parities count for the failure domains for which they were encoded:
-if a replacement came elsewhere, the next step encodes them anew. Each rank knows the digests that all voted
+if a replacement came elsewhere, the next step encodes them again. Each rank knows the digests that all voted
 for, so that what is rebuilt is compared with what was committed.
 """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.flight._flight import leave, listen, wait, wake
 from zbmd.collectives.flight.recorder import FLIGHT_RECORDS_MAX, FlightLog
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import replace_file
 from zbmd.transport.host.user_directories import UserFiles, need_directory
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.flight")
@@ -218,9 +218,9 @@ class FlightRecorder:
             log.warning("the flight recorder is not written", reason=str(error))
             return None
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             path = dump_path(directory, os.getpid())
-            _write_whole(path, msgspec.json.encode(self.taken(reason)))
+            taken = msgspec.json.encode(self.taken(reason))
+            replace_file(path, lambda file: file.write(taken))
             _forget_oldest(directory)
         except OSError as error:
             log.error("the flight recorder cannot be written", directory=str(directory), error=str(error))
@@ -249,18 +249,6 @@ class FlightRecorder:
             if self._ended.is_set():
                 return
             self.dump(SIGNAL.name)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".flight-", delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.replace(file.name, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
 
 
 def _forget_oldest(directory: Path) -> None:

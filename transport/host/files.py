@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ LineT = TypeVar("LineT")
 log: Final = structlog.stdlib.get_logger("zbmd.files")
 
 DAMAGED_NAMED_MAX = 5
+
+RANDOM_BYTES: Final = 8
+"""In the name of a file that is not finished."""
 
 
 def read_json_lines(
@@ -67,22 +71,40 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace the file `path` by what `write(file)` writes: durable on return, or `path` is unchanged.
 
     The data goes to an unnamed file first, if the file system supports that, so that a kill during the write
-    leaves nothing behind. Raises `DiskFull` for a full disk, and `UserError` for a directory that cannot be
-    created or written.
+    leaves nothing behind. Where it does not, and in the moment in which an existing file is replaced, a
+    killed writer leaves `.<name>.<16 hex digits>`, which the next write of `path` removes. Raises `DiskFull`
+    for a full disk, and `UserError` for a directory that cannot be created or written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with _replacement(path, directory) as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        replace_file(path, write)
     except OSError as error:
         raise _explained(path, error) from error
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """`write_atomically`, for callers that explain an OSError themselves."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        remove_leftovers(path)
+        with _replacement(path, directory) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the unfinished files of writers of `path` that were killed; a living writer holds its locked."""
+    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * RANDOM_BYTES}}}")
+    with os.scandir(path.parent) as entries:
+        found = [entry.path for entry in entries if unfinished.fullmatch(entry.name)]
+    for name in found:
+        with contextlib.suppress(OSError), open(name, "r+b") as file:  # another writer may be faster
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name)
 
 
 def unusable(directory: Path, error: OSError) -> UserError:
@@ -114,17 +136,40 @@ def locked_directory(directory: Path) -> Generator[None]:
 @contextlib.contextmanager
 def _replacement(path: Path, directory: int) -> Generator[BinaryIO]:
     """Yield a new file that replaces `path` at the end of the block, or is removed if the block raises."""
-    name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    name = path.parent / f".{path.name}.{secrets.token_hex(RANDOM_BYTES)}"
     unnamed = _unnamed(path.parent)
-    with unnamed or name.open("xb") as file:
+    with unnamed or _locked(name) as file:
         try:
             yield file
-            if unnamed:  # with a directory given, link() is linkat(AT_SYMLINK_FOLLOW), which this needs
-                os.link(f"/proc/self/fd/{file.fileno()}", name.name, dst_dir_fd=directory)
+            if unnamed:
+                _lock(file)
+                source = f"/proc/self/fd/{file.fileno()}"
+                # With a directory given, link() is linkat(AT_SYMLINK_FOLLOW), which this needs.
+                try:
+                    os.link(source, path.name, dst_dir_fd=directory)
+                    return
+                except FileExistsError:
+                    os.link(source, name.name, dst_dir_fd=directory)
             os.replace(name, path)
         except BaseException:
             name.unlink(missing_ok=True)
             raise
+
+
+def _locked(name: Path) -> BinaryIO:
+    """Create a file and lock it, again if another writer took it for a leftover between the two."""
+    while True:  # each time, another writer has removed it: bounded by their number
+        file = name.open("xb")
+        _lock(file)
+        with contextlib.suppress(FileNotFoundError):
+            if name.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+        file.close()
+
+
+def _lock(file: BinaryIO) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks: there nobody removes leftovers
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _unnamed(directory: Path) -> BinaryIO | None:

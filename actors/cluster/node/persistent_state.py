@@ -21,6 +21,7 @@ import msgspec
 
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.files import replace_file
 from zbmd.transport.host.user_directories import UserFiles, need_directory
 
 STATE_VARIABLE: Final = "ZBMD_STATE_DIR"
@@ -211,20 +212,9 @@ class NodeState:
 
     def _write(self, name: str, what: msgspec.Struct) -> None:
         """Replace a file atomically."""
-        path, fresh = self.directory / name, self.directory / f"{name}.new"
+        line = msgspec.json.encode(what) + b"\n"
         try:
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, msgspec.json.encode(what) + b"\n")
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(fresh, path)
-            folder = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            replace_file(self.directory / name, lambda file: file.write(line))
         except OSError as error:
             raise _unusable(self.directory, error) from error
 

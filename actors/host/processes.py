@@ -342,7 +342,8 @@ class RankProcesses:
         await self._template.close()
         forked = [process.ended.wait() for process in left if process.pid and process.takes_signals]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*forked), KILLED_S_MAX)
+            async with asyncio.timeout(KILLED_S_MAX):
+                await asyncio.gather(*forked)
         for process in left:
             await process.abandon()
         for task in list(self._tasks):

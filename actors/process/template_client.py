@@ -81,7 +81,8 @@ class TemplateClient:
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._readable)
         try:
-            return await asyncio.wait_for(asyncio.shield(self._ready), READY_S_MAX)
+            async with asyncio.timeout(READY_S_MAX):
+                return await asyncio.shield(self._ready)
         except TimeoutError:
             await self.close()
             raise TemplateLost(
@@ -154,7 +155,8 @@ class TemplateClient:
             # A template that still imports does not look at its socket; its reaper then ends it.
             for end in (process.terminate, process.kill):
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), CLOSE_S_MAX)
+                    async with asyncio.timeout(CLOSE_S_MAX):
+                        await ended.wait()
                 if ended.is_set():
                     break
                 end()

@@ -257,14 +257,16 @@ class SnapshotKeeper:
             else:
                 self._send(Finish())
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), END_S_MAX)
+                    async with asyncio.timeout(END_S_MAX):
+                        await self._ended.wait()
         self._drop_line()
 
     async def _leave(self) -> None:
         """Let go of a holder that has all memory."""
         if self._outbox:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._sent.wait(), END_S_MAX)
+                async with asyncio.timeout(END_S_MAX):
+                    await self._sent.wait()
         self._say(
             f"process {self.pid} holds the state of this job for {format_duration(self._idle_ns)}: the same "
             f"command goes on from there, zbmd snapshots --job {self.job:x} --drop frees the memory"

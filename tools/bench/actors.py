@@ -213,7 +213,8 @@ async def _other_process(*, ring: bool) -> AsyncGenerator[ActorSystem]:
             *([] if ring else ["--no-ring"]),
         )
         try:
-            system.attach(await asyncio.wait_for(came, TIMEOUT_S))
+            async with asyncio.timeout(TIMEOUT_S):
+                system.attach(await came)
             yield system
         finally:
             listener.close()

@@ -158,6 +158,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "tools/demo/overhead.py": "reads what runs that it has started have printed",
     "tools/chaos/*.py": "read what runs that they have started, or sweeps before them, have written",
     "transport/memory/staging.py": "reads one number, and compares it with the one that is expected",
+    "transport/host/process.py": "reads what the kernel reports on its own socket",
     "transport/host/tcp_silence.py": "reads what the kernel reports on its own socket",
     "transport/tcp/sockets.py": "reads what the kernel reports on its own socket",
     "tools/bench/*.py": "reads what processes that it has started itself tell of their times",

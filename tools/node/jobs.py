@@ -78,7 +78,8 @@ class _Host:
                 if last:
                     return
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.ended.wait(), FOLLOW_LOOK_S)
+                    async with asyncio.timeout(FOLLOW_LOOK_S):
+                        await self.ended.wait()
 
 
 def _line(printed: PrintedLine) -> OutputLine:

@@ -155,7 +155,8 @@ async def resolve(address: TcpAddress, deadline_ns: int, *, passive: bool = Fals
         address.host or None, address.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=flags
     )
     try:
-        found = await asyncio.wait_for(lookup, max(0, deadline_ns - now_ns()) / 1e9)
+        async with asyncio.timeout(max(0, deadline_ns - now_ns()) / 1e9):
+            found = await lookup
     except TimeoutError:
         raise DeadlineExceeded(
             f"the name {address.host!r} was not resolved in time: the name server does not answer"

@@ -215,7 +215,8 @@ class Host:
                 keeps = job.outcome is Outcome.FAILED
                 await self._jobs.settle()
                 with contextlib.suppress(TimeoutError):  # do not wait for a stalled terminal
-                    await asyncio.wait_for(events.settle(), DRAIN_S_MAX)
+                    async with asyncio.timeout(DRAIN_S_MAX):
+                        await events.settle()
             finally:
                 if self._snapshots is not None:
                     await self._snapshots.close(keeps=keeps)

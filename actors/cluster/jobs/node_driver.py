@@ -160,9 +160,11 @@ class JobHost:
             last_ns = self._machine.last_kill_ns()
             grace_s = 0.0 if last_ns is None else max(0.0, (last_ns - time.monotonic_ns()) / 1e9)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._processes.empty(), grace_s + ENDS_S_MAX)
+                async with asyncio.timeout(grace_s + ENDS_S_MAX):
+                    await self._processes.empty()
             with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
-                await asyncio.wait_for(self._processes.settle(), DRAIN_S_MAX)
+                async with asyncio.timeout(DRAIN_S_MAX):
+                    await self._processes.settle()
 
     async def failed(self) -> None:
         """Wait until a bug ends this driver, and raise it."""

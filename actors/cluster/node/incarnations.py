@@ -212,7 +212,8 @@ class Incarnations:
                 offer = None
                 pause_s = REJOIN_PAUSE_S if not members_before else min(2 * pause_s, REJOIN_PAUSE_S_MAX)
                 try:
-                    await asyncio.wait_for(self._leaving.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._leaving.wait()
                 except TimeoutError:
                     continue
             await self._remember(())

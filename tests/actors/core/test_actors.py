@@ -453,7 +453,8 @@ async def test_trapping_exits_and_monitoring_as_an_actor(system: ActorSystem) ->
     await system.spawn(Trapper, target, name="trapper")
     with pytest.raises(ActorFailed):
         await target.ask(Crash("x"), timeout=5)
-    noticed = {await asyncio.wait_for(queue.get(), 5), await asyncio.wait_for(queue.get(), 5)}
+    async with asyncio.timeout(5):
+        noticed = {await queue.get(), await queue.get()}
     assert noticed == {"exited target failed: ValueError: x", "down target failed: ValueError: x"}
     assert [a.name for a in system.describe()] == ["trapper"]
 

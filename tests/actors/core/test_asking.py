@@ -84,7 +84,7 @@ async def test_an_ask_can_be_awaited_in_every_way(system: ActorSystem, where: Ac
     answers = [
         await asks[0],
         await asyncio.create_task(asks[1]),
-        await asyncio.wait_for(asks[2], PATIENCE_S),
+        await asyncio.wait_for(asks[2], PATIENCE_S),  # noqa: TID251 (as users may)
         *await asyncio.gather(asks[3], asks[4]),
     ]
     assert answers == [Taken(number) for number in range(5)] and nothing_pends(system)
@@ -119,7 +119,8 @@ async def test_an_ask_that_is_given_up_while_it_waits_is_forgotten(
     ref, actor = await taker(system, where)
     ask = ref.ask(Wait(), timeout=PATIENCE_S)
     ask.send(None)
-    await asyncio.wait_for(actor.began.wait(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await actor.began.wait()
     assert system.deadlines.pending
     if how == "closed":
         ask.close()
@@ -134,10 +135,12 @@ async def test_an_ask_that_is_given_up_while_it_waits_is_forgotten(
 async def test_a_cancelled_ask_is_withdrawn(system: ActorSystem, where: ActorSystem) -> None:
     ref, actor = await taker(system, where)
     asking = asyncio.create_task(ref.ask(Wait(), timeout=PATIENCE_S))
-    await asyncio.wait_for(actor.began.wait(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await actor.began.wait()
     assert asked_address(asking) == ref.address
     asking.cancel()
-    await asyncio.wait_for(actor.withdrawn.wait(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await actor.withdrawn.wait()
     assert asking.cancelled() and nothing_pends(system)
     assert not asked_address(asking)
 

@@ -241,7 +241,8 @@ async def test_a_cast_to_a_dead_actor_of_another_process_comes_back(pair: Pair) 
     await ref.tell(Note(1))
     caster = actor_of(here, ref)
     assert isinstance(caster, Caster)
-    assert await asyncio.wait_for(caster.bounced.get(), 5) == "nobody messaging.note/1 DeadActor"
+    async with asyncio.timeout(5):
+        assert await caster.bounced.get() == "nobody messaging.note/1 DeadActor"
     assert await alive.ask(Read(), timeout=5) == Notes([1])
 
 
@@ -432,10 +433,12 @@ async def test_timers_fire_through_the_mailbox_until_they_are_cancelled(system: 
     clockwork = actor_of(system, ref)
     assert isinstance(clockwork, Clockwork)
     await ref.tell(Start(0.0))
-    assert await asyncio.wait_for(clockwork.ticks.get(), 5) == 1
+    async with asyncio.timeout(5):
+        assert await clockwork.ticks.get() == 1
     await ref.tell(Start(0.001, again=True))
     for _ in range(3):
-        await asyncio.wait_for(clockwork.ticks.get(), 5)
+        async with asyncio.timeout(5):
+            await clockwork.ticks.get()
     await ref.ask(Hold(), timeout=5)
     assert clockwork.timer is not None and not clockwork.timer.is_armed
     with pytest.raises(ActorFailed, match="LocalProtocolError: a timer of"):
@@ -455,7 +458,8 @@ async def test_a_timer_whose_message_waits_can_be_cancelled_and_sends_no_second(
     await ref.ask(Open(), timeout=5)
     busy = actor_of(system, ref)
     assert isinstance(busy, Busy)
-    assert await asyncio.wait_for(busy.ticks.get(), 5) == 3
+    async with asyncio.timeout(5):
+        assert await busy.ticks.get() == 3
     assert busy.ticks.empty()
     assert system.memory.used == 0
 

@@ -73,7 +73,8 @@ async def test_a_tell_can_be_awaited_in_every_way(system: ActorSystem) -> None:
     ref = await system.spawn(Taker)
     await ref.tell(Take(1))
     await asyncio.create_task(ref.tell(Take(2)))
-    await asyncio.wait_for(ref.tell(Take(3)), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await ref.tell(Take(3))
     await asyncio.gather(ref.tell(Take(4)), ref.tell(Take(5)))
     assert await numbers(ref) == [1, 2, 3, 4, 5]
 

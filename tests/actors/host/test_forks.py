@@ -44,12 +44,14 @@ async def forked(forks: Forks, *arguments: str) -> Fork:
     fork = await forks.fork("fork_reads", arguments)
     assert fork is not None and fork.stdin is not None
     fork.stdin.write(b"hello\n")
-    await asyncio.wait_for(fork.stdout.readuntil(b"hello\n"), SOON_S)
+    async with asyncio.timeout(SOON_S):
+        await fork.stdout.readuntil(b"hello\n")
     return fork
 
 
 async def over(fork: Fork) -> int:
-    code = await asyncio.wait_for(fork.wait(), SOON_S)
+    async with asyncio.timeout(SOON_S):
+        code = await fork.wait()
     assert fork.returncode == code
     fork.close()
     return code
@@ -65,7 +67,8 @@ async def gone(pid: int) -> None:
     ended = asyncio.Event()
     loop.add_reader(fd, ended.set)
     try:
-        await asyncio.wait_for(ended.wait(), SOON_S)
+        async with asyncio.timeout(SOON_S):
+            await ended.wait()
     finally:
         loop.remove_reader(fd)
         os.close(fd)
@@ -172,7 +175,8 @@ async def test_nothing_is_left_of_a_supervisor_that_is_killed() -> None:
     program = str(PROGRAMS / "actors/pool_supervisor.py")
     boss = await asyncio.create_subprocess_exec(sys.executable, program, stdout=asyncio.subprocess.PIPE)
     assert boss.stdout is not None
-    template = int(await asyncio.wait_for(boss.stdout.readline(), SOON_S))
+    async with asyncio.timeout(SOON_S):
+        template = int(await boss.stdout.readline())
     family = descendants(boss.pid)
     assert template in family and len(family) == 4, "its reaper, the template and two workers"
     boss.kill()

@@ -186,7 +186,8 @@ async def test_rejected_tells_come_back_to_the_sending_actor(pair: Pair) -> None
     heard: asyncio.Queue[object] = asyncio.Queue()
     listener = await here.spawn(Listener, heard)
     await listener.ask(Through(here.ref("rank1/nobody")), timeout=TIMEOUT_S)
-    signal_ = await asyncio.wait_for(heard.get(), 5)
+    async with asyncio.timeout(5):
+        signal_ = await heard.get()
     assert isinstance(signal_, Undelivered)
     assert (signal_.ref.address, signal_.contract) == ("rank1/nobody", "remote.add/1")
     assert isinstance(signal_.error, DeadActor)
@@ -229,9 +230,8 @@ async def test_links_cross_processes(pair: Pair) -> None:
     monitor = here.monitor(plain)
     with pytest.raises(ActorFailed):
         await far_a.ask(Crash(), timeout=TIMEOUT_S)
-    assert await asyncio.wait_for(heard.get(), 5) == Exited(
-        far_a, Reason(ReasonKind.FAILED, "ValueError: boom")
-    )
+    async with asyncio.timeout(5):
+        assert await heard.get() == Exited(far_a, Reason(ReasonKind.FAILED, "ValueError: boom"))
     assert (await monitor.down(timeout=TIMEOUT_S)).reason.kind is ReasonKind.FAILED
     # The other way round: an end here ends the linked actor there.
     local = await here.spawn(Counter, link_to=b)
@@ -241,7 +241,8 @@ async def test_links_cross_processes(pair: Pair) -> None:
     assert "linked rank0/" in (await watch_b.down(timeout=TIMEOUT_S)).reason.text
     # A link to what does not live.
     here.link(listener, far_a)
-    gone = await asyncio.wait_for(heard.get(), 5)
+    async with asyncio.timeout(5):
+        gone = await heard.get()
     assert isinstance(gone, Exited) and gone.reason.kind is ReasonKind.NO_ACTOR
 
 
@@ -337,7 +338,8 @@ async def test_detaching_fails_at_once_all_that_waits(pair: Pair) -> None:
     here.detach("rank1")
     with pytest.raises(PeerLost, match="rank1 lost: detached"):
         await ask
-    down = await asyncio.wait_for(heard.get(), 5)
+    async with asyncio.timeout(5):
+        down = await heard.get()
     assert isinstance(down, Down) and down.reason.kind is ReasonKind.LOST
     with pytest.raises(PeerLost):
         await far.tell(Add(1))
@@ -386,7 +388,8 @@ async def test_garbage_ends_its_own_link_and_nothing_else(system: ActorSystem) -
         closed: asyncio.Future[ZbmdError | None] = asyncio.get_running_loop().create_future()
         system.attach(to_stranger, on_closed=closed.set_result)
         stranger.send(garbage)
-        assert isinstance(await asyncio.wait_for(closed, 5), RemoteProtocolError)
+        async with asyncio.timeout(5):
+            assert isinstance(await closed, RemoteProtocolError)
         assert system.peers == {}
         stranger.close()
     assert (await system.ref("counter").ask(Add(1), timeout=TIMEOUT_S, reply=Total)).value == 1
@@ -425,7 +428,8 @@ async def other_process(here: ActorSystem) -> AsyncGenerator[int]:
     listener = listen(address, came.set_result, endpoint(here.name, fingerprints()))
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", LOAD, __file__, address)
     try:
-        here.attach(await asyncio.wait_for(came, 20))
+        async with asyncio.timeout(20):
+            here.attach(await came)
         yield child.pid
     finally:
         listener.close()
@@ -451,7 +455,8 @@ async def test_a_killed_process_is_told_to_everyone_who_depends_on_it(system: Ac
         for outcome in await asyncio.gather(*pending, return_exceptions=True):
             assert isinstance(outcome, PeerLost) and outcome.peer == "rank1"
         assert (await watched).reason.kind is ReasonKind.LOST
-        assert isinstance(await asyncio.wait_for(heard.get(), 5), Down)
+        async with asyncio.timeout(5):
+            assert isinstance(await heard.get(), Down)
         with pytest.raises(PeerLost):
             await far.tell(Add(1))
         assert (await bystander.ask(Add(1), timeout=TIMEOUT_S, reply=Total)).value == 1

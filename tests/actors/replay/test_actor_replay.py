@@ -444,7 +444,8 @@ class Cancelling(Actor):
         done = await asyncio.gather(ready, waiting, unborn, return_exceptions=True)
         lines.append(" ".join(type(outcome).__name__ for outcome in done))
         try:
-            await asyncio.wait_for(hanging.ask(Never(), timeout=5), message.timeout)
+            async with asyncio.timeout(message.timeout):
+                await hanging.ask(Never(), timeout=5)
         except TimeoutError:
             lines.append("too late")
         async with asyncio.TaskGroup() as group:

@@ -248,5 +248,6 @@ async def test_an_identity_that_cannot_be_read_is_said_and_costs_the_job_nothing
     keeper.keep(memory)
     await until(lambda: bool(said))
     assert "there are more than 20000 Python files" in said[0]
-    await asyncio.wait_for(keeper.close(keeps=True), 5)
+    async with asyncio.timeout(5):
+        await keeper.close(keeps=True)
     os.close(memory[0])

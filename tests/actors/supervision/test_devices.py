@@ -149,7 +149,8 @@ async def _ended(fd: int) -> None:
     gone: asyncio.Future[None] = loop.create_future()
     loop.add_reader(fd, lambda: gone.done() or gone.set_result(None))
     try:
-        await asyncio.wait_for(gone, 20)
+        async with asyncio.timeout(20):
+            await gone
     finally:
         loop.remove_reader(fd)
         os.close(fd)

@@ -215,14 +215,15 @@ async def test_frames_and_their_order_outlive_a_jump_of_the_wall_clock(jump_s: i
         heard.put_nowait(bytes(payload))
 
     theirs.on_frame = hear
-    waiting = asyncio.ensure_future(asyncio.wait_for(heard.get(), 60))
     ours.send(b"before")
-    assert await waiting == b"before"
+    async with asyncio.timeout(60):
+        assert await heard.get() == b"before"
     jumped_ns = time.time_ns() + jump_s * SECONDS
     ours._wall_ns = lambda: jumped_ns
     for number in range(3):
         ours.send(bytes([number]))
-        assert await asyncio.wait_for(heard.get(), 60) == bytes([number])
+        async with asyncio.timeout(60):
+            assert await heard.get() == bytes([number])
     assert stamps == sorted(set(stamps)), "a stamp has gone back"
     for link in (ours, theirs):
         link.close()

@@ -191,6 +191,19 @@ async def test_families_are_tried_in_turn() -> None:
     assert {sockaddr[1] for _, sockaddr in found} == {5}
 
 
+async def test_a_cancellation_that_comes_with_the_answer_of_the_name_server_is_kept() -> None:
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "getaddrinfo", lambda *_, **__: answer, raising=False)
+        looking = loop.create_task(resolve(TcpAddress(host="localhost", port=5), now_ns() + 10**11))
+        await asyncio.sleep(0)
+        answer.set_result([])
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+
+
 async def test_interfaces_that_the_user_names() -> None:
     loopback = TcpSettings(interfaces=parse_interface_filter("=lo"))
     server = await Server.start(":0", loopback)

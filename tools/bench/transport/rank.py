@@ -113,7 +113,8 @@ async def _over_shm(rank: int, rendezvous: tuple[int, int], endpoint: Endpoint) 
     listener = shm.listen(name, came.set_result, endpoint)
     try:
         _tell(rendezvous, name)
-        return await asyncio.wait_for(came, CONNECT_S)
+        async with asyncio.timeout(CONNECT_S):
+            return await came
     finally:
         listener.close()
 
@@ -131,7 +132,8 @@ async def _over_tcp(
         listener = await tcp.listen("127.0.0.1:0", came.set_result, endpoint, settings=settings)
         stack.callback(listener.close)  # not before: the stripes come to it, too
         _tell(rendezvous, str(listener.addresses[0]))
-        link = await asyncio.wait_for(came, CONNECT_S)
+        async with asyncio.timeout(CONNECT_S):
+            link = await came
     bulk = await join_bulk(link, endpoint, plane, slot=1 - rank)
     stack.push_async_callback(_end, link, bulk)
     return link
@@ -158,7 +160,8 @@ async def _over_rdma(
         came: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         listener = await listen_rdma("127.0.0.1:0", came.set_result, endpoint, device, memory=memory)
         _tell(rendezvous, str(listener.address))
-        link = await asyncio.wait_for(came, CONNECT_S)
+        async with asyncio.timeout(CONNECT_S):
+            link = await came
         listener.close()
         await listener.wait_closed()
     stack.callback(link.close)

@@ -430,4 +430,5 @@ async def _settle(theirs: ShmLink, ours: ShmLink) -> None:
         theirs.send(wire.encode_ask(77, "nobody.at.all", 0, 1_000_000_000, "", Ping(1)))
     except (LinkClosed, LinkFull):
         return
-    await asyncio.wait_for(heard, PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await heard

@@ -450,7 +450,8 @@ def _handover(data: bytes) -> None:
                 offer = script.rest()[: 2 * MESSAGE_BYTES_MAX] or b"\0"
                 socket.send_fds(sock, [offer], fds)
                 with contextlib.suppress(ConnectionResetError):
-                    await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), PATIENCE_S)
+                    async with asyncio.timeout(PATIENCE_S):
+                        await asyncio.get_running_loop().sock_recv(sock, 1024)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -541,11 +542,14 @@ def _standing(data: bytes) -> None:
             async with _enemy(ours.address) as sock:
                 offer = msgspec.msgpack.encode(AttachOffer(ring_bytes=RING_BYTES, slot=1))
                 socket.send_fds(sock, [offer], [memory, *wakes, segment])
-                await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), PATIENCE_S)
-                link = await asyncio.wait_for(ours.made.get(), PATIENCE_S)
+                async with asyncio.timeout(PATIENCE_S):
+                    await asyncio.get_running_loop().sock_recv(sock, 1024)
+                async with asyncio.timeout(PATIENCE_S):
+                    link = await ours.made.get()
                 await _misbehave(script, link, _Deeds(sock, Mapping(memory, nbytes, nbytes), wakes))
             # Its end of the socket is closed now: whatever it did before, our end must come to its end too.
-            await asyncio.wait_for(ours.ended.wait(), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                await ours.ended.wait()
         finally:
             for fd in (memory, segment, *wakes):
                 os.close(fd)

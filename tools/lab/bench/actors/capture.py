@@ -164,7 +164,8 @@ async def _round_trips(seconds: float) -> dict[str, float]:
         sys.executable, "-m", "zbmd.tools.lab.bench.actors.capture", "--serve", address
     )
     try:
-        link = await asyncio.wait_for(came, TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            link = await came
         asker = Asker(link)
         with new_recorder("ring") as ring, new_recorder("log") as log:
             recorders = {"none": None, "none again": None, "ring": ring, "log": log}
@@ -351,7 +352,8 @@ class _Bench:
         try:
             for n, (asking, link) in enumerate(zip(ASKING, links, strict=True)):
                 system = self._system(f"bench{n}", asking, recorders[asking.recorder])
-                system.attach(await asyncio.wait_for(link, TIMEOUT_S))
+                async with asyncio.timeout(TIMEOUT_S):
+                    system.attach(await link)
                 self.asks[asking.name] = await _asker(asking, system)
             return await self._rounds(seconds)
         finally:

@@ -23,6 +23,8 @@ EXAMPLES = """examples:
   zbmd profile zbmd-runs/demo
   zbmd trace zbmd-runs/demo --steps 20:24
   zbmd goodput zbmd-runs/demo -o goodput.svg
+  zbmd query zbmd-runs/demo "select rank, avg(wall_ns) from step_timing group by rank"
+  zbmd export zbmd-runs/demo --format parquet
   zbmd replay run.zlog --until hang
   zbmd flights --trace flights.json
   zbmd sim hunt --minutes 2
@@ -43,6 +45,8 @@ COMMANDS: Final = {
     "goodput": "runs.goodput_command:add_goodput",
     "plan": "plan.command:add_plan",
     "train": "train.command:add_train",
+    "query": "telemetry.commands:add_telemetry",
+    "export": "telemetry.commands:add_telemetry",
     "snapshots": "runs.snapshots:add_snapshots",
     "sim": "sim.command:add_parser",
     "bench": "bench.command:add_parser",

@@ -144,7 +144,8 @@ class RankProfile:
     cuts: tuple[CutLine, ...] = ()
 
 
-_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+LINE_DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(Line)
+"""Of one line. Raises ValueError and RecursionError for one that is damaged."""
 
 
 def lines_path(directory: Path, rank: int, incarnation: int) -> Path:
@@ -180,7 +181,7 @@ def read_profiles(directory: Path) -> list[RankProfile]:
 def _read(path: Path) -> Iterable[Line]:
     most = LINES_BYTES_MAX + LINE_BYTES_MAX
     return read_json_lines(
-        path, _decoder.decode, bytes_max=most, what="profile that is", advice="delete the file"
+        path, LINE_DECODER.decode, bytes_max=most, what="profile that is", advice="delete the file"
     )
 
 

@@ -5,66 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.jobs.profiles import WALL, S, encoded, life, step
 
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.runs.goodput import Cause, RunTime, goodput_of, read_runs, time_of
-from zbmd.training.profiler.lines import VERSION, CutLine, Death, RankProfile, RunLine, StepLine, lines_path
-from zbmd.training.profiler.peak import MachineDescription
-
-MACHINE = MachineDescription(
-    processor="any", processors=2, blas="any", dtype="float32", threads=1, parallel=2
-)
-WALL = 1_700_000_000_000_000_000
-"""Time since the epoch at which the clock of all ranks is 0."""
-S = 1_000_000_000
-
-
-def life(
-    rank: int,
-    steps: list[StepLine],
-    *,
-    incarnation: int = 1,
-    began_s: int = 1,
-    cuts: tuple[CutLine, ...] = (),
-) -> RankProfile:
-    run = RunLine(
-        version=VERSION,
-        rank=rank,
-        incarnation=incarnation,
-        world_size=2,
-        host="host",
-        boot_id="boot",
-        pid=7,
-        monotonic_ns=(began_s + 1) * S,
-        unix_ns=WALL + (began_s + 1) * S,
-        process_ns=began_s * S,
-        ranks_on_host=2,
-        machine=MACHINE,
-        peak=None,
-        units=(),
-    )
-    return RankProfile(run, tuple(steps), cuts)
-
-
-def step(number: int, begin_s: int, end_s: int, **ns: int) -> StepLine:
-    """A step whose time that has no name is a forward pass."""
-    named = {name: seconds * S for name, seconds in ns.items()}
-    named["forward"] = (end_s - begin_s) * S - sum(named.values())
-    return StepLine(
-        step=number,
-        begin_ns=begin_s * S,
-        end_ns=end_s * S,
-        ns=named,
-        unit_ns={},
-        passes={},
-        flops=0,
-        hardware_flops=0,
-        overlap=None,
-    )
+from zbmd.training.profiler.lines import CutLine, Death, RankProfile, StepLine, lines_path
 
 
 def seconds(run: RunTime, rank: int) -> dict[str, float]:
@@ -188,8 +136,7 @@ def write(directory: Path, lives: list[RankProfile]) -> Path:
     for one in lives:
         path = lines_path(directory, one.run.rank, one.run.incarnation)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [one.run, *one.steps, *one.cuts]
-        path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        path.write_bytes(b"".join(encoded(one)))
     return directory
 
 

@@ -10,22 +10,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.processes.kept_lines import Lines
+from support.jobs.two_ranks import SIZES, run
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.runs.goodput import Cause, read_runs
 from zbmd.tools.runs.plot_data import read_picture
 from zbmd.tools.runs.profile import clocks_of
-from zbmd.tools.train.command import recipe_of
 from zbmd.training.profiler.lines import RankProfile, read_profiles
 from zbmd.training.profiler.ring import RECORD, GroupLine, Spans, read_ring, ring_path
-from zbmd.transport import kill_points as faults
-
-MODEL = ("--context", "8", "--width", "16", "--heads", "2", "--layers", "1")
-SIZES = (*MODEL, "--shards", "4", "--sequences-per-shard", "2", "--warmup", "2", "--steps", "6")
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +31,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No peak of this machine is known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-async def run(arguments: Sequence[str], *, fault: str = "", on_loss: OnLoss = OnLoss.STOP) -> None:
-    lines = Lines()
-    config = HostConfig(
-        target="zbmd.training.sharded",
-        is_module=True,
-        arguments=(recipe_of(arguments, ranks=2).encode(),),
-        world_size=2,
-        on_loss=on_loss,
-        environment={faults.FAULT_VARIABLE: fault},
-        preload=("zbmd.training.sharded.run",),
-    )
-    assert (await Host(config, output=lines).run()).exit_code == 0, "\n".join(lines.lines)
 
 
 def checked_trace(runs: Sequence[Path], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,28 @@
+"""Runs of `zbmd train` on two ranks, of a model that takes no time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from support.processes.kept_lines import Lines
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.view import OnLoss
+from zbmd.tools.train.command import recipe_of
+from zbmd.transport import kill_points as faults
+
+MODEL = ("--context", "8", "--width", "16", "--heads", "2", "--layers", "1")
+SIZES = (*MODEL, "--shards", "4", "--sequences-per-shard", "2", "--warmup", "2", "--steps", "6")
+
+
+async def run(arguments: Sequence[str], *, fault: str = "", on_loss: OnLoss = OnLoss.STOP) -> None:
+    lines = Lines()
+    config = HostConfig(
+        target="zbmd.training.sharded",
+        is_module=True,
+        arguments=(recipe_of(arguments, ranks=2).encode(),),
+        world_size=2,
+        on_loss=on_loss,
+        environment={faults.FAULT_VARIABLE: fault},
+        preload=("zbmd.training.sharded.run",),
+    )
+    assert (await Host(config, output=lines).run()).exit_code == 0, "\n".join(lines.lines)

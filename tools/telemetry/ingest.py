@@ -1,0 +1,427 @@
+"""Fill a run's database from the files that its ranks write.
+
+Ranks append to files of their own (`zbmd.training.profiler`, `metrics.jsonl`), which are bounded and cost
+a step some microseconds: they wait for nobody. A query, an export or a page brings the database up to date
+first, by what has been added since. One writer at a time; others wait for it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from zbmd.tools.telemetry.schema import PHASES, SUMMED_COLUMNS, open_database
+from zbmd.tools.telemetry.tail import Lines, Position, new_lines
+from zbmd.training.autograd._spans import CATEGORIES, TRACK_STEP
+from zbmd.training.job.records import METRICS_NAME
+from zbmd.training.profiler.lines import (
+    LINE_BYTES_MAX,
+    LINE_DECODER,
+    PROFILE_DIRECTORY,
+    VERSION,
+    CutLine,
+    RunLine,
+    StepLine,
+    old_path,
+)
+from zbmd.training.profiler.ring import Spans, read_ring
+from zbmd.transport.errors import UserError
+
+STEP_ROWS_MAX: Final = 2_000_000
+"""Rows of `step_timing`; the oldest are added up in `step_history` then, a quarter at a time."""
+TIMELINE_ROWS_MAX: Final = 2_000_000
+HISTORY_STEPS: Final = 100
+"""Steps that a row of `step_history` is of."""
+
+Row = tuple[Any, ...]
+
+_STEP_COLUMNS: Final = ("incarnation_id", "step", "begin_ns", "rank", *SUMMED_COLUMNS, "activation_bytes")
+
+
+def insert(table: str, columns: Iterable[str], *, or_else: str = "IGNORE") -> str:
+    """Return the statement that adds a row. or_else: what becomes of one that is there already."""
+    names = list(columns)
+    return f"INSERT OR {or_else} INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+
+
+_ADD_STEP: Final = insert("step_timing", _STEP_COLUMNS)
+_ADD_EVENT: Final = insert(
+    "events", ("identity", "at_ns", "kind", "rank", "incarnation", "step", "duration_ns", "text")
+)
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    """The process whose lines are being read."""
+
+    number: int
+    rank: int
+    incarnation: int
+    shift_ns: int
+    cut_ns: int | None = None
+    """When its step was cut, if no step has followed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """The rows that an update has added.
+
+    damaged: lines that are no lines of a profile, or contradict themselves.
+    """
+
+    steps: int = 0
+    damaged: int = 0
+    files_lost: int = 0
+
+
+class RunDatabase:
+    """The database of the run in `directory`. Not for two threads.
+
+    Raises `UserError` if it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        step_rows_max: int = STEP_ROWS_MAX,
+        timeline_rows_max: int = TIMELINE_ROWS_MAX,
+    ) -> None:
+        if not directory.is_dir():
+            raise UserError(f"{directory} is not the directory of a run.")
+        self.directory = directory
+        self.connection = open_database(directory)
+        self._step_rows_max, self._timeline_rows_max = step_rows_max, timeline_rows_max
+
+    def __enter__(self) -> RunDatabase:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def update(self, *, spans: bool = False) -> Added:
+        """Read what is new. spans: those as well, of which each rank keeps the latest; slower.
+
+        Raises `UserError` if there is nothing to read, or a file cannot be.
+        """
+        paths = sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.jsonl"))
+        metrics = self.directory / METRICS_NAME
+        if not paths and not metrics.exists():
+            raise UserError(
+                f"{self.directory} holds neither a profile nor {METRICS_NAME}: it is not the directory of a "
+                "run, or the run had ZBMD_PROFILE=off."
+            )
+        added = Added()
+        try:
+            for path in paths:
+                for lines, source in self._new_lines(path, old_path(path)):
+                    with self._transaction():
+                        added = self._take_profile(path, lines, source, added)
+            for lines, _ in self._new_lines(metrics, None):
+                with self._transaction():
+                    self._take_metrics(metrics, lines)
+            if spans:
+                for path in sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.spans")):
+                    self._take_spans(path)
+            self._roll_up()
+        except OSError as error:
+            raise UserError(f"cannot read {self.directory}: {error.strerror}.") from error
+        except sqlite3.OperationalError as error:
+            raise UserError(f"cannot write the database in {self.directory}: {error}.") from error
+        return added
+
+    # ---- files of lines
+
+    def _new_lines(self, path: Path, old: Path | None) -> Iterator[tuple[Lines, Row]]:
+        source = self._source(path)
+        position = Position(*source[:3])
+        for lines in new_lines(path, old, position, line_bytes_max=LINE_BYTES_MAX):
+            source = self._source(path)  # what the lines before have left
+            yield lines, source
+
+    def _source(self, path: Path) -> Row:
+        found = self.connection.execute(
+            "SELECT inode, read_bytes, mark, incarnation_id, cut_ns FROM sources WHERE path = ?", (path.name,)
+        ).fetchone()
+        return found or (0, 0, b"", None, None)
+
+    def _read_to(self, path: Path, lines: Lines, here: _Incarnation | None, damaged: int) -> None:
+        self.connection.execute(
+            "INSERT INTO sources VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (path) DO UPDATE SET "
+            "inode = excluded.inode, read_bytes = excluded.read_bytes, mark = excluded.mark, "
+            "incarnation_id = excluded.incarnation_id, cut_ns = excluded.cut_ns, "
+            "damaged_lines = damaged_lines + excluded.damaged_lines, "
+            "files_lost = files_lost + excluded.files_lost",
+            (
+                path.name,
+                lines.position.inode,
+                lines.position.read_bytes,
+                lines.position.mark,
+                None if here is None else here.number,
+                None if here is None else here.cut_ns,
+                damaged,
+                lines.files_lost,
+            ),
+        )
+
+    def _take_profile(self, path: Path, lines: Lines, source: Row, added: Added) -> Added:
+        here, damaged = self._incarnation(source), 0
+        steps: list[Row] = []
+        for data in lines.lines:
+            try:
+                line = LINE_DECODER.decode(data)
+            except (ValueError, RecursionError):
+                damaged += 1
+                continue
+            match line:
+                case RunLine():
+                    here = self._begin(line, path)
+                case StepLine() if here is not None and sum(line.ns.values()) == line.wall_ns:
+                    steps.append(_step_row(here, line))
+                    self._recovered(here, line)
+                case CutLine() if here is not None:
+                    self._cut(here, line)
+                case _:
+                    damaged += 1
+        self.connection.executemany(_ADD_STEP, steps)
+        if lines.files_lost and here is not None:
+            text = f"lines of rank {here.rank} may be missing: its file was removed before it was read again"
+            self._event(f"lost {path.name} {lines.position}", 0, "lost_lines", here, text=text)
+        self._read_to(path, lines, here, damaged)
+        return Added(
+            steps=added.steps + len(steps),
+            damaged=added.damaged + damaged,
+            files_lost=added.files_lost + lines.files_lost,
+        )
+
+    def _incarnation(self, source: Row) -> _Incarnation | None:
+        number, cut_ns = source[3:]
+        if number is None:
+            return None
+        row = self.connection.execute(
+            "SELECT rank, incarnation, clock_shift_ns FROM incarnations WHERE incarnation_id = ?", (number,)
+        ).fetchone()
+        return None if row is None else _Incarnation(number, row[0], row[1], row[2], cut_ns)
+
+    def _begin(self, line: RunLine, path: Path) -> _Incarnation:
+        """Begin the lines of a process; they may begin again in another file. Raises `UserError`."""
+        if line.version != VERSION:
+            raise UserError(f"{path} has format {line.version}; this version reads format {VERSION}.")
+        shift_ns = line.unix_ns - line.monotonic_ns
+        began_ns = (line.process_ns or line.monotonic_ns) + shift_ns
+        machine = line.machine
+        run = self.connection.execute("SELECT run FROM runs").fetchone()
+        if run is None:
+            values = (1, str(self.directory.absolute()), line.world_size, began_ns)
+            self.connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?)", values)
+        key = (line.rank, line.incarnation, line.pid, began_ns)
+        of_machine = (machine.processor, machine.dtype, machine.threads)
+        self.connection.execute(
+            "INSERT OR IGNORE INTO incarnations (rank, incarnation, pid, began_ns, host, boot_id, "
+            "clock_shift_ns, processor, dtype, threads, peak_flops) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*key, line.host, line.boot_id, shift_ns, *of_machine, line.peak),
+        )
+        (number,) = self.connection.execute(
+            "SELECT incarnation_id FROM incarnations "
+            "WHERE rank = ? AND incarnation = ? AND pid = ? AND began_ns = ?",
+            key,
+        ).fetchone()
+        here = _Incarnation(number, line.rank, line.incarnation, shift_ns)
+        text = f"rank {line.rank} began on {line.host}, process {line.pid}"
+        self._event(f"start {number}", began_ns, "start", here, text=text)
+        return here
+
+    # ---- events
+
+    def _event(
+        self,
+        identity: str,
+        at_ns: int,
+        kind: str,
+        here: _Incarnation,
+        *,
+        text: str,
+        step: int | None = None,
+        duration_ns: int | None = None,
+    ) -> None:
+        values = (identity, at_ns, kind, here.rank, here.incarnation, step, duration_ns, text)
+        self.connection.execute(_ADD_EVENT, values)
+
+    def _cut(self, here: _Incarnation, line: CutLine) -> None:
+        at_ns = line.at_ns + here.shift_ns
+        here.cut_ns = at_ns
+        lost = ", ".join(f"rank {death.rank}" for death in line.deaths) or "another rank"
+        text = f"rank {here.rank} gave a step up: {lost} was lost"
+        self._event(f"cut {here.number} {line.at_ns}", at_ns, "cut", here, text=text)
+        for death in line.deaths:
+            died = _Incarnation(0, death.rank, death.incarnation, 0)
+            text = f"rank {death.rank} died, as rank {here.rank} noticed"
+            identity = f"death {death.rank}#{death.incarnation}"
+            self._event(identity, death.at_ns + here.shift_ns, "death", died, text=text)
+
+    def _recovered(self, here: _Incarnation, line: StepLine) -> None:
+        """The line of a step that was cut ends when its rank goes on."""
+        if here.cut_ns is None:
+            return
+        at_ns = line.end_ns + here.shift_ns
+        took_ns, here.cut_ns = at_ns - here.cut_ns, None
+        text = f"rank {here.rank} goes on, {took_ns / 1e6:.1f} ms after it gave step {line.step} up"
+        identity = f"recovered {here.number} {line.begin_ns}"
+        self._event(identity, at_ns, "recovered", here, text=text, step=line.step, duration_ns=took_ns)
+
+    # ---- metrics and spans
+
+    def _take_metrics(self, path: Path, lines: Lines) -> None:
+        if lines.anew:  # a run that is resumed leaves out what it will note again
+            self.connection.execute("DELETE FROM metrics")
+        rows: list[Row] = []
+        damaged = 0
+        for data in lines.lines:
+            try:
+                values = msgspec.json.decode(data, type=dict[str, float | None])
+                step = int(values.pop("step") or 0)
+            except (ValueError, RecursionError, KeyError):
+                damaged += 1
+                continue
+            rows += [(name, step, value) for name, value in values.items()]
+        self.connection.executemany(insert("metrics", ("name", "step", "value"), or_else="REPLACE"), rows)
+        self._read_to(path, lines, None, damaged)
+
+    def _take_spans(self, path: Path) -> None:
+        spans = read_ring(path)
+        run = spans.run
+        found = self.connection.execute(
+            "SELECT incarnation_id, clock_shift_ns FROM incarnations "
+            "WHERE rank = ? AND incarnation = ? AND pid = ?",
+            (run.rank, run.incarnation, run.pid),
+        ).fetchone()
+        if found is None:
+            return
+        number, shift_ns = found
+        inode, last_ns = self._source(path)[:2]
+        records = spans.records
+        if inode == path.stat().st_ino:
+            records = records[records["end_ns"] > last_ns]
+        if not len(records):
+            return
+        last_ns = int(records["end_ns"].max())
+        timeline: list[Row] = []
+        sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        for row, own_ns in _timeline_rows(spans, records, number, shift_ns):
+            timeline.append(row)
+            _, _, step, _, name, _, _, _, nbytes = row
+            one = sums[step, name]
+            one[0], one[1], one[2] = one[0] + 1, one[1] + own_ns, one[2] + (nbytes or 0)
+        with self._transaction():
+            self.connection.executemany(
+                "INSERT INTO gpu_timeline VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", timeline
+            )
+            self.connection.executemany(
+                "INSERT INTO op_profile VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                "calls = calls + excluded.calls, execute_ns = execute_ns + excluded.execute_ns, "
+                "bytes = bytes + excluded.bytes",
+                [(number, step, name, run.rank, *one) for (step, name), one in sums.items()],
+            )
+            lines = Lines([], Position(path.stat().st_ino, last_ns), anew=False)
+            self._read_to(path, lines, None, 0)
+
+    # ---- bounds
+
+    def _roll_up(self) -> None:
+        """Add up the oldest steps, and forget the oldest spans, once there are too many."""
+        (rows,) = self.connection.execute("SELECT count(*) FROM step_timing").fetchone()
+        if rows > self._step_rows_max:
+            with self._transaction():
+                self._add_up(rows - self._step_rows_max * 3 // 4)
+        (spans,) = self.connection.execute("SELECT count(*) FROM gpu_timeline").fetchone()
+        if spans > self._timeline_rows_max:
+            with self._transaction():
+                self.connection.execute(
+                    "DELETE FROM gpu_timeline WHERE rowid IN "
+                    "(SELECT rowid FROM gpu_timeline ORDER BY begin_ns LIMIT ?)",
+                    (spans - self._timeline_rows_max * 3 // 4,),
+                )
+
+    def _add_up(self, rows: int) -> None:
+        """Move the steps before the one that the `rows`-th oldest row is of to `step_history`."""
+        (before,) = self.connection.execute(
+            "SELECT step FROM step_timing ORDER BY step LIMIT 1 OFFSET ?", (rows,)
+        ).fetchone()
+        first = f"step / {HISTORY_STEPS} * {HISTORY_STEPS}"
+        before = before // HISTORY_STEPS * HISTORY_STEPS
+        columns = (
+            "incarnation_id",
+            "first_step",
+            "rank",
+            "steps",
+            "begin_ns",
+            "wall_ns_max",
+            *SUMMED_COLUMNS,
+        )
+        sums = ", ".join(f"sum({name})" for name in SUMMED_COLUMNS)
+        kept = ", ".join(f"{name} = {name} + excluded.{name}" for name in ("steps", *SUMMED_COLUMNS))
+        self.connection.execute(
+            f"INSERT INTO step_history ({', '.join(columns)}) "
+            f"SELECT incarnation_id, {first}, rank, count(*), min(begin_ns), max(wall_ns), {sums} "
+            f"FROM step_timing WHERE step < ? GROUP BY incarnation_id, {first}, rank "
+            f"ON CONFLICT DO UPDATE SET {kept}, wall_ns_max = max(wall_ns_max, excluded.wall_ns_max)",
+            (before,),
+        )
+        self.connection.execute("DELETE FROM step_timing WHERE step < ?", (before,))
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self.connection)
+
+
+class _Transaction:
+    """All or nothing; waits for another writer. The connection commits by itself outside of one."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _step_row(here: _Incarnation, line: StepLine) -> Row:
+    overlap, held = line.overlap, line.held
+    return (
+        here.number,
+        line.step,
+        line.begin_ns + here.shift_ns,
+        here.rank,
+        line.wall_ns,
+        *(line.ns.get(phase, 0) for phase in PHASES),
+        line.flops,
+        line.hardware_flops,
+        0 if overlap is None else overlap.under_way_ns,
+        0 if overlap is None else overlap.waited_ns,
+        0 if overlap is None else overlap.hidden_ns,
+        None if held is None else held.nbytes,
+    )
+
+
+def _timeline_rows(spans: Spans, records: Any, number: int, shift_ns: int) -> Iterator[tuple[Row, int]]:
+    """Yield rows of `gpu_timeline`, each with the ns that its span took by itself."""
+    units = tuple(unit.name for unit in spans.run.units)
+    for record in records.tolist():
+        begin_ns, end_ns, amount, step, _, unit, group, category, track, _, _ = record
+        duration_ns = end_ns - begin_ns
+        if track == TRACK_STEP:
+            kind, where, nbytes, own_ns = CATEGORIES[category], "step", None, amount
+            name = kind if unit < 0 or unit >= len(units) else f"{kind} {units[unit]}"
+        else:
+            kind, nbytes, own_ns = "operation", amount, duration_ns
+            name = spans.operations[category] if category < len(spans.operations) else "operation"
+            where = f"group {spans.groups[group].channel}"
+        place = (number, spans.run.rank, step, where, name, kind)
+        yield (*place, begin_ns + shift_ns, duration_ns, nbytes), own_ns

@@ -1,0 +1,187 @@
+"""The tables of a run's database, and how it is opened.
+
+It is `run.db` in the run's directory, an SQLite file in WAL mode, which any tool reads while the run goes on.
+All times are ns; those that begin or end something are since 1970, by the clock of the rank's host.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Final
+
+from zbmd.training.autograd._spans import CATEGORIES
+from zbmd.training.profiler.lines import IDLE
+from zbmd.transport.errors import UserError
+
+DATABASE_NAME: Final = "run.db"
+SCHEMA_VERSION: Final = 1
+"""`PRAGMA user_version`."""
+APPLICATION_ID: Final = 0x7A626D64
+"""`PRAGMA application_id`: "zbmd"."""
+BUSY_S: Final = 30.0
+"""Time for which one writer waits for another."""
+
+PHASES: Final = (*CATEGORIES, IDLE)
+"""The parts of a step's time: those of a row add up to its `wall_ns`."""
+PHASE_COLUMNS: Final = tuple(f"{phase}_ns" for phase in PHASES)
+COUNTED_COLUMNS: Final = ("flops", "hardware_flops", "under_way_ns", "waited_ns", "hidden_ns")
+SUMMED_COLUMNS: Final = ("wall_ns", *PHASE_COLUMNS, *COUNTED_COLUMNS)
+"""Columns of `step_timing` of which `step_history` keeps the sum."""
+
+_SUMMED: Final = ",\n    ".join(f"{name} INTEGER NOT NULL DEFAULT 0" for name in SUMMED_COLUMNS)
+
+TABLES: Final = {
+    "runs": """
+CREATE TABLE runs (  -- one row: the run of this directory
+    run INTEGER PRIMARY KEY,
+    directory TEXT NOT NULL,
+    world_size INTEGER NOT NULL,
+    began_ns INTEGER NOT NULL
+)""",
+    "incarnations": """
+CREATE TABLE incarnations (  -- one row for each process that was a rank
+    incarnation_id INTEGER PRIMARY KEY,
+    rank INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL,
+    pid INTEGER NOT NULL,
+    host TEXT NOT NULL,
+    boot_id TEXT NOT NULL,
+    began_ns INTEGER NOT NULL,
+    clock_shift_ns INTEGER NOT NULL,  -- from CLOCK_MONOTONIC of its host to times since 1970
+    processor TEXT NOT NULL,
+    dtype TEXT NOT NULL,
+    threads INTEGER NOT NULL,
+    peak_flops REAL,  -- FLOPs a second of this rank's share of its machine; NULL: never measured
+    UNIQUE (rank, incarnation, pid, began_ns)
+)""",
+    "step_timing": f"""
+CREATE TABLE step_timing (  -- one row for each step of each rank; a repeated step has several
+    incarnation_id INTEGER NOT NULL REFERENCES incarnations,
+    step INTEGER NOT NULL,
+    begin_ns INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    {_SUMMED},
+    activation_bytes INTEGER,
+    PRIMARY KEY (incarnation_id, step, begin_ns)
+) WITHOUT ROWID""",
+    "step_history": f"""
+CREATE TABLE step_history (  -- sums over steps that are too many to be kept one by one
+    incarnation_id INTEGER NOT NULL REFERENCES incarnations,
+    first_step INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    steps INTEGER NOT NULL,
+    begin_ns INTEGER NOT NULL,
+    wall_ns_max INTEGER NOT NULL,
+    {_SUMMED},
+    PRIMARY KEY (incarnation_id, first_step)
+) WITHOUT ROWID""",
+    "op_profile": """
+CREATE TABLE op_profile (  -- collectives, and what a layer did, by step: sums over its calls
+    incarnation_id INTEGER NOT NULL REFERENCES incarnations,
+    step INTEGER NOT NULL,
+    op TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    calls INTEGER NOT NULL,
+    execute_ns INTEGER NOT NULL,  -- without what is nested in it
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (incarnation_id, step, op)
+) WITHOUT ROWID""",
+    "gpu_timeline": """
+CREATE TABLE gpu_timeline (  -- spans of a rank's steps and operations, on whatever device they ran
+    incarnation_id INTEGER NOT NULL REFERENCES incarnations,
+    rank INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    track TEXT NOT NULL,  -- "step", or the group of an operation
+    name TEXT NOT NULL,
+    category TEXT NOT NULL,
+    begin_ns INTEGER NOT NULL,
+    duration_ns INTEGER NOT NULL,
+    bytes INTEGER
+)""",
+    "events": """
+CREATE TABLE events (
+    identity TEXT PRIMARY KEY,  -- several ranks notice one death
+    at_ns INTEGER NOT NULL,
+    kind TEXT NOT NULL,  -- start, death, cut, recovered, lost_lines
+    rank INTEGER,
+    incarnation INTEGER,
+    step INTEGER,
+    duration_ns INTEGER,
+    text TEXT NOT NULL
+) WITHOUT ROWID""",
+    "metrics": """
+CREATE TABLE metrics (  -- loss, grad_norm, learning_rate, tokens_per_s, …: as metrics.jsonl
+    name TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    value REAL,  -- NULL: not finite
+    PRIMARY KEY (name, step)
+) WITHOUT ROWID""",
+    "sources": """
+CREATE TABLE sources (  -- the files that were read, and how far
+    path TEXT PRIMARY KEY,
+    inode INTEGER NOT NULL,
+    read_bytes INTEGER NOT NULL,
+    mark BLOB NOT NULL,
+    incarnation_id INTEGER,
+    cut_ns INTEGER,
+    damaged_lines INTEGER NOT NULL DEFAULT 0,
+    files_lost INTEGER NOT NULL DEFAULT 0  -- are gone, and may have held more lines
+) WITHOUT ROWID""",
+}
+INDEXES: Final = (
+    "CREATE INDEX step_timing_step ON step_timing (step)",
+    "CREATE INDEX gpu_timeline_begin ON gpu_timeline (begin_ns)",
+    "CREATE INDEX gpu_timeline_step ON gpu_timeline (step)",
+    "CREATE INDEX events_at ON events (at_ns)",
+)
+
+
+def open_database(directory: Path) -> sqlite3.Connection:
+    """Open the database of the run in `directory`, and make it if there is none.
+
+    Where the directory cannot be written it is made in memory. Raises `UserError` for a file of another
+    version, or one that is no such database.
+    """
+    path = directory / DATABASE_NAME
+    try:
+        connection = _connect(str(path))
+    except sqlite3.OperationalError:  # a directory that cannot be written, or a file system without locks
+        connection = _connect(":memory:")
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{path} is no database of a run ({error}): remove it; it is made again.") from None
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version != SCHEMA_VERSION:
+        connection.close()
+        raise UserError(
+            f"{path} has version {version}; this version of zbmd writes {SCHEMA_VERSION}. Remove the file: "
+            "it is made again from the run's own files."
+        )
+    return connection
+
+
+def _connect(name: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("BEGIN IMMEDIATE")
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if not tables:
+            for statement in (*TABLES.values(), *INDEXES):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute("COMMIT")
+    except sqlite3.DatabaseError:
+        connection.close()
+        raise
+    return connection
+
+
+def read_only(directory: Path) -> sqlite3.Connection | None:
+    """Open the run's database for reading alone; None if there is none."""
+    path = directory / DATABASE_NAME
+    if not path.exists():
+        return None
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)

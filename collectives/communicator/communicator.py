@@ -221,6 +221,7 @@ class Communicator(FastPathCalls):
                 ):  # a failed device gives nothing back before the process ends
                     self._turns.pieces.devices.close()
                 self._turns.forget()
+                self.fast_path.fail = None  # nothing flies any more, and this is a reference to all
 
     def tune(self, *, deadline_ns: int = 0) -> Model:
         """Measure the group's link, unless its first member knows such groups; all members must call this.

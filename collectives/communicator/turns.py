@@ -67,6 +67,7 @@ class Turns:
             held=a_core_each(len(executor.members)),
             counts=clock_counts_ticks(),
         )
+        self.fast_path.fail = self.fast_path_failed
         if isinstance(executor, RemoteExecutor):
             self.fast_path.far = executor.resume
         self.fast_path.open = not faults.armed()

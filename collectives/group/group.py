@@ -57,10 +57,10 @@ class GroupWatch:
         self._communicator = communicator
 
     def watched(self) -> Iterator[Watched]:
-        """The operation under way, if there is one."""
+        """The operation under way, if there is one that somebody waits in."""
         flight = self._communicator.flight
         record = flight[-1] if flight else None
-        if record is None or record.state is not FlightState.RUNNING:
+        if record is None or record.state is not FlightState.RUNNING or self._communicator.fast_path.flies:
             return
         # An operation in pieces makes progress with each of them.
         mark = (record.sequence, self._communicator.sequence)

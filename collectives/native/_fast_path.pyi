@@ -52,6 +52,8 @@ class FastPath:
 
     open: bool
     """Whether it takes calls."""
+    fail: Callable[[], NoReturn] | None
+    """Raises what became of a call that had begun (`Turns.fast_path_failed`)."""
     far: Callable[[Plan, int, int], int] | None
     """Runs a plan of a group with members on other hosts, by `RemoteGroup.resume`: (plan, deadline_ns,
     kill_point) to a STATUS. Raises nothing."""
@@ -112,6 +114,30 @@ class FastPath:
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, deadline_ns: int
     ) -> bool | None:
         """None: this call is not for the fast path. True: done. False: failed, see `failed`."""
+    def begin(
+        self,
+        operation: int,
+        x: object,
+        out: object,
+        op: str,
+        algorithm: str,
+        root: int,
+        timeout_ns: int,
+        landed: Callable[[BaseException | None], object],
+    ) -> bool | None:
+        """Begin a small call without waiting for anyone; None: it is not for the fast path, or not now.
+
+        Other members can complete it from now on. It keeps the turn, and ends when the others have come at
+        once, when `land` is called, or when another call wants the turn, on that one's thread: then `landed`
+        is called once, with its error if it has failed. `x` and `out` must live until then.
+        """
+    @property
+    def flies(self) -> bool:
+        """Whether a call has begun that nobody waits for."""
+    def land(self) -> None:
+        """End the call that has begun, if there is one: wait for the others."""
+    def land_now(self) -> None:
+        """As `land`, if all others have come."""
     def run_now(
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, timeout_ns: int
     ) -> bool | None:

@@ -57,9 +57,11 @@ cdef class Turnstile:
     """Lets threads through one at a time, in the order in which they came."""
 
     def __cinit__(self):
-        self.busy, self.gates = False, []
+        self.busy, self.gates, self.flight = False, [], None
 
     def __enter__(self):
+        if self.flight is not None:
+            self.flight.land()
         # Made first: nothing below lets another thread in between the look and what is done about it.
         if not self.busy:
             self.busy = True
@@ -151,6 +153,11 @@ cdef class FastPath:
     cdef public object far
     cdef readonly KnownCall failed
     cdef readonly int status
+    cdef public object fail
+    cdef KnownCall flying
+    cdef object landed
+    cdef uint64_t flown_ns, fly_until_ns
+    cdef int64_t fly_point
     cdef int64_t kill_sequence, kill_point
     cdef QuickClock clock
 
@@ -161,6 +168,7 @@ cdef class FastPath:
         self.known = [None] * KNOWN
         self.queued, self.taken, self.oldest, self.held, self.open, self.far = 0, 0, 0, held, True, None
         self.failed, self.status, self.kill_sequence, self.kill_point = None, 0, -1, -1
+        self.flying, self.landed, self.fail = None, None, None
         self.clock = QuickClock(counts)
 
     def kill_at(self, int64_t sequence, int64_t point):
@@ -227,19 +235,57 @@ cdef class FastPath:
         return <int>((mixed ^ mixed >> 31) % (KNOWN // WAYS)) * WAYS
 
     def run(self, int operation, x, out, str op not None, str algorithm not None, object root, uint64_t deadline_ns):
-        return self._run(operation, x, out, op, algorithm, root, deadline_ns, 0)
+        return self._run(operation, x, out, op, algorithm, root, deadline_ns, 0, None)
+
+    def begin(self, int operation, x, out, str op not None, str algorithm not None, object root, uint64_t timeout_ns, landed not None):
+        if self.queued:
+            return None
+        return self._run(operation, x, out, op, algorithm, root, 0, timeout_ns, landed)
+
+    @property
+    def flies(self):
+        return self.flying is not None
+
+    def land(self):
+        self._end_flight(self.flying)
+
+    def land_now(self):
+        if self.flying is not None and self.group._all_are_here(1):
+            self._end_flight(self.flying)
+
+    cdef object _end_flight(self, KnownCall call):
+        """The first caller ends it: nothing before `nogil` lets another thread in."""
+        cdef NativeGroup group = self.group
+        cdef int status
+        if call is None:
+            return None
+        landed, self.flying, self.landed, self.turnstile.flight = self.landed, None, None, None
+        with nogil:
+            status = group._complete(call.program, call.run, self.fly_point, self.fly_until_ns)
+        if status == S_DONE:
+            self._land(self.flown_ns)
+            self.turnstile._pass_on()
+            landed(None)
+            return None
+        self.status, self.failed = status, call
+        try:
+            self.fail()
+        except BaseException as error:
+            landed(error)
 
     def run_now(self, int operation, x, out, str op not None, str algorithm not None, object root, uint64_t timeout_ns):
         if self.queued:
             return None
-        return self._run(operation, x, out, op, algorithm, root, 0, timeout_ns)
+        return self._run(operation, x, out, op, algorithm, root, 0, timeout_ns, None)
 
     cdef object _run(self, int operation, object x, object out, str op, str algorithm, object root, uint64_t deadline_ns,
-                     uint64_t timeout_ns):
+                     uint64_t timeout_ns, object landed):
         cdef KnownCall call
         cdef void *descr = NULL
         cdef Py_ssize_t size = 0
         cdef int at
+        if self.flying is not None and self.open:
+            self.land_now()
         if not self.open or self.turnstile.busy:
             return None
         if x is not None:
@@ -265,7 +311,9 @@ cdef class FastPath:
                     and (x is None or call.extent == extent_of(x))
                     and (out is None or call.out_size == cnp.PyArray_SIZE(<cnp.ndarray>out))
                     and same(call.op, op) and same(call.algorithm, algorithm)):
-                return self._enter(call, x, out, deadline_ns, timeout_ns)
+                if landed is not None and (not call.quick or self.far is not None):
+                    return None
+                return self._enter(call, x, out, deadline_ns, timeout_ns, landed)
         return None
 
     cdef bint _readable(self, char *at, uint64_t nbytes) noexcept:
@@ -275,7 +323,7 @@ cdef class FastPath:
             return True
         return self.arena_begin <= begin and nbytes <= self.arena_end - begin and begin <= self.arena_end
 
-    cdef object _enter(self, KnownCall call, object x, object out, uint64_t deadline_ns, uint64_t timeout_ns):
+    cdef object _enter(self, KnownCall call, object x, object out, uint64_t deadline_ns, uint64_t timeout_ns, object landed):
         """Check the arrays, put in their addresses, and run."""
         cdef char *x_at = NULL
         cdef char *out_at = NULL
@@ -301,9 +349,9 @@ cdef class FastPath:
             if call.place[i] != NOWHERE:
                 call.run.address[group.rank][i] = x_at if call.place[i] == AT_X else out_at
                 group._tell(i, <uint64_t><uintptr_t>call.run.address[group.rank][i])
-        return self._fly(call, deadline_ns, timeout_ns)
+        return self._fly(call, deadline_ns, timeout_ns, landed)
 
-    cdef object _fly(self, KnownCall call, uint64_t deadline_ns, uint64_t timeout_ns):
+    cdef object _fly(self, KnownCall call, uint64_t deadline_ns, uint64_t timeout_ns, object landed):
         cdef NativeGroup group = self.group
         cdef uint64_t now_ns = zbmd_quick_ns(&self.clock.clock)
         cdef int64_t point = -1
@@ -326,6 +374,13 @@ cdef class FastPath:
             self.turnstile._pass_on()
             return True
         group._announce(call.program, call.run, point)
+        if landed is not None:
+            # The others have all that they need of us. The next caller that needs the result or the turn ends it.
+            self.flying, self.landed, self.turnstile.flight = call, landed, self
+            self.flown_ns, self.fly_until_ns, self.fly_point = now_ns, deadline_ns, point
+            if group._all_are_here(LOOKS):
+                self._end_flight(call)
+            return True
         if call.quick and group._all_are_here(LOOKS):
             status = group._complete(call.program, call.run, point, deadline_ns)
         else:
@@ -352,7 +407,7 @@ cdef class FastPathCalls:
     cdef public FastPath fast_path
 
     def all_reduce(self, x, out=None, *, str op not None="sum", str algorithm not None="auto", uint64_t deadline_ns=0):
-        done = self.fast_path._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns, 0)
+        done = self.fast_path._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns, 0, None)
         if done is None:
             return self._all_reduce(x, out, op, algorithm, deadline_ns)
         if not done:
@@ -373,7 +428,7 @@ cdef class BlockingCalls:
                    stream=None):
         done = None
         if timeout is None and priority == 0 and self._fast_path.queued == 0:
-            done = self._fast_path._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, 0, self._limit_ns)
+            done = self._fast_path._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, 0, self._limit_ns, None)
         if done is None:
             return self._all_reduce(x, out, op, algorithm, timeout, priority, stream)
         if not done:

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import wraps
+from typing import Any, ParamSpec
 
 from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.p2p.differing import CALLS_DIFFER, message_differs
+from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.p2p.tagged import within
 from zbmd.collectives.p2p.wire import TaggedMessage
-from zbmd.collectives.torch.tensors import TensorBuffer
+from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.flights import label, profiled
+from zbmd.collectives.torch.identity import Identity
+from zbmd.collectives.torch.tensors import TensorBuffer, only
+from zbmd.collectives.torch.work import DONE, MessageWork, Work, as_torch_error
+from zbmd.collectives.torch.world import world
+from zbmd.transport.errors import UserError, ZbmdError
+
+torch: Any = importlib.import_module("torch")
+
+CallP = ParamSpec("CallP")
 
 
 async def send(group: Group, buffer: TensorBuffer, to: int, tag: int, timeout_s: float) -> None:
@@ -46,3 +62,93 @@ async def receive(group: Group, buffer: TensorBuffer, source: int | None, tag: i
 
 def _dtype_of(label: str) -> str:
     return label.partition("[")[0]
+
+
+def raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
+    """Have a call raise an error of ours, about an argument, as torch's users expect it."""
+
+    @wraps(call)
+    def raising(*args: CallP.args, **kwargs: CallP.kwargs) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except ZbmdError as error:
+            CONTINUITY.note(error)
+            raise as_torch_error(error) from error
+
+    return raising
+
+
+class Messages(Identity):
+    """The methods of a process group that send and receive."""
+
+    _completers: ThreadPoolExecutor
+    _together: list[Future[Any]] | None
+
+    @raising
+    def send(self, tensors: Any, dst: int, tag: int, limit_ns: int | None = None) -> Any:
+        """Send a tensor to one rank. limit_ns: for the operation; None is the group's."""
+        buffer, to = TensorBuffer(only(tensors)), self._rank(dst)
+        if CONTINUITY.is_alone:
+            return self._work(DONE, [])
+        if profiled():
+            with label("send", [only(tensors)]):
+                pass  # a mark: it has no length
+        limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
+        if direct is not None:
+            request = direct.send(buffer.array, to, tag, buffer.label, limit_ns)
+            return self._message_work(MessageWork(direct, request, self._completers))
+        sent = send(self._group, buffer, to, tag, limit_ns / 1e9)
+        return self._work(world().start(sent), [])
+
+    def recv(self, tensors: Any, src: int, tag: int, limit_ns: int | None = None) -> Any:
+        """Receive a tensor from one rank. limit_ns: for the operation; None is the group's."""
+        return self._receive(only(tensors), src, tag, limit_ns)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Any:
+        """Receive a tensor from whichever rank sends first."""
+        return self._receive(only(tensors), None, tag)
+
+    @raising
+    def _receive(self, tensor: Any, src: int | None, tag: int, limit_ns: int | None = None) -> Any:
+        buffer, source = TensorBuffer(tensor, load=False), None if src is None else self._rank(src)
+        if CONTINUITY.is_alone:
+            return self._work(DONE, [tensor])
+        if profiled():
+            with label("recv" if source is not None else "recvAnySource", [tensor]):
+                pass
+        limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
+        if direct is not None:
+            request = direct.receive(buffer.array, source, tag, buffer.label, limit_ns)
+            return self._message_work(MessageWork(direct, request, self._completers, tensor, buffer))
+        sources: list[int] = []
+
+        async def received() -> None:
+            sources.append(await receive(self._group, buffer, source, tag, limit_ns / 1e9))
+
+        return self._work(world().start(received()), [tensor], lambda: sources[0] if sources else -1)
+
+    def _direct(self) -> DirectMessages | None:
+        self._group.check_process()
+        direct: DirectMessages | None = self._group.direct
+        return direct
+
+    def _message_work(self, work: Any) -> Any:
+        if self._together is not None:
+            self._together.append(work.future())
+        self._kept.append(work)
+        return work
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self._group.size:
+            raise UserError(f"rank {rank} is not in 0..{self._group.size - 1}, the ranks of this group")
+        return rank
+
+    def _work(
+        self, done: Future[Any], outputs: Sequence[Any], source: Callable[[], int] | None = None
+    ) -> Any:
+        """Return a work of what has begun."""
+        if self._together is not None:
+            self._together.append(done)
+        work = Work(done, outputs, self._completers, source)
+        self._kept.append(work)
+        return work

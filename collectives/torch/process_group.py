@@ -11,21 +11,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial, wraps
-from typing import Any, ParamSpec
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
+from zbmd.collectives.algorithms import catalogue
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
+from zbmd.collectives.communicator.turns import NO_ROOT
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.p2p.direct import DirectMessages
-from zbmd.collectives.torch import messages
 from zbmd.collectives.torch.barrier import monitored_barrier, seconds
 from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.flights import kept, label, like, profiled
 from zbmd.collectives.torch.functions import uncompiled
-from zbmd.collectives.torch.identity import Identity, Unmade
+from zbmd.collectives.torch.identity import Unmade
+from zbmd.collectives.torch.messages import Messages, raising
 from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
 from zbmd.collectives.torch.stand_in import Alone
 from zbmd.collectives.torch.tensors import (
@@ -34,13 +35,14 @@ from zbmd.collectives.torch.tensors import (
     TensorBuffer,
     array_in_place,
     list_of,
+    only,
     require_elements,
     row_elements,
     splits_text,
 )
 from zbmd.collectives.torch.work import COMPLETERS, DONE, OVER, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import ZbmdError
 from zbmd.transport.native._native import now_ns
 
 torch: Any = importlib.import_module("torch")
@@ -48,8 +50,8 @@ dist: Any = importlib.import_module("torch.distributed")
 
 Operation = Callable[[Any, int], object]
 """Takes the communicator, or its stand-in, and the deadline, ns."""
-CallP = ParamSpec("CallP")
 _NO_TIME = timedelta(0)
+_ALL_REDUCE: Final = catalogue.Operation.ALL_REDUCE.value
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
@@ -71,30 +73,7 @@ def create(options: Any) -> Any:
     return group
 
 
-def _raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
-    """Have a call raise an error of ours, about an argument, as torch's users expect it."""
-
-    @wraps(call)
-    def raising(*args: CallP.args, **kwargs: CallP.kwargs) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except ZbmdError as error:
-            CONTINUITY.note(error)
-            raise as_torch_error(error) from error
-
-    return raising
-
-
-def _only(tensors: Any) -> Any:
-    """Return the tensor of a list of one, or the tensor itself."""
-    if type(tensors) is not list and isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise UserError(f"{len(tensors)} tensors were given; a process has one device, so one tensor")
-    return tensors[0]
-
-
-class Operations(Identity):
+class Operations(Messages):
     """The methods of a process group; `ProcessGroup` has torch's class below it.
 
     Each collective takes its tensors as buffers, and queues a call of the communicator's operation.
@@ -111,19 +90,25 @@ class Operations(Identity):
 
     # Collectives.
 
-    @_raising
+    @raising
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce a tensor over all ranks, in place."""
-        tensor, reduction = _only(tensors), self._op(opts, op)
+        tensor, reduction = only(tensors), self._op(opts, op)
         if self.buckets is not None:
             self.buckets.take(tensor)
         if tensor.layout is not torch.strided:
             text, run = all_reduce_sparse(tensor, reduction)
             called = Called("all_reduce", [], f"{text}{reduction.said}", terms=text)
             return self._queue(called, run, [tensor], opts, timeout)
-        if CONTINUITY.is_usual and reduction.factor is None and not profiled() and self._may_run_here(opts):
+        if CONTINUITY.is_usual and reduction.factor is None and self._is_first() and not profiled():
             array = array_in_place(tensor)
-            if array is not None:
+            if array is not None and getattr(opts, "asyncOp", True):
+                call = _ALL_REDUCE, array, None, reduction.name
+                called = Called("all_reduce", (), reduction.said, tensor=tensor)
+                work = self._begin_here(called, call, tensor, opts, timeout)
+                if work is not None:
+                    return work
+            elif array is not None:
                 return self._all_reduce_here(tensor, array, reduction, opts, timeout)
         return self._reduce_in_place([tensor], reduction, opts, timeout)
 
@@ -143,7 +128,7 @@ class Operations(Identity):
         CONTINUITY.record(self._name, called.number, [tensor])
         return OVER
 
-    @_raising
+    @raising
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce tensors over all ranks, in place; small ones together."""
         return self._reduce_in_place(tensors, self._op(opts, op), opts, timeout)
@@ -154,10 +139,10 @@ class Operations(Identity):
         called = Called("all_reduce", buffers, reduction.said, together=True)
         return self._queue(called, run, tensors, opts, timeout, home=buffers)
 
-    @_raising
+    @raising
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """Copy a tensor of one rank to all."""
-        buffer, place = TensorBuffer(_only(tensors)), self._root(opts, root)
+        buffer, place = TensorBuffer(only(tensors)), self._root(opts, root)
 
         def run(c: Communicator, end_ns: int) -> None:
             c.broadcast(buffer.array, place, deadline_ns=end_ns)
@@ -165,13 +150,13 @@ class Operations(Identity):
         called = Called("broadcast", [buffer], f", src={place}")
         return self._queue(called, run, tensors, opts, timeout, home=[buffer])
 
-    @_raising
+    @raising
     def reduce(
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a tensor over all ranks, into that of one rank."""
         reduction, place = self._op(opts, op), self._root(opts, root)
-        buffer = TensorBuffer(_only(tensors), numbers=True, factor=reduction.factor)
+        buffer = TensorBuffer(only(tensors), numbers=True, factor=reduction.factor)
 
         def run(c: Communicator, end_ns: int) -> None:
             c.reduce(buffer.array, place, op=reduction.name, deadline_ns=end_ns)
@@ -184,7 +169,7 @@ class Operations(Identity):
         """Collect the tensors of all ranks, one after the other, in one."""
         return self.all_gather_single_coalesced([output], [input], opts, timeout)
 
-    @_raising
+    @raising
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
@@ -205,14 +190,14 @@ class Operations(Identity):
     ) -> Any:
         """Collect the tensors of all ranks in a list."""
         outputs = list_of(output_tensors)
-        return self._all_gather([outputs], [_only(input_tensors)], outputs, opts, timeout)
+        return self._all_gather([outputs], [only(input_tensors)], outputs, opts, timeout)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         """As `allgather`, of several tensors: `output_lists[rank][i]` is the i-th of a rank."""
         flat = [tensor for outputs in output_lists for tensor in outputs]
         return self._all_gather(zip(*output_lists, strict=True), input_list, flat, opts)
 
-    @_raising
+    @raising
     def _all_gather(
         self, lists: Iterable[Any], inputs: Any, outputs: Any, opts: Any, timeout: Any = None
     ) -> Any:
@@ -227,7 +212,7 @@ class Operations(Identity):
 
         return self._queue(Called("all_gather", sources, together=True), run, outputs, opts, timeout)
 
-    @_raising
+    @raising
     def gather(
         self,
         output_tensors: Any,
@@ -238,7 +223,7 @@ class Operations(Identity):
     ) -> Any:
         """Collect the tensors of all ranks in a list at one rank."""
         outputs = list_of(output_tensors)
-        source, place = TensorBuffer(_only(input_tensors)), self._root(opts, root)
+        source, place = TensorBuffer(only(input_tensors)), self._root(opts, root)
         targets = _buffers(outputs, load=False)
         require_elements(targets, source.array.size)
 
@@ -249,7 +234,7 @@ class Operations(Identity):
 
         return self._queue(Called("gather", [source], f", dst={place}"), run, outputs, opts, timeout)
 
-    @_raising
+    @raising
     def scatter(
         self,
         output_tensors: Any,
@@ -259,7 +244,7 @@ class Operations(Identity):
         timeout: Any = None,
     ) -> Any:
         """Give each rank one tensor of a list that one rank has."""
-        tensor, sources = _only(output_tensors), _buffers(list_of(input_tensors))
+        tensor, sources = only(output_tensors), _buffers(list_of(input_tensors))
         place, target = self._root(opts, root), TensorBuffer(tensor, load=False)
         require_elements(sources, target.array.size)
 
@@ -277,7 +262,7 @@ class Operations(Identity):
         """Reduce a tensor over all ranks; each keeps its part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts, op, timeout)
 
-    @_raising
+    @raising
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
@@ -296,12 +281,12 @@ class Operations(Identity):
         called = Called("reduce_scatter_tensor", sources, reduction.said, together=True)
         return self._queue(called, run, outputs, opts, timeout, home=targets)
 
-    @_raising
+    @raising
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce a list of tensors over all ranks; each keeps the one of its rank."""
-        tensor, reduction = _only(output_tensors), self._op(opts, op)
+        tensor, reduction = only(output_tensors), self._op(opts, op)
         target = TensorBuffer(tensor, numbers=True, load=False)
         sources = _buffers(list_of(input_tensors), numbers=True, factor=reduction.factor)
 
@@ -313,7 +298,7 @@ class Operations(Identity):
         called = Called("reduce_scatter", sources, reduction.said)
         return self._queue(called, run, [tensor], opts, timeout, home=[target])
 
-    @_raising
+    @raising
     def all_to_all_single(
         self,
         output: Any,
@@ -340,7 +325,7 @@ class Operations(Identity):
         called = Called("all_to_all_single", [source], own=splits)
         return self._queue(called, run, [output], opts, timeout, home=[target])
 
-    @_raising
+    @raising
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Send each rank one tensor of a list."""
         sources, targets = _buffers(input_tensors), _buffers(output_tensors, load=False)
@@ -354,7 +339,7 @@ class Operations(Identity):
 
         return self._queue(Called("all_to_all", sources), run, output_tensors, opts, timeout)
 
-    @_raising
+    @raising
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Wait for all ranks."""
         return self._queue(Called("barrier", []), _barrier, [], opts, timeout)
@@ -362,62 +347,6 @@ class Operations(Identity):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; an error names those that do not come. See `barrier`."""
         monitored_barrier(self, seconds(timeout, self._timeout_s), wait_all_ranks)
-
-    # Point to point.
-
-    @_raising
-    def send(self, tensors: Any, dst: int, tag: int, limit_ns: int | None = None) -> Any:
-        """Send a tensor to one rank. limit_ns: for the operation; None is the group's."""
-        buffer, to = TensorBuffer(_only(tensors)), self._rank(dst)
-        if CONTINUITY.is_alone:
-            return self._work(DONE, [])
-        if profiled():
-            with label("send", [_only(tensors)]):
-                pass  # a mark: it has no length
-        limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
-        if direct is not None:
-            request = direct.send(buffer.array, to, tag, buffer.label, limit_ns)
-            return self._message_work(MessageWork(direct, request, self._completers))
-        sent = messages.send(self._group, buffer, to, tag, limit_ns / 1e9)
-        return self._work(world().start(sent), [])
-
-    def recv(self, tensors: Any, src: int, tag: int, limit_ns: int | None = None) -> Any:
-        """Receive a tensor from one rank. limit_ns: for the operation; None is the group's."""
-        return self._receive(_only(tensors), src, tag, limit_ns)
-
-    def recv_anysource(self, tensors: Any, tag: int) -> Any:
-        """Receive a tensor from whichever rank sends first."""
-        return self._receive(_only(tensors), None, tag)
-
-    @_raising
-    def _receive(self, tensor: Any, src: int | None, tag: int, limit_ns: int | None = None) -> Any:
-        buffer, source = TensorBuffer(tensor, load=False), None if src is None else self._rank(src)
-        if CONTINUITY.is_alone:
-            return self._work(DONE, [tensor])
-        if profiled():
-            with label("recv" if source is not None else "recvAnySource", [tensor]):
-                pass
-        limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
-        if direct is not None:
-            request = direct.receive(buffer.array, source, tag, buffer.label, limit_ns)
-            return self._message_work(MessageWork(direct, request, self._completers, tensor, buffer))
-        sources: list[int] = []
-
-        async def receive() -> None:
-            sources.append(await messages.receive(self._group, buffer, source, tag, limit_ns / 1e9))
-
-        return self._work(world().start(receive()), [tensor], lambda: sources[0] if sources else -1)
-
-    def _direct(self) -> DirectMessages | None:
-        self._group.check_process()
-        direct: DirectMessages | None = self._group.direct
-        return direct
-
-    def _message_work(self, work: Any) -> Any:
-        if self._together is not None:
-            self._together.append(work.future())
-        self._kept.append(work)
-        return work
 
     # The queue.
 
@@ -487,21 +416,41 @@ class Operations(Identity):
         for buffer in home:
             buffer.bring_home()
 
-    def _may_run_here(self, opts: Any) -> bool:
-        """Whether the caller waits for the operation that it asks for, and none is queued before it."""
-        if getattr(opts, "asyncOp", True) or self._together is not None:
-            return False
-        return not self._group.communicator.fast_path.queued
+    def _begin_here(self, called: Called, call: tuple[Any, ...], output: Any, opts: Any, timeout: Any) -> Any:
+        """Begin a small operation that has been made before on this thread; None: it is to be queued.
 
-    def _work(
-        self, done: Future[Any], outputs: Sequence[Any], source: Callable[[], int] | None = None
-    ) -> Any:
-        """Return a work of what has begun."""
-        if self._together is not None:
-            self._together.append(done)
-        work = Work(done, outputs, self._completers, source)
+        call: its operation, arrays and reduction. The thread that waits for it ends it.
+        """
+        done, epoch, communicator = Future[Any](), self._group.epoch, self._group.communicator
+
+        def landed(error: BaseException | None) -> None:
+            called.ended_ns = now_ns()
+            if error is None:
+                CONTINUITY.record(self._name, called.number, [output])
+                done.set_result(None)
+                return
+            if isinstance(error, ZbmdError):
+                CONTINUITY.note(error, epoch)
+                in_call(error, called.text())
+            done.set_exception(error)
+
+        self._number(called, opts, timeout)
+        called.began_ns = called.called_ns
+        communicator.label(called.text)
+        if communicator.fast_path.begin(*call, "auto", NO_ROOT, called.limit_ns, landed) is None:
+            self._calls -= 1
+            return None
+        self.flights.append(called)
+        work = Work(done, [output], self._completers, None, self._group)
         self._kept.append(work)
         return work
+
+    def _may_run_here(self, opts: Any) -> bool:
+        """Whether the caller waits for the operation that it asks for, and none is queued before it."""
+        return not getattr(opts, "asyncOp", True) and self._is_first()
+
+    def _is_first(self) -> bool:
+        return self._together is None and not self._group.communicator.fast_path.queued
 
     def _limit_ns(self, opts: Any, timeout: Any) -> int:
         given = timeout if timeout is not None else getattr(opts, "timeout", None)
@@ -515,11 +464,6 @@ class Operations(Identity):
         if op is None:
             op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return reduction_of(op)
-
-    def _rank(self, rank: int) -> int:
-        if not 0 <= rank < self._group.size:
-            raise UserError(f"rank {rank} is not in 0..{self._group.size - 1}, the ranks of this group")
-        return rank
 
     def _root(self, opts: Any, root: int | None) -> int:
         return self._rank(opts.rootRank if root is None else root)

@@ -186,6 +186,15 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"[{shown}{', …' if len(numbers) > LISTED_MAX else ''}]"
 
 
+def only(tensors: Any) -> Any:
+    """Return the tensor of a list of one, or the tensor itself."""
+    if type(tensors) is not list and isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UserError(f"{len(tensors)} tensors were given; a process has one device, so one tensor")
+    return tensors[0]
+
+
 def list_of(tensors: Any) -> list[Any]:
     """Return the tensors of a list, or of a list of one list; none of an empty one."""
     tensors = list(tensors)

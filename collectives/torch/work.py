@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from zbmd.collectives.errors import Desynchronised
+from zbmd.collectives.group.group import Group
 from zbmd.collectives.native._messages import Request
 from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.torch.tensors import TensorBuffer
@@ -50,7 +51,9 @@ def as_torch_error(error: BaseException) -> BaseException:
 
 
 class Waits:
-    """The methods of `Work`. outputs: the tensors of its result. source: who sent, of a receive."""
+    """The methods of `Work`. outputs: the tensors of its result. source: who sent, of a receive. begun_in:
+    the group in whose fast path the operation flies, if it does: who asks for its end brings it about.
+    """
 
     def __init__(
         self,
@@ -58,9 +61,10 @@ class Waits:
         outputs: Sequence[Any],
         completers: ThreadPoolExecutor,
         source: Callable[[], int] | None = None,
+        begun_in: Group | None = None,
     ) -> None:
         super().__init__()  # C++ needs it
-        self._done = done
+        self._done, self._begun_in = done, begun_in
         # A work that is kept for C++ must keep no memory.
         self._outputs = [weakref.ref(tensor) for tensor in outputs]
         self._completers = completers
@@ -70,6 +74,11 @@ class Waits:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once it is done. timeout: no limit if it is 0 or less. Raises `DistBackendError`."""
         limit_s = timeout.total_seconds() if timeout is not None else 0.0
+        if self._begun_in is not None and not self._done.done():
+            if limit_s > 0:
+                self._hand_over()
+            else:
+                self._begun_in.communicator.fast_path.land()
         try:
             self._done.result(limit_s if limit_s > 0 else None)
         except concurrent.futures.TimeoutError:
@@ -88,11 +97,19 @@ class Waits:
 
     def is_completed(self) -> bool:
         """Return whether it has ended, in either way."""
+        if self._begun_in is not None and not self._done.done():
+            self._begun_in.communicator.fast_path.land_now()
         return self._done.done()
+
+    def _hand_over(self) -> None:
+        """Have the group's thread wait for the end of an operation that flies."""
+        if self._begun_in is not None:
+            self._begun_in.submit(lambda c: c.fast_path.land())
+            self._begun_in = None
 
     def is_success(self) -> bool:
         """Return whether it has succeeded."""
-        return self._done.done() and self._done.exception() is None
+        return self.is_completed() and self._done.exception() is None
 
     def exception(self) -> BaseException | None:
         """Return the error that it failed with, if it has."""
@@ -132,6 +149,8 @@ class Waits:
                 base.set_result(None)
 
         done.add_done_callback(completed)
+        if not done.done():
+            self._hand_over()
         return self._future
 
 
@@ -140,7 +159,7 @@ class OverWaits(Waits):
 
     def __init__(self) -> None:
         super(Waits, self).__init__()  # C++ needs it
-        self._done, self._outputs, self._source = DONE, [], None
+        self._done, self._outputs, self._source, self._begun_in = DONE, [], None, None
         self._future = torch.futures.Future()
         self._future.set_result([])
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 from zbmd.lazy_imports import lazy_imports
 
 with lazy_imports(globals()):
-    from zbmd.actors.cluster.session_routes import connect as connect
+    from zbmd.actors.cluster.node.client import connect as connect
     from zbmd.actors.contracts import Contract as Contract
     from zbmd.actors.core.actor import on as on
     from zbmd.actors.core.actor_base import MailboxSpec as MailboxSpec
     from zbmd.actors.core.actor_base import allow_remote_modules as allow_remote_modules
     from zbmd.actors.core.context import ActorClock as ActorClock
+    from zbmd.actors.core.context import Deferred as Deferred
+    from zbmd.actors.core.context import DeferredReply as DeferredReply
     from zbmd.actors.core.context import deadline_ns as deadline_ns
     from zbmd.actors.core.context import sender_process as sender_process
     from zbmd.actors.core.context import trace_id as trace_id
-    from zbmd.actors.core.deferred import Deferred as Deferred
-    from zbmd.actors.core.deferred import DeferredReply as DeferredReply
     from zbmd.actors.core.ref import Down as Down
     from zbmd.actors.core.ref import Exited as Exited
     from zbmd.actors.core.ref import Monitor as Monitor

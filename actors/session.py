@@ -25,8 +25,7 @@ import uvloop
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.actor_base import MailboxSpec
-from zbmd.actors.core.ref import Down, Ref
-from zbmd.actors.core.scopes import owner_of
+from zbmd.actors.core.ref import Down, Ref, owner_of
 from zbmd.actors.core.system import STOP_S, ActorInfo
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.supervision.supervisor import ChildSpec
@@ -96,7 +95,7 @@ class Session:
         `session.ref("rank0@1f/counter")`, rank 0 of job 1f, are addresses. Raises `UserError` if there is no
         such node, and `ZbmdError`.
         """
-        from zbmd.actors.cluster.session_routes import open_session
+        from zbmd.actors.cluster.node.client import open_session
 
         session = cls(opens=partial(open_session, at))
         session.node = owner_of(session.system.name)

@@ -150,7 +150,7 @@ class ActorSystem(CoreSystem):
 
     name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
     what its supervisors decide (frames are its links' to record); mailbox_bytes_max: bound of what waits in
-    all its mailboxes together; scope: see `zbmd.actors.core.scopes`. To be made and used in one running loop.
+    all its mailboxes together; scope: see `zbmd.actors.core.ref`. To be made and used in one running loop.
     Call `stop()` at the end.
     """
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from zbmd.actors.core.actor_base import ActorBase
 from zbmd.actors.core.actor_base import on as on
-from zbmd.actors.core.context import ActorClock
-from zbmd.actors.core.deferred import DEFERRED, Deferred, DeferredReply
+from zbmd.actors.core.context import DEFERRED, ActorClock, Deferred, DeferredReply
 from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.transport.errors import LocalProtocolError
 

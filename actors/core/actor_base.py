@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from zbmd.actors.contracts import Contract, fingerprint, older_versions, renewed
-from zbmd.actors.core.deferred import DeferredReply
+from zbmd.actors.core.context import DeferredReply
 from zbmd.actors.core.ref import Reason, Signal
 from zbmd.actors.errors import ContractError, UnknownActorClass
 from zbmd.transport.errors import LocalProtocolError

@@ -15,8 +15,7 @@ import structlog
 
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor_base import ActorBase, Handler, MailboxSpec, handler_table
-from zbmd.actors.core.context import current_cell, current_delivery
-from zbmd.actors.core.deferred import DeferredBook, DeferredReply, ReplyTo
+from zbmd.actors.core.context import DeferredBook, DeferredReply, ReplyTo, current_cell, current_delivery
 from zbmd.actors.core.native._mailbox import SIGNALS_MAX, Delivery, Mailbox
 from zbmd.actors.core.native._serving import CellCore, Serving
 from zbmd.actors.core.ref import Down, Exited, Messenger, Reason, ReasonKind, Ref, Signal

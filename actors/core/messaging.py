@@ -1,23 +1,27 @@
-"""Sending: tell, ask and tell_all, their envelopes and deadlines."""
+"""Sending: tell, ask and tell_all, their envelopes and deadlines, and rings of asks, which no answer ends.
+
+In a ring each actor waits for the next one's answer, and the last for the first one's. An actor handles one
+message at a time, so none of them would ever answer. The stack of a waiting handler says whom it asks, so no
+ask pays for being found: an ask of an actor that waits itself is looked at.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from zbmd.actors.contracts import Contract, contract_tag
-from zbmd.actors.core import rings, wire
+from zbmd.actors.core import wire
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell, current_delivery
-from zbmd.actors.core.native._asking import Asked, Asker, ask, deadline, envelope
+from zbmd.actors.core.native._asking import Asked, Asker, Asking, ask, deadline, envelope
 from zbmd.actors.core.native._mailbox import Delivery, MailboxMemory
 from zbmd.actors.core.native._serving import CellCore
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.pools import Pools
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.scopes import at_home
+from zbmd.actors.core.ref import Ref, at_home
 from zbmd.actors.core.services import RouteService
 from zbmd.actors.core.timers import DeadlineWheel, Expired
 from zbmd.actors.errors import (
@@ -29,6 +33,65 @@ from zbmd.actors.errors import (
     SystemStopped,
 )
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
+
+if TYPE_CHECKING:
+    from zbmd.actors.core.native._serving import CellCore
+
+AWAITS_MAX: Final = 256
+"""Awaitables of a stack that are looked at."""
+RING_MAX: Final = 64
+"""Actors that are followed."""
+
+
+def awaited_by(awaitable: Any) -> Iterator[Any]:
+    """Yield a waiting awaitable and everything that it awaits in turn."""
+    for _ in range(AWAITS_MAX):
+        if awaitable is None:
+            return
+        yield awaitable
+        # Of a future that is a task, say behind a shield, the task's coroutine is what goes on.
+        inner = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)
+        awaitable = inner.get_coro() if isinstance(inner, asyncio.Task) else inner
+
+
+def asks_of(task: asyncio.Task[Any]) -> Asking | None:
+    """Return the ask whose answer a task waits for; None if it waits for no answer."""
+    asking = [each for each in awaited_by(task.get_coro()) if isinstance(each, Asking) and each.cr_await]
+    return asking[-1] if asking else None
+
+
+def ring_closed_by(system: Messaging, asker: CellCore, asked: CellCore) -> list[str]:
+    """Return the addresses of the ring that an ask would close, from the asker to itself; empty if none.
+
+    asker: the actor whose handler asks, and waits for the answer.
+    """
+    path, cell = [str(asker.ref.address)], asked
+    for _ in range(RING_MAX):
+        path.append(cell.ref.address)
+        if cell is asker:
+            return path
+        task = cell.task
+        if task is None or getattr(task, "_fut_waiter", None) is None:
+            return []  # it is idle, or goes on
+        asking = asks_of(task)
+        if asking is None or asking.ref.process != system.name:
+            return []
+        following = system.find(asking.ref.actor, asking.ref.incarnation)
+        delivery = asking.delivery
+        # What its receiver has put off may be answered while it is busy.
+        if following is None or delivery is None or not (delivery.waits or following.current is delivery):
+            return []
+        cell = following
+    return []
+
+
+def described(path: list[str]) -> str:
+    """Return what a ring is, and what to do."""
+    do = "Send by tell what needs no answer, or put an answer off (`defer`)"
+    if len(path) == 2:
+        return f"{path[0]} asks itself, and would answer only after it has its own answer. {do}"
+    links = ", which asks ".join(path[1:])
+    return f"{path[0]} asks {links}: each would wait for the next one's answer for ever. {do}"
 
 
 class Messaging(Asker):
@@ -46,7 +109,7 @@ class Messaging(Asker):
         self.pools = Pools(self.codec)
         """Runs the handlers that are declared with `pool=`."""
         self.scope = ""
-        """The scope behind our name and those of our siblings elsewhere; see `zbmd.actors.core.scopes`."""
+        """The scope behind our name and those of our siblings elsewhere; see `zbmd.actors.core.ref`."""
         self.routes: RouteService | None = None
         """Makes links to processes beyond our views, if we are in a cluster."""
         self._spare: set[Peer] = set()
@@ -260,9 +323,9 @@ class Messaging(Asker):
         asker = current_cell.get()
         # What a handler asks in a task of its own may be answered after it has ended.
         if asker is not None and asker.task is not None and asker.task is asyncio.current_task():
-            ring = rings.ring_closed_by(self, asker, asked)
+            ring = ring_closed_by(self, asker, asked)
             if ring:
-                raise AskRing(rings.described(ring))
+                raise AskRing(described(ring))
 
     def _no_memory(self, nbytes: int) -> ActorError:
         """Return the refusal of a message of that size."""

@@ -21,8 +21,7 @@ from zbmd.actors.core.native._asking import TIMEOUT_NS_MAX as TIMEOUT_NS_MAX
 from zbmd.actors.core.native._asking import PeerCore
 from zbmd.actors.core.native._asking import RemoteReply as RemoteReply
 from zbmd.actors.core.native._mailbox import Delivery
-from zbmd.actors.core.ref import Down, Reason, ReasonKind, Ref
-from zbmd.actors.core.scopes import abroad, at_home, scope_of
+from zbmd.actors.core.ref import Down, Reason, ReasonKind, Ref, abroad, at_home, scope_of
 from zbmd.actors.errors import (
     ActorError,
     ActorStartFailed,

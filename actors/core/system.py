@@ -26,8 +26,7 @@ from zbmd.actors.core.actor_base import (
 from zbmd.actors.core.cell import LINKS_MAX, ActorCell
 from zbmd.actors.core.messaging import Messaging
 from zbmd.actors.core.peer import Peer
-from zbmd.actors.core.ref import Down, Monitor, Reason, ReasonKind, Ref, Undelivered
-from zbmd.actors.core.scopes import at_home
+from zbmd.actors.core.ref import Down, Monitor, Reason, ReasonKind, Ref, Undelivered, at_home
 from zbmd.actors.core.services import ClassBook, Service
 from zbmd.actors.core.timers import Expired
 from zbmd.actors.errors import ActorError, DeadActor, NameTaken, SystemStopped, TooManyPending
@@ -63,7 +62,7 @@ class CoreSystem(Messaging):
 
     name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
     what its supervisors decide (frames are its links' to record); mailbox_bytes_max: bound of what waits in
-    all its mailboxes together; scope: see `zbmd.actors.core.scopes`. To be made and used in one running loop.
+    all its mailboxes together; scope: see `zbmd.actors.core.ref`. To be made and used in one running loop.
     Call `stop()` at the end.
     """
 

@@ -20,8 +20,7 @@ import structlog
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import MAILBOX_MESSAGES_MAX, MailboxSpec
-from zbmd.actors.core.context import current_delivery, deadline_ns
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply, current_delivery, deadline_ns
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.ref import Down, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.core.services import Service

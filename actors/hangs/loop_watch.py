@@ -32,7 +32,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from zbmd.actors.core.rings import asks_of, awaited_by
+from zbmd.actors.core.messaging import asks_of, awaited_by
 from zbmd.actors.hangs.wire import FRAMES_MAX, Frame, cut, cut_path
 from zbmd.transport.host.topology.kernel_files import entries, read_fields, read_text
 

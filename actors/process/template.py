@@ -27,9 +27,10 @@ from typing import NoReturn
 import msgspec
 
 from zbmd.actors.process import debugger
-from zbmd.actors.process.causes import CausePage, cause_of
 from zbmd.actors.process.exit import (
     USAGE_EXIT_CODE,
+    CausePage,
+    cause_of,
     needs_no_traceback,
     script_begins,
     script_ended,
@@ -95,7 +96,7 @@ class ForkFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class ForkExited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
-    """The child is reaped. `code`: its exit code, or minus the signal that ended it; cause: see `causes`."""
+    """Reaped. `code`: its exit code, or minus the signal that ended it. cause: see `cause_of`."""
 
     rank: int
     incarnation: int

@@ -2,5 +2,5 @@
 
 `process_actor.py` is the actor of one process; `placement.py` the sans-I/O machine that assigns places;
 `forks.py` makes processes by forking a template; `devices.py` pools them, one for each core or device.
-Imports the actor system and `zbmd.actors.host`. Begin reading at `devices.py`.
+Imports the actor system and `zbmd.actors.process`. Begin reading at `devices.py`.
 """

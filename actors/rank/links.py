@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from zbmd.actors.core.scopes import MARK
+from zbmd.actors.core.ref import MARK
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.host_contracts import NODE_NAME
 from zbmd.actors.rank.remote_links import MemberKey, MemberTcp, MemoryOffered

@@ -25,7 +25,7 @@ import structlog
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
-from zbmd.actors.core.scopes import scope_of_job
+from zbmd.actors.core.ref import scope_of_job
 from zbmd.actors.hangs.collector import collector_address
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.hangs.watchdog import Watchdog

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import structlog
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.scopes import MARK
+from zbmd.actors.core.ref import MARK
 from zbmd.actors.rank.environment import LINKS_VARIABLE, links_wanted
 from zbmd.actors.rank.host_contracts import MEMBER_ACTOR
 from zbmd.actors.system import ActorSystem

@@ -20,7 +20,7 @@ Text = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS_MAX)]
 
 
 class RouteRequest(Contract, id="zbmd.way.request"):
-    """Request the address of a process, by its global name (`zbmd.actors.core.scopes`)."""
+    """Request the address of a process, by its global name (`zbmd.actors.core.ref`)."""
 
     process: Process
 
@@ -44,7 +44,7 @@ class NoRoute(Contract, id="zbmd.way.none"):
 
 
 class Enrol(Contract, id="zbmd.way.enrol"):
-    """Ask the owner (`zbmd.actors.core.scopes`) to give this process's addresses to others while they are
+    """Ask the owner (`zbmd.actors.core.ref`) to give this process's addresses to others while they are
     linked. The link identifies the sender.
     """
 

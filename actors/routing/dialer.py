@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.core.ref import Down
-from zbmd.actors.core.scopes import at_home, external_name, owner_of, scope_of_job
+from zbmd.actors.core.ref import Down, at_home, external_name, owner_of, scope_of_job
 from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.routing.contracts import ROUTES_ACTOR, Enrol, Enrolled
 from zbmd.actors.routing.routes import Routes

@@ -18,8 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never
 import structlog
 
 from zbmd.actors.core import wire
-from zbmd.actors.core.ref import Down, Reason, ReasonKind
-from zbmd.actors.core.scopes import abroad, at_home, is_global, name_of_external, owner_of, scope_of_job
+from zbmd.actors.core.ref import (
+    Down,
+    Reason,
+    ReasonKind,
+    abroad,
+    at_home,
+    is_global,
+    name_of_external,
+    owner_of,
+    scope_of_job,
+)
 from zbmd.actors.core.services import Service
 from zbmd.actors.errors import ActorError, DeadActor, TooManyPending
 from zbmd.actors.routing import machine as w
@@ -44,8 +53,7 @@ if TYPE_CHECKING:
 import contextlib
 
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.context import sender_process
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply, sender_process
 from zbmd.actors.routing.contracts import (
     Enrol,
     Enrolled,

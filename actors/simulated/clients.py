@@ -12,8 +12,7 @@ from typing import Final, TypeVar
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor_base import ActorBase
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.scopes import owner_of
+from zbmd.actors.core.ref import Ref, owner_of
 from zbmd.actors.errors import NameInUse, UpgradeRefused, UpgradeUndone
 from zbmd.actors.routing.contracts import Enrol, Route
 from zbmd.actors.routing.dialer import Lease

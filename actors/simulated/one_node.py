@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 
 from zbmd.actors.cluster.jobs import node_events as e
-from zbmd.actors.cluster.jobs.local_port import ALONE, THIS_HOST, after_order
 from zbmd.actors.cluster.jobs.node_machine import NO_VIEW, LocalJob, LocalJobs
+from zbmd.actors.cluster.port import ALONE, THIS_HOST, after_order
 from zbmd.actors.cluster.state.job_table import Job, JobSpec, Order, Submit
 from zbmd.actors.view import View
 

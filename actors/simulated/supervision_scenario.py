@@ -21,7 +21,7 @@ from functools import partial
 
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.deferred import Deferred
+from zbmd.actors.core.context import Deferred
 from zbmd.actors.core.ref import Down, Ref
 from zbmd.actors.errors import ActorError
 from zbmd.actors.supervision.events import (

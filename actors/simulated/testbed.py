@@ -21,8 +21,7 @@ from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import MailboxSpec
-from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.scopes import external_name, owned_name
+from zbmd.actors.core.ref import Ref, external_name, owned_name
 from zbmd.actors.directory.events import GroupNews
 from zbmd.actors.routing.contracts import Route
 from zbmd.actors.simulated.ledgers import (

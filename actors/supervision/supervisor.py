@@ -18,7 +18,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import ActorBase, find_remote_class
 from zbmd.actors.core.cell import CellState
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply
 from zbmd.actors.core.ref import Down, Reason, ReasonKind, Ref
 from zbmd.actors.core.wire import SPAWN_ARGUMENTS_MAX, Plain
 from zbmd.actors.errors import (

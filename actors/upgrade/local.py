@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor_base import ActorBase, Handler, find_remote_class, handler_table, remote_class_id
-from zbmd.actors.core.context import current_delivery
-from zbmd.actors.core.deferred import DEFERRED, DeferredReply
+from zbmd.actors.core.context import DEFERRED, DeferredReply, current_delivery
 from zbmd.actors.core.ref import Down, Reason, ReasonKind, Signal
 from zbmd.actors.errors import ActorFailed, UnknownActorClass, UpgradeRefused
 
 if TYPE_CHECKING:
     from zbmd.actors.core.cell import ActorCell
-    from zbmd.actors.core.deferred import ReplyTo
+    from zbmd.actors.core.context import ReplyTo
     from zbmd.actors.core.system import CoreSystem
 
 CHANGES_MAX = 1024

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, Self
 import structlog
 
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply
 from zbmd.actors.errors import ActorError, NoReply
 from zbmd.actors.rank.member import Worker
 from zbmd.actors.rank.once import OncePerWorker

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from zbmd.actors.bootstrap.attached import client
-from zbmd.actors.bootstrap.attached.meeting import host_name, plan_of
+from zbmd.actors.bootstrap.attached.client import host_name, plan_of
 from zbmd.actors.bootstrap.attached.messages import Hello, Order, Plan, decode_hello, decode_plan, encode
 from zbmd.actors.process.exit import script_ended
 from zbmd.actors.rank.environment import RankEnvironment

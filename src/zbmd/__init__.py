@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from zbmd.lazy_imports import lazy_imports
 
 with lazy_imports(globals(), "__version__", "run"):
-    from zbmd.actors.cluster.session_routes import connect as connect
+    from zbmd.actors.cluster.node.client import connect as connect
     from zbmd.actors.contracts import Contract as Contract
     from zbmd.actors.core.actor import on as on
     from zbmd.actors.core.ref import Down as Down

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.actors.process.output import OutputLine
 from zbmd.transport.errors import UserError
 

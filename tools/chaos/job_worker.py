@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from zbmd.actors.host.processes import PRELOAD
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
 from zbmd.actors.process.early_template import fork_template
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.log import log_to_stderr

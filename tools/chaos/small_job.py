@@ -18,7 +18,7 @@ import msgspec
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
-from zbmd.actors.host.events import HostEvent, RankDown, RunResult
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankDown, RunResult
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import LINKS_VARIABLE, RankEnvironment
 from zbmd.actors.view import OnLoss

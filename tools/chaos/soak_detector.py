@@ -27,10 +27,10 @@ import uvloop
 
 import zbmd
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankDown, RankReport, ViewChanged
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.hangs.verdict import HangNotice
-from zbmd.actors.host.events import HostEvent, RankDown, RankReport, ViewChanged
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.tools.cli.options import script_parser

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.host.events import HostEvent, RankDown, RankStarted
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankDown, RankStarted
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.chaos.small_job import JobOutcome, run_small_job, write_text
 from zbmd.tools.chaos.sweep import Setting, every_setting

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from zbmd.actors.host.events import HostEvent, RankInfo, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankInfo, RankReport
 from zbmd.tools.cli.console import Console, Progress, Recovery
 from zbmd.tools.runs.result import Death
 

@@ -16,8 +16,8 @@ import rich.console
 import rich.text
 
 import zbmd
+from zbmd.actors.cluster.jobs.host_links import ACTORS_ASK_S
 from zbmd.actors.core.system import STOP_S
-from zbmd.actors.host.links import ACTORS_ASK_S
 from zbmd.actors.process.template_client import READY_S_MAX
 from zbmd.collectives.communicator.operations import TIMEOUT_S_DEFAULT
 from zbmd.tools.cli.settings import merge

@@ -152,7 +152,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "training/scenarios/world.py": "makes a number of a digest of its own numbers",
     "collectives/programs/layout.py": "makes a number of a digest of its own numbers",
     "actors/core/system.py": "makes a number of a digest of its own name",
-    "actors/bootstrap/founding.py": "makes a number of a digest of a name",
+    "actors/bootstrap/one_job_node.py": "makes a number of a digest of a name",
     "training/sharded/options.py": "reads the recipe that the command that started it has made",
     "training/sharded/norm.py": "takes arrays that tagged.py has decoded",
     "tools/demo/overhead.py": "reads what runs that it has started have printed",

@@ -194,7 +194,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     import uvloop
 
     from zbmd.actors.bootstrap.merge import Role
-    from zbmd.actors.process.invariants import ending_at_broken_invariant
+    from zbmd.actors.process.exit import ending_at_broken_invariant
     from zbmd.tools.cli import launch
     from zbmd.tools.cli.settings import SETTINGS, merge
     from zbmd.tools.node.run import OWN_JOBS, JobCommand, check, check_own

@@ -17,9 +17,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from zbmd.actors.cluster.jobs.host import result_of, with_records
-from zbmd.actors.cluster.state.job_table import MEMORY_ADVICE, Job
-from zbmd.actors.hangs.verdict import HangNotice
-from zbmd.actors.host.events import (
+from zbmd.actors.cluster.jobs.rank_processes import resident_bytes
+from zbmd.actors.cluster.jobs.reports import (
     EventQueue,
     HostEvent,
     RankDown,
@@ -29,7 +28,8 @@ from zbmd.actors.host.events import (
     RunResult,
     ViewChanged,
 )
-from zbmd.actors.host.processes import resident_bytes
+from zbmd.actors.cluster.state.job_table import MEMORY_ADVICE, Job
+from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.process.exit import USAGE_EXIT_CODE, describe_exit
 from zbmd.actors.replay.process_capture import ProcessCapture
 from zbmd.actors.view import Outcome

@@ -22,8 +22,8 @@ import zbmd
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.cluster.jobs.hosted_job import keeps_memory
-from zbmd.actors.host.events import RunResult
-from zbmd.actors.host.processes import PRELOAD
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
+from zbmd.actors.cluster.jobs.reports import RunResult
 from zbmd.actors.process.debugger import TERMINAL_VARIABLE, terminal_of_run
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE

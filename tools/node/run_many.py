@@ -18,20 +18,27 @@ from pathlib import Path
 from typing import Final
 
 import zbmd
-from zbmd.actors.bootstrap.founding import configured, job_id_of, joining, node_id_of, node_name
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
-from zbmd.actors.bootstrap.one_job_node import OneJobNode, joiner
+from zbmd.actors.bootstrap.one_job_node import (
+    OneJobNode,
+    configured,
+    job_id_of,
+    joiner,
+    joining,
+    node_id_of,
+    node_name,
+)
 from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
+from zbmd.actors.cluster.jobs.reports import HostEvent
 from zbmd.actors.cluster.node.contracts import RUN_CHARACTERS_MAX
 from zbmd.actors.cluster.node.incarnations import NodeConfig
 from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut, ask_admission
 from zbmd.actors.cluster.state.job_table import JobSpec
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.cluster.state.view import ClusterView
-from zbmd.actors.host.events import HostEvent
-from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED
 from zbmd.actors.replay.process_capture import CaptureSettings

@@ -17,8 +17,8 @@ import rich.console
 import rich.table
 import uvloop
 
+from zbmd.actors.cluster.jobs.host_links import find_hosts
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.host.links import find_hosts
 from zbmd.actors.rank.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
 from zbmd.collectives.group.flight_dump import SIGNAL, Dump, dump_path, flight_directory

@@ -16,10 +16,10 @@ import rich.live
 import rich.table
 import rich.tree
 
+from zbmd.actors.cluster.node.client import open_session
 from zbmd.actors.cluster.node.persistent_state import read_running, state_path
-from zbmd.actors.cluster.session_routes import open_session
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.core.scopes import MARK, scope_of, scope_of_job
+from zbmd.actors.core.ref import MARK, scope_of, scope_of_job
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, ActorRow, InsideReply, InsideRequest
 from zbmd.actors.rank.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
@@ -211,7 +211,7 @@ async def open_sources(*, here: bool, at: str | None) -> list[Source]:
 
 
 def _job_of(address: str) -> str:
-    """The scope of the job that a host's address names (`zbmd.actors.host.links`)."""
+    """The scope of the job that a host's address names (`zbmd.actors.cluster.jobs.host_links`)."""
     return scope_of_job(int(address.split("-")[3], 16))
 
 

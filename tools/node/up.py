@@ -24,6 +24,7 @@ import uvloop
 import zbmd
 from zbmd.actors.cluster.contracts import is_name
 from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
 from zbmd.actors.cluster.membership.machine import LEFT
 from zbmd.actors.cluster.node.actors import NodeActors, Start
 from zbmd.actors.cluster.node.client import ASK_S, connect_admin
@@ -42,9 +43,8 @@ from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.core.actor_base import allow_remote_modules
-from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
-from zbmd.actors.process.invariants import ending_at_broken_invariant
+from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.tools.node.run import MORE_PRELOADS
 from zbmd.tools.node.signals import handling

@@ -33,15 +33,14 @@ from zbmd.actors.bootstrap.attached.messages import (
     decode_order,
     encode,
 )
-from zbmd.actors.bootstrap.founding import job_id_of, node_id_of, node_name
-from zbmd.actors.bootstrap.one_job_node import OneJobNode
+from zbmd.actors.bootstrap.one_job_node import OneJobNode, job_id_of, node_id_of, node_name
 from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
 from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.rank_processes import OnLost, OnReply
 from zbmd.actors.cluster.node.incarnations import NodeConfig
 from zbmd.actors.cluster.state.node_id import Node
-from zbmd.actors.host.processes import OnLost, OnReply
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.template import Forked, ForkExited, ForkRequest, Ready
 from zbmd.actors.rank.environment import arena_bytes, progress_deadline_ns, recovery_budget_ns

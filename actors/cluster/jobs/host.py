@@ -16,10 +16,13 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zbmd.actors.cluster.jobs.host_links import host_identity
 from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
-from zbmd.actors.cluster.jobs.local_port import LocalPort
 from zbmd.actors.cluster.jobs.node_driver import DRAIN_S_MAX, JobHost
 from zbmd.actors.cluster.jobs.node_events import RankKey
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD, Adopts
+from zbmd.actors.cluster.jobs.reports import EventQueue, HostEvent, Observer, RankInfo, RunResult
+from zbmd.actors.cluster.port import LocalPort
 from zbmd.actors.cluster.state.job_table import (
     REASON_CHARACTERS_MAX,
     START_TIMEOUT_NS_DEFAULT,
@@ -31,9 +34,6 @@ from zbmd.actors.cluster.state.job_table import (
 )
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
-from zbmd.actors.host.events import EventQueue, HostEvent, Observer, RankInfo, RunResult
-from zbmd.actors.host.links import host_identity
-from zbmd.actors.host.processes import PRELOAD, Adopts
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import USAGE_EXIT_CODE
 from zbmd.actors.process.output import OutputSink

@@ -31,8 +31,11 @@ from zbmd.actors.cluster.contracts import (
     HangStanding,
 )
 from zbmd.actors.cluster.jobs import node_events as e
+from zbmd.actors.cluster.jobs.host_links import HostLinks, host_address, host_identity
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJob
+from zbmd.actors.cluster.jobs.rank_processes import resident_bytes
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankInfo, RankReport
 from zbmd.actors.cluster.local_deaths import boot_id
 from zbmd.actors.cluster.state.job_table import Job, JobSpec
 from zbmd.actors.cluster.state.node_id import NodeKey
@@ -57,9 +60,6 @@ from zbmd.actors.hangs.verdict import (
     Ticked,
 )
 from zbmd.actors.hangs.wire import cut
-from zbmd.actors.host.events import HostEvent, RankInfo, RankReport
-from zbmd.actors.host.links import HostLinks, host_address, host_identity
-from zbmd.actors.host.processes import resident_bytes
 from zbmd.actors.process.template import ForkRequest
 from zbmd.actors.rank.environment import RankEnvironment, port_of_job, progress_deadline_ns
 from zbmd.actors.rank.host_contracts import (

@@ -21,6 +21,8 @@ from zbmd.actors.cluster.jobs.code_digest import check_code
 from zbmd.actors.cluster.jobs.hosted_job import HostedJob
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs, ProcessState
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD, Adopts, RankProcess, RankProcesses
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankInfo, RankStarted, ViewChanged, log_hang
 from zbmd.actors.cluster.port import ClusterPort
 from zbmd.actors.cluster.state.job_table import (
     MEMORY_CAUSE,
@@ -37,8 +39,6 @@ from zbmd.actors.cluster.state.job_table import (
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, host_of_first_rank
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host.events import HostEvent, RankInfo, RankStarted, ViewChanged, log_hang
-from zbmd.actors.host.processes import PRELOAD, Adopts, RankProcess, RankProcesses
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import LineWriter, OutputSink

@@ -22,9 +22,8 @@ from enum import Enum
 from typing import assert_never
 
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.membership.overlay import overlay_of, tree_of
 from zbmd.actors.cluster.membership.reports import OwnReport, Reports
-from zbmd.actors.cluster.membership.rounds import Acceptor, Agenda, Round, waits_of
+from zbmd.actors.cluster.membership.rounds import Acceptor, Agenda, Round, overlay_of, tree_of, waits_of
 from zbmd.actors.cluster.membership.witness import TieBreak
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.cluster.state.view import ClusterView, ViewChange

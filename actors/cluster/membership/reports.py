@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zbmd.actors.cluster.membership.overlay import overlay_of
+from zbmd.actors.cluster.membership.rounds import overlay_of
 from zbmd.actors.cluster.messages import MemberReport
 from zbmd.actors.cluster.state.job_table import Command, CommandRefused, Order, order_bytes, problem_of
 from zbmd.actors.cluster.state.node_id import Node, NodeKey

@@ -25,7 +25,7 @@ from zbmd.actors.cluster.state.job_table import RankEntry, SlotState
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.core.scopes import MARK, abroad, is_global, owner_of, scope_of_job
+from zbmd.actors.core.ref import MARK, abroad, is_global, owner_of, scope_of_job
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.routing.clients import EndNotices
@@ -100,7 +100,7 @@ class ClusterRoutes(EndNotices):
                 one.tell(f"{gone} in view {view.epoch} ({reason})"[:REASON_CHARACTERS_MAX])
 
     async def find(self, process: str) -> Route | NoRoute:
-        """Return where a process listens. process: its global name (`zbmd.actors.core.scopes`)."""
+        """Return where a process listens. process: its global name (`zbmd.actors.core.ref`)."""
         if not self.view.epoch:
             return NoRoute("the node is in no cluster at the moment")
         node = self._nodes.get(process)

@@ -25,6 +25,7 @@ from zbmd.actors.cluster.heartbeats.connections import (
     RdmaHeartbeats,
 )
 from zbmd.actors.cluster.heartbeats.driver import Heartbeats
+from zbmd.actors.cluster.jobs.host_links import host_identity
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
 from zbmd.actors.cluster.membership.capture_kind import CLUSTER, cluster_config
 from zbmd.actors.cluster.membership.machine import ClusterMachine, MemberState
@@ -34,7 +35,6 @@ from zbmd.actors.cluster.state.job_table import Order
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host.links import host_identity
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
 from zbmd.transport.capture.errors import CaptureError, CaptureExists
 from zbmd.transport.capture.log import LogRecorder

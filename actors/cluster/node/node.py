@@ -33,7 +33,7 @@ from zbmd.actors.cluster.state.job_table import CommandRefused, Order, problem_o
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
-from zbmd.actors.process.invariants import ending_at_broken_invariant
+from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.process.output import JobOutput
 from zbmd.transport.host.process import raise_thread_priority
 

@@ -8,12 +8,22 @@
     - A rank that fails follows `on_loss`, as on one host: REPLACE restarts it on the same node, SHRINK goes
     on without it for good, STOP ends the job. Under SHRINK the ranks of a lost node are lost too, unless too
     few nodes are left for the job. More than `max_restarts` restarts within the window end the job, and so
-    does a failure that repeats (`failures`). The loss of a node is not a failure of its ranks and costs no
+    does a failure that repeats, as below. The loss of a node is not a failure of its ranks and costs no
     restart.
     - A job's view changes once no rank of it is starting, so that failures that come together cost one view.
 
 Commands are applied one after the other, and the table is put in order after each: how commands are batched
 into changes makes no difference except to the epochs.
+
+A rank that fails reports a **cause**: the kind, place and shape of its error, or that the kernel ended it for
+want of memory. A cause that comes again, without progress in between, comes a third time: the job ends after
+the second. Progress is a step that no rank had committed before (`Progressed`), or, in jobs that report no
+steps, a view that lasted for a restart window.
+
+    - An error counts whichever rank has it: what one rank raises in this round, another may in the next.
+    - Until all ranks are together again only the first error counts, and none after a rank was killed: the
+    others may follow from that. Ranks report no cause for errors that say so themselves (`process.exit`).
+    - Memory counts for one rank: the kernel's choice among several says nothing about the rank it chose.
 """
 
 from __future__ import annotations
@@ -24,10 +34,11 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import assert_never
 
-from zbmd.actors.cluster.state import failures
 from zbmd.actors.cluster.state.job_table import (
     GRACE_OVER,
     JOBS_MAX,
+    MEMORY_ADVICE,
+    MEMORY_CAUSE,
     REFUSALS_KEPT,
     STILL_RUNNING,
     TABLE_BYTES_MAX,
@@ -51,9 +62,57 @@ from zbmd.actors.cluster.state.job_table import (
     problem_of,
 )
 from zbmd.actors.cluster.state.node_id import NodeKey
-from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.exit import CAUSE_MARK, USAGE_EXIT_CODE
 from zbmd.actors.view import OnLoss, Outcome, rank_name
 from zbmd.transport.clock.deadlines import SECOND_NS
+
+
+def noted(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> tuple[Job, str]:
+    """Return the job with the cause of a failure noted, and why it ends by that; empty if it does not."""
+    cause = entry.failing
+    follows = entry.state is SlotState.UP and job.origin and cause != MEMORY_CAUSE
+    if cause or order.code is None or order.code < 0:
+        job = dataclasses.replace(job, origin=True)
+    if not cause or follows:
+        return job, ""
+    if _lasted(job, entry, age_ns):
+        job = without_causes(job)
+    before = {e.cause for e in job.ranks if e.cause and (e.rank == entry.rank or cause != MEMORY_CAUSE)}
+    if cause in before:
+        return job, _why(entry, order.reason)
+    ranks = [dataclasses.replace(e, cause=cause) if e.rank == entry.rank else e for e in job.ranks]
+    return dataclasses.replace(job, ranks=tuple(ranks)), ""
+
+
+def noted_late(job: Job, entry: RankEntry, cause: str) -> tuple[Job, str]:
+    """Return as `noted` for a failure that was reported before its cause. entry: of the replacement."""
+    failed_ns = job.restarts_ns[-1] if job.restarts_ns else 0
+    if failed_ns - job.together_ns >= job.spec.restart_window_ns:
+        job = without_causes(job)
+    late = dataclasses.replace(entry, failing=cause)
+    if cause in {e.cause for e in job.ranks}:
+        return job, _why(late, "its end was proven before its exit code was known")
+    ranks = [dataclasses.replace(e, cause=cause) if e.rank == entry.rank else e for e in job.ranks]
+    return dataclasses.replace(job, ranks=tuple(ranks)), ""
+
+
+def without_causes(job: Job) -> Job:
+    """Return the job after progress: what failed before may fail again."""
+    return dataclasses.replace(job, ranks=tuple(dataclasses.replace(e, cause="") for e in job.ranks))
+
+
+def _lasted(job: Job, entry: RankEntry, age_ns: int) -> bool:
+    """Whether the ranks were together, with this one, for a restart window."""
+    began_ns = max(job.together_ns, entry.up_ns)
+    return entry.state is SlotState.UP and age_ns - began_ns >= job.spec.restart_window_ns
+
+
+def _why(entry: RankEntry, reason: str) -> str:
+    child, cause = rank_name(entry.rank), entry.failing
+    if cause == MEMORY_CAUSE:
+        return f"{child} was lost twice, with no progress in between: {reason}. {MEMORY_ADVICE}"
+    what = cause.partition(CAUSE_MARK)[0]
+    return f"{child} failed again as a rank did before, with no progress in between: {what} ({reason})"
 
 
 def after_change(
@@ -280,7 +339,7 @@ def _apply(table: JobTable, command: Command) -> JobTable:
             case Progressed(job=job_id):
                 job = table.job(job_id)
                 if job is not None and origin in job.nodes():
-                    table = _with_job(table, failures.without_causes(job))
+                    table = _with_job(table, without_causes(job))
             case _:
                 assert_never(order)
     return _noted(table, command, refused)
@@ -301,7 +360,7 @@ def _with_news(table: JobTable, origin: NodeKey, order: RankUp | RankDown | Rank
             failing = dataclasses.replace(entry, failing=cause)
             job = _with_rank(job, failing, unsettled=job.unsettled)
         case RankCause(cause=cause):
-            job, why = failures.noted_late(job, entry, cause)
+            job, why = noted_late(job, entry, cause)
             job = _failed(job, why) if why else job
     return _with_job(table, job)
 
@@ -397,7 +456,7 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
         return _failed(lost, f"{child} failed: {order.reason}; on-loss is stop")
     if spec.on_loss is OnLoss.SHRINK:
         return dataclasses.replace(lost, reason=f"{child}: {order.reason}")
-    job, why = failures.noted(job, entry, order, age_ns)
+    job, why = noted(job, entry, order, age_ns)
     if why:
         return _failed(lost, why)
     recent = [at_ns for at_ns in job.restarts_ns if at_ns > age_ns - spec.restart_window_ns]

@@ -148,7 +148,7 @@ class RankEntry:
     """A rank in the table. incarnation: of its process, 0 before the first; node: where that runs or ran.
 
     address, host, tcp_address: as in `zbmd.actors.view.Member`, once it is up; up_ns: the table's age when it
-    came up; cause: of its last failure, without progress since (`failures`); failing: of one that is reported
+    came up; cause: of its last failure, no progress since, see `job_rules`; failing: of one that is reported
     next.
     """
 
@@ -342,7 +342,7 @@ class RankDown(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
 
 
 class RankCause(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cause"):
-    """The cause of a failure: what tells it from others (`failures`). The sender reports the failure next.
+    """The cause of a failure: what tells it from others (`job_rules`). The sender reports the failure next.
 
     For an incarnation that has its replacement already: the failure was reported before, without a cause.
     """

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.deferred import ReplyTo
+from zbmd.actors.core.context import ReplyTo
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.errors import ActorError
 

@@ -15,7 +15,7 @@ from rich.pretty import pretty_repr
 
 from zbmd.actors.bootstrap.attached import client
 from zbmd.actors.bootstrap.attached import machine as m
-from zbmd.actors.bootstrap.attached.meeting import host_name, plan_of
+from zbmd.actors.bootstrap.attached.client import host_name, plan_of
 from zbmd.actors.bootstrap.attached.messages import PACKET_BYTES_MAX, Hello, Order, Plan, decode_order, encode
 from zbmd.transport.errors import (
     LocalProtocolError,

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.cluster.membership.overlay import FAN_OUT, overlay_of, tree_of
 from zbmd.actors.cluster.membership.reports import Reports
-from zbmd.actors.cluster.membership.rounds import Acceptor, Round
+from zbmd.actors.cluster.membership.rounds import FAN_OUT, Acceptor, Round, overlay_of, tree_of
 from zbmd.actors.cluster.messages import Accepted, Ballot, MemberReport, RoundPhase, RoundReply, RoundRequest
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import OBSERVERS_MAX, ClusterView, ViewChange, quorum

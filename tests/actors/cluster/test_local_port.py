@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zbmd.actors.cluster.jobs.local_port import LocalPort
+from zbmd.actors.cluster.port import LocalPort
 from zbmd.actors.cluster.state.job_table import (
     CommandRefused,
     JobPhase,

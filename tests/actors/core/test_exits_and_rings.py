@@ -13,7 +13,7 @@ from support.actors.actor_recordings import until
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply
 from zbmd.actors.core.ref import ReasonKind
 from zbmd.actors.errors import ActorFailed, ActorStartFailed, AskRing
 from zbmd.actors.supervision.events import Restart

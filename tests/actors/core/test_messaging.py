@@ -11,7 +11,7 @@ from support.actors.actor_recordings import until
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import MailboxSpec
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply
 from zbmd.actors.core.ref import Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.core.timers import TIMERS_PER_ACTOR_MAX, Timer
 from zbmd.actors.errors import (

@@ -12,7 +12,7 @@ from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.actors.view import OnLoss, Outcome
 
 

@@ -13,8 +13,8 @@ import pytest
 from programs import PROGRAMS
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RunResult
 from zbmd.actors.hangs.verdict import HangNotice, OnHang
-from zbmd.actors.host.events import HostEvent, RankReport, RunResult
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.host_contracts import NodeStatus
 from zbmd.actors.view import Outcome

@@ -20,6 +20,7 @@ from zbmd.actors.cluster.contracts import (
     HangSeen,
 )
 from zbmd.actors.cluster.jobs.hosted_job import HangRelay, judge_of
+from zbmd.actors.cluster.jobs.reports import RankDown
 from zbmd.actors.cluster.state.job_table import Job, JobSpec, RankEntry, SlotState
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.hangs.verdict import (
@@ -38,7 +39,6 @@ from zbmd.actors.hangs.verdict import (
     Ticked,
 )
 from zbmd.actors.hangs.wire import Standing
-from zbmd.actors.host.events import RankDown
 
 NODES = tuple(NodeKey(i, 1) for i in range(3))
 STANDING = Standing((), ())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.process.causes import CAUSE_BYTES_MAX, CAUSE_MARK, CausePage, cause_of
+from zbmd.actors.process.exit import CAUSE_BYTES_MAX, CAUSE_MARK, CausePage, cause_of
 from zbmd.transport.errors import PeerLost
 
 LINES = Path(__file__).read_text().splitlines()

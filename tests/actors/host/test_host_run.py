@@ -15,7 +15,7 @@ from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import (
+from zbmd.actors.cluster.jobs.reports import (
     HostEvent,
     RankDown,
     RankReport,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.machines.job_world import JOB, world
 
+from zbmd.actors.cluster.jobs.reports import RankDown, RankStarted, ViewChanged
 from zbmd.actors.cluster.state.job_table import Stop
-from zbmd.actors.host.events import RankDown, RankStarted, ViewChanged
 from zbmd.actors.process.early_template import descendants
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport.clock.deadlines import SECOND_NS

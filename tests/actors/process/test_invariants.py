@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from zbmd.actors.process.invariants import ending_at_broken_invariant
+from zbmd.actors.process.exit import ending_at_broken_invariant
 
 
 def broken() -> None:

@@ -14,7 +14,7 @@ from support.actors.actor_recordings import assert_identical, events_of, record,
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import MailboxSpec
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.timers import Timer
 from zbmd.actors.errors import ActorError, NoReply, StashFull

@@ -13,8 +13,8 @@ from programs import PROGRAMS
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS
+from zbmd.actors.cluster.jobs.reports import RunResult
 from zbmd.actors.core.actor import Actor
-from zbmd.actors.host.events import RunResult
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.replay.process_capture import CRASHES_KEPT_MAX, CaptureSettings, ProcessCapture
 from zbmd.actors.supervision.machine import SUPERVISION

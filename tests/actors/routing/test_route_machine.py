@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zbmd.actors.cluster.node.actors import ClusterRoutes
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
-from zbmd.actors.core.scopes import (
+from zbmd.actors.core.ref import (
     abroad,
     at_home,
     external_name,

@@ -11,7 +11,7 @@ import pytest
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import on
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply
 from zbmd.actors.core.ref import Reason, ReasonKind, Ref
 from zbmd.actors.errors import ActorFailed, UpgradeRefused, UpgradeUndone
 from zbmd.actors.supervision.supervisor import ChildSpec

@@ -16,10 +16,10 @@ from programs import PROGRAMS
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.errors import UnknownActorClass
-from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade import ledger as u
 from zbmd.actors.upgrade.local import adopt

@@ -15,7 +15,7 @@ import pytest
 from programs import PROGRAMS
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 

@@ -12,7 +12,7 @@ from support.processes.mapped_segments import mapped_segments
 from support.processes.one_killed import MODULES
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.actors.view import Outcome
 
 PROGRAM = Path(__file__).parents[2] / "programs/collectives/mapped_after_loss.py"

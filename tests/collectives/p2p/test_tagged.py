@@ -13,7 +13,7 @@ from programs import PROGRAMS
 from support.processes.one_killed import run_and_kill_the_last
 
 import zbmd
-from zbmd.actors.host.events import Outcome
+from zbmd.actors.cluster.jobs.reports import Outcome
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.p2p.on_loop import OnLoop
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError

@@ -8,7 +8,7 @@ import sys
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.deferred import Deferred, DeferredReply
+from zbmd.actors.core.context import Deferred, DeferredReply
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.system import ActorGroup, ActorSystem

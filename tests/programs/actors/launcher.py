@@ -16,7 +16,7 @@ def main() -> int:
     import uvloop
 
     from zbmd.actors.cluster.jobs.host import Host, HostConfig
-    from zbmd.actors.host.events import RunResult
+    from zbmd.actors.cluster.jobs.reports import RunResult
 
     template = fork_template(["zbmd.actors.rank.member"], {**os.environ, "GIVEN": "yes"})
     assert template is not None

@@ -14,7 +14,7 @@ from programs import PROGRAMS
 
 from support.jobs.elastic_rank import PLAN_VARIABLE, Kill, Plan
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport, RunResult
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RunResult
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss
 

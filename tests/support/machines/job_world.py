@@ -13,10 +13,10 @@ import pytest
 from programs import PROGRAMS
 
 from support.cluster.memory_cluster import MemoryCluster, MemoryNode
+from zbmd.actors.cluster.jobs.host_links import host_identity
 from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankStarted
 from zbmd.actors.cluster.state.job_table import Job, JobPhase, JobSpec, Submit
-from zbmd.actors.host.events import HostEvent, RankStarted
-from zbmd.actors.host.links import host_identity
 from zbmd.actors.process.early_template import descendants
 from zbmd.actors.process.output import OutputLine
 from zbmd.transport.capture.log import RingRecorder

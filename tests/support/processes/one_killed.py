@@ -12,8 +12,8 @@ import pytest
 
 from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport, RunResult
-from zbmd.actors.host.processes import PRELOAD
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RunResult
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT
 from zbmd.actors.view import OnLoss
 

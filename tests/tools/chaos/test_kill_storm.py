@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zbmd.actors.host.events import RankDown, RankStarted
+from zbmd.actors.cluster.jobs.reports import RankDown, RankStarted
 from zbmd.tools.chaos import storm as kill_storm
 from zbmd.tools.chaos.small_job import JobOutcome
 from zbmd.tools.chaos.storm import Victims, kinds, main

@@ -10,7 +10,7 @@ import pytest
 from support.jobs.by_words import plain_by
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent
+from zbmd.actors.cluster.jobs.reports import HostEvent
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss

@@ -9,7 +9,7 @@ from support.processes.kept_lines import Lines
 from support.processes.mapped_segments import mapped_segments
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.tools.chaos.small_job import small_recipe, write_text
 from zbmd.transport import kill_points as faults
 

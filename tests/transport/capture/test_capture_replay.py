@@ -23,9 +23,9 @@ import pytest
 from support.machines.state_followers import follow_all
 
 from zbmd.actors.cluster.jobs import node_events as jobs
-from zbmd.actors.cluster.jobs.local_port import ALONE, THIS_HOST, after_order
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJobs
+from zbmd.actors.cluster.port import ALONE, THIS_HOST, after_order
 from zbmd.actors.cluster.state.job_table import JobSpec, Order, Stop, Submit
 from zbmd.actors.supervision import machine as supervision
 from zbmd.actors.supervision.events import ChildPolicy

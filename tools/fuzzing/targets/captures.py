@@ -15,8 +15,8 @@ import msgspec
 
 from zbmd.actors.cluster import messages as cluster
 from zbmd.actors.cluster.jobs import node_events as jobs
-from zbmd.actors.cluster.jobs.local_port import ALONE, THIS_HOST, after_order
 from zbmd.actors.cluster.membership.capture_kind import cluster_config
+from zbmd.actors.cluster.port import ALONE, THIS_HOST, after_order
 from zbmd.actors.cluster.state.job_table import JobSpec, RankUp, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.replay.recording import captured_system

@@ -20,7 +20,10 @@ from typing import Any, Final
 import structlog
 import uvloop
 
+from zbmd.actors.cluster.jobs.host_links import host_identity
 from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankDown, RankReport, RankStarted
 from zbmd.actors.cluster.node.incarnations import (
     IncarnationEnded,
     MemberSuspected,
@@ -31,9 +34,6 @@ from zbmd.actors.cluster.node.incarnations import (
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.actors.cluster.state.job_table import JobSpec, Submit
-from zbmd.actors.host.events import HostEvent, RankDown, RankReport, RankStarted
-from zbmd.actors.host.links import host_identity
-from zbmd.actors.host.processes import PRELOAD
 from zbmd.actors.process.output import OutputLine, emit_plainly
 from zbmd.tools.cli.options import script_parser
 from zbmd.transport.capture.log import RingRecorder

@@ -22,8 +22,7 @@ from zbmd.actors.bootstrap.environments import (
 )
 from zbmd.actors.bootstrap.merge import IN_A_RANK, Bootstrap, Role, bootstrap_of
 from zbmd.actors.process.early_template import fork_template
-from zbmd.actors.process.exit import USAGE_EXIT_CODE
-from zbmd.actors.process.invariants import ending_at_broken_invariant
+from zbmd.actors.process.exit import USAGE_EXIT_CODE, ending_at_broken_invariant
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.cli import launch
 from zbmd.tools.cli.launch_settings import Settings, stated

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import structlog
 
-from zbmd.actors.host.events import HostEvent, Observer, RankDown
+from zbmd.actors.cluster.jobs.reports import HostEvent, Observer, RankDown
 from zbmd.tools.node.guard import address as sockets
 from zbmd.tools.node.guard.messages import (
     PACKET_BYTES_MAX,

@@ -30,7 +30,7 @@ import numpy as np
 import uvloop
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
 from zbmd.tools.chaos.small_job import write_text

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeAlias, assert_never
 
 import structlog
 
-from zbmd.actors.host.events import RankDown
+from zbmd.actors.cluster.jobs.reports import RankDown
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import OutputPump, OutputSink
@@ -50,7 +50,7 @@ class RankProcess:
         self.notice: DeathNotice | None = None
         self.confirmed_ns = 0
         self.cause = ""
-        """See `zbmd.actors.process.causes`; its template reads it at its end."""
+        """See `zbmd.actors.process.exit`; its template reads it at its end."""
         self.killed_by = ""
         """The reason of its SIGKILL, for people, if it is known."""
         self.asked_to_end = False

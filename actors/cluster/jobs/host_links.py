@@ -14,7 +14,7 @@ import structlog
 
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.scopes import scope_of_job
+from zbmd.actors.core.ref import scope_of_job
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.rank import host_contracts
 from zbmd.actors.routing.contracts import ROUTES_ACTOR

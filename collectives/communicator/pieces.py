@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zbmd.collectives.communicator.planning import Call
 from zbmd.collectives.device.arrays import DeviceArray
 from zbmd.collectives.device.arrays_in import Array, Placed, address
-from zbmd.collectives.device.staging import DeviceStaging
+from zbmd.collectives.device.host_copy import DeviceStaging
 from zbmd.collectives.execution.executor import Executor
 from zbmd.collectives.execution.plan import Plan, Run
 from zbmd.collectives.programs.layout import Layout, Piece

@@ -38,7 +38,6 @@ from zbmd.collectives.device.arrays_in import (
 )
 from zbmd.collectives.device.host_copy import Landings, drained
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.p2p.member_ends import CALLS_MAX, REASON_CHARS_MAX, MemberEnds
 from zbmd.collectives.p2p.on_loop import OnLoop
 from zbmd.collectives.p2p.pieces import Incoming
 from zbmd.collectives.p2p.streams import INLINE_BYTES_MAX, Lending, Piece, Reading
@@ -62,6 +61,9 @@ from zbmd.collectives.p2p.tag_machine import (
     Transmit,
 )
 from zbmd.collectives.p2p.wire import (
+    CALLS_MAX,
+    REASON_CHARS_MAX,
+    MemberEnds,
     TaggedAsked,
     TaggedClosed,
     TaggedFailed,

@@ -15,7 +15,7 @@ from support.devices.device_worlds import Strided, library, model_host, of_devic
 import zbmd
 from zbmd.collectives.algorithms.shard_tree import shard_tree_nodes
 from zbmd.collectives.device.arrays import KERNELS
-from zbmd.collectives.device.staging import BLOCKS_MAX
+from zbmd.collectives.device.host_copy import BLOCKS_MAX
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.programs.reductions import dtypes
 from zbmd.transport.cuda.api import CudaFault

@@ -17,12 +17,13 @@ from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Algorithm, Operati
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.planning import plan_call
 from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
-from zbmd.collectives.execution import proof
-from zbmd.collectives.execution.plan import CHUNK_BYTES, plan_of
-from zbmd.collectives.execution.proof import (
+from zbmd.collectives.execution import plan
+from zbmd.collectives.execution.plan import (
+    CHUNK_BYTES,
     EACH_RANKS_MAX,
     SWEPT_RANKS_MAX,
     ProofKind,
+    plan_of,
     prove,
     swept_requests,
 )
@@ -38,8 +39,8 @@ UNSWEPT = 13
 
 @pytest.fixture
 def nothing_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "SWEPT_RANKS_MAX", 0)
-    for cached in (proof._prove, plan_of, plan_call):
+    monkeypatch.setattr(plan, "SWEPT_RANKS_MAX", 0)
+    for cached in (plan._prove, plan_of, plan_call):
         cached.cache_clear()
 
 
@@ -47,13 +48,13 @@ def nothing_swept(monkeypatch: pytest.MonkeyPatch) -> None:
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The algorithms of what was verified, in order."""
     names: list[str] = []
-    real = proof.verify
+    real = plan.verify
 
     def verify(programs: Any, spec: Any) -> None:
         names.append(programs[0].algorithm)
         real(programs, spec)
 
-    monkeypatch.setattr(proof, "verify", verify)
+    monkeypatch.setattr(plan, "verify", verify)
     return names
 
 

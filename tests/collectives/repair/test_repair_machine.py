@@ -12,8 +12,7 @@ from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.communicator.cost_model import Model
 from zbmd.collectives.repair import events as rm
 from zbmd.collectives.repair.events import Failure, Inputs, OnLoss, Outcome, Phase
-from zbmd.collectives.repair.machine import RepairMachine, RepairState
-from zbmd.collectives.repair.verdict import VerdictKind, decide
+from zbmd.collectives.repair.machine import RepairMachine, RepairState, VerdictKind, decide
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
 from zbmd.collectives.scenarios.hosted_job import JobOptions
 from zbmd.collectives.scenarios.repair import RepairScenario, build

@@ -36,9 +36,9 @@ from zbmd.collectives.programs.reductions import itemsize
 from zbmd.collectives.repair.adoption import Publication, read_published
 from zbmd.collectives.repair.events import Call as RepairCall
 from zbmd.collectives.repair.events import Inputs, OnLoss, Phase, Report
+from zbmd.collectives.repair.machine import decide
 from zbmd.collectives.repair.operations_per_rank import blocks_of
 from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsReply
-from zbmd.collectives.repair.verdict import decide
 from zbmd.collectives.repair.wire import ExchangedReport, MeasuredModel, decode_report, encode_report
 from zbmd.tools.fuzzing.target import Broken, Script, blocks, read_blocks, target
 from zbmd.tools.fuzzing.targets.actors import DECODED

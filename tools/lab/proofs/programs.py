@@ -6,7 +6,7 @@
     python -m zbmd.tools.lab.proofs.programs --kept proved.txt --part 2/3  one of three side by side; then
         without --part
 
-`zbmd.collectives.execution.proof` takes what this goes through for proved, up to `SWEPT_RANKS_MAX` ranks,
+`zbmd.collectives.execution.plan` takes what this goes through for proved, up to `SWEPT_RANKS_MAX` ranks,
 and verifies other programs when a plan of them is made. So the file that `--kept` names is committed as
 `tests/collectives/execution/proved_offline.txt`, and the tests compare its digests with the programs of
 today. It holds a line for each operation, algorithm and span of ranks: a digest of all their programs and of
@@ -29,7 +29,7 @@ from pathlib import Path
 from zbmd.collectives.algorithms import catalogue
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation, build_all, spec_of
 from zbmd.collectives.errors import VerificationError
-from zbmd.collectives.execution.proof import SWEPT_RANKS_MAX, swept_requests
+from zbmd.collectives.execution.plan import SWEPT_RANKS_MAX, swept_requests
 from zbmd.collectives.programs import spec, verifier
 from zbmd.collectives.programs.program import encode
 from zbmd.collectives.programs.verifier import verify

@@ -112,7 +112,7 @@ def _fill_collectives(kind: argparse.ArgumentParser) -> None:
 
 
 def _fill_torch(kind: argparse.ArgumentParser) -> None:
-    from zbmd.tools.bench.torch import benchmark as bench_torch
+    from zbmd.tools.bench import torch_calls as bench_torch
 
     kind.description = bench_torch.__doc__
     bench_torch.add_arguments(kind)

@@ -1,4 +1,4 @@
 """`zbmd demo`: train with several ranks, kill one, and show that nothing is lost.
 
-May import `runs` and `cli`. Start reading at `command.py`; `watch.py` observes the host and deals the kill.
+May import `runs` and `cli`. Start reading at `command.py`: its `Watch` observes the host and deals the kill.
 """

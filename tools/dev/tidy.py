@@ -57,7 +57,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
         "examples/torch_*.py",
         "tools/bench/peers/pairs.py",
         "tools/bench/peers/collectives.py",
-        "tools/bench/torch/*",
+        "tools/bench/torch_calls.py",
         "tools/lab/gpu/job.py",
         "tools/lab/bench/training/engine.py",
         "tools/lab/bench/training/loops.py",

@@ -117,8 +117,6 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/checkpoint/plan.py": ("ledger.plan", "ledger.task"),
     "training/run/loop_steps.py": ("ledger.loop",),
     "training/run/repeated_oom.py": ("memory.note",),
-    "tools/node/guard/address.py": ("guard.message",),
-    "tools/node/guard/follower.py": ("guard.message",),
     "tools/node/guard/guards.py": ("guard.message",),
     "tools/node/guard/messages.py": ("guard.message",),
     "tools/node/up.py": ("node.token",),

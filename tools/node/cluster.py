@@ -27,7 +27,7 @@ from zbmd.actors.cluster.node.contracts import (
 from zbmd.tools.cli.console import screen_for_tables
 from zbmd.tools.cli.options import add_at, add_command, add_json, by_names
 from zbmd.tools.node import jobs as node_jobs
-from zbmd.tools.node import submit as node_submit
+from zbmd.tools.node import jobs as node_submit
 from zbmd.tools.node import up as node_up
 from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.tools.bench.figures import read_figures
-from zbmd.tools.bench.torch.benchmark import CASES
-from zbmd.tools.bench.torch.steps import STEPS, check_losses
+from zbmd.tools.bench.torch_calls import CASES, STEPS, check_losses
 from zbmd.tools.entry import zbmd as cli
 
 SMALL = ["--rounds", "1", "--steps", "2", "--width", "8", "--layers", "1", "--tokens", "4"]

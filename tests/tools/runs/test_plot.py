@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.tools.demo.watch import Kill
+from zbmd.tools.demo.command import Kill
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.runs.plot_data import POINTS_MAX, RunPicture, Stay, picture_of, read_picture
 from zbmd.tools.runs.plot_draw import DARK, PICTURE_NAME, headline, plot_run, render, subline, told

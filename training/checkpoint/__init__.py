@@ -1,5 +1,6 @@
-"""Durable checkpoints: sharded (any mesh reads any other's) and whole, and the plan that a run resumes under.
+"""Durable checkpoints: sharded (any mesh reads any other's), and the plan that a run resumes under.
 
-`sharded` writes and opens shards; `whole` is one file; `plan` compares what determines the bits of a run.
-Imports `optim`, `config`, `files`, and collectives to write. Begin with `sharded`.
+`sharded` writes and opens them, `index` lists and keeps them, `blocks` is the format of a shard, `storage`
+where they lie; `plan` compares what determines the bits of a run. Imports `model`, `optim`, `config` and
+files. Begin with `sharded`.
 """

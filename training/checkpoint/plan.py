@@ -68,7 +68,7 @@ def read_plan(text: str, *, where: str = "the commit log") -> Plan:
         raise UserError(f"the plan in {where} cannot be read ({error}): restore it.") from None
 
 
-def require_plan(path: Path, there: str, here: str) -> None:
+def require_plan(path: Path | str, there: str, here: str) -> None:
     """Raise `UserError` unless the plan of the checkpoint at `path` is ours.
 
     The number of steps may differ if the learning rates of steps do not depend on it.

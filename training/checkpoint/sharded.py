@@ -1,45 +1,53 @@
-"""Durable sharded checkpoints: each rank writes what it holds, and a small index file lists all shards.
+"""Durable checkpoints: each rank writes what it holds, and a small index file lists all shards.
 
-A shard is a safetensors file: slices of parameters' weights and moments, float32 but for PyTorch's, each with
-its position in the whole parameter (`ParameterSlice`) and a digest. Any number of ranks, on any mesh, can
-therefore load a checkpoint written by any other. Each checkpoint's shards have names of their own, and the
-previous shards are deleted only after the new index is durable: a crash at any moment leaves the last durable
+A shard is a safetensors file (`blocks`): slices of parameters' weights and moments, float32 but for
+PyTorch's, each with its position in the whole parameter (`ParameterSlice`). Any number of ranks, on any
+mesh, can therefore load a checkpoint written by any other. Each checkpoint's files have names of their own,
+and others are deleted only after its index is durable: a crash at any moment leaves the last durable
 checkpoint intact.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
+from zbmd.training.checkpoint.blocks import Codec, Shard, encoded
+from zbmd.training.checkpoint.index import (
+    FORMAT_BEFORE,
+    KEEP,
+    SHARDS_FORMAT,
+    SHARDS_NAME,
+    Retention,
+    ShardNames,
+    candidates,
+    is_index,
+    put_index,
+    read_index,
+    remove_others,
+    require_shared,
+    unreadable,
+)
 from zbmd.training.checkpoint.plan import read_plan, require_plan
+from zbmd.training.checkpoint.storage import Buffer, Directory, Storage, storage_of, url_of
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
 from zbmd.training.optim.elementwise import ARRAYS, AdamWState, StateArray
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.files import write_atomically
-
-if TYPE_CHECKING:  # who reads what a run has left needs no groups
-    from zbmd.collectives.group.group import Group
-
 
 Trained = tuple[npt.NDArray[np.float32], GPTConfig, int]
 """Flat parameters, the configuration of their model, and the step after which they were saved."""
@@ -52,6 +60,8 @@ def load_trained(path: Path) -> Trained:
     Returns the float32 masters of a 16-bit checkpoint. Raises `UserError` if there are no weights, or they
     are damaged.
     """
+    if url_of(path) is not None:
+        return _of_checkpoint(path)
     if not path.is_dir():
         return _of_checkpoint(path) if path.suffix == ".json" else load_weights(path)
     weights, checkpoint = path / WEIGHTS_NAME, checkpoint_in(path)
@@ -74,15 +84,12 @@ def _of_checkpoint(path: Path) -> Trained:
         return flat, plan.model, saved.version
 
 
-SHARDS_FORMAT: Final = "zbmd-checkpoint-shards-1"
-SHARDS_NAME: Final = "checkpoint.json"
-MANIFEST_BYTES_MAX: Final = 1 << 20
 OPEN_TRIES: Final = 3
 """A checkpoint may be replaced between reading its index and opening its shards."""
-_SHARD_NAME: Final = re.compile(r"checkpoint-\d+-[0-9a-f]{16}-\d+\.safetensors")
 
 WRITE_POINT = faults.declare("shards.write", "before a rank writes its shard of a checkpoint")
 WRITTEN_POINT = faults.declare("shards.written", "when its shard is durable, before all are named")
+INDEX_POINT = faults.declare("shards.index", "when all shards are durable, before the index is written")
 NAMED_POINT = faults.declare("shards.named", "when a new checkpoint is named, before the old one's shards go")
 
 
@@ -130,289 +137,245 @@ def share_of(pieces: Sequence[Piece], *, ranks: int, place: int) -> list[Piece]:
     return [pieces[at] for at in shared_out(sizes, ranks)[place]]
 
 
-class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The index of a checkpoint: its version, its plan (see `plan_text`), the loss scale, and its shard
-    files.
-    """
-
-    format: str
-    version: int
-    plan: str
-    loss_scale: tuple[float, ...]
-    files: tuple[str, ...]
+def shard_name(stem: str, place: int) -> str:
+    """Return the name of the shard of the rank at `place`."""
+    return f"{stem}-{place}.safetensors"
 
 
-def shard_stem(group: Group, version: int) -> str:
-    """Return the beginning of the names of a new checkpoint's shards; all members together."""
-    token = np.array([secrets.randbits(64) if group.rank == 0 else 0], np.uint64)
-    token = group.blocking.broadcast(token, 0)
-    return f"checkpoint-{version}-{int(token[0]):016x}"
+def stem_of(version: int, token: int) -> str:
+    """Return the beginning of the names of a new checkpoint's files. token: 64 bits, of no other one."""
+    return f"checkpoint-{version}-{token:016x}"
 
 
-def write_shard_of(directory: Path, stem: str, place: int, pieces: Sequence[Piece]) -> bool:
-    """Write the shard of the rank at `place`, durable on return; return whether there is one.
-
-    Raises `UserError` for a full disk.
-    """
-    faults.hit(WRITE_POINT)
-    if pieces:
-        write_shard(directory / f"{stem}-{place}.safetensors", pieces)
-    return bool(pieces)
-
-
-def name_shards(
-    group: Group,
-    directory: Path,
-    stem: str,
-    *,
-    wrote: bool,
-    version: int,
-    plan: str,
-    loss_scale: tuple[float, ...] = (),
-) -> None:
-    """Name the shards of a checkpoint, of which this rank has written its own; all members together.
-
-    `directory` must be shared by all of them. The checkpoint is durable once the first member has returned;
-    until then the previous one is. Raises `UserError` for a full disk and a directory that is not shared, and
-    as the group does.
-    """
-    faults.hit(WRITTEN_POINT)
-    every = group.blocking.all_gather(np.array([wrote], np.int64)).reshape(-1)
-    if group.rank == 0:
-        places = np.flatnonzero(every).tolist()
-        name_written(directory, stem, places, version=version, plan=plan, loss_scale=loss_scale)
-
-
-def name_written(
-    directory: Path,
-    stem: str,
-    places: Sequence[int],
-    *,
-    version: int,
-    plan: str,
-    loss_scale: tuple[float, ...] = (),
-) -> None:
-    """Name the shards of a checkpoint, which the ranks at these places have written: durable on return.
-
-    Raises `UserError` for a full disk, and a directory that not all of them share.
-    """
-    files = tuple(f"{stem}-{at}.safetensors" for at in places)
-    absent = [name for name in files if not (directory / name).exists()]
-    if absent:
-        raise UserError(
-            f"{', '.join(absent)} is not in {directory} of this host: a checkpoint needs a directory that "
-            "all ranks share. Name one with --out."
-        )
-    names = ShardNames(format=SHARDS_FORMAT, version=version, plan=plan, loss_scale=loss_scale, files=files)
-    _take_over(directory, names)
-
-
-def remove_unnamed(directory: Path, stem: str) -> None:
-    """Remove the shards of a checkpoint that was not named; by the first member, which would have done it."""
-    try:
-        named = read_names(directory / SHARDS_NAME).files
-    except UserError:
-        named = ()
-    if not any(name.startswith(stem) for name in named):
-        for path in directory.glob(f"{stem}-*.safetensors"):
-            path.unlink(missing_ok=True)
-
-
-def write_alone(
-    directory: Path,
-    pieces: Sequence[Piece],
-    *,
-    version: int,
-    plan: str,
-    loss_scale: tuple[float, ...] = (),
-) -> None:
-    """Write a checkpoint, from one process that holds all of the state.
-
-    Raises `UserError` for a full disk.
-    """
-    name = f"checkpoint-{version}-{secrets.randbits(64):016x}-0.safetensors"
-    write_shard(directory / name, pieces)
-    names = ShardNames(format=SHARDS_FORMAT, version=version, plan=plan, loss_scale=loss_scale, files=(name,))
-    _take_over(directory, names)
-
-
-def _take_over(directory: Path, names: ShardNames) -> None:
-    """Write the index of the new shards, and remove the shards of the previous checkpoint."""
-    write_names(directory, names)
-    faults.hit(NAMED_POINT)
-    for path in directory.glob("checkpoint-*.safetensors"):
-        # Those of a later version may belong to a checkpoint that other ranks are writing already.
-        if path.name not in names.files and is_shard(path) and _version_of(path) <= names.version:
-            path.unlink(missing_ok=True)
-
-
-def _version_of(path: Path) -> int:
-    """Return the version that the name of a shard has."""
-    return int(path.name.split("-")[1])
-
-
-def is_shard(path: Path) -> bool:
-    """Return whether a file has the name of a shard."""
-    return _SHARD_NAME.fullmatch(path.name) is not None
-
-
-def write_names(directory: Path, names: ShardNames) -> None:
-    """Write the index of a checkpoint: durable on return. Raises `UserError` for a full disk."""
-    data = msgspec.json.encode(names)
-    write_atomically(directory / SHARDS_NAME, lambda file: file.write(data))
-
-
-def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
-    """Write one shard: durable on return. Raises `UserError` for a full disk."""
+def shard_of(pieces: Sequence[Piece], codec: Codec) -> tuple[list[Buffer], str]:
+    """Return the bytes of a shard, and the digest of its header."""
     tensors = {
         f"{array}.{piece.name}": np.ascontiguousarray(data, piece.dtype).reshape(piece.cut.shape)
         for piece in pieces
         for array, data in zip(piece.names, piece.arrays, strict=False)
     }
-    metadata = {f"digest.{name}": _digest(tensor) for name, tensor in tensors.items()}
-    metadata |= {f"cut.{piece.name}": msgspec.json.encode(piece.cut).decode() for piece in pieces}
-    made = save(tensors, metadata={"format": SHARDS_FORMAT, **metadata})
-    write_atomically(path, lambda file: file.write(made))
+    cuts = {f"cut.{piece.name}": msgspec.json.encode(piece.cut).decode() for piece in pieces}
+    return encoded(tensors, {"format": SHARDS_FORMAT, **cuts}, codec)
 
 
-def _digest(tensor: Array) -> str:
-    return xxhash.xxh3_64_hexdigest(tensor.data)
+def write_shard_of(
+    storage: Storage, stem: str, place: int, pieces: Sequence[Piece], codec: Codec = Codec.NONE
+) -> str:
+    """Write the shard of the rank at `place`, durable on return; return the digest of its header.
+
+    Without pieces nothing is written: "". Raises `UserError` for a full disk.
+    """
+    faults.hit(WRITE_POINT)
+    if not pieces:
+        return ""
+    fragments, digest = shard_of(pieces, codec)
+    storage.put(shard_name(stem, place), fragments)
+    return digest
+
+
+def name_written(
+    storage: Storage,
+    stem: str,
+    headers: Mapping[int, str],
+    *,
+    version: int,
+    plan: str,
+    loss_scale: tuple[float, ...] = (),
+    retention: Retention = KEEP,
+) -> None:
+    """Name the shards of a checkpoint: durable on return. Then remove what `retention` does not keep.
+
+    headers: the digest of the header of each shard, by the place of the rank that has written it. Raises
+    `UserError` for a full disk, and a directory that not all of them share.
+    """
+    files = tuple(shard_name(stem, place) for place in sorted(headers))
+    require_shared(storage, files)
+    names = ShardNames(
+        format=SHARDS_FORMAT,
+        version=version,
+        plan=plan,
+        loss_scale=loss_scale,
+        files=files,
+        headers=tuple(headers[place] for place in sorted(headers)),
+    )
+    faults.hit(INDEX_POINT)
+    put_index(storage, names)
+    faults.hit(NAMED_POINT)
+    remove_others(storage, names, retention)
+
+
+def write_alone(
+    where: Path | Storage,
+    pieces: Sequence[Piece],
+    *,
+    version: int,
+    plan: str,
+    loss_scale: tuple[float, ...] = (),
+    retention: Retention = KEEP,
+    codec: Codec = Codec.NONE,
+) -> None:
+    """Write a checkpoint, from one process that holds all of the state.
+
+    Raises `UserError` for a full disk.
+    """
+    storage, stem = storage_of(where), stem_of(version, secrets.randbits(64))
+    headers = {0: write_shard_of(storage, stem, 0, pieces, codec)}
+    name_written(
+        storage, stem, headers, version=version, plan=plan, loss_scale=loss_scale, retention=retention
+    )
 
 
 class SavedState:
     """The state in a checkpoint, read parameter by parameter. Close it after use.
 
-    Open shards remain readable if the checkpoint is replaced. `loss_scale`: of float16, see `LossScale`.
+    Open shards of a directory remain readable if the checkpoint is replaced. `path`: of its index;
+    `loss_scale`: of float16, see `LossScale`.
     """
 
-    def __init__(self, path: Path, plan: str) -> None:
-        self.path = path
-        self._files = ExitStack()
+    def __init__(self, storage: Storage, name: str, plan: str) -> None:
+        self.path = storage.where(name)
+        self._storage, self._name = storage, name
+        self._shards = list[tuple[str, Shard]]()
         try:
             names = self._open()
-            require_plan(path, names.plan, plan)
+            require_plan(self.path, names.plan, plan)
         except BaseException:
-            self._files.close()
+            self.close()
             raise
         self.version, self.loss_scale = names.version, names.loss_scale
 
     def close(self) -> None:
         """Close its files."""
-        self._files.close()
+        for _, shard in self._shards:
+            shard.close()
 
     def _open(self) -> ShardNames:
         for left in reversed(range(OPEN_TRIES)):
-            names = read_names(self.path)
-            self._parts: dict[str, list[tuple[Any, dict[str, str]]]] = {}
+            names = read_index(self._storage, self._name)
+            self._parts = dict[str, list[tuple[str, Shard]]]()
             try:
-                for name in names.files:
-                    self._open_shard(self.path.parent / name)
+                headers = names.headers or ("",) * len(names.files)
+                for name, digest in zip(names.files, headers, strict=True):
+                    self._open_shard(name, digest)
             except FileNotFoundError as error:
-                self._files.close()
+                self.close()
+                self._shards.clear()
                 if not left:
-                    raise _unreadable(self.path, f"{error.filename} is missing") from error
+                    raise unreadable(self.path, f"{name} is missing") from error
             else:
                 return names
         raise AssertionError("the last try returns or raises")
 
-    def _open_shard(self, path: Path) -> None:
+    def _open_shard(self, name: str, digest: str) -> None:
+        where = self._storage.where(name)
         try:
-            path.open("rb").close()  # safetensors takes every failure to open for a missing file
-            file = self._files.enter_context(safe_open(path, framework="numpy"))
-            metadata = file.metadata() or {}
-            if metadata.get("format") != SHARDS_FORMAT:
-                raise ValueError(f"its format is {metadata.get('format')}, not {SHARDS_FORMAT}")
+            file = self._storage.open(name)
+            try:
+                shard = Shard(file, digest=digest)
+            except BaseException:
+                file.close()
+                raise
+            self._shards.append((where, shard))
+            if shard.metadata.get("format") not in (SHARDS_FORMAT, FORMAT_BEFORE):
+                raise ValueError(f"its format is {shard.metadata.get('format')}, not {SHARDS_FORMAT}")
         except FileNotFoundError:
             raise
-        except (SafetensorError, OSError, ValueError) as error:
-            raise _unreadable(path, error) from error
-        for key in metadata:
+        except (OSError, ValueError, RecursionError) as error:
+            raise unreadable(where, error) from error
+        for key in shard.metadata:
             if key.startswith("cut."):
-                self._parts.setdefault(key.removeprefix("cut."), []).append((file, metadata))
+                self._parts.setdefault(key.removeprefix("cut."), []).append((where, shard))
+
+    @property
+    def shards(self) -> list[tuple[str, Shard]]:
+        """Return its open shards, each with its path or URL."""
+        return list(self._shards)
 
     def verify(self) -> None:
-        """Read all of it, and compare each digest. Raises `UserError` for damage."""
-        every = {id(file): (file, metadata) for parts in self._parts.values() for file, metadata in parts}
-        try:
-            for file, metadata in every.values():
-                for key, digest in metadata.items():
-                    kind, _, name = key.partition(".")
-                    if kind == "digest" and _digest(file.get_tensor(name)) != digest:
-                        raise ValueError(
-                            f"checksum mismatch in {name}: the shard was corrupted after it was written"
-                        )
-        except (SafetensorError, OSError, ValueError) as error:
-            raise _unreadable(self.path, error) from error
+        """Read all of it, and compare the checksum of each block. Raises `UserError` for damage."""
+        for where, shard in self._shards:
+            try:
+                shard.verify()
+            except (OSError, ValueError) as error:
+                raise unreadable(where, error) from error
 
     def size_of(self, name: str) -> int:
         """Return the elements of a whole parameter; 0 if there is nothing of it. Raises `UserError`."""
         try:
-            for _, metadata in self._parts.get(name, ()):
-                cut = msgspec.json.decode(metadata[f"cut.{name}"], type=ParameterSlice)
+            for _, shard in self._parts.get(name, ()):
+                cut = msgspec.json.decode(shard.metadata[f"cut.{name}"], type=ParameterSlice)
                 return cut.outer * cut.each * cut.inner
         except (KeyError, ValueError) as error:
-            raise _unreadable(self.path, error) from error
+            raise unreadable(self.path, error) from error
         return 0
 
     def parameter(self, array: str, slot: ParameterSlot, dtype: npt.DTypeLike = np.float32) -> Array:
         """Return one array of a whole parameter, (slot.size,) of `dtype`. Raises `UserError` for damage."""
         whole = np.empty(slot.size, dtype)
-        there = np.zeros(slot.size, np.bool_)
+        there, at = np.zeros(slot.size, np.bool_), self.path
         try:
-            for file, metadata in self._parts.get(slot.name, ()):
-                cut = msgspec.json.decode(metadata[f"cut.{slot.name}"], type=ParameterSlice)
+            for where, shard in self._parts.get(slot.name, ()):
+                at = where
+                cut = msgspec.json.decode(shard.metadata[f"cut.{slot.name}"], type=ParameterSlice)
                 cut.check(slot.size)
-                found: Array = file.get_tensor(f"{array}.{slot.name}")
+                found = shard.tensor(f"{array}.{slot.name}")
                 if found.dtype != whole.dtype or found.shape != cut.shape:
                     raise ValueError(f"{array} of {slot.name} is {found.dtype} of shape {found.shape}")
-                if metadata.get(f"digest.{array}.{slot.name}") != _digest(found):
-                    raise ValueError(
-                        f"checksum mismatch in {array} of {slot.name}: the shard was corrupted after it was "
-                        "written"
-                    )
                 if cut.of(there).any():
                     raise ValueError(f"a part of {slot.name} occurs twice")
                 cut.of(whole)[...] = found
                 cut.of(there)[...] = True
             if not there.all():
                 raise ValueError(f"a part of {slot.name} is missing")
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise _unreadable(self.path, error) from error
+        except (OSError, KeyError, ValueError) as error:
+            raise unreadable(at, error) from error
         return whole
 
 
-def read_names(path: Path) -> ShardNames:
+def located(where: Path | str | Storage) -> tuple[Storage, str]:
+    """Return the storage of a checkpoint, and the name of its index.
+
+    where: the index, or the directory or URL of what has checkpoints: then the newest. Raises `UserError`.
+    """
+    if not isinstance(where, (Path, str)):
+        return where, SHARDS_NAME
+    text = url_of(where)
+    if text is None:
+        path = Path(where)
+        return (Directory(path), SHARDS_NAME) if path.is_dir() else (Directory(path.parent), path.name)
+    folder, _, name = text.rpartition("/")
+    if name == SHARDS_NAME or is_index(name):
+        return storage_of(folder), name
+    return storage_of(text), SHARDS_NAME
+
+
+def read_names(path: Path | str) -> ShardNames:
     """Return the index of the checkpoint at `path`. Raises `UserError` if it is missing or damaged."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MANIFEST_BYTES_MAX + 1)
-        if len(data) > MANIFEST_BYTES_MAX:
-            raise ValueError(f"it has more than {MANIFEST_BYTES_MAX} bytes")
-        names = msgspec.json.decode(data, type=ShardNames)
-        if names.format != SHARDS_FORMAT or names.version < 0:
-            raise ValueError(f"its format is {names.format}, its version {names.version}")
-        strange = [name for name in names.files if not _SHARD_NAME.fullmatch(name)]
-        if strange:
-            raise ValueError(f"{strange[0]!r} is not the name of a shard")
-    except FileNotFoundError as error:
-        raise no_checkpoint(path) from error
-    except (OSError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
-        raise _unreadable(path, error) from error
-    return names
+    return read_index(*located(path))
 
 
-def checkpoint_in(directory: Path) -> Path | None:
-    """Return the index of the last checkpoint of the run in `directory`; None if there is none."""
-    path = directory / SHARDS_NAME
+def checkpoint_in(where: Path) -> Path | None:
+    """Return the index of the last checkpoint in the directory of a run; None if there is none."""
+    path = where / SHARDS_NAME
     return path if path.exists() else None
 
 
-def open_state(path: Path, *, plan: str) -> SavedState:
+def last_in(storage: Storage) -> str | None:
+    """Return the path or URL of the index of the last checkpoint in a storage; None if there is none."""
+    try:
+        found = candidates(storage)
+    except UserError:
+        return None
+    return storage.where(found[0]) if found else None
+
+
+def open_state(path: Path | str | Storage, *, plan: str) -> SavedState:
     """Open a checkpoint: its index, or the directory of the run that wrote it.
 
     Raises `UserError` if it is missing, damaged, or belongs to a run with other settings or data than `plan`.
     """
-    return SavedState(path / SHARDS_NAME if path.is_dir() else path, plan)
+    storage, name = located(path)
+    return SavedState(storage, name, plan)
 
 
 def take_state(
@@ -440,16 +403,3 @@ def require_state(path: Path, *, plan: str, steps: int) -> None:
             f"the checkpoint {path} is of step {version}, and --steps is {steps}: no step is left. "
             "Give more --steps, which are counted from the beginning."
         )
-
-
-def no_checkpoint(path: Path) -> UserError:
-    """Return the error for a missing checkpoint."""
-    return UserError(f"there is no checkpoint at {path}: check the path given to --resume.")
-
-
-def _unreadable(path: Path, why: object) -> UserError:
-    reason = why.strerror if isinstance(why, OSError) and why.strerror else why
-    return UserError(
-        f"{path} cannot be read as a checkpoint: {reason}. Give --resume a run's directory with a whole "
-        "checkpoint, or omit it to start from the beginning."
-    )

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from zbmd.collectives.group.group import Group
-from zbmd.training.checkpoint.sharded import Piece, name_shards, remove_unnamed, shard_stem, write_shard_of
+from zbmd.training.checkpoint.index import remove_unnamed
+from zbmd.training.checkpoint.sharded import WRITTEN_POINT, Piece, name_written, stem_of, write_shard_of
+from zbmd.training.checkpoint.storage import Directory
+from zbmd.transport import kill_points as faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pending:
-    """A checkpoint whose shards are being written. wrote: whether this rank has one, once it is durable."""
+    """A checkpoint whose shards are being written. wrote: the digest of this rank's, once that is durable."""
 
     version: int
     stem: str
     is_first: bool
     loss_scale: tuple[float, ...]
-    wrote: Future[bool]
+    wrote: Future[str]
 
 
 class Checkpoints:
@@ -30,7 +36,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, plan: str) -> None:
-        self._directory, self._plan = directory, plan
+        self._storage, self._plan = Directory(directory), plan
         self._pending: _Pending | None = None
         self._pool = ThreadPoolExecutor(1, "zbmd-checkpoint")
 
@@ -44,8 +50,9 @@ class Checkpoints:
     ) -> None:
         """Begin to write this rank's `pieces`, possibly none; all members together. Raises as the group."""
         assert self._pending is None, "one at a time"
-        stem = shard_stem(world, version)
-        wrote = self._pool.submit(write_shard_of, self._directory, stem, world.rank, pieces)
+        token = np.array([secrets.randbits(64) if world.rank == 0 else 0], np.uint64)
+        stem = stem_of(version, int(world.blocking.broadcast(token, 0)[0]))
+        wrote = self._pool.submit(write_shard_of, self._storage, stem, world.rank, pieces)
         self._pending = _Pending(
             version=version, stem=stem, is_first=world.rank == 0, loss_scale=loss_scale, wrote=wrote
         )
@@ -59,15 +66,19 @@ class Checkpoints:
         if pending is None:
             return
         try:
-            name_shards(
-                world,
-                self._directory,
-                pending.stem,
-                wrote=pending.wrote.result(),
-                version=pending.version,
-                plan=self._plan,
-                loss_scale=pending.loss_scale,
-            )
+            wrote = pending.wrote.result()
+            faults.hit(WRITTEN_POINT)
+            mine = np.array([bool(wrote), int(wrote or "0", 16)], np.uint64)
+            every = world.blocking.all_gather(mine).tolist()
+            if pending.is_first:
+                name_written(
+                    self._storage,
+                    pending.stem,
+                    {place: f"{digest:016x}" for place, (has, digest) in enumerate(every) if has},
+                    version=pending.version,
+                    plan=self._plan,
+                    loss_scale=pending.loss_scale,
+                )
         except BaseException:
             self.abandon()
             raise
@@ -79,7 +90,7 @@ class Checkpoints:
         if pending is not None:
             wait([pending.wrote])
             if pending.is_first:
-                remove_unnamed(self._directory, pending.stem)
+                remove_unnamed(self._storage, pending.stem)
 
     def close(self) -> None:
         """Stop the thread."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.actors.snapshots.client import HolderAddress, drop, find_holders
-from zbmd.training.checkpoint.sharded import SHARDS_NAME, is_shard
+from zbmd.training.checkpoint.index import is_checkpoint_file
 from zbmd.training.data.sources import RECORD_NAME
 from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.model.weights import WEIGHTS_NAME
@@ -22,7 +22,7 @@ from zbmd.training.run.ledger import LOG_NAME, has_log, locked, nobody_writes, r
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import unusable
 
-FILES: Final = (METRICS_NAME, SHARDS_NAME, WEIGHTS_NAME, RECORD_NAME)
+FILES: Final = (METRICS_NAME, WEIGHTS_NAME, RECORD_NAME)
 FOLDERS: Final = (PROFILE_DIRECTORY, TENSORBOARD_NAME)
 CLAIM_NAME: Final = "claim.lock"
 CLAIM_S: Final = 2.0
@@ -61,8 +61,8 @@ def remove_run(directory: Path) -> None:
             for name in FOLDERS:
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
-            shards = [path for path in directory.iterdir() if is_shard(path)]
-            for path in (*(directory / name for name in FILES), *shards, directory / LOG_NAME):
+            saved = [path for path in directory.iterdir() if is_checkpoint_file(path.name)]
+            for path in (*(directory / name for name in FILES), *saved, directory / LOG_NAME):
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"cannot remove {error.filename}: {error.strerror}.") from error

@@ -14,7 +14,7 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,9 @@ from types import FrameType
 
 import structlog
 
-from zbmd.training.checkpoint.sharded import (
-    SHARDS_NAME,
-    Piece,
-    checkpoint_in,
-    name_written,
-    read_names,
-    write_shard_of,
-)
+from zbmd.training.checkpoint.index import SHARDS_NAME
+from zbmd.training.checkpoint.sharded import Piece, checkpoint_in, name_written, read_names, write_shard_of
+from zbmd.training.checkpoint.storage import Directory
 from zbmd.training.job.job import SIGNALS, signals_taken
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.torch import points
@@ -43,14 +38,14 @@ log = structlog.stdlib.get_logger("zbmd.torch")
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A checkpoint that was begun, and is not named yet. wrote: whether this rank has a shard of it.
+    """A checkpoint that was begun, and is not named yet. wrote: the digest of its shard.
 
     told: whether a line says so once it is named.
     """
 
     stem: str
     step: int
-    wrote: Future[bool]
+    wrote: Future[str]
     told: bool
 
 
@@ -84,11 +79,11 @@ class LoopCheckpoints:
         """Return what this rank has written, for its votes; None: nothing, or not yet."""
         naming, pending = self._naming, self._pending
         if naming is not None and naming.done() and (error := naming.exception()) is not None:
-            return Wrote("", 0, False, str(error))
+            return Wrote("", 0, "", str(error))
         if pending is None or not pending.wrote.done():
             return None
         if (error := pending.wrote.exception()) is not None:
-            return Wrote(pending.stem, pending.step, False, str(error))
+            return Wrote(pending.stem, pending.step, "", str(error))
         return Wrote(pending.stem, pending.step, pending.wrote.result())
 
     def reached(self, step: int, asked: Wish, pieces: Callable[[], Sequence[Piece]], epoch: int) -> None:
@@ -116,9 +111,9 @@ class LoopCheckpoints:
         wrote = self._pool.submit(self._write, stem, pieces())
         self._pending = _Pending(stem, step, wrote, told)
 
-    def _write(self, stem: str, pieces: Sequence[Piece]) -> bool:
+    def _write(self, stem: str, pieces: Sequence[Piece]) -> str:
         faults.hit(points.WRITE)
-        return write_shard_of(self._out, stem, self._state.rank, pieces)
+        return write_shard_of(Directory(self._out), stem, self._state.rank, pieces)
 
     def settle(self) -> None:
         """Wait until this rank has written, and named, what it is to. Its votes have the errors."""
@@ -153,10 +148,10 @@ class LoopCheckpoints:
         if self._pending is not None and self._pending.stem == stem:
             told, self._pending = self._pending.told, None
         if self._state.rank == 0:
-            places = [place for place, each in enumerate(written) if each.has]
-            self._naming = self._pool.submit(self._name, stem, step, places, told)
+            headers = {place: each.digest for place, each in enumerate(written) if each.digest}
+            self._naming = self._pool.submit(self._name, stem, step, headers, told)
 
-    def _name(self, stem: str, step: int, places: Sequence[int], told: bool) -> None:
+    def _name(self, stem: str, step: int, headers: Mapping[int, str], told: bool) -> None:
         """Name the shards of a checkpoint, unless this or a later one is named already. On the thread."""
         faults.hit(points.WRITTEN)
         path = checkpoint_in(self._out)
@@ -164,7 +159,7 @@ class LoopCheckpoints:
         if names is None or (
             names.version <= step and not any(name.startswith(stem) for name in names.files)
         ):
-            name_written(self._out, stem, places, version=step, plan=self._plan)
+            name_written(Directory(self._out), stem, headers, version=step, plan=self._plan)
             faults.hit(points.NAMED)
         if told:
             print(f"step {step} saved: {self._out / SHARDS_NAME}", file=sys.stderr, flush=True)

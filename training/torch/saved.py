@@ -20,7 +20,8 @@ import numpy as np
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot, flat_slice
-from zbmd.training.checkpoint.sharded import SHARDS_NAME, Piece, SavedState, open_state, read_names
+from zbmd.training.checkpoint.index import SHARDS_NAME
+from zbmd.training.checkpoint.sharded import Piece, SavedState, open_state, read_names
 from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.training.torch.encoding import dtype_named, from_blob, name_of, to_blob
 from zbmd.training.torch.fsdp import is_sharded, local_of

@@ -34,13 +34,13 @@ class Noted(msgspec.Struct, array_like=True, frozen=True):
 class Wrote(msgspec.Struct, array_like=True, frozen=True):
     """A rank's part of the checkpoint under way, once it is durable.
 
-    stem: of the names of its shards. step: whose state it is. has: whether this rank had a shard to write.
+    stem: of the names of its shards. step: whose state it is. digest: of the header of its shard; "": none.
     failed: why it could not be written, or the last one not named; "" if it could.
     """
 
     stem: str
     step: int
-    has: bool
+    digest: str
     failed: str = ""
 
 

@@ -20,7 +20,8 @@ from support.processes.launcher import Running, marked
 from zbmd.actors.snapshots.client import HolderAddress, drop, look
 from zbmd.tools.entry import zbmd as command
 from zbmd.tools.runs.snapshots import DAMAGED, WHOLE, held_runs
-from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
+from zbmd.training.checkpoint.index import SHARDS_NAME
+from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.stamped import STATE_BLOCK, slots_in
 from zbmd.training.run.ledger import LOG_NAME, read_log

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
-from zbmd.collectives.group.group import Group
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.autograd.parameter_layout import ParameterLayout
-from zbmd.training.checkpoint.sharded import Piece, open_state, read_names
+from zbmd.training.checkpoint.sharded import open_state, read_names
+from zbmd.training.checkpoint.storage import Storage
 from zbmd.training.job import checkpoints
 from zbmd.training.job.data_parallel import DataParallelTask, State, TaskResult, run_task
 from zbmd.transport import kill_points as faults
@@ -119,10 +118,10 @@ async def test_a_checkpoint_is_written_beside_the_next_step(
     computed, write = threading.Event(), checkpoints.write_shard_of
     states = dict[int, float]()
 
-    def held_up(directory: Path, stem: str, place: int, pieces: Sequence[Piece]) -> bool:
+    def held_up(storage: Storage, stem: str, *given: Any) -> str:
         if stem.startswith("checkpoint-100-"):
             assert computed.wait(60), "the step waits for the checkpoint"
-        return write(directory, stem, place, pieces)
+        return write(storage, stem, *given)
 
     class Noted(Mean):
         name = "Mean"
@@ -136,15 +135,15 @@ async def test_a_checkpoint_is_written_beside_the_next_step(
     monkeypatch.setattr(checkpoints, "write_shard_of", held_up)
     kept = dict[int, float]()
 
-    def look(group: Group, directory: Path, stem: str, **given: Any) -> None:
-        name(group, directory, stem, **given)
-        saved = open_state(directory, plan=Noted().plan)
+    def look(storage: Storage, *given: Any, **options: Any) -> None:
+        name(storage, *given, **options)
+        saved = open_state(storage, plan=Noted().plan)
         slot = ParameterLayout.of({"mean": (1,)}).slots[0]
         kept[saved.version] = float(saved.parameter("weights", slot)[0])
         saved.close()
 
-    name = checkpoints.name_shards
-    monkeypatch.setattr(checkpoints, "name_shards", look)
+    name = checkpoints.name_written
+    monkeypatch.setattr(checkpoints, "name_written", look)
     await run_task(Noted(), out=tmp_path / "run", checkpoint_every=100)
     assert kept == {version: states[version] for version in (100, 200, 300)}
 

@@ -19,7 +19,8 @@ from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import Outcome
 from zbmd.tools.runs.commands import audit_run
-from zbmd.training.checkpoint.sharded import SHARDS_NAME, is_shard, open_state, read_names, write_alone
+from zbmd.training.checkpoint.index import SHARDS_NAME, Retention, is_shard
+from zbmd.training.checkpoint.sharded import open_state, read_names, write_alone
 from zbmd.training.job.overwrite import claimed
 from zbmd.training.run.ledger import LOG_NAME, read_log
 from zbmd.training.run.loop_steps import LoopPlan
@@ -60,10 +61,13 @@ def all_of(point: str, ranks: int = RANKS) -> str:
 
 
 def require_tidy(out: Path, step: int) -> None:
-    """The directory has one whole checkpoint, of `step`, and a log with each step and sample once."""
-    names = read_names(out / SHARDS_NAME)
-    assert names.version == step
-    assert {path.name for path in out.iterdir() if is_shard(path)} == set(names.files)
+    """The directory has a whole checkpoint, of `step`, and but for what is kept nothing of others.
+
+    Its log has each step and sample once.
+    """
+    names, there = read_names(out / SHARDS_NAME), [path.name for path in out.iterdir()]
+    assert names.version == step and set(names.files) <= set(there)
+    assert not Retention().removed(there, names)
     found = audit_run(out)
     assert found.is_whole and found.steps == step, found
 
@@ -305,7 +309,7 @@ def test_other_plans_seeds_and_damage_are_refused(tmp_path: Path) -> None:
         saved.resume(tmp_path, state, LoopPlan(loop="X", ranks=1, parameters=1, model="n"), None)
     with pytest.raises(UserError, match="belongs to a run with seed 1, so it cannot be resumed by"):
         saved.resume(tmp_path, state, PLAN, 5)
-    (shard,) = (path for path in tmp_path.iterdir() if is_shard(path))
+    (shard,) = (path for path in tmp_path.iterdir() if is_shard(path.name))
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)

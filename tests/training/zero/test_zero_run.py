@@ -18,7 +18,8 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.runs.commands import audit_run
 from zbmd.tools.train.command import recipe_of
-from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
+from zbmd.training.checkpoint.index import SHARDS_NAME
+from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.model.weights import load_weights
 from zbmd.training.optim import MuonConfig, hidden_matrices
 from zbmd.training.optim.mixed_precision import Storage

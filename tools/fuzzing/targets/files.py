@@ -33,16 +33,10 @@ from zbmd.tools.runs.plot_data import picture_of_metrics, read_metrics
 from zbmd.tools.runs.profile import table_of
 from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
+from zbmd.training.checkpoint.blocks import Codec
+from zbmd.training.checkpoint.index import SHARDS_FORMAT, SHARDS_NAME, ShardNames
 from zbmd.training.checkpoint.plan import TaskPlan, read_plan
-from zbmd.training.checkpoint.sharded import (
-    SHARDS_FORMAT,
-    SHARDS_NAME,
-    Piece,
-    ShardNames,
-    open_state,
-    write_names,
-    write_shard,
-)
+from zbmd.training.checkpoint.sharded import Piece, open_state, shard_of
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus
 from zbmd.training.data.sources import (
@@ -219,20 +213,23 @@ SLOTS = ParameterLayout.of({"a": (2, 3), "b": (5,)}).slots
 
 
 @functools.cache
-def _shard_files() -> tuple[bytes, bytes]:
+def _shard_files(codec: Codec = Codec.NONE) -> tuple[bytes, bytes]:
     """Return the file that names the shard of a checkpoint, and the shard."""
-    with folder() as made:
-        flats = [np.arange(slot.size, dtype=np.float32) for slot in SLOTS]
-        pieces = [
-            Piece(slot.name, flat_slice(slot.size, 0, slot.size), (flat, flat, flat))
-            for slot, flat in zip(SLOTS, flats, strict=True)
-        ]
-        write_shard(made / SHARD_NAME, pieces)
-        names = ShardNames(
-            format=SHARDS_FORMAT, version=3, plan=PLAN, loss_scale=(8.0, 1.0, 2.0), files=(SHARD_NAME,)
-        )
-        write_names(made, names)
-        return (made / SHARDS_NAME).read_bytes(), (made / SHARD_NAME).read_bytes()
+    flats = [np.arange(slot.size, dtype=np.float32) for slot in SLOTS]
+    pieces = [
+        Piece(slot.name, flat_slice(slot.size, 0, slot.size), (flat, flat, flat))
+        for slot, flat in zip(SLOTS, flats, strict=True)
+    ]
+    fragments, header = shard_of(pieces, codec)
+    names = ShardNames(
+        format=SHARDS_FORMAT,
+        version=3,
+        plan=PLAN,
+        loss_scale=(8.0, 1.0, 2.0),
+        files=(SHARD_NAME,),
+        headers=(header,),
+    )
+    return names.encode(), b"".join(fragments)
 
 
 def _shards(names: bytes, shard: bytes) -> None:

@@ -119,6 +119,11 @@ class RankEnvironment:
         return self.local_world_size or self.world_size
 
     @property
+    def hosts(self) -> int:
+        """The number of hosts that the job's ranks are on."""
+        return -(-self.world_size // self.ranks_per_host)
+
+    @property
     def local_rank(self) -> int:
         """The rank's number on its host."""
         return self.rank % self.ranks_per_host
@@ -132,7 +137,7 @@ class RankEnvironment:
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
             "GROUP_RANK": str(self.rank // self.ranks_per_host),
-            "GROUP_WORLD_SIZE": str(-(-self.world_size // self.ranks_per_host)),
+            "GROUP_WORLD_SIZE": str(self.hosts),
             "ROLE_RANK": rank,
             "ROLE_WORLD_SIZE": size,
             "TORCHELASTIC_RESTART_COUNT": str(self.incarnation - 1),

@@ -1,6 +1,7 @@
 """`zbmd plan`: what a pipeline, a checkpoint interval or a cluster costs, before anything runs.
 
-The formulas are pure functions with their source and units: `intervals.py` for checkpoints, `simulation.py`
-for the failures that check them, `layout.py` for memory and `roofline.py` for the time of a step.
+The formulas are pure functions with their source and units: `zbmd.training.checkpoint.intervals`, which
+runs follow too, `simulation.py` for the failures that check them, `layout.py` for memory and `roofline.py`
+for the time of a step.
 May import `runs` (its style of pictures), `cli` and the training layer. Start reading at `command.py`.
 """

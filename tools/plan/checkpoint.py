@@ -17,7 +17,6 @@ from zbmd.tools.plan.checkpoint_plan import (
     plan_checkpoint,
     plan_levels,
 )
-from zbmd.tools.plan.intervals import Failing, Level, NestedIntervals
 from zbmd.tools.plan.quantities import (
     bandwidth,
     count,
@@ -28,6 +27,7 @@ from zbmd.tools.plan.quantities import (
     shown_share,
     size,
 )
+from zbmd.training.checkpoint.intervals import Failing, Level, NestedIntervals
 from zbmd.transport.errors import UserError
 
 EXAMPLES: Final = (

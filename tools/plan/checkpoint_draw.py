@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zbmd.tools.plan.checkpoint_plan import CheckpointInputs, CheckpointPlan, Cost, describe
-from zbmd.tools.plan.intervals import lost
 from zbmd.tools.plan.quantities import shown_s, shown_share
 from zbmd.tools.runs.plot_draw import DEATH, FORMATS, GRID, HELD_OUT, INK, MUTED, PAPER, TIME, render_figure
+from zbmd.training.checkpoint.intervals import lost
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 

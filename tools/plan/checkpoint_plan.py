@@ -12,7 +12,8 @@ from typing import Final
 
 import msgspec
 
-from zbmd.tools.plan.intervals import (
+from zbmd.tools.plan.quantities import shown_s, shown_share
+from zbmd.training.checkpoint.intervals import (
     SMALL,
     Failing,
     Level,
@@ -30,7 +31,6 @@ from zbmd.tools.plan.intervals import (
     snapped_steps,
     young_s,
 )
-from zbmd.tools.plan.quantities import shown_s, shown_share
 from zbmd.transport.errors import UserError
 
 STALL_ASYNC: Final = 0.02

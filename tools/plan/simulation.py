@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.tools.plan.intervals import Failing, Level, NestedIntervals, daly_s, exact_s, young_s
+from zbmd.training.checkpoint.intervals import Failing, Level, NestedIntervals, daly_s, exact_s, young_s
 from zbmd.transport.errors import UserError
 
 FAILURES_MAX: Final = 20_000

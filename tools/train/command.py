@@ -23,6 +23,7 @@ from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
+from zbmd.training.checkpoint.pace import parse_every
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import Mesh, require_axes
 from zbmd.training.job.overwrite import claimed, drop_held, holders_of, make_new, remove_run
@@ -192,7 +193,13 @@ SETTINGS: Final = (
     RecipeSetting("offload", "run", Path, None, "folder of files with the ranks' states, not in memory"),
     RecipeSetting("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
     RecipeSetting("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
-    RecipeSetting("checkpoint_every", "run", _WHOLE, _OPTIONS.checkpoint_every, "steps; 0: at the end"),
+    RecipeSetting(
+        "checkpoint_every",
+        "run",
+        parse_every,
+        _OPTIONS.checkpoint_every,
+        "steps, 0: at the end; auto: as the run measures",
+    ),
     RecipeSetting("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
 )
 

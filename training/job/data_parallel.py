@@ -26,11 +26,13 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
+from zbmd.training.checkpoint.pace import Every
 from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, share_of
 from zbmd.training.job.explained import errors_explained
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
+from zbmd.training.job.paced import require_every
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.step_order import Computed, OrderedSteps
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
@@ -118,7 +120,7 @@ async def run_task(
     *,
     out: Path,
     resume: Path | None = None,
-    checkpoint_every: int = 0,
+    checkpoint_every: Every = 0,
     evaluate_every: int = 0,
     tensorboard: bool = False,
     actors: bool = False,
@@ -127,14 +129,16 @@ async def run_task(
     """Train `task` on this rank, in the directory `out`; the first rank returns the result, the others None.
 
     A killed rank is replaced, or the others go on without it, as the launcher has it. `resume`: a checkpoint
-    to go on from. `*_every`: in steps, 0: only at the end. `actors`: supervised actors compute the gradient
-    and the update, and compute again what fails. `threads`: of BLAS in each rank, on which the bits depend.
+    to go on from. `*_every`: in steps, 0: only at the end; "auto": checkpoints at
+    the pace that the run measures. `actors`: supervised actors compute the gradient and the update, and
+    compute again what fails. `threads`: of BLAS in each rank, on which the bits depend.
     SIGTERM writes a checkpoint and ends the run: the result is None then.
 
     Raises `UserError` for what only a person can mend.
     """
     if task.examples < 1 or min(task.steps, task.shards, task.samples) < 1:
         raise UserError(f"{type(task).__name__}: examples, steps, shards and samples must be at least 1.")
+    require_every(checkpoint_every, "run_task(checkpoint_every=…)")
     launched = RankEnvironment.read(os.environ)
     again = launched is not None and launched.is_again
     if not again and (launched is None or launched.rank == 0):
@@ -155,6 +159,7 @@ async def run_task(
         resume=resume,
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
+        hosts=1 if launched is None else launched.hosts,
         tensorboard=tensorboard,
         replicas=True,
     )

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import signal
 import sys
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,14 @@ from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.checkpoint.pace import Every
 from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state
 from zbmd.training.job.checkpoints import Checkpoints
 from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.paced import PaceClock, PacedCheckpoints
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import StepResults
+from zbmd.training.job.signals import SIGNALS, signals_taken
 from zbmd.training.job.task import StepResult, Task, Trainer
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
@@ -75,24 +77,22 @@ MET_POINT = faults.declare("job.met", "when they have agreed on what they go on 
 SAVED_POINT = faults.declare("job.saved", "when what a run makes is on disk, before the ranks part")
 PARTED_POINT = faults.declare("job.parted", "when the ranks part, before this one has left")
 
-SIGNALS = {signal.SIGTERM: Wish.STOP | Wish.SAVE, signal.SIGUSR1: Wish.SAVE}
-"""The requests of signals. A run that is stopped can be resumed."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """Work of a job beside training, in the directory `out`. `*_every`: in steps, 0: only at the end.
 
-    resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. replicas:
-    whether ranks along `dp` stand for each other, so that no buddies have copies.
+    resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. hosts: of the
+    job. replicas: whether ranks along `dp` stand for each other, so that no buddies have copies.
     files: whether states are in files. code: of parities in the place of copies.
     """
 
     out: Path
     resume: Path | None = None
     evaluate_every: int = 0
-    checkpoint_every: int = 0
+    checkpoint_every: Every = 0
     checkpoints: bool = True
+    hosts: int = 1
     tensorboard: bool = False
     replicas: bool = False
     files: bool = False
@@ -127,6 +127,13 @@ class Job(Generic[ResultT]):
         self._following: Following | None = None
         self._wishes, self._asking = Wish.NOTHING, threading.Lock()
         self._asked = asyncio.Event()
+        begins = worker.rank == 0 and not again
+        self._checkpoints = PacedCheckpoints(
+            Checkpoints(options.out, task.plan),
+            options.checkpoint_every if options.checkpoints else 0,
+            partial(PaceClock, options.out, first, hosts=options.hosts, begins=begins),
+            note=self._note_pace,
+        )
         self._log = RunLog(
             options.out,
             run_id=f"{worker.job:016x}",
@@ -137,7 +144,6 @@ class Job(Generic[ResultT]):
             may_begin=worker.rank == 0,
             on_begin=lambda: keep_until(options.out, first),
         )
-        self._checkpoints = Checkpoints(options.out, task.plan)
         self._again = again
         self._records: Records | None = None
         self._results = StepResults(task.row, task.seed)
@@ -398,12 +404,12 @@ class Job(Generic[ResultT]):
             while trainer.step < self._task.steps:
                 faults.hit(BEGIN_POINT)
                 self._tell(profiler, profiler.begin_step(trainer.step + 1))
-                self._ask(keeper)
+                self._ask(keeper, trainer.step + 1)
                 trainer.run_step(keeper)
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
                 self._end_checkpoint(groups.world)
-                self._reached(groups.world, trainer, keeper, save=bool(agreed.wishes))
+                self._reached(groups.world, trainer, keeper, agreed.wishes)
                 with self._asking:
                     self._wishes &= ~agreed.wishes
                 if agreed.wishes & Wish.STOP and trainer.step < self._task.steps:
@@ -412,19 +418,19 @@ class Job(Generic[ResultT]):
                     return None  # all members leave, to enter the view that follows
         self._tell(profiler, profiler.end_step())
         keeper.settle()
-        held_out_loss = 0.0 if self._held_out is None else self._held_out[1]
-        last, is_first = self._result_of(trainer.step), self._is_lowest()
-        result = self._task.finish(trainer, last, held_out_loss, is_first=is_first)
+        held, done = 0.0 if self._held_out is None else self._held_out[1], self._result_of(trainer.step)
+        result = self._task.finish(trainer, done, held, is_first=self._is_lowest())
         faults.hit(SAVED_POINT)
         groups.world.blocking.barrier()
         faults.hit(PARTED_POINT)
         self._remove_state()
         return JobEnd(result)
 
-    def _ask(self, keeper: Redundancy) -> None:
+    def _ask(self, keeper: Redundancy, step: int) -> None:
+        wishes = self._wishes | self._checkpoints.begin_step(step, decides=self._is_lowest())
         following = self._following
         is_there = following is not None and following.done() and not following.cancelled()
-        keeper.asked = Agenda(following.result().view.epoch if following and is_there else 0, self._wishes)
+        keeper.asked = Agenda(following.result().view.epoch if following and is_there else 0, wishes)
 
     def _stopped(self, groups: MeshGroups) -> JobEnd[ResultT]:
         """End the run before its last step, as was asked for; its state is saved, if it can be."""
@@ -449,21 +455,21 @@ class Job(Generic[ResultT]):
 
     # ---- between steps
 
-    def _reached(self, world: Group, trainer: Trainer, keeper: Redundancy, *, save: bool = False) -> None:
+    def _reached(self, world: Group, trainer: Trainer, keeper: Redundancy, asked: int = 0) -> None:
         """All have come to `trainer.step`, again after a loss: evaluate, and write the checkpoint, if due."""
-        version, options = trainer.step, self._options
-        if self._due(version, options.evaluate_every):
+        version, options, save = trainer.step, self._options, asked & (Wish.SAVE | Wish.STOP)
+        is_last, every = version == self._task.steps, options.evaluate_every
+        if is_last or (every > 0 and version % every == 0):
             self._evaluate(trainer)
-        if options.checkpoints and (save or self._due(version, options.checkpoint_every)):
+        if options.checkpoints and (save or is_last or self._checkpoints.is_due(version, asked)):
             with spans.CHECKPOINT:
                 self._checkpoints.begin(world, trainer.pieces(), version=version, loss_scale=trainer.scale)
-                if save or version == self._task.steps:
+                if save or is_last:
                     keeper.settle()  # nobody goes back behind what the files hold
                     self._checkpoints.end(world)
         if save and self._is_lowest():
-            what = (
-                f"saved: {checkpoint_in(options.out)}" if options.checkpoints else "not saved: no checkpoints"
-            )
+            path = checkpoint_in(options.out) if options.checkpoints else None
+            what = "not saved: no checkpoints" if path is None else f"saved: {path}"
             print(f"step {version} {what}", file=sys.stderr, flush=True)
 
     def _evaluate(self, trainer: Trainer) -> None:
@@ -481,8 +487,9 @@ class Job(Generic[ResultT]):
             with spans.CHECKPOINT:
                 self._checkpoints.end(world)
 
-    def _due(self, version: int, every: int) -> bool:
-        return version == self._task.steps or (every > 0 and version % every == 0)
+    def _note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
+        if self._is_lowest() and self._opened_records().put(step, **values) and says:
+            Records.tell(step, **values)
 
     # ---- results of steps
 
@@ -591,10 +598,3 @@ def _give_up(group: Group) -> None:
     """Take part in nothing more, so that others wait for this rank no longer."""
     group.abort()
     group.give_up()
-
-
-def signals_taken() -> list[signal.Signals]:
-    """Return the signals that this process may take: one that is ignored stays ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    return [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]

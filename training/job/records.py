@@ -6,7 +6,7 @@ import importlib
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -128,15 +128,38 @@ def _board_library() -> Any:
         raise UserError('files for TensorBoard need tensorboardX: pip install "zbmd[train]".') from error
 
 
+def _tail_of(file: BinaryIO) -> tuple[int, bytes, bytes]:
+    """Return the size of a file, its end, and the lines of that which are whole."""
+    size = file.seek(0, 2)
+    file.seek(max(0, size - TAIL_BYTES))
+    tail = file.read()
+    return size, tail, tail[: tail.rfind(b"\n") + 1]
+
+
+def last_values(path: Path, kind: str, *, until: int | None = None) -> dict[str, float]:
+    """Return the last line of a kind near the file's end, of a step up to `until`; empty if there is none.
+
+    Values that are not finite are left out.
+    """
+    try:
+        with path.open("rb") as file:
+            _, _, whole = _tail_of(file)
+    except OSError:
+        return {}
+    for line in reversed(whole.splitlines()):
+        noted = _noted_in(line) or {}
+        values = {name: value for name, value in noted.items() if value is not None and math.isfinite(value)}
+        if kind in values and "step" in values and (until is None or values["step"] <= until):
+            return values
+    return {}
+
+
 def last_steps(path: Path) -> dict[str, int]:
     """The last step of which each kind of line was noted, from the file's end; a torn line is cut off."""
     if not path.exists():
         return {}
     with path.open("r+b") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - TAIL_BYTES))
-        tail = file.read()
-        whole = tail[: tail.rfind(b"\n") + 1]
+        size, tail, whole = _tail_of(file)
         file.truncate(size - len(tail) + len(whole))
     found: dict[str, int] = {}
     for line in whole.splitlines():

@@ -188,6 +188,8 @@ class Wish(IntFlag):
     NOTHING = 0
     SAVE = 1
     STOP = 2
+    CHECKPOINT = 4
+    """Begin a checkpoint; nothing waits for it."""
 
 
 @dataclass(slots=True)
@@ -209,7 +211,7 @@ class Agenda:
         """Return what all ranks do, given all their votes."""
         wishes = Wish.NOTHING
         for vote in votes:
-            wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP))
+            wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP | Wish.CHECKPOINT))
         return cls(min(int(vote[2]) for vote in votes), wishes)
 
 

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from zbmd.training.checkpoint.pace import AUTO, Every
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import SHARDED_AXIS, Mesh
+from zbmd.training.job.paced import require_every
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.zero.options import STAGES, ZeroOptions
@@ -21,7 +23,8 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "float64", "bfloat16", "float16"
 
 
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe. `*_every` are in steps, 0: only at the end. The vocabulary of `model` is that of the tokens.
+    """A recipe. `*_every` are in steps, 0: only at the end; `auto`: at the
+    pace that the run measures. The vocabulary of `model` is that of the tokens.
 
     `data`: what to train on; None: the source of Python's own library.
     `loss_scale`: the initial scale of float16. `weights`: a GPT-2 in Hugging Face's layout to start from.
@@ -61,7 +64,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     offload: Path | None = None
     evaluate_every: int = 50
     evaluate_windows: int = 64
-    checkpoint_every: int = 100
+    checkpoint_every: Every = AUTO
     tensorboard: bool = False
     redundancy: str = "auto"
 
@@ -125,9 +128,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.tokens == "bpe" and self.data is None:
             raise UserError("--tokens bpe: expected --data, a file, a directory or a glob to train on.")
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
-        for name in ("evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or more.")
+        require_every(self.checkpoint_every, "--checkpoint-every")
+        if self.evaluate_every < 0:
+            raise UserError(f"evaluate_every is {self.evaluate_every}: it must be 0 or more.")
         if not 1 <= self.threads <= THREADS_MAX:
             raise UserError(f"--threads: expected 1 to {THREADS_MAX}, got {self.threads}")
         if self.evaluate_windows < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import msgspec
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
+from zbmd.training.checkpoint.pace import AUTO
 from zbmd.training.checkpoint.sharded import open_state, require_state, write_alone
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
@@ -20,7 +22,8 @@ from zbmd.training.job.explained import errors_explained
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, require_axes
 from zbmd.training.job.overwrite import holders_of
-from zbmd.training.job.records import require_board
+from zbmd.training.job.paced import PaceClock
+from zbmd.training.job.records import Records, require_board
 from zbmd.training.job.task import ResultRow
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
@@ -269,11 +272,18 @@ def run_plain(options: TrainOptions) -> TrainResult:
         with closing(open_state(options.resume, plan=plan)) as saved:
             trainer.begin_from(saved)
     began_ns, first, loss = now_ns(), trainer.step, 0.0
+    every = options.checkpoint_every
+    clock = PaceClock(options.out, first, hosts=1, begins=True, note=_say_pace)
     while trainer.step < training.steps:
-        loss, every = trainer.run_step().loss, options.checkpoint_every
-        if trainer.step == training.steps or (every > 0 and trainer.step % every == 0):
+        clock.stepped()
+        loss = trainer.run_step().loss
+        due = clock.is_due(trainer.step) if every == AUTO else every > 0 and trainer.step % every == 0
+        if due or trainer.step == training.steps:
             scale = trainer.loss_scale.values
-            write_alone(options.out, trainer.pieces(), version=trainer.step, plan=plan, loss_scale=scale)
+            clock.begun(trainer.step)
+            with clock.stalling():
+                write_alone(options.out, trainer.pieces(), version=trainer.step, plan=plan, loss_scale=scale)
+            clock.written(beside=every == AUTO)
     took_s = max(1e-9, (now_ns() - began_ns) / 1e9)
     weights = trainer.state.weights
     save_weights(options.out / WEIGHTS_NAME, weights, config, step=training.steps)
@@ -287,6 +297,11 @@ def run_plain(options: TrainOptions) -> TrainResult:
         weights_sha256=weights_sha256(weights),
         directory=str(options.out),
     )
+
+
+def _say_pace(step: int, values: Mapping[str, float], says: bool) -> None:
+    if says:
+        Records.tell(step, **values)
 
 
 async def train(options: TrainOptions, task_of: type[EngineTask] = EngineTask) -> TrainResult | None:
@@ -324,6 +339,7 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
                 resume=options.resume,
                 evaluate_every=options.evaluate_every,
                 checkpoint_every=options.checkpoint_every,
+                hosts=1 if launched is None else launched.hosts,
                 checkpoints=options.precision != "float64",
                 tensorboard=options.tensorboard,
                 replicas=_has_replicas(options, mesh),

@@ -25,7 +25,8 @@ import structlog
 from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import Piece, checkpoint_in, name_written, read_names, write_shard_of
 from zbmd.training.checkpoint.storage import Directory
-from zbmd.training.job.job import SIGNALS, signals_taken
+from zbmd.training.job.paced import PaceClock
+from zbmd.training.job.signals import SIGNALS, signals_taken
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.torch import points
 from zbmd.training.torch.state import LoopState
@@ -57,6 +58,8 @@ class LoopCheckpoints:
 
     def __init__(self, out: Path, *, run_id: str, plan: str, state: LoopState, every: int) -> None:
         self._out, self._run_id, self._plan, self._state, self._every = out, run_id, plan, state, every
+        self.clock: PaceClock | None = None
+        """Of rank 0, which asks all ranks for a checkpoint when one is due."""
         self._pending: _Pending | None = None
         self._naming: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, "zbmd-checkpoint")
@@ -92,23 +95,32 @@ class LoopCheckpoints:
         asked: by all ranks, in the votes for it. pieces: returns what this rank writes. One that is due while
         another is being written follows that.
         """
-        if not (asked & Wish.SAVE or (self._every and step % self._every == 0)):
-            return
-        if self._pending is not None:
-            self.wishes |= Wish.SAVE
-            return
-        self.begin(step, pieces, epoch, told=bool(asked & Wish.SAVE))
+        if asked & (Wish.SAVE | Wish.CHECKPOINT) or (self._every and step % self._every == 0):
+            if self._pending is None:
+                self.begin(step, pieces, epoch, told=bool(asked & Wish.SAVE))
+            else:
+                self.wishes |= Wish.SAVE
+        if self.clock is not None:
+            self.clock.stepped()
+            if self.clock.is_due(step + 1):
+                self.wishes |= Wish.CHECKPOINT
 
     def begin(
         self, step: int, pieces: Callable[[], Sequence[Piece]], epoch: int, *, told: bool = False
     ) -> None:
         """Begin to write a checkpoint, in the place of any other that is not named. told: see `_Pending`."""
-        self.wishes &= ~Wish.SAVE
+        self.wishes &= ~(Wish.SAVE | Wish.CHECKPOINT)
         words = f"{self._run_id}/{step}/{epoch}"
         stem = f"checkpoint-{step}-{hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}"
         if self._pending is not None and self._pending.stem == stem:
             return
-        wrote = self._pool.submit(self._write, stem, pieces())
+        if self.clock is None:
+            copied = pieces()
+        else:
+            self.clock.begun(step)
+            with self.clock.stalling():
+                copied = pieces()
+        wrote = self._pool.submit(self._write, stem, copied)
         self._pending = _Pending(stem, step, wrote, told)
 
     def _write(self, stem: str, pieces: Sequence[Piece]) -> str:
@@ -129,6 +141,8 @@ class LoopCheckpoints:
 
     def abandon(self) -> None:
         """A rank is lost: whoever replaces it writes nothing of the checkpoint under way."""
+        if self.clock is not None:
+            self.clock.cut()
         if self._pending is not None:
             self._pending = None
             self.wishes |= Wish.SAVE
@@ -147,6 +161,8 @@ class LoopCheckpoints:
         told = False
         if self._pending is not None and self._pending.stem == stem:
             told, self._pending = self._pending.told, None
+            if self.clock is not None:
+                self.clock.written(beside=True)
         if self._state.rank == 0:
             headers = {place: each.digest for place, each in enumerate(written) if each.digest}
             self._naming = self._pool.submit(self._name, stem, step, headers, told)

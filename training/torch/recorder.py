@@ -11,14 +11,16 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.training.job.overwrite import claimed
+from zbmd.training.job.paced import PaceClock
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import state_digest
 from zbmd.training.run.ledger import (
@@ -127,7 +129,8 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
 class Recorder:
     """The files of the writer in `out`. fresh: this rank replaces the last one. Raises `UserError`.
 
-    resumed: the step of the checkpoint in `out` that the run goes on from; None: it begins.
+    resumed: the step of the checkpoint in `out` that the run goes on from; None: it begins. paced: whether
+    its checkpoints have a `clock`.
     """
 
     def __init__(
@@ -139,11 +142,17 @@ class Recorder:
         seed: int,
         fresh: bool,
         resumed: int | None = None,
+        paced: bool = False,
     ) -> None:
         self._out, self._seed, self._fresh = out, seed, fresh
         path = out / LOG_NAME
         begun = fresh and has_log(path) and read_header(path).run_id == run_id
         first = 0 if begun or resumed is None else resumed
+        self.clock: PaceClock | None = None
+        if paced:  # before the records of steps that were lost go
+            launched = RankEnvironment.read(os.environ)
+            hosts = 1 if launched is None else launched.hosts
+            self.clock = PaceClock(out, first, hosts=hosts, begins=not fresh, note=self._note_pace)
         self._log = RunLog(
             out,
             run_id=run_id,
@@ -183,10 +192,18 @@ class Recorder:
             self._log.append(record)
         faults.hit(points.LOGGED)
         noted = noted_of(rows[0], len(rows))
+        records = self._opened()
+        if noted is not None and noted.names:
+            records.put(record.version, **means_of(rows, noted.names))
+
+    def _note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
+        if self._opened().put(step, **values) and says:
+            Records.tell(step, **values)
+
+    def _opened(self) -> Records:
         if self._records is None:
             self._records = Records(self._out, tensorboard=False, again=self._fresh)
-        if noted is not None and noted.names:
-            self._records.put(record.version, **means_of(rows, noted.names))
+        return self._records
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -21,7 +21,9 @@ from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import world
+from zbmd.training.checkpoint.pace import AUTO, Every
 from zbmd.training.checkpoint.sharded import Piece
+from zbmd.training.job.paced import require_every
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
@@ -69,7 +71,7 @@ class Options:
     """The options of a loop; see `resilient`. out: None: it leaves no files."""
 
     out: Path | None
-    checkpoint_every: int
+    checkpoint_every: Every
     resume: bool
     exact: bool | int
 
@@ -192,6 +194,7 @@ class Run:
             seed=state.seed,
             fresh=fresh,
             resumed=state.position.step if options.resume else None,
+            paced=options.checkpoint_every == AUTO,
         )
         CONTINUITY.at_leave(self._recorder.close)
         if fresh:
@@ -206,11 +209,16 @@ class Run:
             run_id=self._run_id,
             plan=self._plan.text(),
             state=self._state,
-            every=options.checkpoint_every,
+            every=0 if options.checkpoint_every == AUTO else options.checkpoint_every,
         )
+        self._pace_checkpoints()
         CONTINUITY.at_leave(self._checkpoints.close)
         if fresh:
             self._checkpoints.committed(votes.written_in(self._state.rows))
+
+    def _pace_checkpoints(self) -> None:
+        if self._checkpoints is not None and self._recorder is not None:
+            self._checkpoints.clock = self._recorder.clock
 
     # What scripts use.
 
@@ -499,6 +507,7 @@ class Run:
             self._shares.assign(self._state.rank, self._state.ranks)
             if self._recorder is None:
                 self._open_recorder(fresh=True)
+                self._pace_checkpoints()
         self._shares.at = 0
         return promoted
 
@@ -546,7 +555,7 @@ def resilient(
     *others: Any,
     seed: int | None = None,
     out: str | os.PathLike[str] | None = None,
-    checkpoint_every: int = 0,
+    checkpoint_every: Every = 0,
     resume: bool = False,
     exact: bool | int = False,
 ) -> Run:
@@ -563,7 +572,8 @@ def resilient(
     process groups are made. Raises `UserError` for what cannot be continued, and `DistBackendError`.
 
     out: a directory that all ranks share: of the commit log and the metrics, for `zbmd ledger`, and of the
-    checkpoint, which is written after each `checkpoint_every` steps, and when a signal asks for it.
+    checkpoint, which is written after each `checkpoint_every` steps ("auto": at the pace that
+    the loop measures), and when a signal asks for it.
     resume: go on from the checkpoint in `out`. exact: the bits do not depend on the number of ranks: a batch
     has so many logical shares (True: as many as ranks), each with the loader's batch size, which the ranks
     divide among them.
@@ -577,8 +587,7 @@ def resilient(
             )
     if out is None and (checkpoint_every or resume):
         raise UserError("zbmd.torch.resilient(checkpoint_every=…, resume=…) needs a directory: give it out=…")
-    if checkpoint_every < 0:
-        raise UserError(f"zbmd.torch.resilient(checkpoint_every={checkpoint_every}): 0 or more steps")
+    require_every(checkpoint_every, "zbmd.torch.resilient(checkpoint_every=…)")
     options = Options(
         out=None if out is None else Path(out), checkpoint_every=checkpoint_every, resume=resume, exact=exact
     )

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import zbmd.torch
+from zbmd.training.checkpoint.pace import parse_every
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -83,7 +84,7 @@ def main() -> None:
         model,
         optimizer,
         out=os.environ["OUT"],
-        checkpoint_every=int(os.environ.get("EVERY", "0")),
+        checkpoint_every=parse_every(os.environ.get("EVERY", "0")),
         resume="RESUME" in os.environ,
         exact=int(os.environ.get("EXACT", "0")),
     )

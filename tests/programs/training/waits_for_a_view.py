@@ -17,7 +17,7 @@ ask, asked, begun = Job._ask, 0, -1
 sizes = [int(number) for number in sys.argv.pop(1).split(",")]
 
 
-def ask_later(self: Job[object], keeper: Redundancy) -> None:
+def ask_later(self: Job[object], keeper: Redundancy, step: int) -> None:
     global asked, begun
     asked += 1
     size = 0 if self._world is None else self._world.size
@@ -30,7 +30,7 @@ def ask_later(self: Job[object], keeper: Redundancy) -> None:
             print(f"rank 0 waits in a group of {size}", flush=True)
             while self._following is not None and not self._following.done():
                 threading.Event().wait(0.01)
-    ask(self, keeper)
+    ask(self, keeper, step)
 
 
 Job._ask = ask_later  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ import pytest
 
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.plan.checkpoint_plan import CheckpointInputs, CheckpointPlan, plan_checkpoint
-from zbmd.tools.plan.intervals import best
+from zbmd.training.checkpoint.intervals import best
 
 SMALL = ("--accelerators", "1", "--mtbf", "8h", "--write", "4min")
 LARGE = ("--accelerators", "16384", "--mtbf", "200h", "--state", "2TiB", "--bandwidth", "400GiB/s")

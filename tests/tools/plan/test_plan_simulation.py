@@ -5,16 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zbmd.tools.plan.intervals import (
-    Failing,
-    Level,
-    daly_s,
-    exact_s,
-    lost,
-    lost_by_level,
-    nested,
-    young_s,
-)
 from zbmd.tools.plan.simulation import (
     Failures,
     Setup,
@@ -24,6 +14,16 @@ from zbmd.tools.plan.simulation import (
     several_levels,
     simulate,
     validity,
+)
+from zbmd.training.checkpoint.intervals import (
+    Failing,
+    Level,
+    daly_s,
+    exact_s,
+    lost,
+    lost_by_level,
+    nested,
+    young_s,
 )
 from zbmd.transport.errors import UserError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 from functools import cache
@@ -20,8 +21,10 @@ from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import Outcome
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.checkpoint.index import SHARDS_NAME, Retention, is_shard
+from zbmd.training.checkpoint.pace import FIRST_STEPS
 from zbmd.training.checkpoint.sharded import open_state, read_names, write_alone
 from zbmd.training.job.overwrite import claimed
+from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.run.ledger import LOG_NAME, read_log
 from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.transport.errors import UserError
@@ -121,6 +124,25 @@ async def test_a_rank_that_is_killed_in_a_checkpoint_is_replaced_and_writes_anot
     assert result.restarts == len(fault.split(",")), "\n".join(lines)
     assert set(told_in(lines)) <= wanted
     require_tidy(out, steps)
+
+
+async def test_a_loop_measures_when_its_checkpoints_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 asks for all; a run that is lost as a whole counts as a failure, a replaced rank does not."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    out = tmp_path / "run"
+    more = {"OUT": str(out), "EVERY": "auto", "EPOCHS": "20"}
+    result, lines = await train(RECORDED, "", "rank0:loop.named:1,rank1:loop.meet:1", ranks=2, more=more)
+    assert result.outcome is Outcome.FAILED, "\n".join(lines)
+    assert read_names(out / SHARDS_NAME).version == FIRST_STEPS
+    result, lines = await train(RECORDED, "", "rank0:loop.begin:2", ranks=2, more={**more, "RESUME": "1"})
+    assert result.outcome is Outcome.SUCCEEDED and result.restarts == 1, "\n".join(lines)
+    require_tidy(out, 100)
+    noted = [json.loads(line) for line in (out / METRICS_NAME).read_text().splitlines()]
+    first, lost, *_ = paces = [line for line in noted if "checkpoint_every" in line]
+    assert [pace["failures"] for pace in paces][:2] == [0, 1] and lost["step"] == first["step"] == FIRST_STEPS
+    assert 0 < first["stall_s"] < first["latency_s"] and lost["mtbf_s"] < 0.1 * first["mtbf_s"]
 
 
 async def test_a_job_that_is_lost_in_a_checkpoint_goes_on_from_the_one_before(

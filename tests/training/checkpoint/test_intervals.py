@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.tools.plan.intervals import (
+from zbmd.training.checkpoint.intervals import (
     SMALL,
     Failing,
     Level,

@@ -181,8 +181,30 @@ class Communicator(FastPathCalls):
         self._turns.explain = explain
 
     def label(self, text: Callable[[], str]) -> None:
-        """Have errors of the next operation name it so: in its caller's words."""
+        """Have errors of the next operation name it so: in its caller's words. Ends what flies."""
+        self.fast_path.land()
         self._turns.labels.append(text)
+
+    def begin(
+        self,
+        call: tuple[int, Any, Any, str, int],
+        timeout_ns: int,
+        text: Callable[[], str],
+        landed: Callable[[BaseException | None], object],
+    ) -> bool:
+        """Begin a small call in the fast path, if it can be; see `FastPath.begin`.
+
+        call: its operation, x, out, op and root. text: as `label` takes it; not known where it has not begun.
+        """
+        self.fast_path.land_now()
+        if self.fast_path.flies:
+            return False
+        self._turns.labels.append(text)
+        operation, x, out, op, root = call
+        if self.fast_path.begin(operation, x, out, op, "auto", root, timeout_ns, landed) is not None:
+            return True
+        self._turns.labels.remove(text)
+        return False
 
     @property
     def labelled(self) -> list[str]:

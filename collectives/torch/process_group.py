@@ -50,8 +50,13 @@ dist: Any = importlib.import_module("torch.distributed")
 
 Operation = Callable[[Any, int], object]
 """Takes the communicator, or its stand-in, and the deadline, ns."""
+Call = tuple[int, Any, Any, str, int]
+"""A call as the fast path knows it: its operation, x, out, reduction and root."""
 _NO_TIME = timedelta(0)
 _ALL_REDUCE: Final = catalogue.Operation.ALL_REDUCE.value
+_ALL_GATHER: Final = catalogue.Operation.ALL_GATHER.value
+_BROADCAST: Final = catalogue.Operation.BROADCAST.value
+_REDUCE_SCATTER: Final = catalogue.Operation.REDUCE_SCATTER.value
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
@@ -103,9 +108,9 @@ class Operations(Messages):
         if CONTINUITY.is_usual and reduction.factor is None and self._is_first() and not profiled():
             array = array_in_place(tensor)
             if array is not None and getattr(opts, "asyncOp", True):
-                call = _ALL_REDUCE, array, None, reduction.name
                 called = Called("all_reduce", (), reduction.said, tensor=tensor)
-                work = self._begin_here(called, call, tensor, opts, timeout)
+                call = _ALL_REDUCE, array, None, reduction.name, NO_ROOT
+                work = self._begin_here(called, call, [tensor], opts, timeout)
                 if work is not None:
                     return work
             elif array is not None:
@@ -148,7 +153,8 @@ class Operations(Messages):
             c.broadcast(buffer.array, place, deadline_ns=end_ns)
 
         called = Called("broadcast", [buffer], f", src={place}")
-        return self._queue(called, run, tensors, opts, timeout, home=[buffer])
+        call = _BROADCAST, buffer.array, None, "sum", place
+        return self._queue(called, run, [only(tensors)], opts, timeout, home=[buffer], call=call)
 
     @raising
     def reduce(
@@ -183,7 +189,11 @@ class Operations(Messages):
                 c.all_gather(source.array, target.array.reshape(c.size, -1), deadline_ns=end_ns)
 
         called = Called("all_gather_into_tensor", [source for source, _ in pairs], together=True)
-        return self._queue(called, run, outputs, opts, timeout, home=targets)
+        call = None
+        if len(pairs) == 1:
+            [(source, target)] = pairs
+            call = _ALL_GATHER, source.array, target.array.reshape(self.size(), -1), "sum", NO_ROOT
+        return self._queue(called, run, outputs, opts, timeout, home=targets, call=call)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -279,7 +289,12 @@ class Operations(Messages):
 
         sources = [source for source, _ in pairs]
         called = Called("reduce_scatter_tensor", sources, reduction.said, together=True)
-        return self._queue(called, run, outputs, opts, timeout, home=targets)
+        call = None
+        if len(pairs) == 1:
+            [(source, target)] = pairs
+            rows = source.array.reshape(self.size(), -1)
+            call = _REDUCE_SCATTER, rows, target.array, reduction.name, NO_ROOT
+        return self._queue(called, run, outputs, opts, timeout, home=targets, call=call)
 
     @raising
     def reduce_scatter(
@@ -359,8 +374,16 @@ class Operations(Messages):
         timeout: Any = None,
         *,
         home: Sequence[TensorBuffer] = (),
+        call: Call | None = None,
     ) -> Any:
-        """Queue an operation, after which what came into the buffers of `home` is in their tensors."""
+        """Queue an operation, after which what came into the buffers of `home` is in their tensors.
+
+        call: what the fast path may begin instead.
+        """
+        if call and CONTINUITY.is_usual and not called.terms and getattr(opts, "asyncOp", True):
+            work = None if profiled() else self._begin_here(called, call, outputs, opts, timeout, home)
+            if work is not None:
+                return work
         self._number(called, opts, timeout)
         if CONTINUITY.is_alone:
             self._alone(operation, home)
@@ -400,15 +423,18 @@ class Operations(Messages):
                 if forgive is None or not forgive(error, epoch):
                     raise in_call(error, called.text()) from None
                 self._alone(operation)
-            for buffer in home:
-                buffer.bring_home()
-            called.ended_ns = now_ns()
-            CONTINUITY.record(self._name, called.number, outputs)
+            self._ended(called, outputs, home)
 
         if self._may_run_here(opts):
             run(self._group.communicator)
             return OVER
         return self._work(self._group.submit(run, patience_s=(end_ns - now_ns()) / 1e9), outputs)
+
+    def _ended(self, called: Called, outputs: Sequence[Any], home: Sequence[TensorBuffer]) -> None:
+        for buffer in home:
+            buffer.bring_home()
+        called.ended_ns = now_ns()
+        CONTINUITY.record(self._name, called.number, outputs)
 
     def _alone(self, operation: Operation, home: Sequence[TensorBuffer] = ()) -> None:
         """Carry an operation out without the others."""
@@ -416,17 +442,27 @@ class Operations(Messages):
         for buffer in home:
             buffer.bring_home()
 
-    def _begin_here(self, called: Called, call: tuple[Any, ...], output: Any, opts: Any, timeout: Any) -> Any:
+    def _begin_here(
+        self,
+        called: Called,
+        call: Call,
+        outputs: Sequence[Any],
+        opts: Any,
+        timeout: Any,
+        home: Sequence[TensorBuffer] = (),
+    ) -> Any:
         """Begin a small operation that has been made before on this thread; None: it is to be queued.
 
-        call: its operation, arrays and reduction. The thread that waits for it ends it.
+        The thread that waits for it ends it.
         """
-        done, epoch, communicator = Future[Any](), self._group.epoch, self._group.communicator
+        if not self._is_first():
+            return None
+        done, epoch = Future[Any](), self._group.epoch
 
         def landed(error: BaseException | None) -> None:
-            called.ended_ns = now_ns()
+            _ = call  # whose arrays it reads and writes until now
             if error is None:
-                CONTINUITY.record(self._name, called.number, [output])
+                self._ended(called, outputs, home)
                 done.set_result(None)
                 return
             if isinstance(error, ZbmdError):
@@ -436,12 +472,11 @@ class Operations(Messages):
 
         self._number(called, opts, timeout)
         called.began_ns = called.called_ns
-        communicator.label(called.text)
-        if communicator.fast_path.begin(*call, "auto", NO_ROOT, called.limit_ns, landed) is None:
+        if not self._group.communicator.begin(call, called.limit_ns, called.text, landed):
             self._calls -= 1
             return None
         self.flights.append(called)
-        work = Work(done, [output], self._completers, None, self._group)
+        work = Work(done, outputs, self._completers, None, self._group)
         self._kept.append(work)
         return work
 

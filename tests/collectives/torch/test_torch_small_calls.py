@@ -73,6 +73,30 @@ for k in range(100):
 assert path.taken == taken + 200
 world.made.submit = submit
 
+# So do those that FSDP, tensor parallelism and samplers make.
+x, rows, out, part = torch.empty(3), torch.empty(2, 3), torch.empty(6), torch.empty(3)
+KINDS = {
+    "broadcast": lambda now: dist.broadcast(x, 1, async_op=now),
+    "all_gather_into_tensor": lambda now: dist.all_gather_into_tensor(out, x, async_op=now),
+    "reduce_scatter_tensor": lambda now: dist.reduce_scatter_tensor(part, rows.flatten(), async_op=now),
+}
+for name, call in KINDS.items():
+    call(False)  # known from now on
+    world.made.submit, taken = (lambda *_, **__: 1 / 0), path.taken
+    for k in range(50):
+        x.fill_(10 * k + me), out.fill_(-1), part.fill_(-1)
+        rows.copy_(torch.arange(6.0).reshape(2, 3) + k + me)
+        work = call(True)
+        assert work.wait() and work.is_success() and len(work.result()) == 1
+        if name == "broadcast":
+            assert (x == 10 * k + 1).all()
+        elif name == "all_gather_into_tensor":
+            assert (out == 10 * k + torch.tensor([0.0, 0, 0, 1, 1, 1])).all()
+        else:
+            assert (part == 2 * torch.arange(6.0).reshape(2, 3)[me] + 2 * k + 1).all()
+    assert path.taken == taken + 50, name
+    world.made.submit = submit
+
 if me == 0:
     # The other one has not come: the call flies, and that rank needs nothing more of this one.
     x, work = reduced(1)
@@ -125,10 +149,11 @@ else:
     reduced(4, async_op=False)
     reduced(5, async_op=False)
 
-# Calls that differ.
+# Calls that differ: the error is of the one that does, whichever call ends it.
 if me == 0:
     x, work = reduced(1)
     let_go()
+    fails(lambda: dist.broadcast(torch.ones(2), 0), "Aborted", "all_reduce(float32[4], SUM) on rank 0")
     fails(work.wait, "Desynchronised", "all_reduce(float32[4], SUM) on rank 0", "(float32[5], SUM) on rank 1")
     assert isinstance(work.exception(), dist.DistBackendError) and not work.is_success()
 else:

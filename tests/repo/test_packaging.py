@@ -56,7 +56,7 @@ NODE_COMMANDS = (
 )
 COMMANDS = (
     *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "goodput", "snapshots"),
-    *("trace", "query", "export", "plan"),
+    *("trace", "query", "export", "dashboard", "plan"),
     *("plan pipeline", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
     *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),
 )

@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   zbmd profile zbmd-runs/demo
   zbmd trace zbmd-runs/demo --steps 20:24
   zbmd goodput zbmd-runs/demo -o goodput.svg
+  zbmd dashboard zbmd-runs/demo
   zbmd query zbmd-runs/demo "select rank, avg(wall_ns) from step_timing group by rank"
   zbmd export zbmd-runs/demo --format parquet
   zbmd replay run.zlog --until hang
@@ -45,6 +46,7 @@ COMMANDS: Final = {
     "goodput": "runs.goodput_command:add_goodput",
     "plan": "plan.command:add_plan",
     "train": "train.command:add_train",
+    "dashboard": "dashboard.command:add_dashboard",
     "query": "telemetry.commands:add_telemetry",
     "export": "telemetry.commands:add_telemetry",
     "snapshots": "runs.snapshots:add_snapshots",

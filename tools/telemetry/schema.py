@@ -129,7 +129,13 @@ CREATE TABLE sources (  -- the files that were read, and how far
     files_lost INTEGER NOT NULL DEFAULT 0  -- are gone, and may have held more lines
 ) WITHOUT ROWID""",
 }
-INDEXES: Final = (
+_SUMS: Final = ", ".join(SUMMED_COLUMNS)
+VIEWS_AND_INDEXES: Final = (
+    # All steps of all ranks, one by one as long as they are kept so.
+    "CREATE VIEW step_sums AS SELECT incarnation_id, rank, step AS first_step, 1 AS steps, begin_ns, "
+    f"{_SUMS}, activation_bytes FROM step_timing UNION ALL SELECT incarnation_id, rank, first_step, steps, "
+    f"begin_ns, {_SUMS}, NULL FROM step_history",
+    "CREATE INDEX step_timing_begin ON step_timing (begin_ns)",
     "CREATE INDEX step_timing_step ON step_timing (step)",
     "CREATE INDEX gpu_timeline_begin ON gpu_timeline (begin_ns)",
     "CREATE INDEX gpu_timeline_step ON gpu_timeline (step)",
@@ -168,7 +174,7 @@ def _connect(name: str) -> sqlite3.Connection:
         connection.execute("BEGIN IMMEDIATE")
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if not tables:
-            for statement in (*TABLES.values(), *INDEXES):
+            for statement in (*TABLES.values(), *VIEWS_AND_INDEXES):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.train.command import recipe_of
 from zbmd.transport import kill_points as faults
 
@@ -26,3 +29,11 @@ async def run(arguments: Sequence[str], *, fault: str = "", on_loss: OnLoss = On
         preload=("zbmd.training.sharded.run",),
     )
     assert (await Host(config, output=lines).run()).exit_code == 0, "\n".join(lines.lines)
+
+
+def killed_run(directory: Path) -> Path:
+    """The directory of a run of which rank 1 was killed in step 3, of six."""
+    data = write_text(directory / "text")
+    arguments = ("--data", str(data), *SIZES, "--out", str(directory / "run"))
+    asyncio.run(run(arguments, fault="rank1#1:mirror.prepared:3", on_loss=OnLoss.REPLACE))
+    return directory / "run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import importlib.util
 import json
@@ -16,10 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs.profiles import WALL, S, encoded, life, step
-from support.jobs.two_ranks import SIZES, run
+from support.jobs.two_ranks import killed_run
 
-from zbmd.actors.view import OnLoss
-from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.telemetry.ingest import HISTORY_STEPS, Added, RunDatabase
 from zbmd.tools.telemetry.schema import DATABASE_NAME, PHASE_COLUMNS, TABLES
@@ -36,12 +33,7 @@ def one(database: RunDatabase, sql: str, *values: object) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of two ranks, of which rank 1 was killed in step 3."""
-    directory = tmp_path_factory.mktemp("killed")
-    data = write_text(directory / "text")
-    arguments = ("--data", str(data), *SIZES, "--out", str(directory / "run"))
-    asyncio.run(run(arguments, fault="rank1#1:mirror.prepared:3", on_loss=OnLoss.REPLACE))
-    return directory / "run"
+    return killed_run(tmp_path_factory.mktemp("killed"))
 
 
 def test_a_run_with_a_kill(killed: Path) -> None:

@@ -23,6 +23,7 @@ from zbmd.actors.bootstrap.attached.client import host_name, plan_of
 from zbmd.actors.bootstrap.attached.messages import Hello, Order, Plan, decode_hello, decode_plan, encode
 from zbmd.actors.process.exit import script_ended
 from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.collectives.p2p.tagged import named
 from zbmd.collectives.torch.served_store import keep_store
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import leave, world
@@ -113,13 +114,26 @@ class Meeting:
         return plan
 
     def address(self, plan: Plan, host: int, *, given: str = "") -> str:
-        """Return where the ranks of a host attach. given: by the one that has started the supervisor."""
-        key = f"host/{plan.name}/{host}"
+        """Return where the ranks of a host attach, once the supervisors of all hosts are up.
+
+        given: by the one that has started this host's. Raises `UserError` if one of them has failed.
+        """
         if given:
-            self._put(key, given.encode())
-            return given
-        starter = plan.hosts[host][0]
-        return self._wait([key], f"rank {starter} has not started the supervisor of its host")[0].decode()
+            self._put(f"host/{plan.name}/{host}", given.encode())
+        keys = [f"host/{plan.name}/{number}" for number in range(len(plan.hosts))]
+        starters = named([ranks[0] for ranks in plan.hosts])
+        said = self._wait(keys, f"of {starters} not each has started the supervisor of its host")
+        return [client.address_of(each) for each in said][host]
+
+    def give_up(self, plan: Plan, host: int, error: ZbmdError) -> None:
+        """Tell the others why this host has no supervisor; those who wait for that raise `UserError`."""
+        ranks = plan.hosts[host]
+        reason = (
+            f"{named(ranks[:ABSENT_NAMED_MAX])}: {error} Expected hosts that reach each other over TCP, at "
+            "the address of their ranks' store (MASTER_ADDR) or of one of their interfaces"
+        )
+        for key in [f"host/{plan.name}/{host}", *([] if host else [f"founder/{plan.name}"])]:
+            self._put(key, f"{client.FAILED}{reason}".encode())
 
     def founder(self, plan: Plan, *, given: str = "") -> tuple[str, ...]:
         """Return where the supervisor of the first host is for others. given: its own idea of that."""
@@ -132,7 +146,8 @@ class Meeting:
             self._put(key, ",".join(found).encode())
             return tuple(found)
         starter = plan.hosts[0][0]
-        return tuple(self._wait([key], f"rank {starter} has not started a supervisor")[0].decode().split(","))
+        said = self._wait([key], f"rank {starter} has not started a supervisor")[0]
+        return tuple(client.address_of(said).split(","))
 
     def _answer(self, name: str) -> None:
         keys = [f"hello/{rank}" for rank in range(self.size)]
@@ -196,7 +211,12 @@ def _host_of(store: Any) -> str:
 def _attach(meeting: Meeting, plan: Plan) -> None:
     global _attachment
     host = next(number for number, ranks in enumerate(plan.hosts) if meeting.rank in ranks)
-    given = _started(meeting, plan, host) if plan.hosts[host][0] == meeting.rank else ""
+    given = ""
+    if plan.hosts[host][0] == meeting.rank:
+        try:
+            given = _started(meeting, plan, host)
+        except ZbmdError as error:
+            meeting.give_up(plan, host, error)
     address = meeting.address(plan, host, given=given)
     use_cookie(plan.cookie.encode() or None)
     _attachment = client.attach(address, meeting.rank, meeting.left_s)

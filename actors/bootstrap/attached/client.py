@@ -94,7 +94,9 @@ def _uneven(hosts: Sequence[Sequence[int]]) -> str:
 
 BACKLOG: Final = 1024
 DETACH_S_MAX: Final = 1.0
-ADDRESS_BYTES_MAX: Final = 512
+SAID_BYTES_MAX: Final = 4096
+FAILED: Final = "!"
+"""Begins what a supervisor, or the rank that starts it, says in the place of an address."""
 _MAIN: Final = (
     "import os, sys; os.fork() and os._exit(0); os.setsid(); "  # so that the starter has no child
     "from zbmd.actors.bootstrap.attached.supervisor import serve; serve(*map(int, sys.argv[1:]))"
@@ -105,7 +107,7 @@ def start(order: Order) -> tuple[str, str]:
     """Start the supervisor of this host; return the address to attach at, and its node's: "" on one host.
 
     Processes may attach at once: the supervisor takes them as soon as it is up. Raises OSError; and
-    `PeerLost` and `DeadlineExceeded` where its node's address does not come.
+    `PeerLost`, `DeadlineExceeded` and `UserError` where its node's address does not come.
     """
     address = f"zbmd-attached-{os.getuid()}-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -139,11 +141,19 @@ def _node_address(answers: RawIOBase, order: Order) -> str:
                 f"the supervisor of this host did not begin within {order.patience_s:g} s: see what it says "
                 "on standard error, or raise the timeout of init_process_group"
             )
-        data = answers.read(ADDRESS_BYTES_MAX)
-        if not data or len(said) > ADDRESS_BYTES_MAX:
+        data = answers.read(SAID_BYTES_MAX)
+        if not data or len(said) > SAID_BYTES_MAX:
             raise PeerLost("the supervisor of this host", "it says on standard error why it failed")
         said += data
-    return said.decode().strip()
+    return address_of(said)
+
+
+def address_of(said: bytes) -> str:
+    """Return the address that is said. Raises `UserError` if it is the reason why there is none."""
+    text = said.decode(errors="replace").strip()
+    if text.startswith(FAILED):
+        raise UserError(text.removeprefix(FAILED))
+    return text
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from typing import Final, NoReturn, assert_never
 import structlog
 
 from zbmd.actors.bootstrap.attached import machine as m
+from zbmd.actors.bootstrap.attached.client import FAILED
 from zbmd.actors.bootstrap.attached.messages import (
     PACKET_BYTES_MAX,
     Attach,
@@ -61,6 +62,11 @@ PEER_PIDFD: Final = 77
 """SO_PEERPIDFD: Linux 6.5; before, the process is found by its id."""
 KEPT_NAMES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OWN_PREFIX: Final = "ZBMD_"
+JOIN_S_MAX: Final = 30.0
+"""To reach the node of the first host, which has begun and waits for the others."""
+JOIN_SHARE: Final = 0.8
+"""Of the ranks' patience, at most: why it has failed is to reach them before that is over."""
+REASON_BYTES_MAX: Final = 2048
 
 
 @dataclass(slots=True)
@@ -309,6 +315,7 @@ async def run_node(
         await node.live()
     except BaseException as error:
         node.capture.failed(error)
+        node.tell_failure(f"{error}" or type(error).__name__)
         raise
     finally:
         node.capture.close("the job is over")
@@ -337,11 +344,12 @@ class AttachedNode(OneJobNode):
         self._template, self._tell = template, tell
         self._told = False
         patience_ns = round(order.patience_s * SECOND_NS)
+        join_ns = round(min(JOIN_S_MAX, order.patience_s * JOIN_SHARE) * SECOND_NS)
         config = NodeConfig(
             name=node_name("", order.host),
             listen=TcpAddress(host="", port=0),
             joins=tuple(parse_address(address) for address in order.joins),
-            join_ns=patience_ns,
+            join_ns=join_ns,
             cookie=order.cookie.encode(),
             settings=tcp_settings(),
             run=f"the attached ranks {order.name}",
@@ -376,6 +384,12 @@ class AttachedNode(OneJobNode):
             self._told = True
             self._tell(me.address)
         super().began(me)
+
+    def tell_failure(self, reason: str) -> None:
+        """Tell the starter why there is no address, if it has none yet."""
+        if not self._told:
+            self._told = True
+            self._tell(FAILED + " ".join(reason.split())[:REASON_BYTES_MAX])
 
     def say(self, text: str) -> None:
         """See `OneJobNode`."""

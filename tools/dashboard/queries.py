@@ -196,9 +196,9 @@ def cluster(connection: sqlite3.Connection) -> Answer:
         "WHERE l.rank = i.rank) ORDER BY rank"
     ).fetchall()
     names = ("rank", "incarnation", "host", "pid", "boot_id", "began_ns", "processor", "dtype", "threads")
-    names += ("gflops_peak", "step", "restarts", "last_death")
+    more = ("gflops_peak", "step", "restarts", "last_death")
     here = boot_id()
-    found = [dict(zip(names, row, strict=True)) for row in rows]
+    found = [dict(zip((*names, *more), row, strict=True)) for row in rows]
     for row in found:
         is_here = row.pop("boot_id") == here
         row["state"] = (

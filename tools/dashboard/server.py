@@ -164,7 +164,7 @@ class Dashboard:
     async def serving(self, host: str, port: int) -> AsyncGenerator[str]:
         """Serve within the context; yields the address. port: 0 for any. Raises `UserError`."""
         web = self._web
-        application = web.Application(middlewares=[self._guarded], client_max_size=1 << 16)
+        application = web.Application(middlewares=[web.middleware(self._guard)], client_max_size=1 << 16)
         application.router.add_get("/", self._first)
         for page in PAGES:
             application.router.add_get(f"/{page}", self._page)
@@ -197,29 +197,25 @@ class Dashboard:
 
     # ---- who may ask
 
-    @property
-    def _guarded(self) -> Any:
-        web = self._web
-
-        @web.middleware
-        async def guard(request: web.Request, handler: Callable[[Any], Awaitable[web.StreamResponse]]) -> Any:
-            given = request.query.get("token") or request.cookies.get(TOKEN_NAME, "")
-            header = request.headers.get("Authorization", "")
-            given = header.removeprefix("Bearer ") if header.startswith("Bearer ") else given
-            if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
-                raise web.HTTPForbidden(
-                    text="a token is needed: open the address that zbmd dashboard has printed\n"
-                )
-            if not self._token and not is_local(request.headers.get("Host", "")):
-                raise web.HTTPForbidden(text="this page is for this machine alone\n")
-            response = await handler(request)
-            if not response.prepared:
-                response.headers.update(HEADERS)
-                if self._token and "token" in request.query:
-                    response.set_cookie(TOKEN_NAME, self._token, httponly=True, samesite="Strict")
-            return response
-
-        return guard
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Let a request pass that may; a middleware of aiohttp."""
+        given = request.query.get("token") or request.cookies.get(TOKEN_NAME, "")
+        header = request.headers.get("Authorization", "")
+        given = header.removeprefix("Bearer ") if header.startswith("Bearer ") else given
+        if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise self._web.HTTPForbidden(
+                text="a token is needed: open the address that zbmd dashboard has printed\n"
+            )
+        if not self._token and not is_local(request.headers.get("Host", "")):
+            raise self._web.HTTPForbidden(text="this page is for this machine alone\n")
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.update(HEADERS)
+            if self._token and "token" in request.query:
+                response.set_cookie(TOKEN_NAME, self._token, httponly=True, samesite="Strict")
+        return response
 
     # ---- what is asked
 

@@ -200,6 +200,10 @@ SETTINGS: Final = (
         _OPTIONS.checkpoint_every,
         "steps, 0: at the end; auto: as the run measures",
     ),
+    RecipeSetting("checkpoint_to", "run", str, "", "directory or URL (s3://, gs://, az://), not --out"),
+    RecipeSetting("keep_checkpoints", "run", _WHOLE, _OPTIONS.keep_checkpoints, "the last so many stay"),
+    RecipeSetting("keep_every", "run", _WHOLE, 0, "steps; checkpoints of these stay for ever; 0: of none"),
+    RecipeSetting("checkpoint_codec", "run", _one_of("none", "zstd"), "none", "none or zstd"),
     RecipeSetting("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
 )
 

@@ -205,7 +205,7 @@ def name_written(
 
 
 def write_alone(
-    where: Path | Storage,
+    where: Path | str | Storage,
     pieces: Sequence[Piece],
     *,
     version: int,
@@ -261,7 +261,7 @@ class SavedState:
                 self.close()
                 self._shards.clear()
                 if not left:
-                    raise unreadable(self.path, f"{name} is missing") from error
+                    raise unreadable(self.path, "a shard is missing") from error
             else:
                 return names
         raise AssertionError("the last try returns or raises")

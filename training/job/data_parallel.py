@@ -26,12 +26,14 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
+from zbmd.training.checkpoint.index import KEEP, Retention
 from zbmd.training.checkpoint.pace import Every
 from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, share_of
 from zbmd.training.job.explained import errors_explained
-from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
+from zbmd.training.job.job import ARENA_SPARE_BYTES, Job
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
+from zbmd.training.job.options import RunOptions
 from zbmd.training.job.paced import require_every
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.step_order import Computed, OrderedSteps
@@ -121,6 +123,8 @@ async def run_task(
     out: Path,
     resume: Path | None = None,
     checkpoint_every: Every = 0,
+    checkpoint_to: str = "",
+    retention: Retention = KEEP,
     evaluate_every: int = 0,
     tensorboard: bool = False,
     actors: bool = False,
@@ -129,9 +133,10 @@ async def run_task(
     """Train `task` on this rank, in the directory `out`; the first rank returns the result, the others None.
 
     A killed rank is replaced, or the others go on without it, as the launcher has it. `resume`: a checkpoint
-    to go on from. `*_every`: in steps, 0: only at the end; "auto": checkpoints at
-    the pace that the run measures. `actors`: supervised actors compute the gradient and the update, and
-    compute again what fails. `threads`: of BLAS in each rank, on which the bits depend.
+    to go on from. `*_every`: in steps, 0: only at the end; "auto": checkpoints at the pace that the run
+    measures. `checkpoint_to`: a directory or URL for checkpoints, in the place of `out`; `retention`: which
+    are kept. `actors`: supervised actors compute the gradient and the update, and compute again what fails.
+    `threads`: of BLAS in each rank, on which the bits depend.
     SIGTERM writes a checkpoint and ends the run: the result is None then.
 
     Raises `UserError` for what only a person can mend.
@@ -160,6 +165,8 @@ async def run_task(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         hosts=1 if launched is None else launched.hosts,
+        checkpoint_to=checkpoint_to,
+        retention=retention,
         tensorboard=tensorboard,
         replicas=True,
     )

@@ -14,9 +14,7 @@ import math
 import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from zbmd.actors.rank.losses import unless_lost
@@ -26,10 +24,10 @@ from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.checkpoint.pace import Every
-from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state
+from zbmd.training.checkpoint.sharded import SavedState, last_in, open_state
 from zbmd.training.job.checkpoints import Checkpoints
 from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.options import RunOptions
 from zbmd.training.job.paced import PaceClock, PacedCheckpoints
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import StepResults
@@ -41,7 +39,6 @@ from zbmd.training.profiler.lines import Death, StepLine
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, attend_with_nothing
 from zbmd.training.redundancy.coded.driver import CodedReplica
-from zbmd.training.redundancy.coded.machine import Code
 from zbmd.training.redundancy.cut_files import attend_without_file
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.file import FileRedundancy
@@ -78,27 +75,6 @@ SAVED_POINT = faults.declare("job.saved", "when what a run makes is on disk, bef
 PARTED_POINT = faults.declare("job.parted", "when the ranks part, before this one has left")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Work of a job beside training, in the directory `out`. `*_every`: in steps, 0: only at the end.
-
-    resume: a checkpoint to go on from. checkpoints: whether the state can be written to one. hosts: of the
-    job. replicas: whether ranks along `dp` stand for each other, so that no buddies have copies.
-    files: whether states are in files. code: of parities in the place of copies.
-    """
-
-    out: Path
-    resume: Path | None = None
-    evaluate_every: int = 0
-    checkpoint_every: Every = 0
-    checkpoints: bool = True
-    hosts: int = 1
-    tensorboard: bool = False
-    replicas: bool = False
-    files: bool = False
-    code: Code | None = None
-
-
 class Job(Generic[ResultT]):
     """One rank's side of a run, through all of its epochs. again: whether this is a replacement."""
 
@@ -129,7 +105,7 @@ class Job(Generic[ResultT]):
         self._asked = asyncio.Event()
         begins = worker.rank == 0 and not again
         self._checkpoints = PacedCheckpoints(
-            Checkpoints(options.out, task.plan),
+            Checkpoints(options.storage, task.plan, retention=options.retention, codec=options.codec),
             options.checkpoint_every if options.checkpoints else 0,
             partial(PaceClock, options.out, first, hosts=options.hosts, begins=begins),
             note=self._note_pace,
@@ -152,13 +128,10 @@ class Job(Generic[ResultT]):
 
     def _take_newest(self, first: int) -> None:
         """Begin from the newest checkpoint of the run, should all ranks that hold a later state be lost."""
-        path = checkpoint_in(self._options.out)
-        if path is None:
-            return
         try:
-            newest = open_state(path, plan=self._task.plan)
+            newest = open_state(self._options.storage, plan=self._task.plan)
         except UserError:
-            return  # another rank writes the next one
+            return  # there is none, or another rank writes the next one
         older, self._saved = (self._saved, newest) if newest.version > first else (newest, self._saved)
         if older is not None:
             older.close()
@@ -394,6 +367,7 @@ class Job(Generic[ResultT]):
         trainer = self._trainer
         assert trainer is not None, "it was made before its state was agreed on"
         trainer.enter(groups, version)
+        self._checkpoints.enter(groups.world)
         if version > self._log.first:
             self._worker.report(adopted_report(version, groups.world.epoch))
             self._reached(groups.world, trainer, keeper)
@@ -408,7 +382,9 @@ class Job(Generic[ResultT]):
                 trainer.run_step(keeper)
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
-                self._end_checkpoint(groups.world)
+                with spans.CHECKPOINT:
+                    self._checkpoints.staged()
+                self._checkpoints.voted(agreed.saved)
                 self._reached(groups.world, trainer, keeper, agreed.wishes)
                 with self._asking:
                     self._wishes &= ~agreed.wishes
@@ -430,7 +406,11 @@ class Job(Generic[ResultT]):
         wishes = self._wishes | self._checkpoints.begin_step(step, decides=self._is_lowest())
         following = self._following
         is_there = following is not None and following.done() and not following.cancelled()
-        keeper.asked = Agenda(following.result().view.epoch if following and is_there else 0, wishes)
+        keeper.asked = Agenda(
+            following.result().view.epoch if following and is_there else 0,
+            wishes,
+            (self._checkpoints.report,),
+        )
 
     def _stopped(self, groups: MeshGroups) -> JobEnd[ResultT]:
         """End the run before its last step, as was asked for; its state is saved, if it can be."""
@@ -455,21 +435,27 @@ class Job(Generic[ResultT]):
 
     # ---- between steps
 
-    def _reached(self, world: Group, trainer: Trainer, keeper: Redundancy, asked: int = 0) -> None:
-        """All have come to `trainer.step`, again after a loss: evaluate, and write the checkpoint, if due."""
-        version, options, save = trainer.step, self._options, asked & (Wish.SAVE | Wish.STOP)
-        is_last, every = version == self._task.steps, options.evaluate_every
+    def _reached(
+        self, world: Group, trainer: Trainer, keeper: Redundancy, asked: Wish = Wish.NOTHING
+    ) -> None:
+        """All have come to `trainer.step`, again after a loss: evaluate, and begin the checkpoint, if due."""
+        version, options, every = trainer.step, self._options, self._options.evaluate_every
+        save, is_last, is_saved = bool(asked & (Wish.SAVE | Wish.STOP)), version == self._task.steps, False
         if is_last or (every > 0 and version % every == 0):
             self._evaluate(trainer)
-        if options.checkpoints and (save or is_last or self._checkpoints.is_due(version, asked)):
+        if options.checkpoints:
+            waits = save or is_last
             with spans.CHECKPOINT:
-                self._checkpoints.begin(world, trainer.pieces(), version=version, loss_scale=trainer.scale)
-                if save or is_last:
+                if waits:
                     keeper.settle()  # nobody goes back behind what the files hold
                     self._checkpoints.end(world)
+                self._checkpoints.reached(
+                    world, version, asked=asked, due=waits, pieces=trainer.pieces, loss_scale=trainer.scale
+                )
+                is_saved = waits and self._checkpoints.end(world)
         if save and self._is_lowest():
-            path = checkpoint_in(options.out) if options.checkpoints else None
-            what = "not saved: no checkpoints" if path is None else f"saved: {path}"
+            kept = f"saved: {last_in(options.storage)}" if is_saved else "not saved: see above"
+            what = kept if options.checkpoints else "not saved: no checkpoints"
             print(f"step {version} {what}", file=sys.stderr, flush=True)
 
     def _evaluate(self, trainer: Trainer) -> None:
@@ -480,12 +466,6 @@ class Job(Generic[ResultT]):
         self._held_out = version, loss
         if self._is_lowest() and self._opened_records().put(version, held_out_loss=loss):
             Records.tell(version, held_out_loss=loss)
-
-    def _end_checkpoint(self, world: Group) -> None:
-        """End the checkpoint of the version before, which is committed now; the next step overwrites it."""
-        if self._checkpoints.pending is not None:
-            with spans.CHECKPOINT:
-                self._checkpoints.end(world)
 
     def _note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
         if self._is_lowest() and self._opened_records().put(step, **values) and says:

@@ -29,6 +29,7 @@ from zbmd.training.checkpoint.pace import (
     WorkLost,
     Written,
 )
+from zbmd.training.checkpoint.saving import Report
 from zbmd.training.checkpoint.sharded import Piece
 from zbmd.training.job.checkpoints import Checkpoints
 from zbmd.training.job.records import METRICS_NAME, last_values
@@ -112,6 +113,10 @@ class PaceClock:
     def cut(self) -> None:
         """A rank is lost: the step under way has no end, nor has a checkpoint under way."""
         self._step_ns = 0
+        self.dropped()
+
+    def dropped(self) -> None:
+        """The checkpoint that was begun last will not be durable."""
         self._take(Dropped())
 
     def _take(self, event: PaceEvent) -> None:
@@ -141,42 +146,74 @@ class PacedCheckpoints:
     ) -> None:
         self._checkpoints, self._clock = checkpoints, make(note=note) if every == AUTO else None
         self._every = 0 if every == AUTO else every
+        self._begun: int | None = None
+        """The version whose checkpoint is under way, as far as the clock knows."""
         self._beside = False
         """Whether a step has begun since the checkpoint under way has."""
 
     @property
-    def pending(self) -> int | None:
+    def report(self) -> Report:
         """See `Checkpoints`."""
-        return self._checkpoints.pending
+        return self._checkpoints.report
+
+    def enter(self, world: Group) -> None:
+        """See `Checkpoints`."""
+        self._checkpoints.enter(world)
 
     def begin_step(self, step: int, *, decides: bool) -> Wish:
         """Step `step` begins; return what to ask all ranks for. decides: whether that is for this rank."""
         self._beside, clock = True, self._clock
-        if clock is None:
-            return Wish.NOTHING
-        clock.stepped()
-        return Wish.CHECKPOINT if decides and clock.is_due(step) else Wish.NOTHING
+        wish = Wish.CHECKPOINT if self._checkpoints.asks else Wish.NOTHING
+        if clock is not None:
+            clock.stepped()
+            if decides and clock.is_due(step):
+                wish |= Wish.CHECKPOINT
+        return wish
 
-    def is_due(self, version: int, asked: int) -> bool:
-        """Return whether all write a checkpoint of `version`. asked: in the votes for it, by all ranks."""
-        return bool(asked & Wish.CHECKPOINT) or (self._every > 0 and version % self._every == 0)
-
-    def begin(
-        self, world: Group, pieces: Sequence[Piece], *, version: int, loss_scale: tuple[float, ...]
+    def reached(
+        self,
+        world: Group,
+        version: int,
+        *,
+        asked: Wish,
+        due: bool,
+        pieces: Callable[[], Sequence[Piece]],
+        loss_scale: tuple[float, ...],
     ) -> None:
-        """See `Checkpoints`."""
-        self._beside = False
-        if self._clock is not None:
-            self._clock.begun(version)
-        with self._stalling():
-            self._checkpoints.begin(world, pieces, version=version, loss_scale=loss_scale)
+        """As of `Checkpoints`. asked: in the votes for `version`; due: whatever that is."""
+        due = due or bool(asked & Wish.CHECKPOINT) or (self._every > 0 and version % self._every == 0)
+        if self._checkpoints.reached(world, version, due=due, pieces=pieces, loss_scale=loss_scale):
+            self._begun, self._beside = version, False
+            if self._clock is not None:
+                self._clock.begun(version)
 
-    def end(self, world: Group) -> None:
+    def staged(self) -> None:
         """See `Checkpoints`."""
         with self._stalling():
-            self._checkpoints.end(world)
-        if self._clock is not None:
+            self._checkpoints.staged()
+
+    def voted(self, reports: Sequence[Report]) -> None:
+        """See `Checkpoints`."""
+        self._checkpoints.voted(reports)
+        self._look()
+
+    def end(self, world: Group) -> bool:
+        """See `Checkpoints`."""
+        with self._stalling():
+            is_published = self._checkpoints.end(world)
+        self._look()
+        return is_published
+
+    def _look(self) -> None:
+        """Tell the clock if the checkpoint under way has ended."""
+        begun, checkpoints = self._begun, self._checkpoints
+        if begun is None or checkpoints.pending == begun:
+            return
+        self._begun = None
+        if self._clock is not None and checkpoints.published == begun:
             self._clock.written(beside=self._beside)
+        elif self._clock is not None:
+            self._clock.dropped()
 
     def _stalling(self) -> AbstractContextManager[None]:
         return nullcontext() if self._clock is None else self._clock.stalling()
@@ -184,6 +221,7 @@ class PacedCheckpoints:
     def abandon(self) -> None:
         """See `Checkpoints`; at the end of an epoch."""
         self._checkpoints.abandon()
+        self._begun = None
         if self._clock is not None:
             self._clock.cut()
 

@@ -19,6 +19,7 @@ from zbmd.actors.rank.member import ComingView, Worker
 from zbmd.actors.view import View
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.checkpoint.saving import Progress, Report
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy import resizing
 from zbmd.training.redundancy.coded.machine import CODED_MIRROR, CodedMirror, coded_config
@@ -196,15 +197,19 @@ class Wish(IntFlag):
 class Agenda:
     """The contents of a vote beside digests. epoch: of a view that could be entered, 0 for none.
 
-    Before a vote: this rank's own; after it: the least epoch and all wishes, on all ranks alike.
+    saved: each rank's part in the checkpoint under way. Before a vote: this rank's own alone; after it: the
+    least epoch, all wishes and all parts, on all ranks alike.
     """
 
     epoch: int = 0
     wishes: Wish = Wish.NOTHING
+    saved: tuple[Report, ...] = (Report(),)
 
     def vote(self, own: int, copied: int) -> Vote:
         """Return a vote for two digests, with what this rank asks for."""
-        return np.array([own, copied, self.epoch, self.wishes], np.uint64)
+        (saved,) = self.saved
+        numbers = [own, copied, self.epoch, self.wishes, saved.progress, saved.header]
+        return np.array(numbers, np.uint64)
 
     @classmethod
     def agreed(cls, votes: Sequence[Vote]) -> Agenda:
@@ -212,7 +217,8 @@ class Agenda:
         wishes = Wish.NOTHING
         for vote in votes:
             wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP | Wish.CHECKPOINT))
-        return cls(min(int(vote[2]) for vote in votes), wishes)
+        saved = tuple(Report(Progress(int(vote[4])), int(vote[5])) for vote in votes)
+        return cls(min(int(vote[2]) for vote in votes), wishes, saved)
 
 
 def digests_in(votes: Sequence[Vote]) -> zm.Voted:

@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from zbmd.training.checkpoint.blocks import Codec
+from zbmd.training.checkpoint.index import KEEP_DEFAULT, Retention
 from zbmd.training.checkpoint.pace import AUTO, Every
+from zbmd.training.checkpoint.storage import storage_of
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import SHARDED_AXIS, Mesh
 from zbmd.training.job.paced import require_every
@@ -31,10 +34,12 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     `zero`: the stage that shards the state, along `fsdp` or, in a mesh without it, along `dp`; 0 for none,
     and 3 if the mesh has `fsdp`. `prefetch`: units that stage 3 gathers ahead. `balance`: divide layers over
     stages by what they cost. `resume`: a checkpoint to continue from.
-    `overwrite`: start over in the directory of a run that has ended.
-    `redundancy`: how the state of a rank survives it, see `zbmd.training.sharded.redundancy`.
-    `offload`: a folder, on a disk of each host, for files with the ranks' states. `actors`: whether
-    supervised actors compute; `plain`: whether one process computes, without any of the stack. `threads`: of
+    `checkpoint_to`: a directory or URL for checkpoints, in the place of `out`; `keep_checkpoints`: the last
+    ones that are kept; `keep_every`: in steps, those that are kept for ever; `checkpoint_codec`: none or
+    zstd. `overwrite`: start over in the directory of a run that has ended. `redundancy`: how the state of a
+    rank survives it, see `zbmd.training.sharded.redundancy`. `offload`: a folder, on a disk of each host,
+    for files with the ranks' states. `actors`: whether supervised actors compute; `plain`: whether one
+    process computes, without any of the stack. `threads`: of
     BLAS in each rank; the bits depend on it.
     """
 
@@ -65,6 +70,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_every: int = 50
     evaluate_windows: int = 64
     checkpoint_every: Every = AUTO
+    checkpoint_to: str = ""
+    keep_checkpoints: int = KEEP_DEFAULT
+    keep_every: int = 0
+    checkpoint_codec: str = Codec.NONE.value
     tensorboard: bool = False
     redundancy: str = "auto"
 
@@ -79,6 +88,11 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     def recuts(self, mesh: Mesh) -> bool:
         """Return whether a state is re-sharded, or read from files, when `mesh` shrinks along `dp`."""
         return self.shards_over_all(mesh) or self.offload is not None
+
+    @property
+    def retention(self) -> Retention:
+        """Return which checkpoints are kept."""
+        return Retention(self.keep_checkpoints, self.keep_every)
 
     @property
     def stages(self) -> Stages:
@@ -127,6 +141,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("--plain is one bare loop: omit --zero, --offload, --actors and float64.")
         if self.tokens == "bpe" and self.data is None:
             raise UserError("--tokens bpe: expected --data, a file, a directory or a glob to train on.")
+        self.retention.check()
+        storage_of(self.checkpoint_to or self.out)
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
         require_every(self.checkpoint_every, "--checkpoint-every")
         if self.evaluate_every < 0:

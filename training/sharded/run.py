@@ -12,6 +12,7 @@ import msgspec
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
+from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.pace import AUTO
 from zbmd.training.checkpoint.sharded import open_state, require_state, write_alone
 from zbmd.training.config import GPTConfig
@@ -19,8 +20,9 @@ from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.sources import RunData
 from zbmd.training.data.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.job.explained import errors_explained
-from zbmd.training.job.job import ARENA_SPARE_BYTES, Job, RunOptions
+from zbmd.training.job.job import ARENA_SPARE_BYTES, Job
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, require_axes
+from zbmd.training.job.options import RunOptions
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.job.paced import PaceClock
 from zbmd.training.job.records import Records, require_board
@@ -282,7 +284,15 @@ def run_plain(options: TrainOptions) -> TrainResult:
             scale = trainer.loss_scale.values
             clock.begun(trainer.step)
             with clock.stalling():
-                write_alone(options.out, trainer.pieces(), version=trainer.step, plan=plan, loss_scale=scale)
+                write_alone(
+                    options.checkpoint_to or options.out,
+                    trainer.pieces(),
+                    version=trainer.step,
+                    plan=plan,
+                    loss_scale=scale,
+                    retention=options.retention,
+                    codec=Codec(options.checkpoint_codec),
+                )
             clock.written(beside=every == AUTO)
     took_s = max(1e-9, (now_ns() - began_ns) / 1e9)
     weights = trainer.state.weights
@@ -340,6 +350,9 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
                 evaluate_every=options.evaluate_every,
                 checkpoint_every=options.checkpoint_every,
                 hosts=1 if launched is None else launched.hosts,
+                checkpoint_to=options.checkpoint_to,
+                retention=options.retention,
+                codec=Codec(options.checkpoint_codec),
                 checkpoints=options.precision != "float64",
                 tensorboard=options.tensorboard,
                 replicas=_has_replicas(options, mesh),

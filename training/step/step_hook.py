@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-VOTE_NUMBERS: Final = 4
+VOTE_NUMBERS: Final = 6
 """Length of a vote, which a rank sends together with its share of a step's results; see `StepHook.vote`."""
 
 Vote = NDArray[np.uint64]

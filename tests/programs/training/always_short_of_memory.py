@@ -1,5 +1,5 @@
-"""A run of `zbmd train` whose rank 1 is short of memory at step 2, and each replacement at once; argv: its
-recipe."""
+"""A run of `zbmd train` whose rank 1 is short of memory once there is a checkpoint, and each replacement at
+once; argv: its recipe."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from zbmd.training import ops
 from zbmd.training.autograd.tape import Tape, Tensor
+from zbmd.training.checkpoint.sharded import checkpoint_in
 from zbmd.training.sharded.__main__ import main
+from zbmd.training.sharded.options import TrainOptions
 
-calls, original = 0, ops.squared_relu
+original, out = ops.squared_relu, TrainOptions.decode(sys.argv[1]).out
 
 
 def activation(tape: Tape, x: Tensor) -> Tensor:
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "1" and (os.environ["ZBMD_INCARNATION"] != "1" or calls > 6):
+    if os.environ["RANK"] == "1" and (os.environ["ZBMD_INCARNATION"] != "1" or checkpoint_in(out)):
         np.empty(1 << 50, np.uint8)
     return original(tape, x)
 

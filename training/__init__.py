@@ -32,14 +32,17 @@ with lazy_imports(globals()):
     from zbmd.training.model.generate import generate as generate
     from zbmd.training.model.generate import generate_tokens as generate_tokens
     from zbmd.training.model.gpt import GPT as GPT
-    from zbmd.training.model.hugging_face import load_gpt2 as load_gpt2
-    from zbmd.training.model.hugging_face import save_gpt2 as save_gpt2
+    from zbmd.training.model.weights import load_gpt2 as load_gpt2
     from zbmd.training.model.weights import load_weights as load_weights
+    from zbmd.training.model.weights import save_gpt2 as save_gpt2
     from zbmd.training.model.weights import save_weights as save_weights
-    from zbmd.training.model_actors.layer_actor import LayerActor as LayerActor
+    from zbmd.training.model_actors.actors import ComputingActor as ComputingActor
+    from zbmd.training.model_actors.actors import LayerActor as LayerActor
+    from zbmd.training.model_actors.actors import OperatorActor as OperatorActor
+    from zbmd.training.model_actors.actors import TensorActor as TensorActor
+    from zbmd.training.model_actors.actors import read_tensor as read_tensor
     from zbmd.training.model_actors.model_actors import ModelActors as ModelActors
     from zbmd.training.model_actors.model_actors import SupervisorActor as SupervisorActor
-    from zbmd.training.model_actors.operator_actor import OperatorActor as OperatorActor
     from zbmd.training.model_actors.operator_devices import CudaDevice as CudaDevice
     from zbmd.training.model_actors.operator_devices import DeviceFault as DeviceFault
     from zbmd.training.model_actors.operator_devices import HostDevice as HostDevice
@@ -51,9 +54,6 @@ with lazy_imports(globals()):
     from zbmd.training.model_actors.slot import RestartsExhausted as RestartsExhausted
     from zbmd.training.model_actors.slot import SlotActor as SlotActor
     from zbmd.training.model_actors.slot import SlotDescription as SlotDescription
-    from zbmd.training.model_actors.tensor_actor import ComputingActor as ComputingActor
-    from zbmd.training.model_actors.tensor_actor import TensorActor as TensorActor
-    from zbmd.training.model_actors.tensor_actor import read_tensor as read_tensor
     from zbmd.training.optim import OPTIMIZERS as OPTIMIZERS
     from zbmd.training.optim import AdamWConfig as AdamWConfig
     from zbmd.training.optim import LionConfig as LionConfig

@@ -51,15 +51,15 @@ with lazy_imports(globals(), "__version__", "run"):
     from zbmd.collectives.errors import OperationAborted as OperationAborted
     from zbmd.collectives.group.group import Group as Group
     from zbmd.collectives.group.group import group as group
-    from zbmd.training.model_actors.layer_actor import LayerActor as LayerActor
+    from zbmd.training.model_actors.actors import ComputingActor as ComputingActor
+    from zbmd.training.model_actors.actors import LayerActor as LayerActor
+    from zbmd.training.model_actors.actors import OperatorActor as OperatorActor
+    from zbmd.training.model_actors.actors import TensorActor as TensorActor
     from zbmd.training.model_actors.model_actors import ModelActors as ModelActors
     from zbmd.training.model_actors.model_actors import SupervisorActor as SupervisorActor
-    from zbmd.training.model_actors.operator_actor import OperatorActor as OperatorActor
     from zbmd.training.model_actors.slot import ActorSlot as ActorSlot
     from zbmd.training.model_actors.slot import RestartsExhausted as RestartsExhausted
     from zbmd.training.model_actors.slot import SlotActor as SlotActor
-    from zbmd.training.model_actors.tensor_actor import ComputingActor as ComputingActor
-    from zbmd.training.model_actors.tensor_actor import TensorActor as TensorActor
     from zbmd.transport.errors import DeadlineExceeded as DeadlineExceeded
     from zbmd.transport.errors import PeerLost as PeerLost
     from zbmd.transport.errors import UserError as UserError

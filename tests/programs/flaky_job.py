@@ -7,7 +7,7 @@ from random import Random
 
 from support.devices.flaky_operators import Flaky
 
-from zbmd.training.model_actors.tensor_actor import ComputingActor
+from zbmd.training.model_actors.actors import ComputingActor
 from zbmd.training.sharded.__main__ import main
 from zbmd.training.sharded.task import EngineTask
 

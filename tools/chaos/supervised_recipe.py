@@ -12,9 +12,9 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import GradReady
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.operator_devices import HostDevice, OperatorDevice
-from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.pipeline.part import GPTPart, layers_in
 from zbmd.training.step.recipe import Recipe

@@ -38,16 +38,15 @@ from zbmd.training.job.paced import require_every
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.step_order import Computed, OrderedSteps
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
-from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.clip import global_norm
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.stamped import StampedSlots, kept_slots
 from zbmd.training.run.journal import report_result
 from zbmd.training.run.ledger import begin_log
-from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
-from zbmd.training.step.reduction import ShardReduction
+from zbmd.training.step.reduction import AccumulationPlan, ShardReduction, buffers_most
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 from zbmd.transport.host.threads import computing_with

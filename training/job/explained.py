@@ -10,8 +10,7 @@ from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.training.checkpoint.sharded import checkpoint_in
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.redundancy.failures import StepFailed
-from zbmd.training.run.repeated_oom import raise_for
-from zbmd.training.step.memory_estimate import StepOutOfMemory
+from zbmd.training.step.memory_estimate import StepOutOfMemory, raise_for
 from zbmd.transport.errors import OutOfMemory, UserError
 from zbmd.transport.host.files import DiskFull
 

@@ -18,8 +18,8 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
-from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.redundancy.interface import SegmentedState

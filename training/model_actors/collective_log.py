@@ -13,7 +13,7 @@ from typing import Any
 
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.training.autograd.array_module import Array
-from zbmd.training.model.tensor_group import TensorCollectives, TensorGroup
+from zbmd.training.model.tensor_parallel import TensorCollectives, TensorGroup
 
 Log = list[Array]
 """The results of a computation's collectives, in order: copies, since results are overwritten."""

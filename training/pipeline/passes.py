@@ -44,7 +44,7 @@ from zbmd.training.pipeline.stage import (
 )
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.run.journal import captured_machine
-from zbmd.training.step.accumulate import AccumulationPlan, Buckets, Leaf
+from zbmd.training.step.reduction import AccumulationPlan, Buckets, Leaf
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, PeerLost
 from zbmd.transport.native._native import now_ns

@@ -1,6 +1,6 @@
 """The output of a run while it trains: the commit log, checkpoints, weights, reports and its result.
 
 `ledger` is the commit log and its audit; `journal` decides which rank writes what; `reporting` sends results
-to the host; `load_weights` reads weights back; `repeated_oom` ends a job that has too little memory. Imports
+to the host; `load_weights` reads weights back. Imports
 `checkpoint`, `step` and what they import. Begin with `journal`.
 """

@@ -15,8 +15,8 @@ from zbmd.training.checkpoint.sharded import Piece, SavedState, take_state, whol
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
-from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.reduction import AccumulationPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A simulated rank among others: who takes part in an epoch, and the operations of its groups.
+"""A simulated rank among others: it links up for views, makes one move after the other, and calls its groups.
 
 An operation of the group ends only once every member has entered it; when a member dies inside it, or gives
 up, it ends on some of the others.
@@ -6,10 +6,112 @@ up, it ends on some of the others.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import TypeAlias, assert_never
 
-from zbmd.actors.view import MemberId
-from zbmd.training.scenarios.moved_process import MovedProcess
+from zbmd.actors.cluster.jobs import node_events as jobs
+from zbmd.actors.view import MemberId, View
+from zbmd.collectives.scenarios.hosted_job import NODE, Enter, Message, Parted, joined, linked, member_of
+from zbmd.training.redundancy.interface import Wish
+from zbmd.training.scenarios.world import Asked, CommitWorld
+from zbmd.transport import sim
+from zbmd.transport.errors import LocalProtocolError
+
+MOVE_NS_MAX = 3_000_000
+
+WAIT = True
+"""Yielded by a rank that waits for a view; other moves yield False."""
+Moves: TypeAlias = Generator[bool, None, None]
+
+
+class MovedProcess(ABC):
+    """One incarnation of a rank, whose program is a subclass's; see `zbmd.transport.sim.Process`."""
+
+    def __init__(self, world: CommitWorld, rank: int, incarnation: int, rng: random.Random) -> None:
+        self.world, self.rng = world, rng
+        self.member = MemberId(rank=rank, incarnation=incarnation)
+        self.view = self.installed = View(epoch=0, members=())
+        self.coming: View | None = None
+        self.lost: set[MemberId] = set()
+        self.wishes = Wish.NOTHING
+        self.effects: list[sim.Effect[Message]] = []
+        self.waits = True
+        self.program = self._run()
+
+    @abstractmethod
+    def _run(self) -> Moves:
+        """Yield after each move, to the end of the process."""
+
+    def deliver(self, stimulus: sim.Stimulus[Message], *, now_ns: int) -> Sequence[sim.Effect[Message]]:
+        """Take a stimulus, and make the next move if it is due."""
+        match stimulus:
+            case sim.Started():
+                return [joined(self.member), *self._signals(now_ns), *self._go_on(now_ns)]
+            case sim.Arrived(message=message):
+                return self._take(message, now_ns)
+            case sim.PeerEnded(peer=peer, incarnation=incarnation):
+                if peer != NODE:
+                    self.lost.add(member_of(peer, incarnation))
+                return []
+            case sim.TimerFired(name="move"):
+                return self._go_on(now_ns)
+            case sim.TimerFired(name=name):
+                self.wishes |= self._asked()[int(name)].wish
+                return []
+            case sim.Commanded():
+                raise LocalProtocolError("a rank is not a node")
+            case _:
+                assert_never(stimulus)
+
+    def _asked(self) -> list[Asked]:
+        return [asked for asked in self.world.options.asked if asked.rank == self.member.rank]
+
+    def _signals(self, now_ns: int) -> list[sim.Effect[Message]]:
+        """Arm the signals of the rank's first process; a replacement gets none."""
+        if self.member.incarnation > 1:
+            return []
+        every = enumerate(self._asked())
+        return [sim.SetTimer(name=str(at), at_ns=now_ns + asked.after_ns) for at, asked in every]
+
+    def _take(self, message: Message, now_ns: int) -> Sequence[sim.Effect[Message]]:
+        match message:
+            case jobs.InstallView(view=view):
+                if view.epoch <= self.installed.epoch:
+                    return []  # overtaken by the next
+                self.installed = view
+                return self._link()
+            case Enter(epoch=epoch):
+                if epoch != self.installed.epoch or epoch <= self.view.epoch or self.coming is not None:
+                    return []
+                self.coming = self.installed
+                return self._go_on(now_ns) if self.waits else []
+            case Parted(member=member):
+                self.lost.add(member)
+                return []
+            case jobs.Joined() | jobs.Linked():
+                raise LocalProtocolError("a rank is not a node")
+            case _:
+                assert_never(message)
+
+    def _link(self) -> list[sim.Effect[Message]]:
+        """Link up for the newest view, unless another is to be entered first."""
+        if self.coming is not None or self.installed.epoch <= self.view.epoch:
+            return []
+        return [linked(self.member, self.installed.epoch)]
+
+    def _go_on(self, now_ns: int) -> list[sim.Effect[Message]]:
+        self.effects = []
+        try:
+            self.waits = next(self.program)
+        except StopIteration:
+            return [*self.effects, sim.Exit()]
+        if self.waits:
+            return self.effects
+        at_ns = now_ns + self.rng.randint(1, MOVE_NS_MAX)
+        return [*self.effects, sim.SetTimer(name="move", at_ns=at_ns)]
+
 
 CUT_SHARE = 0.5
 """The share of operations that are cut for a member, of those that could also end for it."""

@@ -29,9 +29,8 @@ from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.interface import Agenda, ViewUse, Wish, digests_in
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.resizing import NEVER
-from zbmd.training.scenarios.grouped_process import CUT_SHARE, Cut
+from zbmd.training.scenarios.grouped_process import CUT_SHARE, WAIT, Cut, Moves
 from zbmd.training.scenarios.meeting import MeetingProcess, rows_in
-from zbmd.training.scenarios.moved_process import WAIT, Moves
 from zbmd.training.scenarios.world import COPIES_AT, Cells, CommitWorld, StepOrder
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import sim

@@ -44,8 +44,8 @@ from zbmd.training.scenarios.world import (
     StepOrder,
     part_key,
 )
-from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.reduction import AccumulationPlan
 from zbmd.transport import sim
 
 MODEL = GPTConfig(context=8, width=8, heads=1, layers=1)

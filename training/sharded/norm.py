@@ -14,7 +14,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.model.gpt import Batch
-from zbmd.training.model.tensor_shards import cut_of
+from zbmd.training.model.tensor_parallel import cut_of
 from zbmd.training.optim.clip import global_norm, norm_from, norm_of, pieces_length, pieces_of, squares_of
 from zbmd.training.optim.mixed_precision import computing_dtype
 from zbmd.training.pipeline.part import OwnParts

@@ -19,7 +19,7 @@ from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
 from zbmd.training.checkpoint.sharded import Piece, SavedState, share_of
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.step_order import Computed
-from zbmd.training.model_actors.tensor_actor import HeldTensor
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.optim import HeldMatrices, arrays_of
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
@@ -31,10 +31,9 @@ from zbmd.training.sharded.norm import mesh_norm
 from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
-from zbmd.training.step.accumulate import AccumulationPlan, buffers_most
 from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.reduction import ShardReduction, is_alone
+from zbmd.training.step.reduction import AccumulationPlan, ShardReduction, buffers_most, is_alone
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 

@@ -16,8 +16,8 @@ from zbmd.training.pipeline.rings import RingMemory, StageRings, traffic_of
 from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.profiler.lines import ActivationPeak
 from zbmd.training.sharded.stages import Stages
-from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.reduction import AccumulationPlan
 
 COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
 """The rows in which ranks tell what these take."""

@@ -1,4 +1,4 @@
-"""Divide a model over the stages of a mesh, and compute the memory that a rank needs for its part."""
+"""Divide a model over the stages of a mesh by the time of its layers, and compute a rank's memory for it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.training.autograd.array_module import Array
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.optim import OptimizerConfig, arrays_of
 from zbmd.training.optim.mixed_precision import LossScale, computing_dtype
-from zbmd.training.pipeline.part import OwnParts, balanced_cuts, even_cuts, layers_in
+from zbmd.training.pipeline.part import GPTPart, OwnParts, balanced_cuts, even_cuts, layers_in
 from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed, runnable_programs, traffic_of
-from zbmd.training.step.accumulate import buffers_most
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.reduction import buffers_most
 from zbmd.training.zero.layout import ShardLayout, shards_of
 from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
 
 FLOAT32: np.dtype[np.floating] = np.dtype(np.float32)
 SLOTS = 2
@@ -161,3 +164,37 @@ def elements_most(config: GPTConfig, mesh: Mesh, stages: Stages) -> int:
     if stages.balance:
         return max(model.layout.size for model in models)
     return max(OwnParts(model, cuts, stages=count, stage=0).size_most for model in models)
+
+
+REPEATS = 4
+"""The first finds cold caches; the shortest counts."""
+
+
+def measured_costs(recipe: Recipe) -> list[float]:
+    """Nanoseconds of a forward and a backward pass of one micro-batch, by layer: embedding, blocks, head.
+
+    Blocks are all alike: one is timed.
+    """
+    config = recipe.model.config
+    whole = recipe.model.init(recipe.config.seed)
+    tokens = recipe.corpus.windows(recipe.sample_ids(0)[0])
+    rows = tokens.shape[0] * config.context
+    activations = np.random.default_rng(0).standard_normal((rows, config.width)).astype(np.float32)
+    first, last = 0, layers_in(config) - 1
+    cost_of = {layer: _cost(recipe, layer, whole, tokens, activations) for layer in (first, 1, last)}
+    return [cost_of[layer if layer in (first, last) else 1] for layer in range(layers_in(config))]
+
+
+def _cost(recipe: Recipe, layer: int, whole: Array, tokens: Array, activations: Array) -> float:
+    part = GPTPart(recipe.model, range(layer, layer + 1))
+    params = whole[part.span]
+    grads = np.zeros_like(params)
+    batch = part.model.batch(tokens, global_batch=1)
+    shortest = float("inf")
+    for _ in range(REPEATS):
+        given = None if part.is_last else activations.copy()
+        started_ns = now_ns()
+        done = part.forward(params, grads, batch, None if part.is_first else activations)
+        part.backward(done, given)
+        shortest = min(shortest, now_ns() - started_ns)
+    return shortest

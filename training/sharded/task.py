@@ -21,11 +21,9 @@ from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, MeshGroups
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
-from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
+from zbmd.training.model.weights import WEIGHTS_NAME, load_gpt2, save_gpt2, save_weights
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
-from zbmd.training.pipeline.costs import measured_costs
 from zbmd.training.pipeline.part import balanced_cuts, layers_in
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.redundancy.coded.machine import Code
@@ -36,7 +34,7 @@ from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.redundancy import code_of, redundancy_of
 from zbmd.training.sharded.replicated import ReplicatedTrainer
 from zbmd.training.sharded.stage_of_view import RingRoom
-from zbmd.training.sharded.stages import SLOTS, elements_most, shard_layouts, state_elements
+from zbmd.training.sharded.stages import SLOTS, elements_most, measured_costs, shard_layouts, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe, learning_rate_of

@@ -29,9 +29,9 @@ from zbmd.training.checkpoint.sharded import Piece, SavedState, share_of, shared
 from zbmd.training.job.mesh import DATA_AXIS, MeshGroups
 from zbmd.training.job.step_order import Computed
 from zbmd.training.model.gpt import Batch
-from zbmd.training.model.tensor_group import TensorGroup
+from zbmd.training.model.tensor_parallel import TensorGroup
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
-from zbmd.training.model_actors.tensor_actor import HeldTensor
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
 from zbmd.training.optim.mixed_precision import LossScale, storage_dtype
 from zbmd.training.redundancy.stamped import StampedSlots
@@ -46,10 +46,9 @@ from zbmd.training.step.reduction import gather_pieces
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.layout import Accountant, MemoryKind, is_by_layers, shards_of
 from zbmd.training.zero.machine import ZERO_STEP
-from zbmd.training.zero.norm import ShardedNorm
 from zbmd.training.zero.options import ZeroOptions
 from zbmd.training.zero.rank import PartOfModel, ZeroRank, slot_elements
-from zbmd.training.zero.reduction import ShardedReduction
+from zbmd.training.zero.reduction import ShardedNorm, ShardedReduction
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
 from zbmd.transport.native._native import now_ns

@@ -15,8 +15,7 @@ import numpy as np
 
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
 from zbmd.collectives.torch.tensors import TensorBuffer
-from zbmd.training.step.accumulate import AccumulationPlan
-from zbmd.training.step.reduction import ShardSum, all_reduce_partials
+from zbmd.training.step.reduction import AccumulationPlan, ShardSum, all_reduce_partials
 from zbmd.training.torch.replica import digest_of
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.native._native import now_ns

@@ -23,7 +23,7 @@ from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, 
 from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.model.gpt import GPT, Batch
-from zbmd.training.model_actors.tensor_actor import HeldTensor
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.optim import (
     Gather,
     HeldMatrices,

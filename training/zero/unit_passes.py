@@ -14,8 +14,8 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.model_actors.collective_log import Log, Recorder
-from zbmd.training.model_actors.joint_call import Attempt
 from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.slot import Attempt
 from zbmd.training.zero.layout import ShardLayout
 
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from zbmd.training.autograd._spans import CATEGORIES, RECORD_BYTES, TRACK_STEP, 
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler.ring import RECORD
-from zbmd.training.step.accumulate import AccumulationPlan, Add
+from zbmd.training.step.reduction import AccumulationPlan, Add
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.native._native import now_ns
 

@@ -16,13 +16,13 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.model.gpt import GPT, parameter_shapes
-from zbmd.training.model.tensor_shards import TensorShards
+from zbmd.training.model.tensor_parallel import TensorShards
 from zbmd.training.optim import MuonConfig
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import Precision, Storage
 from zbmd.training.run.plain import PlainTrainer
-from zbmd.training.step.accumulate import AccumulationPlan
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.reduction import AccumulationPlan
 from zbmd.transport.errors import UserError
 
 STEPS = 50

@@ -17,7 +17,7 @@ from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import Activation, GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.model.gpt import GPT
-from zbmd.training.ops.norm import EPSILON
+from zbmd.training.ops import EPSILON
 from zbmd.training.optim.clip import clip_scale, global_norm
 from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
 from zbmd.training.run.plain import PlainTrainer

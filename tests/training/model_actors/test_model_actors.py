@@ -24,9 +24,16 @@ from zbmd.tools.train.command import recipe_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Tensor
 from zbmd.training.model.gpt import GPT, Operators
-from zbmd.training.model_actors.layer_actor import Activations, Forward, LayerActor
+from zbmd.training.model_actors.actors import (
+    Activations,
+    ArrayData,
+    Forward,
+    LayerActor,
+    pack,
+    read_tensor,
+    unpack,
+)
 from zbmd.training.model_actors.slot import RestartsExhausted
-from zbmd.training.model_actors.tensor_actor import ArrayData, pack, read_tensor, unpack
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.run.plain import PlainTrainer

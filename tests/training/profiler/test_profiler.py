@@ -11,7 +11,7 @@ import pytest
 from zbmd.training.autograd import spans
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.tensor_shards import TensorShards
+from zbmd.training.model.tensor_parallel import TensorShards
 from zbmd.training.profiler import lines, peak, profiler
 from zbmd.training.profiler.lines import IDLE, StepLine, lines_path, old_path, read_profiles
 from zbmd.training.profiler.profiler import Profiler, open_profiler, unit_flops

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training.scenarios.loop import LoopScenario
-from zbmd.training.scenarios.shards import ShardScenario
+from zbmd.training.scenarios.loop import LoopScenario, ShardScenario
 from zbmd.transport.sim import Options, RunOutcome, run_scenario
 
 WAYS = ("commits", "promotes", "repeats", "takes", "is lost")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zbmd.collectives.algorithms.shard_tree import reduce_shards, shard_tree_nodes
 from zbmd.training.autograd.parameter_layout import ParameterLayout
-from zbmd.training.step.accumulate import AccumulationPlan, Buckets
+from zbmd.training.step.reduction import AccumulationPlan, Buckets
 
 
 @st.composite

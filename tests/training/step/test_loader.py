@@ -14,8 +14,8 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.model.gpt import GPT
-from zbmd.training.step import loader
-from zbmd.training.step.loader import BatchLoader
+from zbmd.training.sharded import trainer
+from zbmd.training.sharded.trainer import BatchLoader
 from zbmd.training.step.recipe import Recipe
 
 STEPS = 6
@@ -33,7 +33,7 @@ def test_batches_are_those_of_their_step(
 ) -> None:
     recipe = recipe_in(tmp_path)
     loading = BatchLoader(recipe)
-    monkeypatch.setattr(loader, "AHEAD_SHARE", least)
+    monkeypatch.setattr(trainer, "AHEAD_SHARE", least)
     read: list[tuple[int, bool]] = []
     of_class, here = Recipe.order_of, threading.get_ident()
 
@@ -69,7 +69,7 @@ def test_an_error_of_the_thread_is_raised_where_its_batches_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = BatchLoader(recipe_in(tmp_path))
-    monkeypatch.setattr(loader, "AHEAD_SHARE", 0)
+    monkeypatch.setattr(trainer, "AHEAD_SHARE", 0)
     order = Recipe.order_of
 
     def broken(self: Recipe, step: int) -> npt.NDArray[np.int64]:

@@ -24,8 +24,8 @@ from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.step.reduction import ShardSum
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.layout import MemoryKind, ShardLayout
-from zbmd.training.zero.norm import ShardedNorm
 from zbmd.training.zero.rank import ZeroRank
+from zbmd.training.zero.reduction import ShardedNorm
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 MODEL = GPTConfig(context=8, width=32, heads=2, layers=4)

@@ -18,15 +18,14 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import prepare_corpus
 from zbmd.training.job.mesh import Mesh
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.tensor_parallel import PartOfGPT
-from zbmd.training.model.tensor_shards import cut_of
+from zbmd.training.model.tensor_parallel import PartOfGPT, cut_of
 from zbmd.training.optim import LionConfig, MuonConfig
 from zbmd.training.optim import clip as clipping
 from zbmd.training.optim.clip import global_norm, norm_from, squares_of
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.zero.layout import shards_of
-from zbmd.training.zero.norm import ShardedNorm
+from zbmd.training.zero.reduction import ShardedNorm
 
 OURS = GPTConfig(context=8, width=24, heads=4, layers=2, dropout=0.1)
 """A width at which parameters have padding between them."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from zbmd.tools.fuzzing.target import Broken, Script, target
-from zbmd.training.model_actors.tensor_actor import ArrayData, pack, unpack
+from zbmd.training.model_actors.actors import ArrayData, pack, unpack
 from zbmd.transport.cuda.array import ITEM_BYTES, DeviceHandle, EventHandle, decode_handle, encode_handle
 from zbmd.transport.errors import ArenaFull, OutOfMemory, RemoteProtocolError
 from zbmd.transport.memory.arena import Arena

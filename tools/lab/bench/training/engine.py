@@ -31,7 +31,7 @@ from zbmd.training import ops
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import VOCABULARY, GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.ops.norm import EPSILON
+from zbmd.training.ops import EPSILON
 from zbmd.training.optim.clip import clip_scale, global_norm
 from zbmd.training.optim.elementwise import AdamW, AdamWConfig, AdamWState
 from zbmd.training.step.recipe import keep_freed_memory

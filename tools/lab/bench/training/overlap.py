@@ -35,7 +35,7 @@ from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STE
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler.ring import Spans
-from zbmd.training.step.accumulate import Buckets
+from zbmd.training.step.reduction import Buckets
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import ONE_THREAD
 

@@ -182,6 +182,8 @@ class Watch:
         self.before_test = self.before_session
         # What fixtures of wider scope took on while the current test was set up.
         self.by_fixtures: set[str] = set()
+        # What fixtures of the session took on: pools of libraries, which last as long as the process.
+        self.by_session: set[str] = set()
         self.quiet_skips: list[str] = []
         self.left_by_session: list[str] = []
 
@@ -201,7 +203,10 @@ class Watch:
             return (yield)  # what it takes on is the test's own
         before = Holdings.now()
         result = yield
-        self.by_fixtures.update(Holdings.now().since(before))
+        taken = Holdings.now().since(before)
+        self.by_fixtures.update(taken)
+        if fixturedef.scope == "session":
+            self.by_session.update(taken)
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -234,7 +239,7 @@ class Watch:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.runs_tests:
-            if left := _left_behind(self.before_session, set()):
+            if left := _left_behind(self.before_session, self.by_session):
                 self.left_by_session.append(_described(left))
             _end_processes(self.before_session)
         if (told := _worker_output(session.config)) is not None:

@@ -24,6 +24,7 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
 from zbmd.training.checkpoint.pace import parse_every
+from zbmd.training.checkpoint.storage import folder_of
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import Mesh, require_axes
 from zbmd.training.job.overwrite import claimed, drop_held, holders_of, make_new, remove_run
@@ -308,8 +309,9 @@ def found_in(arguments: argparse.Namespace, *, ranks: int | None = None) -> Foun
     out, source = found["out"]
     if source == "default":
         resume: Path | None = found["resume"][0]
-        if resume is not None:
-            out = resume if resume.is_dir() else resume.parent
+        folder = None if resume is None else folder_of(resume)
+        if folder is not None:
+            out = folder
         elif ranks is not None:
             out = out.parent / os.environ.get("ZBMD_JOB", out.name)
         else:

@@ -21,6 +21,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
+from zbmd.training.checkpoint.storage import folder_of
 from zbmd.training.run.loop_steps import LoopStep
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.host.files import DISK_FULL_ERRNOS, DiskFull, write_atomically
@@ -502,7 +503,7 @@ def nobody_writes(directory: Path) -> Generator[None]:
 def begin_log(directory: Path, resumed: Path | None) -> None:
     """Raise `UserError` if a run that goes on from `resumed` must not log in `directory`: one is there."""
     path = directory / LOG_NAME
-    inside = None if resumed is None else resumed if resumed.is_dir() else resumed.parent
+    inside = None if resumed is None else folder_of(resumed)
     if inside is None or inside.resolve() != directory.resolve():
         require_no_log(path)
 

@@ -32,9 +32,9 @@ with lazy_imports(globals()):
     from zbmd.training.model.generate import generate as generate
     from zbmd.training.model.generate import generate_tokens as generate_tokens
     from zbmd.training.model.gpt import GPT as GPT
-    from zbmd.training.model.weights import load_gpt2 as load_gpt2
+    from zbmd.training.model.hugging_face import load_gpt2 as load_gpt2
+    from zbmd.training.model.hugging_face import save_gpt2 as save_gpt2
     from zbmd.training.model.weights import load_weights as load_weights
-    from zbmd.training.model.weights import save_gpt2 as save_gpt2
     from zbmd.training.model.weights import save_weights as save_weights
     from zbmd.training.model_actors.actors import ComputingActor as ComputingActor
     from zbmd.training.model_actors.actors import LayerActor as LayerActor

@@ -38,6 +38,7 @@ COMMANDS: Final = {
     "demo": "demo.command:add_demo",
     "generate": "runs.commands:add_generate",
     "ledger": "runs.commands:add_ledger",
+    "checkpoint": "runs.convert:add_checkpoint",
     "plot": "runs.commands:add_plot",
     "replay": "replay.command:add_replay",
     "flights": "runs.flights:add_flights",

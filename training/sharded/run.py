@@ -28,8 +28,9 @@ from zbmd.training.job.paced import PaceClock
 from zbmd.training.job.records import Records, require_board
 from zbmd.training.job.task import ResultRow
 from zbmd.training.model.gpt import GPT
+from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.tensor_parallel import PartOfGPT
-from zbmd.training.model.weights import WEIGHTS_NAME, load_gpt2, save_weights
+from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named

@@ -21,7 +21,8 @@ from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, MeshGroups
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.weights import WEIGHTS_NAME, load_gpt2, save_gpt2, save_weights
+from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
+from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.part import balanced_cuts, layers_in

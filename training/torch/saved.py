@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot, flat_slice
+from zbmd.training.checkpoint.formats.tensors import STATE, WEIGHTS, Tensor, described_piece, key_of
 from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import Piece, SavedState, open_state, read_names
 from zbmd.training.run.loop_steps import LoopPlan
@@ -36,7 +37,6 @@ layouts: Any = importlib.import_module("torch.distributed.tensor._utils")
 
 REST: Final = "zbmd.loop"
 """The name of the piece with the rest."""
-_WEIGHTS, _STATE = "weights", "state"
 _NUMPY: Final = frozenset(
     ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 )
@@ -115,7 +115,7 @@ def pieces_of(state: LoopState, version: int) -> list[Piece]:
     Raises `UserError` for a state that cannot be saved.
     """
     named, updated = _parts(state)
-    arrays = {part.name: [(_WEIGHTS, local_of(part.tensor))] for part in named}
+    arrays = {part.name: [(WEIGHTS, local_of(part.tensor))] for part in named}
     moments: list[list[Any]] = []
     for number, (optimizer, parts) in enumerate(zip(state.optimizers, updated, strict=True)):
         moments.append([])
@@ -137,8 +137,24 @@ def pieces_of(state: LoopState, version: int) -> list[Piece]:
     if state.rank == 0:
         rest = rest_of(state.optimizers, state.boundary, state.carried(version), moments=False)
         blob = np.frombuffer(to_blob([rest, moments], "the state of a loop"), np.uint8)
-        pieces.append(Piece(REST, flat_slice(blob.size, 0, blob.size), (blob,), names=(_STATE,), dtype=None))
+        pieces.append(Piece(REST, flat_slice(blob.size, 0, blob.size), (blob,), names=(STATE,), dtype=None))
+        pieces.append(described_piece(_described(named, arrays), pieces[-1:]))
     return pieces
+
+
+def _described(named: Sequence[Part], arrays: Mapping[str, list[tuple[str, Any]]]) -> list[Tensor]:
+    """Return the tensors of a checkpoint, for readers without this loop."""
+    return [
+        Tensor(
+            key_of(array, part.name, array.partition(".")[2]),
+            array,
+            part.name,
+            name_of(value.dtype),
+            tuple(part.tensor.shape),
+        )
+        for part in named
+        for array, value in arrays[part.name]
+    ]
 
 
 def load(saved: SavedState, state: LoopState) -> Carried:
@@ -150,12 +166,12 @@ def load(saved: SavedState, state: LoopState) -> Carried:
     try:
         size = saved.size_of(REST)
         slot = ParameterSlot(name=REST, shape=(size,), offset=0, decayed=False)
-        rest, moments = from_blob(saved.parameter(_STATE, slot, np.uint8).tobytes(), "its state")
+        rest, moments = from_blob(saved.parameter(STATE, slot, np.uint8).tobytes(), "its state")
         with torch.no_grad():
             for part in named:
                 if part.cut is not None:
                     local = local_of(part.tensor).detach()
-                    local.copy_(_read(saved, _WEIGHTS, part, local.dtype))
+                    local.copy_(_read(saved, WEIGHTS, part, local.dtype))
         for number, parts in enumerate(updated):
             _load_moments(saved, state.optimizers[number], number, parts, moments[number])
         return loaded(rest, state.optimizers, state.boundary)

@@ -31,7 +31,8 @@ from zbmd.training.checkpoint.sharded import checkpoint_in, read_names
 from zbmd.training.job.overwrite import CLAIM_NAME, claimed
 from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.weights import WEIGHTS_NAME, load_gpt2, load_weights
+from zbmd.training.model.hugging_face import load_gpt2
+from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
 from zbmd.training.run.ledger import LOG_NAME, read_header, read_log
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.task import HUGGING_FACE_DIRECTORY, TrainResult

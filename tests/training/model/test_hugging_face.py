@@ -14,14 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.weights import (
-    CONFIG_NAME,
-    GPT2_WEIGHTS_NAME,
-    load_gpt2,
-    load_weights,
-    save_gpt2,
-    save_weights,
-)
+from zbmd.training.model.hugging_face import CONFIG_NAME, WEIGHTS_NAME, load_gpt2, save_gpt2
+from zbmd.training.model.weights import load_weights, save_weights
 from zbmd.transport.errors import UserError
 
 CONFIG = GPTConfig(family="gpt2", activation="gelu", vocabulary=97, context=12, width=24, heads=3, layers=2)
@@ -74,7 +68,7 @@ def reference_logits(tensors: dict[str, Any], tokens: npt.NDArray[np.int64], hea
 
 
 def test_a_model_comes_back_as_it_was(saved: Path) -> None:
-    for path in (saved, saved / GPT2_WEIGHTS_NAME):
+    for path in (saved, saved / WEIGHTS_NAME):
         flat, config = load_gpt2(path)
         assert config == CONFIG
         assert flat.tobytes() == random_params(3).tobytes()
@@ -83,7 +77,7 @@ def test_a_model_comes_back_as_it_was(saved: Path) -> None:
 def test_the_logits_are_those_of_the_paper(saved: Path) -> None:
     flat, config = load_gpt2(saved)
     tokens = np.random.default_rng(1).integers(0, config.vocabulary, (3, 12))
-    wanted = reference_logits(load_file(saved / GPT2_WEIGHTS_NAME), tokens, config.heads)
+    wanted = reference_logits(load_file(saved / WEIGHTS_NAME), tokens, config.heads)
     np.testing.assert_allclose(
         GPT(config).logits(flat.astype(np.float64), tokens), wanted, rtol=1e-11, atol=1e-11
     )
@@ -112,16 +106,14 @@ def test_it_is_kept_as_weights_of_this_program_too(tmp_path: Path) -> None:
 
 
 def test_other_spellings_of_the_same_file_are_read(saved: Path) -> None:
-    tensors = load_file(saved / GPT2_WEIGHTS_NAME)
+    tensors = load_file(saved / WEIGHTS_NAME)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare["h.0.attn.bias"] = np.ones((1, 1, 12, 12), np.bool_)
     bare["h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
     bare["lm_head.weight"] = bare["wte.weight"].copy()
-    save_file(bare, saved / GPT2_WEIGHTS_NAME)
+    save_file(bare, saved / WEIGHTS_NAME)
     assert load_gpt2(saved)[0].tobytes() == random_params(3).tobytes()
-    save_file(
-        {name: tensor.astype(np.float16) for name, tensor in tensors.items()}, saved / GPT2_WEIGHTS_NAME
-    )
+    save_file({name: tensor.astype(np.float16) for name, tensor in tensors.items()}, saved / WEIGHTS_NAME)
     half = random_params(3).astype(np.float16).astype(np.float32)
     assert load_gpt2(saved)[0].tobytes() == half.tobytes()
 
@@ -164,9 +156,9 @@ def untie(tensors: dict[str, Any]) -> None:
 def test_tensors_that_do_not_fit_are_explained(
     saved: Path, change: Callable[[dict[str, Any]], None], said: str
 ) -> None:
-    tensors = load_file(saved / GPT2_WEIGHTS_NAME)
+    tensors = load_file(saved / WEIGHTS_NAME)
     change(tensors)
-    save_file(tensors, saved / GPT2_WEIGHTS_NAME)
+    save_file(tensors, saved / WEIGHTS_NAME)
     with pytest.raises(UserError, match=said):
         load_gpt2(saved)
 
@@ -193,11 +185,11 @@ def test_models_that_are_not_computed_here_are_explained(
 
 
 def test_missing_and_damaged_files_are_explained(saved: Path) -> None:
-    whole = (saved / GPT2_WEIGHTS_NAME).read_bytes()
-    (saved / GPT2_WEIGHTS_NAME).write_bytes(whole[:-1])
+    whole = (saved / WEIGHTS_NAME).read_bytes()
+    (saved / WEIGHTS_NAME).write_bytes(whole[:-1])
     with pytest.raises(UserError, match="cannot be read as a safetensors file"):
         load_gpt2(saved)
-    (saved / GPT2_WEIGHTS_NAME).unlink()
+    (saved / WEIGHTS_NAME).unlink()
     with pytest.raises(UserError, match="there are no weights at"):
         load_gpt2(saved)
     (saved / CONFIG_NAME).write_bytes(b"{" * 100_000)

@@ -10,7 +10,7 @@ import pytest
 
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.weights import load_gpt2, save_gpt2
+from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")

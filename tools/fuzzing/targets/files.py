@@ -51,14 +51,9 @@ from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.job.records import last_steps
 from zbmd.training.model.gpt import parameter_shapes
-from zbmd.training.model.weights import (
-    CONFIG_NAME,
-    GPT2_WEIGHTS_NAME,
-    load_gpt2,
-    load_weights,
-    save_gpt2,
-    save_weights,
-)
+from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
+from zbmd.training.model.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
+from zbmd.training.model.weights import load_weights, save_weights
 from zbmd.training.optim.mixed_precision import LossScale
 from zbmd.training.profiler.lines import (
     IDLE,

@@ -1,0 +1,47 @@
+"""Targets that read checkpoints of other programs."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from zbmd.tools.fuzzing.target import Broken, as_file, file_target, target
+from zbmd.training.checkpoint.formats.safetensors_folder import SafetensorsFile
+from zbmd.training.checkpoint.formats.tensors import Meta, Tensor, decode_meta, encode_meta
+from zbmd.training.model.hugging_face import INDEX_NAME, WEIGHTS_NAME, read_index
+from zbmd.transport.errors import UserError
+
+file_target(
+    "gpt2.index",
+    "the index of a model in several safetensors files",
+    (b'{"metadata":{"total_size":8},"weight_map":{"w":"model-00001-of-00002.safetensors"}}',),
+    UserError,
+    file=INDEX_NAME,
+)(read_index)
+
+
+def _meta_seeds() -> tuple[bytes, ...]:
+    tensors = (Tensor("model.w", "weights", "w", "float32", (2, 3)),)
+    return (encode_meta(Meta(version=1, plan="{}", loss_scale=(2.0,), tensors=tensors)).tobytes(),)
+
+
+def _file_seeds() -> tuple[bytes, ...]:
+    return (save({"w": np.arange(6.0).reshape(2, 3), "b": np.zeros(0, np.int8)}, metadata={"format": "pt"}),)
+
+
+@target(
+    "formats.meta", "what a folder of torch.distributed.checkpoint keeps of a run", _meta_seeds, UserError
+)
+def _meta(data: bytes) -> None:
+    decode_meta(data, Path("dcp"))
+
+
+@target("formats.safetensors", "a safetensors file, tensor by tensor", _file_seeds, UserError)
+def _safetensors(data: bytes) -> None:
+    with as_file(data, WEIGHTS_NAME) as path, closing(SafetensorsFile(path)) as file:
+        for name, tensor in file.tensors.items():
+            if file.read(name).nbytes != tensor.nbytes:
+                raise Broken(f"{tensor}")

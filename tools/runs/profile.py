@@ -14,10 +14,17 @@ import numpy as np
 from zbmd.tools.cli.options import add_command, add_json
 from zbmd.tools.cli.trace_events import TraceEvents, write_trace_file
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
-from zbmd.training.profiler.lines import PROFILE_DIRECTORY, RankProfile, StepLine, read_profiles
+from zbmd.training.profiler.lines import (
+    PROFILE_DIRECTORY,
+    RankProfile,
+    RankShare,
+    StepLine,
+    Summary,
+    read_profiles,
+    summary_of,
+)
 from zbmd.training.profiler.peak import MachineDescription, known_peak, peak_of, this_machine
 from zbmd.training.profiler.ring import RECORDS_MAX, GroupLine, Records, Spans, read_ring
-from zbmd.training.profiler.summary import RankShare, Summary, summary_of
 from zbmd.transport.clock.offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import UserError
 

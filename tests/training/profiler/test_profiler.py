@@ -13,10 +13,9 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import TensorShards
 from zbmd.training.profiler import lines, peak, profiler
-from zbmd.training.profiler.lines import IDLE, StepLine, lines_path, old_path, read_profiles
+from zbmd.training.profiler.lines import IDLE, StepLine, lines_path, old_path, read_profiles, summary_of
 from zbmd.training.profiler.profiler import Profiler, open_profiler, unit_flops
 from zbmd.training.profiler.ring import RINGS_KEPT, RingFile, read_ring, ring_path
-from zbmd.training.profiler.summary import summary_of
 from zbmd.transport.errors import UserError
 
 MODEL = GPTConfig(context=8, width=16, heads=2, layers=1)

@@ -64,6 +64,7 @@ from zbmd.training.profiler.lines import (
     UnitLine,
     lines_path,
     read_profiles,
+    summary_of,
 )
 from zbmd.training.profiler.peak import MachineDescription, decode_peaks
 from zbmd.training.profiler.ring import (
@@ -75,7 +76,6 @@ from zbmd.training.profiler.ring import (
     OperationLine,
     decode_ring,
 )
-from zbmd.training.profiler.summary import summary_of
 from zbmd.training.redundancy.stamped import StateName
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.ledger import LOG_FORMAT, CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log

@@ -24,7 +24,7 @@ from zbmd.transport.capture.log import LogRecorder, RingRecorder, dump_on_crash
 from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.user_directories import UserFiles, user_directory
+from zbmd.transport.host.files import UserFiles, user_directory
 from zbmd.transport.identity import Identity
 
 CAPTURE_VARIABLE = "ZBMD_CAPTURE"

@@ -24,8 +24,7 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.flight._flight import leave, listen, wait, wake
 from zbmd.collectives.flight.recorder import FLIGHT_RECORDS_MAX, FlightLog
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.files import replace_file
-from zbmd.transport.host.user_directories import UserFiles, need_directory
+from zbmd.transport.host.files import UserFiles, need_directory, replace_file
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.flight")
 

@@ -23,8 +23,7 @@ import msgspec
 import numpy as np
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.files import write_atomically
-from zbmd.transport.host.user_directories import UserFiles, user_directory
+from zbmd.transport.host.files import UserFiles, user_directory, write_atomically
 
 ORDER: Final = 1024
 """Rows and columns of the matrices: 12 MiB in float32, and their product reaches the peak."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.user_directories import UserFiles, need_directory
+from zbmd.transport.host.files import UserFiles, need_directory
 
 COOKIE_BYTES_MIN = 32
 COOKIE_BYTES_MAX = 1024

@@ -1,4 +1,8 @@
-"""Write files atomically, lock directories, and read files of JSON lines."""
+"""Files of this process: written atomically, locked directories, JSON lines, and the directories of a user.
+
+Those are found by the XDG specification. A user of a container may have a number and neither a name nor a
+home: then nothing says where.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
@@ -189,3 +194,36 @@ def _explained(path: Path, error: OSError) -> UserError:
             "choose another directory; an existing file is unchanged."
         )
     return UserError(f"cannot write {path}: {error.strerror}. Choose a directory that you may write to.")
+
+
+class UserFiles(Enum):
+    """A kind of files: the variable that says where they are, and where they are below a home otherwise."""
+
+    CONFIG = "XDG_CONFIG_HOME", ".config"
+    STATE = "XDG_STATE_HOME", ".local/state"
+    CACHE = "XDG_CACHE_HOME", ".cache"
+
+
+def user_directory(kind: UserFiles, environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return our directory of a kind, which need not exist; None if the user has no home to put it in."""
+    variable, below_home = kind.value
+    given = (os.environ if environ is None else environ).get(variable, "")
+    if os.path.isabs(given):  # the specification: ignore a relative one
+        return Path(given) / "zbmd"
+    home = os.path.expanduser("~")
+    return Path(home) / below_home / "zbmd" if os.path.isabs(home) else None
+
+
+def need_directory(
+    kind: UserFiles,
+    environ: Mapping[str, str],
+    *,
+    what: str,
+    variable: str,
+    error: type[UserError] = UserError,
+) -> Path:
+    """Return our directory of a kind. Raises `error`, which names the variable to set for `what`."""
+    found = user_directory(kind, environ)
+    if found is None:
+        raise error(f"there is no home directory to keep {what} in: set {variable} to a path")
+    return found

@@ -21,8 +21,7 @@ import msgspec
 
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.files import replace_file
-from zbmd.transport.host.user_directories import UserFiles, need_directory
+from zbmd.transport.host.files import UserFiles, need_directory, replace_file
 
 STATE_VARIABLE: Final = "ZBMD_STATE_DIR"
 STATE_BYTES_MAX: Final = 1 << 16

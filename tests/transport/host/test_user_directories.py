@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host import user_directories
-from zbmd.transport.host.user_directories import UserFiles, need_directory, user_directory
+from zbmd.transport.host import files
+from zbmd.transport.host.files import UserFiles, need_directory, user_directory
 
 
 @pytest.mark.parametrize("kind", UserFiles)
@@ -23,7 +23,7 @@ def test_the_variable_counts_and_then_the_home(kind: UserFiles, monkeypatch: pyt
 
 def test_without_a_home_the_error_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user that has a number only, of whom no database knows."""
-    monkeypatch.setattr(user_directories.os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(files.os.path, "expanduser", lambda path: path)
     assert user_directory(UserFiles.STATE, {}) is None
     with pytest.raises(UserError, match="no home directory to keep notes in: set ZBMD_NOTES to a path"):
         need_directory(UserFiles.STATE, {}, what="notes", variable="ZBMD_NOTES")

@@ -126,6 +126,7 @@ async def browser(directory: Path) -> AsyncGenerator[Page]:
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
+    draining: asyncio.Future[bytes] | None = None
     try:
         assert process.stderr is not None
         async with asyncio.timeout(TIMEOUT_S):
@@ -155,4 +156,5 @@ async def browser(directory: Path) -> AsyncGenerator[Page]:
         except TimeoutError:
             process.send_signal(signal.SIGKILL)
             await process.wait()
-        await draining
+        if draining is not None:
+            await draining

@@ -20,6 +20,8 @@ from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 ARENA_BYTES: Final = 32 << 20
+SAVED_EVERY: Final = 4
+"""Steps from one checkpoint to the next, beside the loop."""
 LINES_MAX: Final = 4096
 """Of all ranks together: three lines for each step are some hundred."""
 PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
@@ -27,14 +29,21 @@ PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
 
 
 class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
-    """A script, its variable MODE, and the kills. counts: as of `JobCase`."""
+    """A script, its variable MODE, and the kills. counts: as of `JobCase`; out: of its checkpoints."""
 
     program: Path
     mode: str
     fault: str
     ranks: int
     counts: Path | None = None
+    out: Path | None = None
     variables: dict[str, str] = {}
+
+
+def _environment_of(case: LoopCase) -> dict[str, str]:
+    fault = {faults.FAULT_VARIABLE: case.fault} if case.fault else {}
+    saves = {"OUT": str(case.out), "EVERY": str(SAVED_EVERY)} if case.out else {}
+    return {"MODE": case.mode, **fault, **saves}
 
 
 async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome:
@@ -54,7 +63,7 @@ async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome
         on_loss=OnLoss.REPLACE,
         max_restarts=RESTARTS_MAX,
         arena_bytes=ARENA_BYTES,
-        environment={"MODE": case.mode, **({faults.FAULT_VARIABLE: case.fault} if case.fault else {})},
+        environment=_environment_of(case),
         preload=PRELOAD,
     )
     ended = await ended_within(Host(config, output=output, observer=output, template=template), RUN_S_MAX)

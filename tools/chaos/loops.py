@@ -6,9 +6,10 @@
     python -m zbmd.tools.chaos.loops --ledger FILE --table           what a ledger holds
 
 The loops are the programs of the tests, in each of their modes. A case is one run: a kill of any rank at any
-pass of a point, inside collectives of the forward and backward pass too, or two kills, of two ranks or of a
-rank and its replacement. What ranks report of steps, and the final state, must be what an undisturbed run
-reports. Where two kills take a shard and its copy, the loop must end, and say so. PyTorch is needed.
+pass of a point, inside collectives of the forward and backward pass and in a checkpoint too, or two kills, of
+two ranks or of a rank and its replacement. What ranks report of steps, and the final state, must be what an
+undisturbed run reports. Where two kills take a shard and its copy, and where all other ranks have ended as a
+replacement comes, the loop must end, and say so. PyTorch is needed.
 """
 
 from __future__ import annotations
@@ -48,23 +49,31 @@ PAIRS_SHARE: Final = 0.3
 """Of all cases: two kills."""
 LOST: Final = re.compile(r"are lost together|is lost before rank \d+ had a copy")
 """The words of a loop that ends since a shard and its copy are gone."""
+LATE: Final = re.compile(r"finished (?:its|their) script: no process group")
+"""The words of a replacement that finds the others gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSetting:
-    """A loop of a kind, in a mode of its program, on `ranks` ranks."""
+    """A loop of a kind, in a mode of its program, on `ranks` ranks. saves: it has a log and checkpoints."""
 
     kind: str
     mode: str
     ranks: int = 3
+    saves: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.mode} n={self.ranks}"
+        return f"{self.kind} {self.mode}{' saved' if self.saves else ''} n={self.ranks}"
 
     def case(self, *, out: Path, data: Path, fault: str, counts: Path | None) -> LoopCase:
         """Return a run of it."""
         return LoopCase(
-            program=KINDS[self.kind], mode=self.mode, fault=fault, ranks=self.ranks, counts=counts
+            program=KINDS[self.kind],
+            mode=self.mode,
+            fault=fault,
+            ranks=self.ranks,
+            counts=counts,
+            out=out if self.saves else None,
         )
 
 
@@ -78,6 +87,7 @@ SETTINGS: Final = (
         for mode in ("plain", "fused", "momentum", "mixed+every", "kept+every", "scaler+fused")
     ),
     LoopSetting(kind="fsdp", mode="hybrid", ranks=4),
+    *(LoopSetting(kind=kind, mode="plain", saves=True) for kind in KINDS),
 )
 
 
@@ -92,12 +102,25 @@ def difference(told: Collection[str], wanted: Collection[str], fault: str) -> st
     Each is there once, and none is another; those of ranks that live are all there, and so are the last ones.
     """
     others = sorted(set(told) - set(wanted))
+    whole = of_living(wanted, fault) | {line for line in wanted if line.startswith("final")}
     twice = sorted(line for line, times in Counter(told).items() if times > 1)
-    killed = {int(one.process.removeprefix("rank")) for one in faults.parse(fault)}
-    whole = {line for line in wanted if int(line.rpartition("rank ")[2].split(":")[0]) not in killed}
-    missing = sorted((whole | {line for line in wanted if line.startswith("final")}) - set(told))
+    missing = sorted(whole - set(told))
     found = {"reported differently": others, "reported twice": twice, "not reported": missing}
     return "; ".join(f"{what}: {', '.join(lines[:3])}" for what, lines in found.items() if lines)
+
+
+def of_living(wanted: Collection[str], fault: str) -> set[str]:
+    """Return the reports of ranks that no kill is for."""
+    killed = {int(one.process.removeprefix("rank")) for one in faults.parse(fault)}
+    return {line for line in wanted if int(line.rpartition("rank ")[2].split(":")[0]) not in killed}
+
+
+def verdict_on_end(setting: LoopSetting, fault: str, error: str, wanted: Collection[str]) -> Verdict:
+    """Return what to think of a run that did not succeed. error: why, and what its ranks said."""
+    if setting.kind == "fsdp" and len(faults.parse(fault)) > 1 and LOST.search(error):
+        return "lost, and said so"
+    told, living = set(reports_in(error.splitlines())), of_living(wanted, fault)
+    return "late, and said so" if LATE.search(error) and living and living <= told else "failed"
 
 
 def drawn(setting: LoopSetting, passes: Sequence[Passes], count: int, seed: int) -> list[str]:
@@ -116,13 +139,9 @@ class LoopSweep(Sweep[LoopSetting]):
 
     def judged(self, setting: LoopSetting, fault: str, ended: CaseResult) -> tuple[Verdict, str]:
         """See `Sweep`."""
-        outcome = ended.outcome
+        outcome, wanted = ended.outcome, reports_in(self.calm_told[str(setting)].splitlines())
         if outcome is None:
-            may_be_lost = setting.kind == "fsdp" and len(faults.parse(fault)) > 1
-            return (
-                "lost, and said so" if may_be_lost and LOST.search(ended.error) else "failed"
-            ), ended.error
-        wanted = reports_in(self.calm_told[str(setting)].splitlines())
+            return verdict_on_end(setting, fault, ended.error, wanted), ended.error
         wrong = difference(reports_in(outcome.told.splitlines()), wanted, fault)
         return ("other bits" if wrong else "same bits"), f"{wrong}\n{outcome.told}" if wrong else ""
 

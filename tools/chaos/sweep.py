@@ -210,9 +210,9 @@ def name_of(fault: str) -> str:
 
 # ---- the ledger: a file that an interrupted sweep resumes from, and its table
 
-Verdict = Literal["same bits", "lost, and said so", "other bits", "failed"]
-RIGHT: Final = ("same bits", "lost, and said so")
-"""The second where kills take a state and all of its copies."""
+Verdict = Literal["same bits", "lost, and said so", "late, and said so", "other bits", "failed"]
+RIGHT: Final = ("same bits", "lost, and said so", "late, and said so")
+"""The second where kills take a state and all of its copies, the third after the last step of all."""
 
 
 class CaseVerdict(msgspec.Struct, frozen=True, kw_only=True):

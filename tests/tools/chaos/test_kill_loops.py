@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools.chaos.loops import KINDS, SETTINGS, LoopSetting, difference, drawn, main, reports_in
+from zbmd.tools.chaos.loops import (
+    KINDS,
+    SETTINGS,
+    LoopSetting,
+    difference,
+    drawn,
+    main,
+    reports_in,
+    verdict_on_end,
+)
 from zbmd.tools.chaos.sweep import Ledger
 from zbmd.transport import kill_points as faults
 
@@ -30,6 +39,29 @@ def test_a_run_is_as_an_undisturbed_one_but_for_what_the_killed_had_to_say(
     assert reports_in(["[rank0]: step 1 rank 0: aa", "a word"]) == ["step 1 rank 0: aa"]
     found = difference(told, WANTED, fault)
     assert found.startswith(wrong) and bool(found) == bool(wrong)
+
+
+LATE = "UserError: rank 1 finished its script: no process group can be made any more"
+LOST = "LoopLost: ranks 2 and 0 are lost together"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "said", "verdict"),
+    [
+        ("ddp", "rank0:loop.voted:9", [LATE, *WANTED], "late, and said so"),
+        ("ddp", "rank0:loop.voted:9", [LATE, *WANTED[:-1]], "failed"),
+        ("ddp", "rank0:loop.voted:9", WANTED, "failed"),
+        ("ddp", "rank0:loop.voted:9,rank1:loop.voted:9", [LATE], "failed"),
+        ("fsdp", "rank0:loop.begin:1,rank1:loop.begin:1", [LOST], "lost, and said so"),
+        ("fsdp", "rank0:loop.begin:1", [LOST], "failed"),
+    ],
+)
+def test_a_loop_may_end_where_nobody_is_left_to_recover_from(
+    kind: str, fault: str, said: list[str], verdict: str
+) -> None:
+    """Those that live have reported all: a replacement that comes after their end finds nobody."""
+    setting = LoopSetting(kind=kind, mode="plain")
+    assert verdict_on_end(setting, fault, "\n".join(said), WANTED) == verdict
 
 
 def test_kills_of_loops_are_drawn_alone_and_in_pairs() -> None:

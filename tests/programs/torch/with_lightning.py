@@ -2,6 +2,7 @@
 """`Trainer.fit` of Lightning with DDP, over the backend that it is given; rank 0 prints what came of it."""
 
 import os
+import signal
 import sys
 import tempfile
 from typing import Any
@@ -23,7 +24,9 @@ class Line(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
         super().__init__()
         self.line = nn.Linear(8, 1)
 
-    def training_step(self, batch: Any, _: int) -> Any:
+    def training_step(self, batch: Any, number: int) -> Any:
+        if number == 2 and os.environ.get("VICTIM") == os.environ["RANK"]:
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = nn.functional.mse_loss(self.line(batch[0]), batch[1])
         self.log("loss", loss, sync_dist=True, on_epoch=True)
         self.log("count", torch.tensor(3), sync_dist=True, reduce_fx="mean")

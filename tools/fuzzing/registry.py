@@ -117,7 +117,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/redundancy/state_file.py": ("zero.state",),
     "training/checkpoint/plan.py": ("ledger.plan", "ledger.task"),
     "training/run/loop_steps.py": ("ledger.loop",),
-    "training/step/memory_estimate.py": ("memory.note",),
+    "training/job/explained.py": ("memory.note",),
     "tools/node/guard/guards.py": ("guard.message",),
     "tools/node/guard/messages.py": ("guard.message",),
     "tools/node/up.py": ("node.token",),

@@ -225,6 +225,12 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def add_recipe(made: argparse.ArgumentParser) -> None:
     """Add the options of a recipe."""
     made.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE", help="a recipe in TOML")
+    made.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a design that zbmd plan serve has saved",
+    )
     made.add_argument("--print-recipe", action="store_true", help="print the merged recipe and exit")
     groups = {setting.group: made.add_argument_group(setting.group) for setting in SETTINGS}
     for setting in SETTINGS:
@@ -236,24 +242,30 @@ def add_recipe(made: argparse.ArgumentParser) -> None:
 
 
 def merged(
-    command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
+    command_line: Mapping[str, str | None],
+    environment: Mapping[str, str],
+    config: Path | None,
+    plan: Path | None = None,
 ) -> dict[str, tuple[Any, str]]:
     """Each setting's value and where it comes from. Raises `UserError`, which names the source."""
     names = [setting.name for setting in SETTINGS]
     switches = [setting.name for setting in SETTINGS if setting.parse is _switch]
     in_file = {} if config is None else read_config(config, names, switches)
+    planned = {} if plan is None else read_config(plan, names, switches)
     found: dict[str, tuple[Any, str]] = {}
     for setting in SETTINGS:
         sources = (
             (setting.option, command_line.get(setting.name)),
             (setting.variable, environment.get(setting.variable)),
             (str(config), in_file.get(setting.name)),
+            (str(plan), planned.get(setting.name)),
         )
         source, text = next(((s, t) for s, t in sources if t is not None), ("default", None))
         try:
             found[setting.name] = (setting.default if text is None else setting.parse(text), source)
         except UserError as error:
-            where = f"{source}: {setting.name}" if source == str(config) else source
+            in_files = source in (str(config), str(plan))
+            where = f"{source}: {setting.name}" if in_files else source
             raise UserError(f"{where}: {error}") from None
     return found
 
@@ -300,7 +312,7 @@ def found_in(arguments: argparse.Namespace, *, ranks: int | None = None) -> Foun
     ranks: of the launcher that has started this one. Raises `UserError`.
     """
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
-    found = merged(on_line, os.environ, arguments.recipe)
+    found = merged(on_line, os.environ, arguments.recipe, arguments.plan)
     given = os.environ.get(DATA_VARIABLE)
     if found["data"][1] == "default" and given is not None:
         found["data"] = given, DATA_VARIABLE

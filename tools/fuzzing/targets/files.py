@@ -49,6 +49,7 @@ from zbmd.training.data.sources import (
 )
 from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
+from zbmd.training.job.explained import read_note
 from zbmd.training.job.records import last_steps
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
@@ -80,7 +81,6 @@ from zbmd.training.redundancy.stamped import StateName
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.ledger import LOG_FORMAT, CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.run.loop_steps import LoopPlan
-from zbmd.training.step.memory_estimate import read_note
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError

@@ -25,8 +25,14 @@ from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.core.wire import TEXT_CHARS_MAX
 from zbmd.actors.errors import UnknownActorClass, UpgradeRefused, UpgradeUndone
 from zbmd.actors.upgrade import events as ev
-from zbmd.actors.upgrade.agent import COORDINATOR, UPGRADE_AGENT, UpgradeAgent
-from zbmd.actors.upgrade.coordinator import PROCESSES_MAX, UPGRADE, UpgradeMachine
+from zbmd.actors.upgrade.coordinator import (
+    COORDINATOR,
+    PROCESSES_MAX,
+    UPGRADE,
+    UPGRADE_AGENT,
+    UpgradeAgent,
+    UpgradeMachine,
+)
 from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.actors.upgrade.ledger import CodeChange
 from zbmd.actors.upgrade.local import LocalUpgrade, check

@@ -21,8 +21,7 @@ from zbmd.actors.core import wire
 from zbmd.actors.directory.machine import DIRECTORY
 from zbmd.actors.replay.recording import ACTOR
 from zbmd.actors.supervision.machine import SUPERVISION
-from zbmd.actors.upgrade.agent import UPGRADE_AGENT
-from zbmd.actors.upgrade.coordinator import UPGRADE
+from zbmd.actors.upgrade.coordinator import UPGRADE, UPGRADE_AGENT
 from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
 from zbmd.collectives.elastic.views_machine import VIEWS
 from zbmd.collectives.group.operation_log import OPERATIONS, OperationBegan, OperationEnded

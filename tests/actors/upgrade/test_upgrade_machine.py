@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors.upgrade import events as ev
-from zbmd.actors.upgrade.agent import COORDINATOR, Step, UpgradeAgent
-from zbmd.actors.upgrade.coordinator import UpgradeMachine, UpgradePhase
+from zbmd.actors.upgrade.coordinator import COORDINATOR, Step, UpgradeAgent, UpgradeMachine, UpgradePhase
 from zbmd.actors.upgrade.events import Fate, Order
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired

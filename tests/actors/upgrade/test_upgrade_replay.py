@@ -16,7 +16,7 @@ from zbmd.actors.errors import UpgradeUndone
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade import events as ev
 from zbmd.actors.upgrade import ledger as u
-from zbmd.actors.upgrade.agent import COORDINATOR, UPGRADE_AGENT, UpgradeAgent
+from zbmd.actors.upgrade.coordinator import COORDINATOR, UPGRADE_AGENT, UpgradeAgent
 from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
 from zbmd.transport import capture
 from zbmd.transport.capture.tap import Tap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +16,13 @@ import rich.table
 from zbmd.actors.snapshots.client import HolderAddress, Snapshots, drop, find_holders, look
 from zbmd.tools.cli.console import screen_for_tables
 from zbmd.tools.cli.options import add_command, add_json
-from zbmd.training.checkpoint.sharded import checkpoint_in, open_state, read_names
+from zbmd.training.checkpoint.storage import storage_of, url_of
+from zbmd.training.checkpoint.verified import each_checkpoint
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.holdings import SLOTS
 from zbmd.training.redundancy.stamped import STATE_BLOCK, StampedSlots, digest_of, slots_in
 from zbmd.training.run.ledger import LOG_NAME, has_log, read_record
+from zbmd.training.sharded.options import RECIPE_NAME
 from zbmd.transport.clock.deadlines import format_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.kept import block_of
@@ -30,6 +33,7 @@ DAMAGED: Final = "damaged"
 WRITTEN: Final = "being written"
 MEMORY: Final = "memory"
 DISK: Final = "disk"
+OBJECTS: Final = "objects"
 
 
 class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +48,7 @@ class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float | None
     state: str
     where: str
+    problem: str = ""
 
 
 class HeldRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,23 +120,40 @@ def verified(slots: StampedSlots, slot: int) -> tuple[int | None, str]:
     return version, WHOLE if same else DAMAGED
 
 
-def on_disk(directory: Path) -> HeldVersion | None:
-    """Return the last checkpoint of the run in a directory, read and verified; None if there is none."""
-    path = checkpoint_in(directory)
-    if path is None:
-        return None
-    version, nbytes, state = None, 0, DAMAGED
-    with contextlib.suppress(UserError, OSError):
-        names = read_names(path)
-        version = names.version
-        nbytes = sum((directory / name).stat().st_size for name in names.files)
-        with contextlib.closing(open_state(path, plan=names.plan)) as saved:
-            saved.verify()
-        state = WHOLE
-    age_s = max(0.0, time.time() - path.stat().st_mtime)
-    return HeldVersion(
-        tier=DISK, rank=None, version=version, nbytes=nbytes, age_s=age_s, state=state, where=str(path)
-    )
+def saved_by(directory: Path) -> Iterator[HeldVersion]:
+    """Yield the checkpoints of the run in a directory, the newest first, each read and verified.
+
+    They lie there, or where the recipe of the run says. Raises `UserError` for a place that cannot be read.
+    """
+    place = _checkpoint_to(directory)
+    storage, tier = storage_of(place or directory), DISK if url_of(place) is None else OBJECTS
+    for name, names, problem in each_checkpoint(storage):
+        nbytes, age_s = 0, None
+        with contextlib.suppress(OSError):  # a shard may be missing
+            for file in () if names is None else names.files:
+                with contextlib.closing(storage.open(file)) as opened:
+                    nbytes += opened.size
+        with contextlib.suppress(OSError):
+            age_s = max(0.0, time.time() - Path(storage.where(name)).stat().st_mtime)
+        yield HeldVersion(
+            tier=tier,
+            rank=None,
+            version=None if names is None else names.version,
+            nbytes=nbytes,
+            age_s=age_s,
+            state=DAMAGED if problem else WHOLE,
+            where=storage.where(name),
+            problem=problem,
+        )
+
+
+def _checkpoint_to(directory: Path) -> str:
+    """Return where the recipe of a run has its checkpoints; empty: in its directory."""
+    try:
+        with (directory / RECIPE_NAME).open("rb") as file:
+            return str(tomllib.load(file).get("checkpoint_to", ""))
+    except (OSError, ValueError):
+        return ""
 
 
 def _age_s(directory: Path | None, version: int | None) -> float | None:
@@ -171,13 +193,13 @@ def _snapshots(arguments: argparse.Namespace) -> int:
             raise UserError("--drop: expected the directory of a run, or --job and its number.")
         return _drop(holders)
     runs = list(held_runs(holders, directory))
-    saved = None if directory is None else on_disk(directory)
+    saved = () if directory is None else tuple(saved_by(directory))
     if arguments.json:
-        print(msgspec.json.encode({"runs": runs, "checkpoint": saved}).decode())
+        print(msgspec.json.encode({"runs": runs, "checkpoints": saved}).decode())
     else:
         _show(runs, saved)
     damaged = [one for run in runs for one in run.versions if one.state == DAMAGED]
-    return 1 if damaged or (saved is not None and saved.state == DAMAGED) else 0
+    return 1 if damaged or any(one.state == DAMAGED for one in saved) else 0
 
 
 def _job(text: str | None) -> int | None:
@@ -196,16 +218,19 @@ def _drop(holders: list[HolderAddress]) -> int:
     return 0
 
 
-def _show(runs: list[HeldRun], saved: HeldVersion | None) -> None:
+def _show(runs: list[HeldRun], saved: tuple[HeldVersion, ...]) -> None:
     screen = screen_for_tables()
     for run in runs:
         left = format_duration(round(run.left_s * 1e9))
         stands = f"run by process {run.launcher}" if run.launcher else f"waits for {left} more"
         title = f"job {run.job}  {stands}  holder pid {run.holder}"
         _print_table(screen, title, run.versions)
-    if saved is not None:
-        _print_table(screen, "checkpoint", (saved,))
-    if not runs and saved is None:
+    if saved:
+        _print_table(screen, "checkpoints", saved)
+        for one in saved:
+            if one.problem:
+                screen.print(one.problem, style="red")
+    if not runs and not saved:
         screen.print("no state is held of that here: a run has some from its first step on")
 
 

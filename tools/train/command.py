@@ -31,9 +31,9 @@ from zbmd.training.job.overwrite import claimed, drop_held, holders_of, make_new
 from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.run.ledger import begin_log
-from zbmd.training.sharded.options import PRECISIONS, TOKENS, TrainOptions
+from zbmd.training.sharded.options import PRECISIONS, RECIPE_NAME, TOKENS, TrainOptions
 from zbmd.training.sharded.redundancy import parse_redundancy
-from zbmd.training.sharded.run import check_recipe, train
+from zbmd.training.sharded.run import check_recipe, from_whole, train
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 
@@ -60,7 +60,6 @@ or, if the run resumes, that of the checkpoint. A recipe is a TOML file with the
 PREFIX: Final = "ZBMD_TRAIN_"
 DATA_VARIABLE: Final = "ZBMD_DATA"
 """What `--data` of a launcher sets."""
-RECIPE_NAME: Final = "recipe.toml"
 RUNS_MAX: Final = 10_000
 SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
 ValueT = TypeVar("ValueT")
@@ -394,6 +393,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if launched is not None or options.plain:
             uvloop.run(train(options))
             return 0
+        options = from_whole(options)  # once for all ranks
         start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]
         return node_cli.main([*start, "-m", "zbmd.training.sharded", options.encode()])
 

@@ -190,10 +190,14 @@ def no_checkpoint(where: object) -> UserError:
     return UserError(f"there is no checkpoint at {where}: check the path given to --resume.")
 
 
-def unreadable(where: object, why: object) -> UserError:
+class Damaged(UserError):
+    """A checkpoint cannot be read: another one may be."""
+
+
+def unreadable(where: object, why: object) -> Damaged:
     """Return the error for one that is damaged."""
     reason = why.strerror if isinstance(why, OSError) and why.strerror else why
-    return UserError(
+    return Damaged(
         f"{where} cannot be read as a checkpoint: {reason}. Give --resume a run's directory with a whole "
         "checkpoint, or omit it to start from the beginning."
     )

@@ -98,7 +98,15 @@ class NewView:
     first: bool
 
 
-Event = Reached | Wrote | Published | Failed | Voted | Hurry | NewView
+@dataclass(frozen=True, slots=True)
+class FoundDamaged:
+    """A published shard of this rank has other bytes than were written."""
+
+    version: int
+    reason: str
+
+
+Event = Reached | Wrote | Published | Failed | Voted | Hurry | NewView | FoundDamaged
 
 
 # ---- actions
@@ -150,7 +158,23 @@ class TellSuccess:
     version: int
 
 
-Action = Stage | Write | Publish | Remove | TellFailure | TellSuccess
+@dataclass(frozen=True, slots=True)
+class Rehearse:
+    """Read a sample of this rank's shard back. header: its digest."""
+
+    version: int
+    header: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellDamage:
+    """Report that a published checkpoint is damaged."""
+
+    version: int
+    reason: str
+
+
+Action = Stage | Write | Publish | Remove | TellFailure | TellSuccess | Rehearse | TellDamage
 
 
 class Saving:
@@ -183,6 +207,9 @@ class Saving:
                 if not self._hurried:
                     self._hurried, self._left = True, HURRIED_TRIES
                 return []
+            case FoundDamaged(version=version, reason=reason):
+                self.asks = True
+                return [TellDamage(version, reason)]
             case NewView(first=first):
                 self.first, self._late = first, False
                 self.asks = self.asks or self.pending is not None
@@ -228,8 +255,9 @@ class Saving:
             return [*self._drop(), *([Remove(version)] if self.first else [])]
         if reports[0].progress is Progress.PUBLISHED:
             self.published = version
-            told, self._has_failed = self._has_failed, False
-            return [*self._drop(), *([TellSuccess(version)] if told else [])]
+            told, self._has_failed, header = self._has_failed, False, self.report.header
+            actions: list[Action] = [TellSuccess(version)] if told else []
+            return [*self._drop(), *actions, *([Rehearse(version, header)] if header else [])]
         wrote = all(each.progress in (Progress.WROTE, Progress.NO_SHARD) for each in reports)
         if not (wrote and self.first and self._headers is None):
             return []

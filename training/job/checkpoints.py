@@ -28,10 +28,12 @@ from zbmd.training.checkpoint.sharded import (
     Piece,
     last_in,
     name_written,
+    shard_name,
     stem_of,
     write_shard_of,
 )
 from zbmd.training.checkpoint.storage import Storage
+from zbmd.training.checkpoint.verified import rehearse
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
@@ -220,6 +222,11 @@ class Checkpoints:
             return
         self._ended(begun, saving.Published(begun.version))
 
+    def _rehearse(self, begun: _Begun, action: saving.Rehearse) -> None:
+        name = shard_name(begun.stem, begun.place)
+        if problem := rehearse(self._storage, name, f"{action.header:016x}"):
+            self._perform(self._handle(saving.FoundDamaged(action.version, problem)))
+
     def _is_time(self, begun: _Begun, at_ns: int) -> bool:
         """Wait until `at_ns`, or until that is not awaited; return whether the checkpoint is still wanted."""
         wait_ns = at_ns - now_ns()
@@ -265,6 +272,10 @@ class Checkpoints:
                     self._tell_failure(version, reason)
                 case saving.TellSuccess(version=version):
                     _tell(f"the checkpoint of step {version} is written, after failures")
+                case saving.Rehearse():
+                    self._submit(self._rehearse, begun, action)
+                case saving.TellDamage(version=version, reason=reason):
+                    _tell(f"the checkpoint of step {version} is damaged: {reason}. Another one is written.")
                 case saving.Stage():
                     raise AssertionError("it is performed where the state is")
                 case _:

@@ -30,6 +30,7 @@ from zbmd.training.checkpoint.index import KEEP, Retention
 from zbmd.training.checkpoint.pace import Every
 from zbmd.training.checkpoint.plan import ExampleOrder, TaskPlan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, require_state, share_of
+from zbmd.training.checkpoint.verified import newest_whole
 from zbmd.training.job.explained import errors_explained
 from zbmd.training.job.job import ARENA_SPARE_BYTES, Job
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
@@ -147,6 +148,8 @@ async def run_task(
     again = launched is not None and launched.is_again
     if not again and (launched is None or launched.rank == 0):
         _take_directory(out, resume)
+    if resume is not None:
+        resume = newest_whole(resume)
     if not again and resume is not None:
         require_state(resume, plan=task.plan, steps=task.steps)
     initial = task.initial()

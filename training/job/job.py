@@ -118,6 +118,8 @@ class Job(Generic[ResultT]):
             seed=task.seed,
             resumed=options.resume,
             may_begin=worker.rank == 0,
+            goes_back=options.resume is not None
+            and not again,  # a lone process has the number of the last one
             on_begin=lambda: keep_until(options.out, first),
         )
         self._again = again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -23,6 +23,9 @@ from zbmd.transport.host.threads import THREADS_MAX
 Tokens = Literal["bytes", "bpe"]
 TOKENS: tuple[Tokens, ...] = ("bytes", "bpe")
 PRECISIONS: tuple[Precision, ...] = ("float32", "float64", "bfloat16", "float16")
+
+RECIPE_NAME: Final = "recipe.toml"
+"""In the directory of a run: its settings."""
 
 
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.pace import AUTO
 from zbmd.training.checkpoint.sharded import open_state, require_state, write_alone
+from zbmd.training.checkpoint.verified import newest_whole
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus, prepare_corpus
 from zbmd.training.data.sources import RunData
@@ -126,6 +127,7 @@ def check_recipe(options: TrainOptions, ranks: int) -> None:
 
     Its data is prepared on the way, once for all ranks.
     """
+    options = from_whole(options)
     mesh, model, corpus = prepare(options, ranks)
     training, dtype = options.training, storage_dtype(options.precision)
     if options.offload is not None:
@@ -139,6 +141,13 @@ def check_recipe(options: TrainOptions, ranks: int) -> None:
     if not options.overwrite and (options.resume is not None or not holders_of(options.out)):
         begin_log(options.out, options.resume)
     _require_beginning(options, model, corpus)
+
+
+def from_whole(options: TrainOptions) -> TrainOptions:
+    """Return the recipe with the newest checkpoint that is whole to resume from. Raises `UserError`."""
+    if options.resume is None:
+        return options
+    return msgspec.structs.replace(options, resume=newest_whole(options.resume))
 
 
 def _require_beginning(options: TrainOptions, model: GPTConfig, corpus: Corpus) -> None:
@@ -262,6 +271,7 @@ def run_plain(options: TrainOptions) -> TrainResult:
 
     Raises `UserError` as `train`.
     """
+    options = from_whole(options)
     recipe, training = open_recipe(options), options.training
     model, corpus, config = recipe.model, recipe.corpus, recipe.model.config
     _require_beginning(options, config, corpus)
@@ -329,6 +339,7 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
         done = run_plain(options)
         print(msgspec.json.encode(done).decode(), flush=True)
         return done
+    options = from_whole(options)
     mesh, model, corpus = prepare(options, 1 if launched is None else launched.world_size)
     again = launched is not None and launched.is_again
     if not again:

@@ -295,7 +295,7 @@ def test_snapshots_lists_verifies_and_drops(
     assert int(held["job"], 16) == holder.job and held["launcher"] == 0
     assert {one["tier"] for one in held["versions"]} == {"memory"} and len(held["versions"]) == 4
     assert all(one["age_s"] is None or one["age_s"] >= 0 for one in held["versions"])
-    assert shown["checkpoint"]["state"] == WHOLE and shown["checkpoint"]["version"] % 5 == 0
+    assert shown["checkpoints"][0]["state"] == WHOLE and shown["checkpoints"][0]["version"] % 5 == 0
     assert command.main(["snapshots", str(run)]) == 0
     assert "whole" in capsys.readouterr().out
 
@@ -308,7 +308,7 @@ def test_snapshots_lists_verifies_and_drops(
     assert command.main(["snapshots", str(run), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert DAMAGED in {one["state"] for one in shown["runs"][0]["versions"]}
-    assert shown["checkpoint"]["state"] == DAMAGED
+    assert shown["checkpoints"][0]["state"] == DAMAGED
 
     assert command.main(["snapshots", str(run), "--drop"]) == 0
     assert not holders_of(run)

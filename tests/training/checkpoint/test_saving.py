@@ -26,7 +26,9 @@ class Rank:
 
     def put(self, event: saving.Event) -> None:
         for action in self.machine.handle(event, now_ns=self.now_ns):
-            if isinstance(action, (saving.TellFailure, saving.TellSuccess)):
+            if isinstance(action, saving.Rehearse):
+                assert action.version == self.machine.published
+            elif isinstance(action, (saving.TellFailure, saving.TellSuccess)):
                 self.told.append(action)
             else:
                 self.work.append(action)

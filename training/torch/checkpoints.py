@@ -32,7 +32,6 @@ from zbmd.training.torch import points
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.votes import Wrote
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import UserError
 
 log = structlog.stdlib.get_logger("zbmd.torch")
 
@@ -62,6 +61,7 @@ class LoopCheckpoints:
         """Of rank 0, which asks all ranks for a checkpoint when one is due."""
         self._pending: _Pending | None = None
         self._naming: Future[None] | None = None
+        self._is_failing = False
         self._pool = ThreadPoolExecutor(1, "zbmd-checkpoint")
         self.wishes = Wish.NOTHING
         """Requests of this rank to all: of signals, and for a checkpoint after one that a loss ended."""
@@ -135,9 +135,9 @@ class LoopCheckpoints:
             wait([self._naming])
 
     def require_named(self) -> None:
-        """Wait until the last checkpoint is named, if that is for this rank. Raises `UserError`."""
-        if self._naming is not None:
-            self._naming.result()
+        """Wait until the last checkpoint is named, if that is for this rank; report it if that has failed."""
+        if self._naming is not None and (error := self._naming.exception()) is not None:
+            self._failed(str(error))
 
     def abandon(self) -> None:
         """A rank is lost: whoever replaces it writes nothing of the checkpoint under way."""
@@ -150,12 +150,17 @@ class LoopCheckpoints:
     # Commits.
 
     def committed(self, written: Sequence[Wrote]) -> None:
-        """A transaction is committed by votes that say this. Raises `UserError` if a write has failed."""
+        """A transaction is committed by votes that say this. A checkpoint that failed is dropped."""
         if not written:
             return
         stem, step = written[0].stem, written[0].step
-        if failed := next((each.failed for each in written if each.failed), ""):
-            raise UserError(f"a checkpoint could not be written: {failed}")
+        if failed := next((each for each in written if each.failed), None):
+            if self._pending is not None and self._pending.stem == failed.stem:
+                self._pending = None
+            if not failed.stem:
+                self._naming = None
+            self._failed(failed.failed)
+            return
         if any(each.stem != stem for each in written):
             return
         told = False
@@ -167,6 +172,13 @@ class LoopCheckpoints:
             headers = {place: each.digest for place, each in enumerate(written) if each.digest}
             self._naming = self._pool.submit(self._name, stem, step, headers, told)
 
+    def _failed(self, reason: str) -> None:
+        """Report, on rank 0 and once until it succeeds again, that checkpoints cannot be written."""
+        if self._state.rank == 0 and not self._is_failing:
+            what = reason.removesuffix(".")
+            _tell(f"a checkpoint could not be written: {what}. The last one stays, and the loop goes on.")
+        self._is_failing = True
+
     def _name(self, stem: str, step: int, headers: Mapping[int, str], told: bool) -> None:
         """Name the shards of a checkpoint, unless this or a later one is named already. On the thread."""
         faults.hit(points.WRITTEN)
@@ -177,8 +189,15 @@ class LoopCheckpoints:
         ):
             name_written(Directory(self._out), stem, headers, version=step, plan=self._plan)
             faults.hit(points.NAMED)
+        if self._is_failing:
+            self._is_failing = False
+            _tell(f"the checkpoint of step {step} is written, after failures")
         if told:
-            print(f"step {step} saved: {self._out / SHARDS_NAME}", file=sys.stderr, flush=True)
+            _tell(f"step {step} saved: {self._out / SHARDS_NAME}")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class Signals:

@@ -277,7 +277,7 @@ class Run:
         """Write a checkpoint of the last committed step, which is durable when rank 0 goes on.
 
         All ranks call it behind their last step, or have it called: `run.every(n, run.save)`. Raises
-        `UserError` in a step, in a loop without `out`, and for a full disk.
+        `UserError` in a step, and in a loop without `out`. A full disk is reported, and ends nothing.
         """
         position, then, checkpoints = self._state.position, self._then, self._checkpoints
         if checkpoints is None or (then is not None and then.step > position.step):

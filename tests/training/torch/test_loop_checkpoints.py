@@ -33,6 +33,7 @@ torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 saved: Any = importlib.import_module("zbmd.training.torch.saved")
 states: Any = importlib.import_module("zbmd.training.torch.state")
+checkpoints: Any = importlib.import_module("zbmd.training.torch.checkpoints")
 recorder: Any = importlib.import_module("zbmd.training.torch.recorder")
 
 DDP, FSDP = PROGRAMS / "training/resilient_ddp.py", PROGRAMS / "torch/resilient_fsdp.py"
@@ -227,6 +228,30 @@ class SignalAfter(Lines):
                 self.host.stop("SIGTERM received")
             else:
                 self.host.forward(self._number, local_rank=0)
+
+
+def test_a_write_that_fails_ends_no_loop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is reported once, and the next checkpoint that can be written is reported, too."""
+    out, state = tmp_path / "run", state_of(1, "sgd")
+    step(state)
+    out.write_text("a file where a directory should be")
+    loop = checkpoints.LoopCheckpoints(out, run_id="r", plan=PLAN.text(), state=state, every=1)
+    try:
+        for number in (1, 2, 3):
+            if number == 3:
+                out.unlink()
+            loop.begin(number, lambda: saved.pieces_of(state, 1), 1)
+            loop.settle()
+            loop.committed([loop.wrote])
+            assert loop.wrote is None, "it is dropped, or named"
+        loop.settle()
+        loop.require_named()
+    finally:
+        loop.close()
+    told = capfd.readouterr().err
+    assert told.count("could not be written") == 1 and "the loop goes on" in told
+    assert told.count("the checkpoint of step 3 is written, after failures") == 1
+    assert read_names(out / SHARDS_NAME).version == 3
 
 
 # ---- what is refused

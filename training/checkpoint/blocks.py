@@ -27,7 +27,7 @@ BLOCK_BYTES: Final = 1 << 20
 HEADER_BYTES_MAX: Final = 100_000_000
 """That safetensors allows."""
 LEVEL: Final = 1
-"""Of zstd: higher ones take 3 to 10 times as long for 1 % of shuffled float32."""
+"""Of zstd: level 9 takes 4 to 6 times as long for at most 2.5 % of shuffled float32."""
 METADATA: Final = "__metadata__"
 _LENGTH: Final = struct.Struct("<Q")
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final, TypeAlias, assert_never
 
-from zbmd.collectives.algorithms import direct, hierarchical, log_rounds, ring, shard_tree, trees
+from zbmd.collectives.algorithms import direct, hierarchical, log_rounds, one_host, ring, shard_tree, trees
 from zbmd.collectives.algorithms.compose import shared_drafts
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.errors import ProgramError
@@ -243,7 +243,7 @@ _BY_OPERATION: Mapping[Operation, Mapping[str, Algorithm]] = {
     Operation.ALL_REDUCE: {
         "eager": Algorithm(_plain(direct.eager_all_reduce), _by_rank, sends=_sends_all),
         "direct": Algorithm(_plain(direct.direct_all_reduce), _by_rank, _exposes(IN, OUT)),
-        "swap": Algorithm(_plain(direct.swap_all_reduce), _by_rank),
+        "swap": Algorithm(_plain(one_host.swap_all_reduce), _by_rank),
         "ring": Algorithm(_plain(ring.ring_all_reduce), _by_chunk(ring.ring_order)),
         "bidirectional_ring": Algorithm(
             _plain(ring.bidirectional_ring_all_reduce), _by_chunk(ring.bidirectional_order)
@@ -271,7 +271,7 @@ _BY_OPERATION: Mapping[Operation, Mapping[str, Algorithm]] = {
     Operation.REDUCE: {
         "eager": Algorithm(_rooted(direct.eager_reduce), _by_rank, sends=_to_root(_sends_all)),
         "direct": Algorithm(_rooted(direct.direct_reduce), _by_rank, _exposes(IN)),
-        "shared": Algorithm(_rooted(direct.shared_reduce), _by_rank, _exposes(IN)),
+        "shared": Algorithm(_rooted(one_host.shared_reduce), _by_rank, _exposes(IN)),
         "tree": Algorithm(_rooted(trees.tree_reduce), _up_a_tree_to_root),
     },
     Operation.REDUCE_SCATTER: {

@@ -48,7 +48,7 @@ WITH_VERBS = {
     "transport/rdma/native/_rdma_device",
 }
 """Built where libibverbs is, and only there."""
-SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c", ".html"}
+SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c", ".html", ".css", ".js"}
 IN_THE_REPOSITORY_ONLY = ("tools/chaos/", "tools/dev/", "tools/fuzzing/", "tools/lab/")
 NODE_COMMANDS = (
     *("run", "status", "dump", "top", "tree", "doctor"),
@@ -56,7 +56,7 @@ NODE_COMMANDS = (
 )
 COMMANDS = (
     *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "goodput", "snapshots"),
-    *("trace", "query", "export", "dashboard", "plan"),
+    *("trace", "query", "export", "dashboard", "checkpoint", "checkpoint convert", "plan", "plan serve"),
     *("plan pipeline", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
     *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),
 )

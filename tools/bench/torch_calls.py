@@ -26,8 +26,8 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.bench.peer_catalogue import PeerMissing
 from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, new_result
 from zbmd.tools.bench.run import rows_of
+from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.bench.stats import OURS, ROUNDS_MAX, iterations_for, parse_sizes, turns
-from zbmd.tools.bench.workers import run_ranks
 from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.options import add_sizes, add_turns, listed
 from zbmd.transport.errors import UserError

@@ -1,13 +1,12 @@
-"""The processes of a benchmark: those of a contender, asked in turn, and ranks under a host to the end.
+"""The processes of one contender: started together, asked in turn, and gone when the benchmark is.
 
-Those of a contender start together. They end when their connection does (`peers/control.py`), so also when
-the benchmark is killed; what does not end then is killed with its whole session.
+They end when their connection does (`peers/control.py`), so also when the benchmark is killed; what does not
+end then is killed with its whole session.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shlex
@@ -16,18 +15,13 @@ import socket
 import struct
 import subprocess
 import tempfile
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Any, Final, Self
+from collections.abc import Mapping, Sequence
+from typing import IO, Final, Self
 
 import msgspec
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
-from zbmd.actors.process.output import OutputLine
 from zbmd.tools.bench.peers.control import REPLY_BYTES_MAX, Reply, socket_name
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import ZbmdError
 
 CONTROL: Final = "{control}"
 """Stands for the control address in a command."""
@@ -189,44 +183,3 @@ def _kill_session(pid: int) -> None:
     """Kill the process group that a process leads; mpirun's ranks end with mpirun and their connection."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-LINES_KEPT: Final = 30
-
-
-@dataclass(slots=True)
-class RanksOutput:
-    """Output and observer of a host.
-
-    see: is given each event; reports: what ranks reported, and the lines of rank 0 that are JSON objects;
-    lines: the last of the others.
-    """
-
-    see: Callable[[HostEvent], None] | None = None
-    reports: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=LINES_KEPT))
-
-    async def write_line(self, line: OutputLine) -> None:
-        """Keep a rank's line."""
-        text = line.text.decode(errors="replace")
-        if line.rank == 0 and text.startswith('{"'):
-            with contextlib.suppress(ValueError):
-                self.reports.append(json.loads(text))
-                return
-        self.lines.append(f"[rank{line.rank}]: {text}")
-
-    async def __call__(self, event: HostEvent) -> None:
-        """Keep a report."""
-        if self.see is not None:
-            self.see(event)
-        if isinstance(event, RankReport):
-            self.reports.append(event.payload)
-
-
-async def run_ranks(config: HostConfig) -> list[dict[str, Any]]:
-    """Run a job; return what its ranks reported. Raises `UserError` with their last lines if it fails."""
-    output = RanksOutput()
-    ended = await Host(config, output=output, observer=output).run()
-    if ended.exit_code:
-        raise UserError("\n".join([f"the ranks failed: {ended.reason}", *output.lines]))
-    return output.reports

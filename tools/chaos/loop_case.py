@@ -12,7 +12,7 @@ import msgspec
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.view import OnLoss
-from zbmd.tools.bench.workers import RanksOutput
+from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.chaos import small_job
 from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, ended_within, failures_of
 from zbmd.tools.node.guard.command import PRELOAD as OF_GUARDS

@@ -22,7 +22,7 @@ from zbmd.actors.cluster.jobs.reports import HostEvent, RankDown, RunResult
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.rank.environment import LINKS_VARIABLE, RankEnvironment
 from zbmd.actors.view import OnLoss
-from zbmd.tools.bench.workers import RanksOutput
+from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.records import METRICS_NAME

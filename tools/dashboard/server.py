@@ -164,7 +164,11 @@ class Dashboard:
     async def serving(self, host: str, port: int) -> AsyncGenerator[str]:
         """Serve within the context; yields the address. port: 0 for any. Raises `UserError`."""
         web = self._web
-        application = web.Application(middlewares=[web.middleware(self._guard)], client_max_size=1 << 16)
+
+        async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._guard(request, handler)
+
+        application = web.Application(middlewares=[web.middleware(guard)], client_max_size=1 << 16)
         application.router.add_get("/", self._first)
         for page in PAGES:
             application.router.add_get(f"/{page}", self._page)

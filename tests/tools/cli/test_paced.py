@@ -54,16 +54,16 @@ def test_a_run_that_lost_work_counts_a_failure_and_one_that_was_stopped_does_not
     text_in(launcher.directory)
     run, out = ("run", "-n", "2", "--on-loss", "stop", "-m", "zbmd", "train"), launcher.directory / "run"
     train = (*run, *SMALL, "--mesh", "dp=2")
-    fault = "rank0:job.begin:14,rank1:job.begin:14"
-    assert launcher.run(*train, "--steps", "50", ZBMD_FAULT=fault).code != 0
+    fault = "rank0:job.begin:300,rank1:job.begin:300"
+    assert launcher.run(*train, "--steps", "400", ZBMD_FAULT=fault).code != 0
     assert read_names(out / "checkpoint.json").version == FIRST_STEPS
-    again = launcher.run(*train, "--steps", "20", "--resume", "run")
+    again = launcher.run(*train, "--steps", "410", "--resume", "run")
     assert again.code == 0, again
     first, counted = paces(out)
     assert (first["step"], first["failures"], counted["step"], counted["failures"]) == (10, 0, 10, 1)
     assert counted["mtbf_s"] < 0.1 * PRIOR_MTBF_S
     assert counted["checkpoint_every"] < first["checkpoint_every"]
-    further = launcher.run(*train, "--steps", "25", "--resume", "run")
+    further = launcher.run(*train, "--steps", "420", "--resume", "run")
     assert further.code == 0, further
     assert len(paces(out)) == 2, "it went on from its last step: nothing was lost"
 

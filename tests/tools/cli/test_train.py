@@ -27,7 +27,7 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.runs.commands import audit_run
 from zbmd.tools.train.command import RECIPE_NAME, SETTINGS, merged, options_of, recipe_of
-from zbmd.training.checkpoint.index import Retention
+from zbmd.training.checkpoint.index import KEEP_DEFAULT, Retention
 from zbmd.training.checkpoint.sharded import checkpoint_in, read_names
 from zbmd.training.job.overwrite import CLAIM_NAME, claimed
 from zbmd.training.job.records import METRICS_NAME, TENSORBOARD_NAME
@@ -306,7 +306,8 @@ def test_a_run_is_overwritten_once_it_has_ended(launcher: Launcher) -> None:
     noted = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in noted if "loss" in one] == list(range(1, 7))
     assert (out / "notes").read_text() == "of the user" and "overwrite" not in (out / RECIPE_NAME).read_text()
-    assert len(list(out.glob("checkpoint-*"))) == len(read_names(out / "checkpoint.json").files)
+    kept = KEEP_DEFAULT * (len(read_names(out / "checkpoint.json").files) + 1)  # and their indexes
+    assert len(list(out.glob("checkpoint-*"))) == kept
     fresh = launcher.run(*run[:-4], "--out", "fresh", "--seed", "5")
     found = [result([line.partition(": ")[2] for line in one.out]) for one in (done, fresh)]
     assert found[0].weights_sha256 == found[1].weights_sha256

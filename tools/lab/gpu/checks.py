@@ -23,7 +23,7 @@ import numpy as np
 from zbmd.actors.cluster.jobs.host import HostConfig
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import OnLoss
-from zbmd.tools.bench.workers import run_ranks
+from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
 from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
 from zbmd.tools.lab.gpu.job import survive_kills

@@ -24,7 +24,7 @@ import uvloop
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
-from zbmd.tools.bench.workers import RanksOutput
+from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.job.data_parallel import DataParallelTask, State, run_task
 from zbmd.transport.errors import UserError

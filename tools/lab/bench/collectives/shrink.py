@@ -20,7 +20,7 @@ import structlog
 
 from zbmd.actors.cluster.jobs.host import HostConfig
 from zbmd.actors.view import OnLoss
-from zbmd.tools.bench.workers import run_ranks
+from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.cli.options import script_parser
 
 VICTIM: Final = 1

@@ -29,7 +29,7 @@ from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join
 from zbmd.collectives.group.group import Group, group
-from zbmd.tools.bench.workers import run_ranks
+from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.cli.options import add_json, script_parser
 from zbmd.tools.train.command import recipe_of

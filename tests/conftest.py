@@ -49,8 +49,8 @@ LEFT_BEHIND = "zbmd_left_behind"
 # What was asked to end may take this long to be gone from /proc.
 SETTLE_S = 5.0
 SETTLE_STEP_S = 0.005
-# libuv's file and name look-up workers live as long as the process.
-LASTING_THREADS = frozenset({"libuv-worker"})
+# Workers of libuv (files and names) and of obstore's runtime live as long as the process.
+LASTING_THREADS = frozenset({"libuv-worker", "tokio-rt-worker"})
 
 settings.register_profile(
     "zbmd",
@@ -182,8 +182,6 @@ class Watch:
         self.before_test = self.before_session
         # What fixtures of wider scope took on while the current test was set up.
         self.by_fixtures: set[str] = set()
-        # What fixtures of the session took on: pools of libraries, which last as long as the process.
-        self.by_session: set[str] = set()
         self.quiet_skips: list[str] = []
         self.left_by_session: list[str] = []
 
@@ -203,10 +201,7 @@ class Watch:
             return (yield)  # what it takes on is the test's own
         before = Holdings.now()
         result = yield
-        taken = Holdings.now().since(before)
-        self.by_fixtures.update(taken)
-        if fixturedef.scope == "session":
-            self.by_session.update(taken)
+        self.by_fixtures.update(Holdings.now().since(before))
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -239,7 +234,7 @@ class Watch:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.runs_tests:
-            if left := _left_behind(self.before_session, self.by_session):
+            if left := _left_behind(self.before_session, set()):
                 self.left_by_session.append(_described(left))
             _end_processes(self.before_session)
         if (told := _worker_output(session.config)) is not None:

@@ -87,6 +87,6 @@ def test_all_ranks_lost_at_a_checkpoint_go_on_from_it(small_jobs: SmallJobs, tmp
     """Nobody is left who holds the state that was committed last, and the checkpoint has it."""
     data = write_text(tmp_path / "text")
     calm = small_jobs.run(tmp_path / "calm", data, world_size=2, zero=3)
-    fault = "rank0:zero.norm:5,rank1:zero.norm:5"
+    fault = "rank0:job.saved,rank1:job.saved"
     found = small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3, keep_memory=False)
     assert (found.deaths, found.digest) == (2, calm.digest)

@@ -165,7 +165,7 @@ class Dashboard:
         """Serve within the context; yields the address. port: 0 for any. Raises `UserError`."""
         web = self._web
 
-        async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        async def guard(request: Any, handler: Any) -> Any:
             return await self._guard(request, handler)
 
         application = web.Application(middlewares=[web.middleware(guard)], client_max_size=1 << 16)

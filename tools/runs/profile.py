@@ -272,10 +272,15 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     steps = None if arguments.steps is None else _steps(arguments.steps)
-    path: Path = arguments.out or arguments.runs[0] / TRACE_NAME
-    write_trace_file(path, trace_of(read_rings(arguments.runs), _lives(arguments.runs), steps=steps))
-    print(f"{path}: open it at https://ui.perfetto.dev or in chrome://tracing")
+    write_trace(arguments.runs, arguments.out, steps=steps)
     return 0
+
+
+def write_trace(runs: Sequence[Path], out: Path | None, *, steps: tuple[int, int] | None = None) -> None:
+    """Write the trace of a run, by default beside its files, and say where. steps: as of `trace_of`."""
+    path = out or runs[0] / TRACE_NAME
+    write_trace_file(path, trace_of(read_rings(runs), _lives(runs), steps=steps))
+    print(f"{path}: open it at https://ui.perfetto.dev or in chrome://tracing")
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -17,11 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from zbmd.tools.cli.options import add_command, add_json
-from zbmd.tools.cli.trace_events import write_trace_file
-from zbmd.tools.runs.profile import TRACE_NAME, read_rings, trace_of
+from zbmd.tools.runs.profile import write_trace
 from zbmd.tools.telemetry.ingest import RunDatabase
 from zbmd.tools.telemetry.schema import TABLES
-from zbmd.training.profiler.lines import read_profiles
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 
@@ -148,9 +146,7 @@ def _cell(value: Any) -> str:
 def _export(arguments: argparse.Namespace) -> int:
     run: Path = arguments.run
     if arguments.format in ("chrome", "perfetto"):
-        path: Path = arguments.out or run / TRACE_NAME
-        write_trace_file(path, trace_of(read_rings([run]), read_profiles(run)))
-        print(f"{path}: open it at https://ui.perfetto.dev or in chrome://tracing")
+        write_trace([run], arguments.out)
         return 0
     directory: Path = arguments.out or run / "export"
     write = _write_csv if arguments.format == "csv" else _parquet_writer()

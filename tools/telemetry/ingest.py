@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -278,7 +279,7 @@ class RunDatabase:
     # ---- metrics and spans
 
     def _take_metrics(self, path: Path, lines: Lines) -> None:
-        if lines.anew:  # a run that is resumed leaves out what it will note again
+        if lines.is_new_file:  # a resumed run has written it again without the steps that it repeats
             self.connection.execute("DELETE FROM metrics")
         rows: list[Row] = []
         damaged = 0
@@ -328,7 +329,7 @@ class RunDatabase:
                 "bytes = bytes + excluded.bytes",
                 [(number, step, name, run.rank, *one) for (step, name), one in sums.items()],
             )
-            lines = Lines([], Position(path.stat().st_ino, last_ns), anew=False)
+            lines = Lines([], Position(path.stat().st_ino, last_ns), is_new_file=False)
             self._read_to(path, lines, None, 0)
 
     # ---- bounds
@@ -375,21 +376,16 @@ class RunDatabase:
         )
         self.connection.execute("DELETE FROM step_timing WHERE step < ?", (before,))
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self.connection)
-
-
-class _Transaction:
-    """All or nothing; waits for another writer. The connection commits by itself outside of one."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+    @contextmanager
+    def _transaction(self) -> Generator[None]:
+        """Write all of the block or nothing; waits for another writer."""
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.connection.execute("ROLLBACK")
+            raise
+        self.connection.execute("COMMIT")
 
 
 def _step_row(here: _Incarnation, line: StepLine) -> Row:

@@ -183,11 +183,3 @@ def _connect(name: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def read_only(directory: Path) -> sqlite3.Connection | None:
-    """Open the run's database for reading alone; None if there is none."""
-    path = directory / DATABASE_NAME
-    if not path.exists():
-        return None
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)

@@ -38,14 +38,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Lines of one file, and where they end. anew: the file was not the one of the position before.
+    """Lines of one file, and where they end. is_new_file: it was not the one of the position before.
 
     files_lost: files that are gone, and may have got more lines after they were read.
     """
 
     lines: list[bytes]
     position: Position
-    anew: bool
+    is_new_file: bool
     files_lost: int = 0
 
 
@@ -66,13 +66,13 @@ def new_lines(path: Path, old: Path | None, position: Position, *, line_bytes_ma
         ordered = files[::-1]
         known = next((file for file in ordered if position.inode and position.is_in(file)), None)
         if old is not None and position.inode and known is None:
-            yield Lines([], Position(), anew=False, files_lost=1)
+            yield Lines([], Position(), is_new_file=False, files_lost=1)
         for file in ordered[0 if known is None else ordered.index(known) :]:
-            anew = file is not known
-            file.seek(0 if anew else position.read_bytes)
+            is_new_file = file is not known
+            file.seek(0 if is_new_file else position.read_bytes)
             for lines, position in _complete_lines(file, line_bytes_max):
-                yield Lines(lines, position, anew)
-                anew = False
+                yield Lines(lines, position, is_new_file)
+                is_new_file = False
     finally:
         for file in files:
             file.close()

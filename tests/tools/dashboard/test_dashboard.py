@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
-from support.jobs.profiles import S, encoded, life, step
+from support.jobs.profiles import encoded, life, step
 from support.jobs.two_ranks import killed_run
 
 from zbmd.tools.dashboard.queries import BINS_MAX, QUESTIONS, SPANS_MAX, timeline
@@ -311,9 +311,9 @@ async def test_pages_of_wide_and_of_long_runs(tmp_path: Path, ranks: int, steps:
         assert rows == ranks and not page.errors
 
 
-async def test_names_from_a_run_are_text_and_no_html(tmp_path: Path) -> None:
+def test_names_from_a_run_are_text_and_no_html() -> None:
     """The script has no way to make HTML of data."""
     assets = Path(cli.__file__).parents[1] / "dashboard" / "assets" / "app.js"
     script = assets.read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
-    assert S == 10**9
+    assert "document.createElement" in script

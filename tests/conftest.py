@@ -184,10 +184,14 @@ class Watch:
         self.by_fixtures: set[str] = set()
         self.quiet_skips: list[str] = []
         self.left_by_session: list[str] = []
+        # In CI: a run that is ended from outside prints no summary.
+        self.says_at_once: pytest.TerminalReporter | None = None
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionstart(self) -> None:
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.before_session = Holdings.now()
+        if os.environ.get("CI") and _worker_output(session.config) is None:
+            self.says_at_once = session.config.pluginmanager.get_plugin("terminalreporter")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None]:
@@ -226,6 +230,9 @@ class Watch:
         expected = hasattr(report, "wasxfail") or "optional" in report.keywords
         if report.skipped and not expected:
             self.quiet_skips.append(f"{report.nodeid}: {_reason(report.longrepr)}")
+        if report.failed and self.says_at_once is not None:
+            said = f"\n{report.when} of {report.nodeid}, {report.duration:.1f} s\n{report.longreprtext}"
+            self.says_at_once.write_line(said, red=True)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped and not _wants_optional_package(report.longrepr):

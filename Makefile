@@ -95,7 +95,7 @@ bench-docs: $(RUNTIME) $(NATIVE)
 # Wants apt's chromium; without it the pages are built and not looked at.
 docs: $(DEV) $(DOCS) $(NATIVE)
 	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(PY) -m mkdocs build --strict --quiet
-	@$(PY) -m pytest -q -m site tests/docs/test_site.py tests/tools/plan/test_plan_page.py
+	@$(PY) -m pytest -q -m site tests/docs/test_site.py tests/tools/dashboard/test_plan_page.py
 
 format: $(DEV)
 	$(PY) -m ruff check --fix-only $(CHECKED)

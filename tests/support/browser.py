@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+in_a_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"
+)
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"),
@@ -24,6 +28,8 @@ OPTIONS = (
     *("--remote-debugging-port=0", "about:blank"),
 )
 TIMEOUT_S = 90.0
+# What the protocol answers to who waits on a page that is left for another.
+LEFT = ("Inspected target navigated", "Cannot find context", "Execution context was destroyed", "collected")
 
 
 class PageFailed(AssertionError):
@@ -85,15 +91,22 @@ class Page:
         return found["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """Wait until a JavaScript condition holds on the page."""
+        """Wait until a JavaScript condition holds, also if the page is left for another meanwhile."""
         wait = (
             "new Promise((done) => { const look = () => { try { if (" + condition + ") return done(true); } "
             "catch (error) { } requestAnimationFrame(look); }; look(); })"
         )
         try:
-            await self.value(wait)
+            async with asyncio.timeout(TIMEOUT_S):
+                while True:
+                    try:
+                        await self.value(wait)
+                        return
+                    except PageFailed as error:
+                        if not any(words in str(error) for words in LEFT):
+                            raise
         except (PageFailed, TimeoutError) as error:
-            told = await self.value("document.body.innerText")
+            told = await self.value("document.body?.innerText")
             raise PageFailed(f"never was {condition}: {error}\n{self.errors}\n{told}") from None
 
     async def click(self, selector: str) -> None:

@@ -24,15 +24,19 @@ def add_dashboard(commands: Any) -> None:
     command = add_command(
         commands,
         "dashboard",
-        "serve pages on runs: time of steps, utilisation, losses, recoveries, ranks; live",
-        description="Serve pages on runs, live or finished, to a browser. On an address other than loopback "
-        "the printed link carries a token, which comes from this machine's cookie.",
+        "serve pages on runs: time of steps, utilisation, losses, recoveries, ranks; live; and the planners",
+        description="Serve pages on runs, live or finished, and the planners of clusters and checkpoints, to "
+        "a browser. On an address other than loopback the printed link carries a token, which comes from "
+        "this machine's cookie.",
         examples=(
+            "zbmd dashboard",
             "zbmd dashboard zbmd-runs/demo",
             "zbmd dashboard runs/monday runs/tuesday --listen 0.0.0.0:7380",
         ),
     )
-    command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs")
+    command.add_argument(
+        "runs", type=Path, nargs="*", metavar="RUN", help="directories of runs; none: the planners alone"
+    )
     command.add_argument(
         "--listen",
         default=LISTEN_DEFAULT,

@@ -1,8 +1,8 @@
 """The server of the pages: files, answers as JSON, and a line on which it says that there is more to see.
 
-It reads runs and changes nothing but their databases. It listens on loopback, where the name that a browser
-was given must be a local one, or elsewhere with a token that comes from the cluster's cookie. A page asks for
-nothing from another host.
+It reads runs and changes nothing but their databases, and computes plans. It listens on loopback, where the
+name that a browser was given must be a local one, or elsewhere with a token that comes from the cluster's
+cookie. A page asks for nothing from another host.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from zbmd.tools.dashboard.queries import QUESTIONS, timeline
+from zbmd.tools.plan.designs import DESIGN_NAME, OPTIONS, PRESETS, answer, design_text
 from zbmd.tools.runs.goodput import goodput_of, read_runs
 from zbmd.tools.runs.goodput_command import as_json
 from zbmd.tools.runs.profile import read_rings, trace_of
@@ -42,10 +43,15 @@ CLIENTS_MAX: Final = 64
 """Pages that may follow at once."""
 GOODPUT_BYTES_MAX: Final = 200 << 20
 """Of profiles, which goodput reads as a whole."""
+QUERY_MAX: Final = 4_096
+"""Characters of the options of a design."""
 TOKEN_BYTES: Final = 16
 TOKEN_NAME: Final = "zbmd_token"
 PAGES: Final = ("profiling", "run", "cluster", "logs")
-ASSETS: Final = {"app.js": "text/javascript", "style.css": "text/css", "page.html": "text/html"}
+ASSETS: Final = {
+    **{"app.js": "text/javascript", "plan.js": "text/javascript", "style.css": "text/css"},
+    **{"page.html": "text/html", "plan.html": "text/html"},
+}
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; frame-ancestors 'none'",
@@ -136,7 +142,7 @@ class _Run:
 
 
 class Dashboard:
-    """Serves pages on `directories`. token: what a browser must know; "" on loopback.
+    """Serves the planners, and pages on `directories`. token: what a browser must know; "" on loopback.
 
     Raises `UserError` for a directory that is no run, and without aiohttp or plotly.
     """
@@ -172,6 +178,8 @@ class Dashboard:
         application.router.add_get("/", self._first)
         for page in PAGES:
             application.router.add_get(f"/{page}", self._page)
+        application.router.add_get("/plan", self._plan)
+        application.router.add_get("/api/plan/{question}", self._planned)
         application.router.add_get("/assets/{name}", self._asset)
         application.router.add_get("/api/runs", self._list)
         application.router.add_get("/api/trace", self._trace)
@@ -224,10 +232,34 @@ class Dashboard:
     # ---- what is asked
 
     async def _first(self, request: web.Request) -> web.StreamResponse:
-        return self._web.Response(status=302, headers={"Location": "/run"})  # type: ignore[no-any-return]
+        raise self._web.HTTPFound("/run" if self._runs else "/plan")
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
+        if not self._runs:
+            raise self._web.HTTPFound("/plan")
         return self._file("page.html")
+
+    async def _plan(self, request: web.Request) -> web.StreamResponse:
+        return self._file("plan.html")
+
+    async def _planned(self, request: web.Request) -> web.StreamResponse:
+        """Answer what the page of the planners asks. It is computed in a few ms, so no thread is asked."""
+        try:
+            match request.match_info["question"]:
+                case "presets":
+                    return self._json(msgspec.json.encode({"options": OPTIONS, "presets": PRESETS}))
+                case "answer":
+                    return self._json(msgspec.json.encode(answer(_options(request))))
+                case "design":
+                    file = {"Content-Disposition": f'attachment; filename="{DESIGN_NAME}"'}
+                    text = design_text(answer(_options(request)))
+                    return self._web.Response(text=text, content_type="application/toml", headers=file)  # type: ignore[no-any-return]
+                case _:
+                    raise self._web.HTTPNotFound(text="expected presets, answer or design\n")
+        except UserError as error:
+            problem = self._json(msgspec.json.encode({"error": str(error)}))
+            problem.set_status(400)
+            return problem
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -250,7 +282,8 @@ class Dashboard:
     def _run(self, request: web.Request) -> _Run:
         number = request.query.get("run", "0")
         if not number.isdecimal() or len(number) > 4 or int(number) >= len(self._runs):
-            raise self._web.HTTPNotFound(text=f"there are runs 0 to {len(self._runs) - 1}\n")
+            known = f"there are runs 0 to {len(self._runs) - 1}" if self._runs else "no run was named"
+            raise self._web.HTTPNotFound(text=f"{known}\n")
         return self._runs[int(number)]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -317,6 +350,14 @@ def is_local(host: str) -> bool:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _options(request: web.Request) -> dict[str, str]:
+    if len(request.query_string) > QUERY_MAX:
+        raise UserError(
+            f"expected a query of at most {QUERY_MAX} characters, got {len(request.query_string)}"
+        )
+    return {name: text for name, text in request.query.items() if name != "token"}
 
 
 def _steps(text: str) -> tuple[int, int]:

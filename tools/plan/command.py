@@ -7,7 +7,6 @@ import argparse
 from zbmd.tools.cli.options import add_command
 from zbmd.tools.plan.checkpoint import add_checkpoint
 from zbmd.tools.plan.cluster import add_cluster
-from zbmd.tools.plan.page.server import add_serve
 from zbmd.tools.plan.pipeline import add_pipeline
 
 EXAMPLES = (
@@ -29,4 +28,3 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_pipeline(kinds)
     add_checkpoint(kinds)
     add_cluster(kinds)
-    add_serve(kinds)

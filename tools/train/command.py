@@ -228,7 +228,7 @@ def add_recipe(made: argparse.ArgumentParser) -> None:
         "--plan",
         type=Path,
         metavar="FILE",
-        help="a design that zbmd plan serve has saved",
+        help="a design that the dashboard's page /plan has saved",
     )
     made.add_argument("--print-recipe", action="store_true", help="print the merged recipe and exit")
     groups = {setting.group: made.add_argument_group(setting.group) for setting in SETTINGS}

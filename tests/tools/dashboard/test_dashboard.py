@@ -29,11 +29,8 @@ from zbmd.transport.errors import UserError
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("plotly")
-from support.browser import CHROMIUM, Page, browser  # noqa: E402 (imports aiohttp)
+from support.browser import Page, browser, in_a_browser  # noqa: E402 (imports aiohttp)
 
-in_a_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"
-)
 DRAWN = "Number(document.body.dataset.drawn) > 0"
 pytestmark = pytest.mark.optional
 

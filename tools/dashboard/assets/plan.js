@@ -1,46 +1,6 @@
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>zbmd plan</title>
-<link rel="icon" href="data:,">
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0; color: #1c2430; background: #f6f7f9; }
-header { background: #1c2430; color: #fff; padding: 12px 24px; }
-h1 { font-size: 19px; margin: 0; } h2 { font-size: 16px; margin: 0 0 8px; }
-main { display: grid; grid-template-columns: 340px 1fr; gap: 20px; padding: 20px 24px; }
-section { background: #fff; border: 1px solid #dde1e7; border-radius: 6px; padding: 14px 16px; margin-bottom: 16px; }
-label { display: grid; grid-template-columns: 1fr 104px; gap: 2px 8px; margin-bottom: 9px; align-items: center; }
-label input[type=range] { grid-column: 1 / 3; width: 100%; margin: 0; }
-input[type=text], select { font: inherit; padding: 2px 6px; width: 100%; box-sizing: border-box; }
-button, a.save { font: inherit; padding: 5px 10px; margin: 0 6px 6px 0; border: 1px solid #9aa4b2; border-radius: 4px;
-  background: #fff; color: inherit; cursor: pointer; text-decoration: none; display: inline-block; }
-a.save { background: #1b62c4; border-color: #1b62c4; color: #fff; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td, th { text-align: right; padding: 3px 8px; border-bottom: 1px solid #eceff3; } td:first-child, th:first-child { text-align: left; }
-tr.no td { color: #98a1ae; } #error { color: #b3261e; } svg { width: 100%; height: 320px; }
-.key span { margin-right: 16px; } .key i { display: inline-block; width: 18px; height: 3px; margin-right: 5px; vertical-align: middle; }
-</style>
-</head>
-<body>
-<header><h1>zbmd plan: cluster and checkpoints</h1></header>
-<main>
-<div>
-<section><h2>Presets</h2><div id="presets"></div></section>
-<section><h2>Design</h2><div id="design"></div></section>
-</div>
-<div>
-<section><h2>Result</h2><p id="summary">…</p><p id="error" role="alert"></p><p id="advice"></p>
-<a class="save" id="save" download="design.toml" href="#">Save the design</a> starts a run: <code>zbmd train --plan design.toml --data texts</code></section>
-<section><h2>Time lost against the interval of checkpoints</h2>
-<div class="key"><span><i style="background:#1b62c4"></i>total</span><span><i style="background:#c77700"></i>stalls</span><span><i style="background:#2f8f4e"></i>rework</span><span><i style="background:#8a94a3"></i>budget</span></div>
-<svg id="curve" viewBox="0 0 760 320" role="img" aria-label="time lost against the interval"></svg></section>
-<section><h2>Strategies</h2><table id="strategies"></table></section>
-</div>
-</main>
-<script>
 "use strict";
+// Both planners: the options of a design, and what Python computes from them.
+
 const SLIDERS = { parameters: [6, 12.3, "count"], accelerators: [0, 5, "whole"], mtbf: [1, 6, "h"], storage: [8, 13, "B/s"],
   stall: [-1, 2, "%"], tokens: [2, 8, "count"] };
 const CHOICES = { accelerator: ["H100", "H200", "A100", "L4", "B200", "MI300X"], dtype: ["bf16", "fp8", "tf32", "fp32"] };
@@ -76,26 +36,27 @@ function build(options) {
 function take(options) { for (const [name, value] of Object.entries(options)) { inputs[name].value.value = value; follow(name); } ask(); }
 async function ask() {
   const mine = ++latest, query = new URLSearchParams(Object.entries(inputs).map(([name, one]) => [name, one.value.value]));
-  const reply = await fetch("/answer?" + query), found = await reply.json();
+  const reply = await fetch("/api/plan/answer?" + query), found = await reply.json();
   if (mine !== latest) return;
   document.getElementById("error").textContent = found.error || "";
   if (found.error) return;
   document.getElementById("summary").textContent = found.summary;
   document.getElementById("advice").textContent = found.checkpoint.exceeded ? "The budget is exceeded: " +
     found.checkpoint.advice.map(one => one.change).join("; or ") + "." : "Within the budget.";
-  document.getElementById("save").href = "/design?" + query;
+  document.getElementById("save").href = "/api/plan/design?" + query;
   strategies(found.cluster); curve(found);
   document.body.dataset.ready = String(mine);
 }
+const kind = n => n < 2 ? {} : { className: "number" };
 function strategies(cluster) {
   const table = document.getElementById("strategies"); table.replaceChildren();
   const head = element("tr", table);
-  for (const words of ["strategy", "layout", "memory", "step", "MFU", "tokens/s"]) element("th", head, words);
+  ["strategy", "layout", "memory", "step", "MFU", "tokens/s"].forEach((words, n) => element("th", head, words, kind(n)));
   for (const one of [...cluster.strategies, ...(cluster.best ? [cluster.best] : [])]) {
     const row = element("tr", table, undefined, { className: one.fits ? "" : "no" }), m = one.memory;
     const total = m.weights + m.gradients + m.optimizer + m.activations;
-    for (const words of [one.name, one.layout, (total / 1e9).toFixed(total < 1e10 ? 2 : 0) + " GB" + (one.fits ? "" : " ✗"),
-      seconds(one.step_s), (100 * one.mfu).toFixed(1) + " %", Math.round(one.tokens).toLocaleString("en")]) element("td", row, words);
+    [one.name, one.layout, (total / 1e9).toFixed(total < 1e10 ? 2 : 0) + " GB" + (one.fits ? "" : " ✗"), seconds(one.step_s),
+      (100 * one.mfu).toFixed(1) + " %", Math.round(one.tokens).toLocaleString("en")].forEach((words, n) => element("td", row, words, kind(n)));
   }
 }
 function curve(found) {
@@ -106,23 +67,20 @@ function curve(found) {
     for (const [k, v] of Object.entries(more)) made.setAttribute(k, v); if (words !== undefined) made.textContent = words; svg.append(made); };
   svg.replaceChildren();
   for (let n = 0; n <= 4; n++) { const part = top * n / 4;
-    draw("line", { x1: 56, x2: 746, y1: y(part), y2: y(part), stroke: "#e6e9ee" });
-    draw("text", { x: 50, y: y(part) + 4, "text-anchor": "end", "font-size": 12 }, (100 * part).toPrecision(2) + " %"); }
+    draw("line", { x1: 56, x2: 746, y1: y(part), y2: y(part), stroke: "var(--line)" });
+    draw("text", { x: 50, y: y(part) + 4, "text-anchor": "end" }, (100 * part).toPrecision(2) + " %"); }
   for (let n = 0; n < 5; n++) { const s = Math.exp(low + (high - low) * n / 4);
-    draw("text", { x: x(s), y: 306, "text-anchor": n === 4 ? "end" : n ? "middle" : "start", "font-size": 12 }, seconds(s)); }
+    draw("text", { x: x(s), y: 306, "text-anchor": n === 4 ? "end" : n ? "middle" : "start" }, seconds(s)); }
   if (plan.budget < top) draw("line", { x1: 56, x2: 746, y1: y(plan.budget), y2: y(plan.budget), stroke: "#8a94a3", "stroke-dasharray": "6 4" });
   const line = (values, color, id) => draw("polyline", { id, fill: "none", stroke: color, "stroke-width": 2, points: t.map((s, n) => `${x(s).toFixed(1)},${y(values[n]).toFixed(1)}`).join(" ") });
   line(io, "#c77700", "io"); line(rework, "#2f8f4e", "rework"); line(total, "#1b62c4", "total");
   for (const [cost, color] of [[plan.best, "#1b62c4"], [plan.yours, "#b3261e"]]) if (cost && cost.interval_s >= t[0] && cost.interval_s <= t[t.length - 1]) {
     draw("circle", { cx: x(cost.interval_s), cy: y(cost.total), r: 5, fill: color });
-    draw("text", { x: x(cost.interval_s), y: y(cost.total) - 10, "text-anchor": "middle", "font-size": 12 }, seconds(cost.interval_s)); }
+    draw("text", { x: x(cost.interval_s), y: y(cost.total) - 10, "text-anchor": "middle" }, seconds(cost.interval_s)); }
 }
 (async () => {
-  const { options, presets } = await (await fetch("/presets")).json(); defaults = options; build(options);
+  const { options, presets } = await (await fetch("/api/plan/presets")).json(); defaults = options; build(options);
   for (const [name, more] of Object.entries(presets)) element("button", document.getElementById("presets"), name, { onclick: () => take({ ...defaults, ...more }) });
   const wanted = Object.fromEntries(new URLSearchParams(location.search)), preset = presets[wanted.preset] || {}; delete wanted.preset;
   take({ ...defaults, ...preset, ...wanted });
 })();
-</script>
-</body>
-</html>

@@ -21,6 +21,7 @@ from zbmd.training.checkpoint.intervals import lost
 from zbmd.training.checkpoint.pace import AUTO
 from zbmd.transport.errors import UserError
 
+DESIGN_NAME: Final = "design.toml"
 POINTS: Final = 120
 SPAN: Final = 30.0
 """Curves go from 1/SPAN to SPAN times the interval that is planned."""

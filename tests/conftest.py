@@ -1,4 +1,4 @@
-"""What holds for every test: one seed, nothing left behind, no quiet skips.
+"""Rules for every test: one seed, nothing left behind, no quiet skips.
 
 - `ZBMD_TEST_SEED=n` repeats a run; without it the seed is fresh. It is printed first, feeds hypothesis, and
   the `seed` fixture derives each test's own from it.
@@ -36,7 +36,7 @@ from hypothesis import HealthCheck, settings
 
 SEED_VARIABLE = "ZBMD_TEST_SEED"
 STRICT_SKIPS_VARIABLE = "ZBMD_STRICT_SKIPS"
-# Every process that a test starts inherits this, so that an orphan can be told from a stranger.
+# Every process that a test starts inherits this, so that an orphan differs from a stranger.
 MARKER_VARIABLE = "ZBMD_TEST_SESSION"
 # Packages outside the dev extra: a module that skips itself for want of one is allowed to.
 OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs", "transformers")
@@ -44,7 +44,7 @@ OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs", "transformers")
 POOL_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set in many containers; Python takes it from the environment at its start.
 NO_BYTECODE_VARIABLE = "PYTHONDONTWRITEBYTECODE"
-# Under this name a worker of pytest-xdist tells what its session has left behind.
+# Under this name a worker of pytest-xdist reports the things that its session has left behind.
 LEFT_BEHIND = "zbmd_left_behind"
 # What was asked to end may take this long to be gone from /proc.
 SETTLE_S = 5.0
@@ -65,7 +65,7 @@ settings.load_profile("zbmd")
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What this process holds at one moment, each thing by a key that is never used twice at once."""
+    """The things that this process holds at one moment, each by a key that is never used twice at once."""
 
     children: frozenset[str]
     threads: frozenset[str]
@@ -267,7 +267,7 @@ class Watch:
 
 
 def _worker_output(config: pytest.Config) -> dict[str, object] | None:
-    """What this process tells the controller at its end; None if it is no worker."""
+    """The report of this process to the controller at its end; None if it is no worker."""
     return getattr(config, "workeroutput", None)
 
 
@@ -342,7 +342,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(autouse=True)
 def own_log() -> Generator[None]:
-    """What a test has structlog do with the log ends with it: others look for entries of every level."""
+    """Settings of structlog end with the test that made them: others look for entries of every level."""
     yield
     structlog.reset_defaults()
 

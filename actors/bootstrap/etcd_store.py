@@ -175,8 +175,9 @@ class EtcdMembers:
             record, revision = await self._cluster()
             if record.generation != generation:
                 raise Superseded(
-                    f"{self._client.url} was founded anew by {record.founder} (founding {record.generation}, "
-                    f"ours is {generation}) while no member of this cluster could reach the store"
+                    f"{self._client.url} was founded again by {record.founder} (founding "
+                    f"{record.generation}, ours is {generation}) while no member of this cluster could reach "
+                    "the store"
                 )
             outcome = await self._client.transaction(
                 [compare_revision(self._client.url.cluster_key, revision)],
@@ -184,7 +185,7 @@ class EtcdMembers:
             )
             if outcome.succeeded:
                 return
-        raise EtcdError(f"{self._client.url} was founded anew {FOUNDINGS_MAX} times meanwhile")
+        raise EtcdError(f"{self._client.url} was founded again {FOUNDINGS_MAX} times meanwhile")
 
     async def _own_record(self, generation: int) -> dict[str, Any]:
         if self._lease == 0 or not await self._client.keep_alive(self._lease):

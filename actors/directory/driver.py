@@ -490,7 +490,7 @@ class Directory(Service):
         try:
             cell.mailbox.put(delivery)
         except ActorError as error:
-            cell.kill(Reason(ReasonKind.KILLED, f"news of {news.group!r} could not be told: {error}"))
+            cell.kill(Reason(ReasonKind.KILLED, f"news of {news.group!r} could not be delivered: {error}"))
         else:
             cell.wake()
         return delivery

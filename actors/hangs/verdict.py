@@ -6,7 +6,7 @@ to its root: an operation to the members that never entered it, a handler that w
 actor that owes it. A ring of waits is a deadlock. Each root is reported once, and once more when it is
 over.
 
-While a rank is in a debugger, which its host says at each look, nobody hangs, and all ranks are told to
+While a rank is in a debugger, which its host says at each look, nobody hangs, and all ranks are asked to
 extend their time-outs. What was known before counts no more once that is over.
 
 Time counts from tick to tick, as in `progress`, so a host that was suspended accuses nobody.

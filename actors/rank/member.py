@@ -415,7 +415,7 @@ class Worker:
             self._links.confirmed(message.rank, message.incarnation)
 
     def memory_offered(self, rank: int, message: MemoryOffered) -> None:
-        """A member on another host offers its memory."""
+        """Take the memory that a member on another host offers."""
         self._links.offered(rank, message)
 
     def _enter(self, view: View, memories: Mapping[int, PeerMemory]) -> None:

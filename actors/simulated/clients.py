@@ -211,7 +211,7 @@ class Poisoner(Tormentor):
         """Tell one to."""
         command = Leave() if self.rng.random() < 0.2 else Fail()
         ref = self.anybody()
-        self.testbed.note(f"{ref.address} is told to {type(command).__name__}")
+        self.testbed.note(f"{ref.address} receives {type(command).__name__}")
         await ref.tell(command)
 
 

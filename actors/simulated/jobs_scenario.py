@@ -113,7 +113,7 @@ class JobWorld:
         """A node tells its ranks of a view; `epoch` is that of the cluster's view that it acts on."""
         known = self.views.setdefault(view.epoch, view)
         assert known == view, f"two views of one epoch: {known} and {view}"
-        assert view.epoch <= epoch, f"view {view.epoch} is told at {epoch}"
+        assert view.epoch <= epoch, f"view {view.epoch} is sent at {epoch}"
         ignorant = [str(host) for host in hosts if self.cluster.knows.get(host, 0) < view.epoch]
         assert not ignorant, f"{key} acts on view {view.epoch}, of which {', '.join(ignorant)} know nothing"
 

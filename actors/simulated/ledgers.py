@@ -254,7 +254,7 @@ class Names(Ledger):
 class Groups(Ledger):
     """Each change of a group is reported once; in the end all know the same members, which all live."""
 
-    name = "each change of a group is told once"
+    name = "each change of a group is reported once"
 
     def __init__(self, nodes: Nodes, lives: Incarnations) -> None:
         super().__init__()
@@ -278,12 +278,12 @@ class Groups(Ledger):
         seen = self.seen.setdefault((incarnation, group, how), set())
         for ref in left:
             self.rule(
-                ref.key() in seen, f"{incarnation} is told by {how} that {ref!r} left {group}: it was not in"
+                ref.key() in seen, f"{incarnation} hears by {how} that {ref!r} left {group}: it was not in"
             )
             seen.discard(ref.key())
         for ref in joined:
             self.rule(
-                ref.key() not in seen, f"{incarnation} is told by {how} that {ref!r} joined {group}: it is in"
+                ref.key() not in seen, f"{incarnation} hears by {how} that {ref!r} joined {group}: it is in"
             )
             seen.add(ref.key())
 
@@ -299,9 +299,7 @@ class Groups(Ledger):
                     return f"{incarnation} knows {known} to be in {group}; {surely} have joined"
                 for (watcher, name, how), seen in self.seen.items():
                     if (watcher, name) == (incarnation, group) and seen != known:
-                        return (
-                            f"{incarnation} was told by {how} that {seen} are in {group}, and knows {known}"
-                        )
+                        return f"{incarnation} heard by {how} that {seen} are in {group}, and knows {known}"
         return ""
 
 

@@ -175,7 +175,7 @@ class Sink(Actor):
     async def poison(self, poison: Poison) -> None:
         """Fail."""
         self._board.hear(self._process, poison.told, self.ref.incarnation)
-        raise Poisoned("as it was told to")
+        raise Poisoned("on request")
 
 
 class Talker:

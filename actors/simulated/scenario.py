@@ -171,7 +171,7 @@ class Healed:
         for process, watch in self._testbed.watches:
             watching = self._testbed.nodes.lives((process.name, process.incarnation))
             if watching and not watch.told and lives.end_of(watch.who.key()) is not None:
-                return f"{process} was not told of the end of {watch.who!r}"
+                return f"{process} has not heard of the end of {watch.who!r}"
         return ""
 
     def _answers(self) -> str:

@@ -116,7 +116,7 @@ class Worker(Actor, remote=True):
     @on(Leave)
     async def leave(self, _: Leave) -> None:
         """End normally."""
-        self.stop("as it was told to")
+        self.stop("on request")
 
     @on(Ping)
     async def ping(self, _: Ping) -> Pong:
@@ -429,7 +429,7 @@ class Grower:
             await asyncio.sleep(process.rng.expovariate(1e9 / TORMENT_NS))
             worker = process.rng.choice(workers)
             command = Leave() if process.rng.random() < 0.2 else Fail()
-            process.note(f"{worker.name} is told to {type(command).__name__}")
+            process.note(f"{worker.name} receives {type(command).__name__}")
             with suppress(ActorError, PeerLost):  # it does not live just now
                 await system.ref(f"{worker.process or NODE}/{worker.name}").tell(command)
 
@@ -537,7 +537,7 @@ class ToldOnce:
     def check(self) -> None:
         """Look at all who watched a worker."""
         for _, watch in self._board.watches:
-            assert watch.told <= 1, f"the end of {watch.who!r} was told {watch.told} times"
+            assert watch.told <= 1, f"the end of {watch.who!r} was reported {watch.told} times"
 
 
 class Wholeness:

@@ -396,12 +396,12 @@ class Worker(Actor, remote=True, version=1):
     @on(Fail)
     async def fail(self, _: Fail) -> None:
         """Raise."""
-        raise Failure("as it was told to")
+        raise Failure("on request")
 
     @on(Leave)
     async def leave(self, _: Leave) -> None:
         """End normally."""
-        self.stop("as it was told to")
+        self.stop("on request")
 
     def _handle(self, told: SessionMessage) -> int:
         memory = self.memory(told.session)

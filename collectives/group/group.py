@@ -88,7 +88,7 @@ class GroupWatch:
 SINCE = "gave up, since "
 """Begins the reason of a rank that has itself been left."""
 CHANNEL_TRIALS_MAX, CHANNEL_PAUSE_S = 50, 0.02
-"""How often the members of a new sub-group look for a channel, and seconds between."""
+"""Looks of a new sub-group's members for a channel, and the seconds between them."""
 OPERATIONS_IN_FLIGHT_MAX = 16_384
 """Operations submitted and not yet done; one more is refused, or waits."""
 
@@ -241,7 +241,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         return given_back(await self.run(lambda c: call(c, x, out, end_ns), priority, end_ns))
 
     def deadline_ns(self, timeout: float | None = None) -> int:
-        """The absolute CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
+        """Return the CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
         return now_ns() + timeout_ns(timeout)
 
     async def send(
@@ -266,7 +266,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         timeout: float | None = None,
         stream: Any = None,
     ) -> Received:
-        """The first message that came from rank `source` of the group (None: any) with `tag` (None: any).
+        """Return the first message from rank `source` of the group (None: any) with `tag` (None: any).
 
         Returns its array (in `out`, of the same dtype and size, wherever it lies, or in a new one of the
         host), source and tag. A receive that is cancelled, or whose `out` does not fit, leaves the message
@@ -284,14 +284,14 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         return self.members[rank]
 
     def messages(self) -> Tagged:
-        """The group's tagged messages. Raises `LocalProtocolError` if it has none, and in a forked child."""
+        """Return the tagged messages. Raises `LocalProtocolError` if it has none, and in a forked child."""
         self.check_process()
         if self.tagged is None:
             raise LocalProtocolError("this group has no tagged messages: get it from zbmd.group")
         return self.tagged
 
     async def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
-        """A group of the members that give the same `color`, in the order of their keys, then ranks.
+        """Make a group of the members that give the same `color`, in the order of their keys, then ranks.
 
         All members call this; who gives None gets None. The new group has links and memory of this one, an
         own channel, and ends as any other: by `close`, or an error. It belongs to the view of this group,
@@ -313,7 +313,7 @@ class Group(Operations[Coroutine[Any, Any, Any]]):
         )
 
     async def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
-        """The group of some ranks of this one, in this order; just these call it, with the same `ranks`.
+        """Make the group of some ranks of this one, in this order; just these call it, with the same `ranks`.
 
         See `split`. Members that make several at once make them in the same order. Raises `UserError` on
         ranks that are not members, `MembersLost` when one of them ends, `DeadlineExceeded` when one does not
@@ -492,7 +492,7 @@ class GroupBlocking(Blocking):
         return self._group.messages().on_loop
 
     def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """As `Group.send`, on another thread than the loop's."""
+        """Do as `Group.send`, on another thread than the loop's."""
         x = taken(x)
         self._on_loop.wait_for(lambda: self._group.send(x, to, tag=tag, timeout=timeout))
 
@@ -504,16 +504,16 @@ class GroupBlocking(Blocking):
         out: Any = None,
         timeout: float | None = None,
     ) -> Received:
-        """As `Group.recv`, on another thread than the loop's."""
+        """Do as `Group.recv`, on another thread than the loop's."""
         out = taken(out)
         return self._on_loop.wait_for(lambda: self._group.recv(source, tag=tag, out=out, timeout=timeout))
 
     def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
-        """As `Group.split`, on another thread than the loop's."""
+        """Do as `Group.split`, on another thread than the loop's."""
         return self._on_loop.wait_for(lambda: self._group.split(color, key=key, timeout=timeout))
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
-        """As `Group.subgroup`, on another thread than the loop's."""
+        """Do as `Group.subgroup`, on another thread than the loop's."""
         return self._on_loop.wait_for(lambda: self._group.subgroup(ranks, timeout=timeout))
 
 
@@ -526,7 +526,7 @@ class Home:
 
 
 async def group(worker: Worker, *, after: int = 0, channel: int = 0, priorities: bool = False) -> Group:
-    """The group of the first view with an epoch greater than `after`; waits for it and for its members.
+    """Make the group of the first view with an epoch greater than `after`; waits for it and for its members.
 
     They measure how fast they reach each other, once a process: "auto" chooses by that (`Communicator.tune`).
 

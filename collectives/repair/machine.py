@@ -377,7 +377,7 @@ class RepairMachine:
     def _fail_without_root(self) -> list[rm.RepairAction]:
         assert self.call is not None
         root = self.call.needs
-        reason = f"the operation was rank {root}'s, which was not there"
+        reason = f"the operation was rank {root}'s, which is missing"
         self._failed = rm.Failed(
             sequence=self.sequence, failure=rm.Failure.LOST, reason=reason, ranks=(root,)
         )

@@ -242,7 +242,7 @@ def check_repeated(split: Split, request: SplitRequest, rank: int) -> None:
     place: Any = next((place for place in split.places if place[0] == rank), None)
     if place is None and request.color is not None:
         raise UserError(
-            f"rank {rank} was not there when the group was split: have all members split it again, or make "
+            f"rank {rank} was missing when the group was split: have all members split it again, or make "
             "sub-groups of given ranks (`subgroup`), which may come later"
         )
     if place is not None and place[1] != request.color:

@@ -75,7 +75,7 @@ _ResultT = TypeVar("_ResultT")
 def run(main: Coroutine[Any, Any, _ResultT]) -> _ResultT:
     """Run a coroutine to its end on a new uvloop event loop, as `asyncio.run` does.
 
-    What zbmd has to warn of goes to standard error, unless the program has set structlog up itself.
+    Warnings go to standard error, unless the program has set structlog up itself.
     """
     importlib.import_module("zbmd.actors.process.log").log_to_stderr()
     uvloop = importlib.import_module("uvloop")

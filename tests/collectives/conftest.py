@@ -1,6 +1,6 @@
 """Real processes for the collectives' tests: forked, with segments by inherited memfd; or on several hosts.
 
-What is on different hosts has but TCP connections between it.
+Ranks on different hosts have but TCP connections between them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIDS_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What a forked rank works with."""
+    """The tools of a forked rank."""
 
     rank: int
     n: int

@@ -1,4 +1,4 @@
-"""What ranks of a test's mesh run: a small model is trained, and what came of it is written down.
+"""The program of a test mesh's ranks: train a small model, and write the result down.
 
 Told by the environment: where to (MESH_OUT), and the cases, one after the other (MESH_CASES, JSON).
 """
@@ -50,7 +50,7 @@ class Case(msgspec.Struct, kw_only=True):
     poisoned: int = -1
     """The rank that finds a NaN, and no other."""
     poison: Literal["weight", "forward", "backward"] = "weight"
-    """What it finds in the block that it has first."""
+    """The content of the block that it has first."""
 
 
 def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Memory of a GPU and a card that takes no dma-bufs, as devices in software do: it is told, and staged."""
+"""Memory of a GPU and a card that takes no dma-bufs, as devices in software do: reported, and staged."""
 
 from __future__ import annotations
 

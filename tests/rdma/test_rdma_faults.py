@@ -39,7 +39,7 @@ def interface() -> Iterator[str]:
 
 
 def impair(interface: str, impairment: str) -> None:
-    """What leaves there meets it from now on; impairment: netem's arguments."""
+    """Impair all that leaves there from now on; impairment: netem's arguments."""
     subprocess.run(
         ["tc", "qdisc", "replace", "dev", interface, "root", "netem", *impairment.split()], check=True
     )

@@ -56,9 +56,9 @@ def hold(seconds: float) -> float:
 
 
 class OtherNode:
-    """A node in a process of its own, forked ahead of the node that it joins: to import anew takes long.
+    """A node in a process of its own, forked ahead of the node that it joins: to import again takes long.
 
-    It has numbers of processes of its own, as on another host, so that nobody here is told of its death. That
+    It has numbers of processes of its own, as on another host, so that nobody here receives its death. That
     wants root.
     """
 
@@ -85,7 +85,7 @@ class OtherNode:
 
     @staticmethod
     async def _serve(directory: Path, name: str, reads: int, writes: int) -> None:
-        """Join who is told, and then hold the GIL for so many seconds as it reads."""
+        """Join the given node, and then hold the GIL for so many seconds as it reads."""
         with os.fdopen(reads) as told, os.fdopen(writes, "w", buffering=1) as say:
             async with node(directory, name, told.readline().strip()) as (_, heard):
                 await heard.acts_on(2)
@@ -146,7 +146,7 @@ async def look(node: ClusterNode, at: Callable[[Incarnation], Found]) -> Found:
 async def until(node: ClusterNode, holds: Callable[[Incarnation], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not await look(node, holds):
-            pass  # asked anew: there and back takes its time
+            pass  # asked again: there and back takes its time
 
 
 def suspected(told: Told) -> list[MemberSuspected]:

@@ -1,4 +1,4 @@
-"""What every transport's links promise, over RDMA: the suites of `tests/transport`, on real devices."""
+"""The promises of every transport's links, over RDMA: the suites of `tests/transport`, on real devices."""
 
 from __future__ import annotations
 

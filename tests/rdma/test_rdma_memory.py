@@ -93,7 +93,7 @@ def test_both_sides_of_a_ping_are_told_what_each_round_took() -> None:
 
 
 def test_who_polls_and_leaves_wakes_the_thread_that_sleeps_for_the_device() -> None:
-    """Who polled may have taken the one word of the device that it sleeps for; it sleeps for a minute."""
+    """A thread that polled may have taken the one word of the device that another sleeps for (a minute)."""
 
     async def scenario(ends: Ends) -> None:
         plane = plane_of(ends, 1)
@@ -115,7 +115,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def switches(task: Path) -> int:
-    """How often a thread has gone to sleep."""
+    """The times that a thread has gone to sleep."""
     found = re.search(r"^voluntary_ctxt_switches:\s(\d+)", (task / "status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])

@@ -28,7 +28,7 @@ FRAMES = 2 * CREDITS
 LARGE = LinkLimits()
 NO_BUFFER = "had no buffer for us in 7 tries"
 REFUSALS = Path(f"/sys/class/infiniband/{given_devices()[0].device}/ports/1/hw_counters/rcvd_rnr_err")
-"""How often a peer's device has told ours that it had no buffer (RNR NAK)."""
+"""The times that a peer's device reported that it had no buffer (RNR NAK)."""
 
 
 def refusals() -> int:

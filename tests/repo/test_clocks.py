@@ -15,15 +15,15 @@ WALL_CLOCK = re.compile(r"(.*\.)?(time\.time(_ns)?|datetime\.(now|utcnow|today)|
 NATIVE_WALL_CLOCK = re.compile(r"CLOCK_REALTIME|gettimeofday|time\.time(_ns)?\(")
 # Each reads it for a stamp or for people; none waits by it, or measures with it.
 READERS = {
-    "actors/replay/recording.py": "what a recorded actor is told the time is",
-    "actors/cluster/node/incarnation.py": "how far a node's clock is from another's, to be told",
+    "actors/replay/recording.py": "the time that a recorded actor receives",
+    "actors/cluster/node/incarnation.py": "how far a node's clock is from another's, for its warning",
     "actors/cluster/heartbeats/heartbeat.h": "makes the kernel's stamp monotonic, between bounds",
     "tools/runs/snapshots.py": "the age of a checkpoint, by the time of its file",
     "actors/core/context.py": "an actor's own wall clock",
     "actors/process/log.py": "the time of a line of the log",
-    "collectives/group/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
+    "collectives/group/flight_dump.py": "when a dump was taken, beside the monotonic clock",
     "collectives/torch/flights.py": "when calls began, in the dump of PyTorch's recorder",
-    "training/profiler/profiler.py": "when a run began, to be told beside the monotonic clock",
+    "training/profiler/profiler.py": "when a run began, beside the monotonic clock",
     "transport/link/_link.pyx": "the stamp of a frame",
     "transport/link/base.py": "that clock, as its default",
     "transport/capture/recorder.py": "the anchor of a log",

@@ -1,1 +1,1 @@
-"""What several test modules share: harnesses, worlds and processes; imported as `support.<package>`."""
+"""Parts that several test modules share: harnesses, worlds and processes; imported as `support.<package>`."""

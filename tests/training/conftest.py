@@ -22,7 +22,7 @@ async def system() -> AsyncIterator[ActorSystem]:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    """Where the jobs of this test are captured."""
+    """The directory in which the jobs of this test are captured."""
     return Captures(monkeypatch)
 
 

@@ -4,7 +4,7 @@
 
 Runs a job of N ranks under a host (death watch, watchdogs, judgement of hangs) and N nodes of a cluster on
 loopback (heartbeats, views), beside processes that burn every core twice over. Nothing is killed, so whatever
-is told of a loss, a hang, a new view or a node that stops itself is a false positive. The exit code is 1 if
+hears of a loss, a hang, a new view or a node that stops itself is a false positive. The exit code is 1 if
 there was one.
 """
 

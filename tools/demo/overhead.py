@@ -1,4 +1,4 @@
-"""What the stack costs: one rank's training steps beside a plain loop of the same model, in turn.
+"""The cost of the stack: one rank's training steps beside a plain loop of the same model, in turn.
 
 Each round times one step through the whole stack (groups, votes, ledger, records) and one step of each
 of two plain twins, whose order changes from round to round. Every step so follows one with other memory, and

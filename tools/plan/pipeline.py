@@ -73,7 +73,7 @@ class Cell(NamedTuple):
 
 
 def label_of(instruction: Instruction, shape: Shape) -> str:
-    """What stands in a cell: operation, micro-batch, and the chunk where there are several."""
+    """The text of a cell: operation, micro-batch, and the chunk where there are several."""
     label = f"{instruction.op.value}{instruction.microbatch}"
     return label if shape.chunks == 1 else f"{label}.{instruction.part // shape.stages}"
 
@@ -117,7 +117,7 @@ def text_of(timeline: Timeline, shape: Shape, *, columns_max: int) -> list[Text]
 
 
 def legend(timeline: Timeline) -> Text:
-    """What the letters and colours mean, of those that occur."""
+    """The meaning of the letters and colours that occur."""
     seen = {span.instruction.op for row in timeline.spans for span in row}
     line = Text(no_wrap=True, end="")
     for op, name in NAMES.items():
@@ -370,7 +370,7 @@ def _read(path: Path) -> tuple[StageProgram, ...]:
 
 
 def _bounds(schedule: str, shape: Shape) -> tuple[int, ...]:
-    """What a known schedule promises; one of another name may hold everything."""
+    """The bound of a known schedule; one of another name may hold everything."""
     if schedule in SCHEDULES:
         return activations_max(schedule, shape)
     return (shape.chunks * shape.microbatches,) * shape.stages

@@ -16,7 +16,7 @@ cdef extern from "transport/native/segment.h" nogil:
 
 cdef extern from *:
     """
-    /* Who records the spans of this thread; borrowed from the Recording that set it. */
+    /* The recorder of this thread's spans; borrowed from the Recording that set it. */
     static _Thread_local PyObject *zbmd_spans_current;
     """
     PyObject *zbmd_spans_current
@@ -119,7 +119,7 @@ cdef uint64_t united(Intervals *these) noexcept nogil:
 
 
 cdef uint64_t shared(Intervals *a, Intervals *b) noexcept nogil:
-    """How long both are, each disjoint and sorted."""
+    """The length of both, each disjoint and sorted."""
     cdef size_t i = 0, j = 0
     cdef uint64_t total = 0, begin_ns, end_ns
     while i < a.count and j < b.count:

@@ -127,7 +127,7 @@ class HeldTensor(NamedTuple):
 
 
 class StateSource(Protocol):
-    """What has the weights: a `Trainer`."""
+    """The owner of the weights: a `Trainer`."""
 
     step: int
     """The version in use."""
@@ -287,7 +287,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.training.actors")
 class OperatorPlacement:
     """The devices on which an operator may compute, and the current one; outlives the operator.
 
-    `neighbours`: the live operators of the model; each is told when a shared device has a fault.
+    `neighbours`: the live operators of the model; each hears of a fault of a shared device.
     """
 
     def __init__(self, devices: Sequence[OperatorDevice], neighbours: set[OperatorActor]) -> None:

@@ -2,7 +2,7 @@
 actor.
 
 From a compute thread a message is a direct call (`ActorSlot.call`): the thread waits for the actor's turn and
-runs the method itself. The guarantees of actors hold all the same:
+runs the method itself. The guarantees of actors hold nevertheless:
 
 - it handles one message at a time, whether that comes by the mailbox or by a direct call;
 - an exception ends it; its supervisor learns the reason and restarts it, after a back-off, under its name;
@@ -226,7 +226,7 @@ class ActorSlot(Generic[SlotActorT]):
                 result = method(actor, *args, **kwargs)
             except self._caller_errors:
                 raise
-            except Exception as error:  # noqa: BLE001 (let it crash: it is told to its supervisor)
+            except Exception as error:  # noqa: BLE001 (let it crash: its supervisor receives it)
                 self.failed(actor, error)
             else:
                 if self.actor is actor:
@@ -491,7 +491,7 @@ class JointCall:
                 continue
             except (*CALLER_ERRORS, *GROUP_ERRORS):
                 raise
-            except Exception as error:  # let it crash: it is told to its supervisor
+            except Exception as error:  # let it crash: its supervisor receives it
                 at_work = blame(attempt)
                 if at_work is None:
                     raise

@@ -66,7 +66,7 @@ cdef bint is_single(cnp.ndarray array) except -1:
 
 
 cdef void *reals(cnp.ndarray array, bint single, Py_ssize_t size) except NULL:
-    """Where the elements of a contiguous array lie, which must be `size` of that type."""
+    """The address of a contiguous array's elements, which must be `size` of that type."""
     cdef int kind = cnp.NPY_FLOAT32 if single else cnp.NPY_FLOAT64
     if cnp.PyArray_TYPE(array) != kind or not cnp.PyArray_ISCARRAY_RO(array):
         raise TypeError(f"an array of {array.dtype} and strides {(<object>array).strides} is of no use here")

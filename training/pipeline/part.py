@@ -219,7 +219,7 @@ class GPTPart:
 
         Returns the gradient of its input, (rows, width), or None for the first part. It lies in memory of its
         own: along a residual path it grows in that of `gradient`, and this the caller gives back to whoever
-        put it there, who may write it anew while the other is still on its way over a slow link.
+        put it there, who may write it again while the other is still on its way over a slow link.
         """
         end = forward.output
         if gradient is not None:

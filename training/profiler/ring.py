@@ -106,7 +106,7 @@ class RingFile:
     def __init__(self, path: Path) -> None:
         descriptor = _new_file(path)
         try:
-            os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk is told now, and not by SIGBUS
+            os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk shows now, and not by SIGBUS
             self._map = mmap.mmap(descriptor, FILE_BYTES)
         except OSError:
             os.unlink(path)

@@ -116,7 +116,7 @@ async def spare_until(
 
 
 class ViewUse(Enum):
-    """What a job does with a view."""
+    """The job's action on a view."""
 
     TRAIN = "train"
     WAIT = "wait"

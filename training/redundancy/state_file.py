@@ -207,7 +207,7 @@ class StateFile(StampedSlots):
         self.path.unlink(missing_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(fd, 0, name.nbytes)  # a full disk is told here, not by a SIGBUS later
+            os.posix_fallocate(fd, 0, name.nbytes)  # a full disk shows here, not by a SIGBUS later
         except BaseException:
             os.close(fd)
             self.path.unlink(missing_ok=True)

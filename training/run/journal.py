@@ -1,4 +1,4 @@
-"""What a rank tells its host about a run, and the recording of its machines."""
+"""A rank's reports to its host about a run, and the recording of its machines."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     base_version: int
     plan: str
-    """What determines the bits of the run: model, data digest, shards, batch, reduction tree, optimizer."""
+    """The determinants of the run's bits: model, data digest, shards, batch, reduction tree, optimizer."""
     seed: int
 
 

@@ -95,7 +95,7 @@ def bytes_needed(
     `dtype` is that of weights and gradients. offloaded: whether states are in files;
     shrinks: whether views may have fewer ranks along `dp`.
 
-    Raises `UserError` for layers or shards that cannot be shared out over the mesh.
+    Raises `UserError` for layers or shards that cannot be divided over the mesh.
     """
     most = elements_most(model.config, mesh, stages)
     data_ranks = mesh.size(DATA_AXIS)

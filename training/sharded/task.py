@@ -1,4 +1,4 @@
-"""The task of `zbmd train`: a GPT on a mesh, or with its state shared out, trained by a recipe."""
+"""The task of `zbmd train`: a GPT on a mesh, or with its state sharded, trained by a recipe."""
 
 from __future__ import annotations
 

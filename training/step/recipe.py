@@ -116,7 +116,7 @@ class Recipe:
         return norm
 
     def norm(self, grads: Array, *, step: int) -> float:
-        """The norm of a summed gradient. Raises `TrainingDiverged` if it is not finite."""
+        """Return the norm of a summed gradient. Raises `TrainingDiverged` if it is not finite."""
         try:
             with spans.GRAD_CLIP:
                 return global_norm(grads, xp=self.model.xp)

@@ -207,7 +207,7 @@ cdef class QuickPuts:
     # -- what comes ----------------------------------------------------------------------------------
 
     cdef char *_place(self) noexcept:
-        """Where the payload that lands begins."""
+        """The beginning of the payload that lands."""
         return <char *>self.region.buf + self.landing.at
 
     @property
@@ -268,7 +268,7 @@ cdef class QuickPuts:
                 return 0
             if not self._find(&head):
                 return 0
-            # What a wrong tag follows is of no account there, as in `stream`: nobody is told of it.
+            # Data behind a wrong tag is of no account there, as in `stream`: nobody hears of it.
             memcpy(&self.landing, at, HEADER)
             memcpy(self.landing_tag, at + HEADER, self.tag_bytes)
             self.landed = min(filled - begin, head.nbytes)

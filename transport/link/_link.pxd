@@ -32,7 +32,7 @@ cdef class LinkCore:
     cdef object _peer_job_told, _peer_incarnation_told
     cdef bint _real_time
 
-    # What a transport does; one that is compiled overrides these, any other the methods that they call.
+    # The work of a transport; one that is compiled overrides these, any other the methods that they call.
     cdef bint pushes(self, bytes header, payload) except -1
     cdef object next_frame(self)
     cdef bint parks(self) except -1

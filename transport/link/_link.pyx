@@ -1,4 +1,4 @@
-"""What of a link runs at every frame: its header, its stamps, its way in and out. See _link.pyi."""
+"""The part of a link that runs at every frame: its header, its stamps, its way in and out. See _link.pyi."""
 
 cimport cython
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE

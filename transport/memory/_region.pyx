@@ -114,7 +114,7 @@ cdef class Cells:
 
 
 cdef class Deferred:
-    """How much of what was asked of one peer's regions has been put off."""
+    """The share of one peer's requests that has been put off."""
 
     cdef readonly int deferred
 

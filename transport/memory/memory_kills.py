@@ -19,7 +19,7 @@ from zbmd.transport.host.topology.kernel_files import parse_int, read_fields, re
 from zbmd.transport.memory.memfd import UNLIMITED_BYTES, in_words
 
 RECENT_NS: Final = 10 * 10**9
-"""How long before its death is noticed a process may have been ended: a large one takes its time."""
+"""The longest time from a process's kill to the notice of its death: a large one takes its time."""
 PRESSED: Final = 0.9
 """A group whose use came this near to its limit is the one that ran out of memory."""
 

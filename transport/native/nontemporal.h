@@ -42,7 +42,7 @@ static inline uint64_t zbmd_stream_head(const char *target, uint64_t nbytes) {
     return head < nbytes ? head : nbytes;
 }
 
-/* As memcpy, with such stores. Whoever is notified behind it sees all of it. */
+/* As memcpy, with such stores. A process that is notified behind it sees all of it. */
 static inline void zbmd_stream(char *target, const char *source, uint64_t nbytes) {
     uint64_t head = zbmd_stream_head(target, nbytes);
     uint64_t lines = (nbytes - head) / ZBMD_STREAM_LINE * ZBMD_STREAM_LINE;

@@ -193,7 +193,7 @@ static inline void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t 
     zbmd_ring(peer);
 }
 
-/* Whether a process of `group` is lost that had not ended the channel. Who has ended it at `last` is owed no
+/* Whether a process of `group` is lost that had not ended the channel. A process that has ended it at `last` is owed no
  * wait: what it took part in it has finished, or given up, and then the descriptors tell. */
 static inline int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, const zbmd_slots *group) {
     for (uint32_t word = group->begin; word < group->end; word++) {

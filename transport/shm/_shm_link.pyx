@@ -1,4 +1,4 @@
-"""What of a shm link runs at every frame: into the ring and out of it, spinning and parking. See _shm_link.pyi."""
+"""The part of a shm link that runs at every frame: into the ring and out of it, spinning and parking. See _shm_link.pyi."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t
@@ -23,7 +23,7 @@ cdef class ShmCore(LinkCore):
     cdef Py_ssize_t _lends_from_bytes
     cdef bint _lends
 
-    # What is in the ring of the queue's first frame.
+    # The part of the queue's first frame that is in the ring.
     cdef int64_t _head_done
     cdef bytes _head_record
 

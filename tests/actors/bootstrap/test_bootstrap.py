@@ -1,4 +1,4 @@
-"""How a node finds its cluster: what each launcher's environment says, and all of them together."""
+"""A node finds its cluster: by each launcher's environment, and by all of them together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def flags(
     processes: int | None = None,
     join_address: str | None = None,
 ) -> LauncherFacts:
-    """What the user set."""
+    """The user's own settings."""
     return LauncherFacts(
         launcher="zbmd-node run",
         nodes=None if nodes is None else Stated(value=parse_node_range(nodes, "--nnodes"), source="--nnodes"),

@@ -136,7 +136,7 @@ async def test_who_was_cut_off_while_others_founded_anew_is_told(
         await etcd.transaction([], [put(etcd.url.cluster_key, b'{"generation":9,"founder":"node7"}')])
         await etcd.revoke(pair.lease)
         async with asyncio.timeout(PATIENCE_S):
-            assert "founded anew by node7 (founding 9, ours is 3)" in await told
+            assert "founded again by node7 (founding 9, ours is 3)" in await told
 
 
 async def test_what_others_wrote_there_is_refused_and_told(server: EtcdServer) -> None:

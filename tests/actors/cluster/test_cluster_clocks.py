@@ -1,4 +1,4 @@
-"""Nodes whose hosts' wall clocks differ: they form a cluster all the same, and people are told."""
+"""Nodes whose hosts' wall clocks differ: they form a cluster nevertheless, and a warning is printed."""
 
 from __future__ import annotations
 

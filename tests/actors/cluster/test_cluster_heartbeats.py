@@ -40,7 +40,7 @@ def inside(node: ClusterNode, look: Callable[[Heartbeats], bool]) -> asyncio.Fut
 async def until(node: ClusterNode, look: Callable[[Heartbeats], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not await inside(node, look):
-            pass  # asked anew: there and back takes its time
+            pass  # asked again: there and back takes its time
 
 
 def has_stripes(beats: Heartbeats) -> bool:

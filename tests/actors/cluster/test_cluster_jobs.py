@@ -109,7 +109,7 @@ def ordered_up(job: Job, rank: int) -> tuple[NodeKey, Order]:
 
 
 def check(table: JobTable, nodes: Sequence[NodeKey]) -> None:
-    """What holds of every table."""
+    """The invariants of every table."""
     assert len(table.jobs) <= JOBS_MAX
     assert len({job.id for job in table.jobs}) == len(table.jobs)
     assert [origin.node for origin in table.origins] == sorted({origin.node for origin in table.origins})
@@ -498,7 +498,7 @@ class Play:
         assert without_epochs(batches.table) == without_epochs(whole.table), "batches make a difference"
 
     def _compare(self, before: JobTable, stayed: set[NodeKey]) -> None:
-        """What holds from one table to the next."""
+        """The invariants from one table to the next."""
         for job in self.t.table.jobs:
             old = before.job(job.id)
             if old is None:

@@ -46,7 +46,7 @@ class Host:
         return actions
 
     def start(self, actions: list[e.Action]) -> list[Order]:
-        """Bring up whatever was to be forked; what the cluster is to be told."""
+        """Bring up whatever was to be forked; the reports that the cluster is to receive."""
         orders: list[Order] = []
         for action in actions:
             if isinstance(action, e.Fork):
@@ -180,7 +180,7 @@ def grow(hosts: Hosts) -> View:
 
 
 def pair_with_a_third_to_come() -> tuple[Hosts, int]:
-    """Nodes 0 and 1 of a job are told of a view; the rank of node 2, which joins later, starts."""
+    """Nodes 0 and 1 of a job receive a view; the rank of node 2, which joins later, starts."""
     hosts = Hosts(2, nodes_max=3)
     install = hosts.up()[0][0]
     assert isinstance(install, e.InstallView)
@@ -339,7 +339,7 @@ def entered(hosts: Hosts) -> int:
 
 
 def lose_link(host: Host, epoch: int) -> list[e.Action]:
-    """A rank tells of a link that it lost; what its host does once its patience has ended."""
+    """A rank reports a link that it lost; what its host does once its patience has ended."""
     (timer,) = host.put(e.LinkLost(key=key_of(host.me.id), epoch=epoch))
     assert isinstance(timer, SetTimer)
     host.now_ns = timer.at_ns

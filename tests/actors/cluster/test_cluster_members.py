@@ -135,5 +135,5 @@ def test_a_member_is_removed_once_most_have_suspected_it_for_long_enough() -> No
     assert reports.change(now_ns=1_299) is None and reports.change(now_ns=1_300) is not None
     assert not reports.take(view.nodes[1].key, acquit, now_ns=1_300)
     assert reports.change(now_ns=1_300) is None and not reports.settled(now_ns=1_400)
-    reports.take(view.nodes[1].key, accuse, now_ns=1_350)  # once taken back it begins anew
+    reports.take(view.nodes[1].key, accuse, now_ns=1_350)  # once taken back it begins again
     assert reports.change(now_ns=1_449) is None and reports.change(now_ns=1_450) is not None

@@ -106,7 +106,7 @@ def test_kills_at_any_point_of_any_story(story: str, size: int) -> None:
 
 
 def test_pairs_of_kills() -> None:
-    """What comes after some of the first kills; the same command with `--pairs` tries all."""
+    """Second kills after some of the first; the same command with `--pairs` tries all."""
     found = explore_pairs("a node joins", 2, firsts_max=3)
     assert found.points > 40
     assert found.decided > 0

@@ -1,4 +1,4 @@
-"""What the machines of a cluster's nodes hear is recorded, and replayed to the same actions."""
+"""The events of a cluster's machines are recorded, and replayed to the same actions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zbmd.transport.clock.hlc import HybridClock
 
 
 class Recording:
-    """Where the machines of a run write down what they hear."""
+    """The file in which the machines of a run record their events."""
 
     log: ClassVar[capture.LogRecorder]
 

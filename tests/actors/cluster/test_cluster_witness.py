@@ -125,7 +125,7 @@ def test_a_swap_whose_answer_was_lost_is_found_again() -> None:
     assert given == w.TieBreakerNamed(
         epoch=4, holder=NodeKey(1, 3), reason="the witness gave epoch 4 to node1#3"
     )
-    assert machine.handle(w.EpochWanted(epoch=4), now_ns=14) == [], "it was told"
+    assert machine.handle(w.EpochWanted(epoch=4), now_ns=14) == [], "it has heard of it"
 
 
 def test_a_witness_that_has_gone_on_gives_nobody() -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of all hosts find rank 0."""
+"""The address at which the ranks of all hosts find rank 0."""
 
 from __future__ import annotations
 

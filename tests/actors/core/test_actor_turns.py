@@ -1,4 +1,4 @@
-"""What a recorded life keeps of a turn: by reference where nothing can change it, and written at any time."""
+"""The record of a turn: by reference where nothing can change it, and written at any time."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Answer(Contract, id="exits.answer"):
 
 
 class Exits(Actor):
-    """Exits as it is told, at its start too."""
+    """Exits as it is asked to, at its start too."""
 
     def __init__(self, at_start: bool = False) -> None:
         self._at_start = at_start

@@ -1,4 +1,4 @@
-"""Fair scheduling: nobody keeps the loop, and who does all the same is named."""
+"""Fair scheduling: no actor keeps the loop, and one that does is named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hog(Contract, id="fair.hog"):
 
 
 class Worker(Actor):
-    """Works as long as it is told to; `journal` says who worked when."""
+    """Works as long as it is asked to; `journal` says who worked when."""
 
     mailbox = MailboxSpec(capacity=10_000)
 
@@ -83,7 +83,7 @@ async def test_a_sender_shares_the_loop_too(system: ActorSystem) -> None:
 
 
 async def test_who_holds_the_loop_is_named_with_the_place(system: ActorSystem) -> None:
-    assert 2 * LOOK_S < 0.1, "whoever holds the loop is told of within 100 ms"
+    assert 2 * LOOK_S < 0.1, "an actor that holds the loop is reported within 100 ms"
     ref = await system.spawn(Worker, list[str](), name="hog")
     watch = system.loop_watch
     for count in (1, 2):

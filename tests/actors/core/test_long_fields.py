@@ -183,7 +183,7 @@ class Ends:
         return Endpoint(identity=identity, cookie=bytes(32), segment=segment, clock=clock, recorder=recorder)
 
     def frames(self, directory: Path) -> list[list[bytes]]:
-        """What left the left end, and what came to the right one, as it was recorded."""
+        """The frames that left the left end and came to the right one, as recorded."""
         told: list[list[bytes]] = []
         for recorder in self.recorders:
             recorder.dump(directory, "to compare")

@@ -83,7 +83,7 @@ class Pad(Actor):
 
 
 class Shop(Actor):
-    """Whoever takes before there is something waits for it."""
+    """A taker that comes before there is something waits for it."""
 
     def __init__(self) -> None:
         self.waiting: list[Deferred] = []
@@ -143,7 +143,7 @@ class Door(Actor):
 
 
 class Patient(Actor):
-    """Is slow, and tells what becomes of it."""
+    """Is slow, and reports what becomes of it."""
 
     def __init__(self, holding: asyncio.Event, journal: list[str]) -> None:
         self.holding = holding

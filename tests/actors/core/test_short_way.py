@@ -149,7 +149,7 @@ async def test_a_sender_that_is_cancelled_while_it_waits_has_not_sent(system: Ac
 def in_a_task(
     handler: Callable[[Any, Take], Coroutine[Any, Any, None]],
 ) -> Callable[[Any, Take], Awaitable[None]]:
-    """What users' decorators do: a handler that returns no coroutine, but something to be awaited."""
+    """Decorators of users: a handler that returns no coroutine, but another awaitable."""
 
     @functools.wraps(handler)
     def run(actor: Any, message: Take) -> Awaitable[None]:

@@ -1,4 +1,4 @@
-"""Names and groups of several processes over real links: systems of this process, told of views by hand."""
+"""Names and groups of several processes over real links: systems of this process, given views by hand."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_name_is_one_actors_in_the_whole_view(trio: Trio) -> None:
 
 
 async def until_free(system: ActorSystem, name: str) -> None:
-    while await system.whereis(name) is not None:  # noqa: ASYNC110 (nothing tells of it)
+    while await system.whereis(name) is not None:  # noqa: ASYNC110 (there is no notice of it)
         await asyncio.sleep(0)
 
 

@@ -77,7 +77,7 @@ class World:
         self.event(other, ev.LinkUp(process=one))
 
     def cut(self, one: Process, other: Process) -> None:
-        """What was under way is lost."""
+        """Messages under way are lost."""
         self.links.remove(frozenset((one, other)))
         self.down.add(frozenset((one, other)))
         self.queues.pop((one, other), None)
@@ -112,7 +112,7 @@ class World:
                     self.queues.setdefault((process, to), deque()).append(message)
                 case ev.GroupChanged(group=group, joined=joined, left=left):
                     seen = member.seen.setdefault(group, set())
-                    assert seen.isdisjoint(joined) and seen.issuperset(left), "each change is told once"
+                    assert seen.isdisjoint(joined) and seen.issuperset(left), "each change is reported once"
                     seen.update(joined)
                     seen.difference_update(left)
                 case ev.Answered():
@@ -266,7 +266,7 @@ A, B, C = ("a", 1), ("b", 1), ("c", 1)
 
 
 def test_two_parts_that_meet_leave_a_name_to_one() -> None:
-    """Views that were not agreed upon: the smaller key keeps the name, and the other is told."""
+    """Views that were not agreed upon: the smaller key keeps the name, and the other receives notice."""
     machines = {A: DirectoryMachine(A), B: DirectoryMachine(B)}
     keys: dict[Process, Key] = {A: ("a", 1, "x", 1), B: ("b", 1, "y", 1)}
     for me, made in machines.items():
@@ -339,7 +339,7 @@ def test_what_does_not_fit_into_one_message_goes_in_parts() -> None:
 
 @pytest.mark.parametrize("given_up", [True, False])
 def test_a_name_that_was_granted_over_a_link_that_ended_is_free_or_asked_for_again(given_up: bool) -> None:
-    """The answer is lost: nobody was told that the name is taken, so it is not, but for who still asks."""
+    """The answer is lost: nobody knows that the name is taken, so it is free, but for one that still asks."""
     name = next(name for name in map(str, range(99)) if machine(A, B).home(name) == B)
     key: Key = ("a", 1, "x", 1)
     one, home = machine(A, B), machine(B, A)

@@ -71,7 +71,7 @@ def named(w: World) -> list[list[HangNotice]]:
 async def test_the_root_is_named_by_one_host_wherever_it_is(tmp_path: Path, rank: int) -> None:
     async with world(tmp_path, 3) as w:
         hang(w, rank, "report")
-        await w.until(lambda: any(named(w)), "nobody tells of it")
+        await w.until(lambda: any(named(w)), "there is no report")
         told = named(w)
         assert [bool(of) for of in told] == [True, False, False]
         lines = NEVER_ENTERS.read_text().splitlines()

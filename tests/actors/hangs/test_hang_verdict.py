@@ -79,7 +79,7 @@ class Ranks:
             self.put(RankPosition(rank=rank, incarnation=1, standing=standing))
 
     def now(self, rank: int, *places: Place, groups: tuple[Position, ...] = ()) -> None:
-        """Where the rank stands, as it will tell at the next look."""
+        """The rank's position, as it reports it at the next look."""
         self.standings[rank] = Standing(places, groups)
 
     def wait(self, for_ns: int) -> None:
@@ -180,7 +180,7 @@ def test_a_chain_leads_to_its_end_also_if_that_is_not_stuck_yet() -> None:
     assert notice.text.startswith("rank2/c is at train.py:88 in load_batch")
     ranks.now(2, handler("rank2/c"))
     ranks.wait(DEADLINE_NS)
-    assert len(ranks.notices) == 1, "the same root is told of once"
+    assert len(ranks.notices) == 1, "the same root is reported once"
 
 
 def test_what_is_over_is_told_and_may_come_again() -> None:
@@ -390,7 +390,7 @@ def simulate(seed: int) -> tuple[list[HangNotice], int, bool]:
                 post(RankPosition(rank=member.rank, incarnation=1, standing=member.standing(now_ns, count)))
             else:
                 post(RankAlive(rank=member.rank, incarnation=1))
-        # One that hangs inside does its part all the same, natively, unless all of it is stopped.
+        # One that hangs inside does its part nevertheless, natively, unless all of it is stopped.
         if all(m.inside and not (m.hangs(now_ns) and how == "silent") for m in members):
             for member in members:
                 member.inside, member.busy_ns = False, draw.randint(0, DEADLINE_NS // 4)
@@ -403,7 +403,7 @@ def simulate(seed: int) -> tuple[list[HangNotice], int, bool]:
 
 @pytest.mark.parametrize("part", range(4))
 def test_simulated_jobs(part: int, seed: int) -> None:
-    """Safety: nobody is accused who does not hang. Liveness: whoever hangs is told of, once."""
+    """Safety: nobody is accused who does not hang. Liveness: a rank that hangs is reported, once."""
     for history in range(100):
         notices, culprit, hung = simulate(seed + 1000 * part + history)
         story = f"seed {seed + 1000 * part + history}: {[notice.text for notice in notices]}"

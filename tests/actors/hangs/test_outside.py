@@ -1,4 +1,4 @@
-"""How processes look from outside: real ones that are stopped, asleep and gone, and a made-up /proc."""
+"""Processes seen from outside: real ones that are stopped, asleep and gone, and a made-up /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress machine: what is stuck is told of once, after its limit, and never for want of looks."""
+"""The progress machine: what is stuck is reported once, after its limit, and never for want of looks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TELLS = "import os\nprint(os.environ['PYTHONPATH'], os.environ['MORE'], os.getcw
 
 @pytest.fixture
 async def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Forks]:
-    """A template that finds the modules of the test, and is told to end after it."""
+    """A template that finds the modules of the test, and receives its end after it."""
     (tmp_path / "fork_reads.py").write_text(READS)
     (tmp_path / "fork_tells.py").write_text(TELLS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

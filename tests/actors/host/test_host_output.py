@@ -62,13 +62,13 @@ async def test_what_was_written_before_the_end_is_delivered_though_the_pipe_stay
     held = os.dup(write)  # as a helper process of the rank would
     sink = Sink()
     pump = OutputPump(read, rank=0, incarnation=1, stream="stderr", sink=sink)
-    os.write(write, b"".join(b"line %d\n" % i for i in range(100)) + b"last words")
+    os.write(write, b"".join(b"line %d\n" % i for i in range(100)) + b"the end")
     os.close(write)
     await pump.finish()
     os.close(held)
-    assert sink.texts == [b"line %d" % i for i in range(100)] + [b"last words"]
+    assert sink.texts == [b"line %d" % i for i in range(100)] + [b"the end"]
     assert len(pump.tail) == TAIL_LINES_MAX
-    assert pump.tail[-1] == "last words"
+    assert pump.tail[-1] == "the end"
 
 
 def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is called when a rank's script has ended."""
+"""The calls at the end of a rank's script."""
 
 from __future__ import annotations
 

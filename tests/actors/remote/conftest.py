@@ -1,4 +1,4 @@
-"""What goes over links runs on both event loops."""
+"""Tests over links run on both event loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay of actors finds out and what it refuses: changed and impure code, hostile logs."""
+"""Findings and refusals of a replay of actors: changed and impure code, hostile logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host and its ranks write down of themselves: a log when asked, the last seconds when they fail."""
+"""A host and its ranks record themselves: a log on request, the last seconds when they fail."""
 
 from __future__ import annotations
 

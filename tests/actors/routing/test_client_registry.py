@@ -1,4 +1,4 @@
-"""Guests of a process: who has said where it listens is found, and whoever waits for its end is told once."""
+"""Guests of a process: one with an address is found, and one that waits for its end hears of it once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Owner:
         self.lives = dict.fromkeys(NAMES, 1)
         self.links: dict[str, int] = {}
         self.kept: dict[str, int] = {}
-        """What a driver has of where each listens."""
+        """The driver's table of addresses."""
         self.was: dict[str, set[int]] = {name: set() for name in NAMES}
         self.late: list[tuple[str, int]] = []
         """Links that a later life has replaced, and whose ends are not told yet."""
@@ -98,7 +98,7 @@ class Owner:
                     self.feed(b.NoticeDropped(ticket=ticket))
 
     def settle(self) -> None:
-        """All go; who waits for one that others could find has been told by then."""
+        """All go; who waits for one that others could find has heard of it by then."""
         for process in NAMES:
             self.leave(process)
         for ticket, (process, incarnation) in self.open.items():
@@ -120,7 +120,7 @@ def test_everybody_who_waits_is_told_once(seed: int) -> None:
 
 
 class ForgetsWhoWaits(b.ClientRegistry):
-    """The end of a guest is told to nobody."""
+    """Nobody hears of the end of a guest."""
 
     def _strike(self, process: str) -> list[b.Action]:
         return [action for action in super()._strike(process) if not isinstance(action, b.SendNotice)]
@@ -137,7 +137,7 @@ class EndsTheNextLife(b.ClientRegistry):
 
 
 class FindsTheDead(b.ClientRegistry):
-    """Who has not said where it listens is found where its last life did."""
+    """A client without an address of its own is found at that of its last incarnation."""
 
     def _linked(self, process: str, incarnation: int) -> list[b.Action]:
         known = self.linked.get(process)

@@ -81,7 +81,7 @@ class Cluster:
         self.feed(w.Wanted(process=process, incarnation=incarnation, ticket=self.next))
 
     def go_on(self, process: str) -> None:
-        """What is under way comes to an end."""
+        """Calls under way come to an end."""
         what, incarnation = self.work.pop(process)
         if self.rng.random() < 0.3:
             self.feed(w.NotFound(process=process, reason="as the test wants"))
@@ -137,7 +137,7 @@ def test_everybody_who_waits_is_told_once(seed: int) -> None:
 
 
 class TakesAnyLife(w.RouteMachine):
-    """Whoever waits is content with any life."""
+    """A caller that waits is content with any incarnation."""
 
     def _linked(self, process: str, incarnation: int) -> list[w.Action]:
         place = self.places.get(process)
@@ -147,7 +147,7 @@ class TakesAnyLife(w.RouteMachine):
 
 
 class Forgets(w.RouteMachine):
-    """Who wants a later life than the one that has dialed us meanwhile is forgotten."""
+    """A caller that wants a later incarnation than the one that has dialed us is forgotten."""
 
     def _linked(self, process: str, incarnation: int) -> list[w.Action]:
         return [a for a in super()._linked(process, incarnation) if not isinstance(a, w.Arrive)]
@@ -213,7 +213,7 @@ async def nowhere(_: NodeKey) -> str:
 
 
 def test_a_process_is_gone_once_it_was_in_a_view_and_not_before() -> None:
-    """Who links with us may be in a view that this node does not act on yet."""
+    """A peer that links with us may be in a view that this node does not act on yet."""
     finder, told = ClusterRoutes(nowhere), list[str]()
     finder.acts_on(view(1, NodeKey(1, 1)), "test")
     undo = finder.notify_end("node2", 1, told.append)

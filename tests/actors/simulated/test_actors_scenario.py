@@ -27,7 +27,7 @@ async def _idle(_: SimProcess) -> None:
 
 
 class Told:
-    """Ledgers, and a process "a" and "b" of which they are told."""
+    """Ledgers, and a process "a" and "b" that report to them."""
 
     def __init__(self, world: World) -> None:
         for name in "ab":

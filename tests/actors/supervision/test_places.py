@@ -1,4 +1,4 @@
-"""Where supervised children go: the machine of places, by cases and by any history."""
+"""The placement of supervised children: the machine of places, by cases and by any history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts that are given up, here and in other processes: their end is told, and nobody is left behind."""
+"""Starts that are given up, here and in other processes: their end is reported, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def linked(process: SimProcess) -> ActorSystem:
 
 
 def last_seen(world: World) -> object:
-    """What the host had last."""
+    """The host's last state."""
     return [value for name, value in world.notes() if name == "rank0"][-1]
 
 

@@ -381,7 +381,7 @@ def test_an_error_tells_what_came_before() -> None:
 
 @dataclass
 class Life:
-    """What a driver knows of one child."""
+    """A driver's knowledge of one child."""
 
     up: bool = False
     asked: bool = False
@@ -440,7 +440,7 @@ class RandomDriver:
                 self.ended.append(type(action).__name__)
 
     def random_request(self) -> Event:
-        """What somebody may ask for, sensible or not."""
+        """Any request, sensible or not."""
         child = self.rng.choice("abcdefghijkl")
         request = self.rng.choice([AddRequested, TerminateRequested, RestartRequested, DeleteRequested])
         if request is AddRequested:

@@ -33,7 +33,7 @@ DYNAMIC = [
     ("pp", REST, "=ce !b", "-c _c ~c +b2"),
     ("pp", ONE, "=ce !c", "_c ~c"),
     ("pp", ONE, "=ct -c +c !c", "+c3"),
-    # start_child: a child that is there is told so; one that does not start is forgotten, and nothing else.
+    # start_child: a child that runs is reported; one that does not start is forgotten, and nothing else.
     ("pp", ONE, "=b", "?up"),
     ("pp", ONE, "-b =b", "?present"),
     ("pp", ALL, "/c =c", "+c1 _c ~c"),

@@ -123,7 +123,7 @@ def test_all_who_are_linked_end_with_the_same_changes_in_order(seed: int) -> Non
 
 
 class TellsNothingAtFirst(u.CodeLedger):
-    """Who comes later hears of later changes alone."""
+    """A process that comes later hears of later changes alone."""
 
     def handle(self, event: u.Event, *, now_ns: int) -> list[u.Action]:
         actions = super().handle(event, now_ns=now_ns)
@@ -133,7 +133,7 @@ class TellsNothingAtFirst(u.CodeLedger):
 
 
 class TellsNothingOn(u.CodeLedger):
-    """What others tell stays here: it is lost with those who knew it first."""
+    """Reports of others stay here: they are lost with those who knew them first."""
 
     def handle(self, event: u.Event, *, now_ns: int) -> list[u.Action]:
         actions = super().handle(event, now_ns=now_ns)
@@ -221,7 +221,7 @@ async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
 ) -> None:
     """Two changes, then a rank is killed: what its replacement spawns, also before its view, is version 3.
 
-    What each process knew of it is replayed from its recording.
+    The knowledge of each process is replayed from its recording.
     """
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     monkeypatch.setenv("ZBMD_CAPTURE", str(tmp_path / "run.zlog"))

@@ -30,7 +30,7 @@ class Process:
 
     agent: UpgradeAgent
     work: deque[Local] = field(default_factory=deque[Local])
-    """What its actors will have done, in order."""
+    """The work that its actors will have done, in order."""
     runs_new: bool = False
     on_probation: bool = False
     ended: bool = False

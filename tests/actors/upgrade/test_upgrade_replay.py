@@ -1,4 +1,4 @@
-"""What the machines of a change of code hear is recorded, and replayed to the same actions."""
+"""The events of the machines of a change of code are recorded, and replayed to the same actions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def recorded(log: capture.LogRecorder) -> AsyncIterator[ActorSystem]:
 
 
 def replayed(log: capture.LogRecorder, path: Path) -> list[int]:
-    """How many events each stream took."""
+    """The number of events of each stream."""
     log.close("the end")
     verdicts = list(capture.replay_log(path))
     assert all(isinstance(verdict, capture.Identical) for verdict in verdicts), verdicts

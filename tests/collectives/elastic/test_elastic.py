@@ -83,7 +83,7 @@ async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> N
     deaths: set[int] = set()
     for k, kill in enumerate(kills, 1):
         end = check_sum(job, k)
-        # Who dies once all have the result is missing in the next operation.
+        # A rank that dies once all have the result is missing in the next operation.
         earlier = kills[k - 2] if k - 1 in deaths else None
         struck = {victim[0] for victim in (earlier, kill) if victim}
         if job.died_in(k):

@@ -1,4 +1,4 @@
-"""What a process's elastic groups share: its views, their splits, and simulated meshes under kills."""
+"""Parts that a process's elastic groups share: its views, their splits, and simulated meshes under kills."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_who_comes_later_is_told_and_must_ask_for_the_same() -> None:
     check_repeated(split, SplitRequest(color=1), 1)
     with pytest.raises(UserError, match="and had 1 when"):
         check_repeated(split, SplitRequest(color=0), 1)
-    with pytest.raises(UserError, match="was not there"):
+    with pytest.raises(UserError, match="was missing"):
         check_repeated(split, SplitRequest(color=0), 7)
     with pytest.raises(OperationAborted, match="have closed"):
         check_repeated(closed, SplitRequest(color=1), 1)

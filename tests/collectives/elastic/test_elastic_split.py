@@ -42,7 +42,7 @@ class Job:
         self.lines: list[str] = []
 
     async def write_line(self, line: OutputLine) -> None:
-        """What a rank has printed."""
+        """The output of a rank."""
         self.lines.append(f"{line.rank}: {line.text.decode()}")
 
     async def _observe(self, event: HostEvent) -> None:

@@ -123,12 +123,12 @@ class World:
         for rank in ranks:
             dead = any(m.rank == rank and m not in self.living.values() for m in self.processes)
             parted = any({m.rank for m in pair} == {rank, me.rank} for pair in self.parted)
-            assert dead or parted or rank not in self.living, f"{me} is told that rank {rank} is {cause}"
+            assert dead or parted or rank not in self.living, f"{me} hears that rank {rank} is {cause}"
 
     def say(self, me: MemberId, to: int, message: Any, key: int = 0) -> None:
         """To whoever is linked under this rank: it may be a later life than the machine knows of."""
         member = self.living.get(to)
-        # Who has not noticed that a link has ended sends what goes nowhere; only then there is another one.
+        # A rank that has not noticed the end of a link sends into nothing; only then there is another link.
         if member is not None and member not in self.processes[me].notices:
             self.links[me, member].append((message, key))
 
@@ -343,7 +343,7 @@ def test_a_loss_is_told_at_once_to_who_waits_and_once_to_who_receives_from_anybo
         tm.FailReceive(key=1, ranks=(1,), cause=tm.Cause.LOST),
     ]
     assert receive(machine, 4, None) == [tm.FailReceive(key=4, ranks=(1,), cause=tm.Cause.LOST)]
-    assert receive(machine, 5, None) == [], "it has been told, and waits for who lives"
+    assert receive(machine, 5, None) == [], "it has its notice, and waits for the living"
     (failed,) = machine.handle(tm.SendPosted(key=6, to=1, tag=0), now_ns=0)
     assert failed == tm.FailSend(key=6, to=1, cause=tm.Cause.LOST)
     assert receive(machine, 7, 3) == [tm.FailReceive(key=7, ranks=(3,), cause=tm.Cause.ABSENT)]
@@ -358,7 +358,7 @@ def test_what_came_before_a_death_can_be_taken_until_the_next_view() -> None:
         machine.handle(tm.Arrived(source=1, number=number, tag=0), now_ns=0)
     machine.handle(em.MemberLost(member=members(1)[0]), now_ns=0)
     assert receive(machine, 1, 1) == [tm.Match(key=1, source=1, number=first)]
-    assert machine.handle(tm.Took(source=1, number=first), now_ns=0) == [], "nobody is there to be told"
+    assert machine.handle(tm.Took(source=1, number=first), now_ns=0) == [], "nobody is left to receive it"
     back = (*members(0), *members(1, incarnation=2))
     actions = machine.handle(em.Settled(epoch=2, members=back), now_ns=0)
     assert actions == [em.Dropped(source=1, number=first + 1), em.Greet(to=1, epoch=2, since=2)]

@@ -159,10 +159,10 @@ def test_who_has_closed_the_group_is_waited_for_no_more_and_what_it_sent_can_be_
     assert failed == [*sends, tm.FailReceive(key=100, ranks=(1,), cause=tm.Cause.LEFT)]
     assert put(tm.MemberLeft(source=1)) == [] and machine.has_left(1)
     assert put(tm.ReceivePosted(key=102, source=None, tag=None)) == [tm.Match(key=102, source=1, number=1)]
-    assert put(tm.Took(source=1, number=1)) == [], "nobody is there to be told"
+    assert put(tm.Took(source=1, number=1)) == [], "nobody is left to receive it"
     told = put(tm.ReceivePosted(key=103, source=None, tag=None))
     assert told == [tm.FailReceive(key=103, ranks=(1,), cause=tm.Cause.LEFT)]
-    assert put(tm.ReceivePosted(key=104, source=None, tag=None)) == [], "it has been told"
+    assert put(tm.ReceivePosted(key=104, source=None, tag=None)) == [], "it has its notice"
     assert put(tm.SendPosted(key=105, to=1, tag=0)) == [tm.FailSend(key=105, to=1, cause=tm.Cause.LEFT)]
     assert put(tm.Arrived(source=2, number=1, tag=0)) == [tm.Match(key=101, source=2, number=1)]
     with pytest.raises(RemoteProtocolError, match="behind its close"):

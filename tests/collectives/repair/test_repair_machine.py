@@ -180,7 +180,7 @@ def test_calls_that_differ_are_told() -> None:
 
 
 def test_a_view_that_is_followed_between_operations() -> None:
-    """Rank 0 has called nothing; rank 1 has called an operation that rank 0 never entered: it is run anew."""
+    """Rank 0 has called nothing; rank 1 has called an operation that rank 0 never entered: it runs again."""
     both = [RepairMachine(rank=rank) for rank in range(2)]
     for machine in both:
         machine.handle(rm.EpochEntered(epoch=1, members=members(0, 1)), now_ns=0)
@@ -211,7 +211,7 @@ def test_an_operation_whose_root_is_absent_fails_on_all_together() -> None:
     assert isinstance(told, rm.Raise)
     assert (told.failed.failure, told.failed.ranks, told.failed.sequence) == (Failure.LOST, (2,), 1)
     assert (machine.state, machine.sequence) == (RepairState.IDLE, 2)
-    # Who was cut off before it knew that all are there holds nothing, and hears of it from the others.
+    # A rank that was cut off before it knew that all are there holds nothing; the others tell it.
     assert cut.handle(rm.Ended(epoch=1, outcome=Outcome.HELD), now_ns=0) == [rm.AwaitView(after=1)]
     assert cut.phase is Phase.PENDING
     reports: list[rm.Report] = []

@@ -67,7 +67,7 @@ async def main() -> None:
         worker.report({"ready": worker.rank})
         await lost.wait()
         try:
-            await group.barrier(timeout=30)  # a rank that is gone is told of, not waited for
+            await group.barrier(timeout=30)  # a rank that is gone is reported, not waited for
         except PeerLost:
             worker.report({"lost": worker.rank})
         await group.close()

@@ -51,7 +51,7 @@ async def main() -> None:
         except Desynchronised as error:
             assert error.calls == {r: f"priority {int(r == 1)}" for r in group.members}, error.calls
         else:
-            raise AssertionError("priorities that differ are told")
+            raise AssertionError("priorities that differ are reported")
         await group.barrier()  # which harms nothing
         worker.report({"ready": worker.rank})
         if worker.rank == 2:
@@ -59,7 +59,7 @@ async def main() -> None:
         waiting = [group.all_reduce(np.ones(2), priority=k) for k in range(3)]
         ends = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(end, zbmd.ZbmdError) for end in ends), ends
-        # The other one, which was told sooner, may have left already, and is missing then, too.
+        # The other one, which heard sooner, may have left already, and is missing then, too.
         assert any(isinstance(end, MembersLost) and 2 in end.ranks for end in ends), ends
         await group.close()
         worker.report({"done": worker.rank})

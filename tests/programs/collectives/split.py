@@ -69,7 +69,7 @@ async def only_some(group: zbmd.Group) -> None:
         except Desynchronised as error:
             assert "sub-group" in str(error) and set(error.calls) == {1, 3}, error
         else:
-            raise AssertionError("calls that differ are told")
+            raise AssertionError("calls that differ are reported")
         await pair.close()
     await group.barrier()
 

@@ -42,7 +42,7 @@ def rooms(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def rows_of(r: int, k: int, length: int) -> np.ndarray:
-    """Return what rank r gives: row d holds 100^k' of r and d, so a row tells who made it, and for whom."""
+    """Return what rank r gives: row d holds 100^k' of r and d, so a row names its sender and its receiver."""
     return np.array([[(10 * r + d) * 100 + k] * length for d in range(3)], np.int64)
 
 

@@ -33,7 +33,7 @@ class Note(Contract, id="refs.note"):
 
 
 class Heard(Contract, id="refs.heard"):
-    """Asks for all that the actor was told so far."""
+    """Asks for all that the actor has received so far."""
 
 
 class Notes(Contract, id="refs.notes"):

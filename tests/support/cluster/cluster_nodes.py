@@ -181,7 +181,7 @@ class Nodes:
         return found
 
     def address(self, name: str) -> str:
-        """Where the node listens."""
+        """The address at which the node listens."""
         return str(json.loads((self.directory / name / "running.json").read_text())["address"])
 
     async def form(self, *names: str) -> list[Run]:
@@ -199,7 +199,7 @@ class Nodes:
             await self.runs[name].until(view_of(*names), after=(after or {}).get(name, 0))
 
     def marks(self) -> dict[str, int]:
-        """How many lines each node has printed, for `after`."""
+        """The number of lines that each node has printed, for `after`."""
         return {name: len(run.lines) for name, run in self.runs.items()}
 
     async def close(self) -> None:
@@ -219,7 +219,7 @@ def view_of(*names: str) -> str:
 
 @contextmanager
 def node_template(*before: str) -> Generator[socket.socket]:
-    """What nodes are forked from, for as many tests as like: see `cluster_template`.
+    """The process that nodes are forked from, for any number of tests: see `cluster_template`.
 
     before: a command that is to start it.
     """

@@ -27,7 +27,7 @@ ALSO_LOADED = (
     *("zbmd.tools.node.cluster", "zbmd.tools.node.run_many", "zbmd.tools.cli.launch"),
     *("zbmd.collectives.group.group", "zbmd.training.sharded.run"),
 )
-"""What its commands, and the jobs of tests, import once they are chosen: each fork would do so for itself."""
+"""Imports of its commands and of the tests' jobs: each fork would do them for itself."""
 
 
 def serve(requests: socket.socket) -> dict[str, Any] | None:

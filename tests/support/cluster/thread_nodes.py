@@ -19,7 +19,7 @@ LOOPBACK = TcpAddress(host="127.0.0.1", port=0)
 
 
 class Told:
-    """What a node has told."""
+    """A node's reports."""
 
     def __init__(self) -> None:
         self.events: list[NodeEvent] = []

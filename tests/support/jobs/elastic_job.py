@@ -42,7 +42,7 @@ class ElasticJob:
     lines: list[str] = field(default_factory=list[str])
 
     async def write_line(self, line: OutputLine) -> None:
-        """What a rank has printed."""
+        """The output of a rank."""
         self.lines.append(f"{line.rank}: {line.text.decode()}")
 
     async def run(self) -> RunResult:

@@ -33,7 +33,7 @@ Operate = Callable[[ElasticGroup, int, int], Awaitable[tuple[Result, Any]]]
 
 
 class Plan(msgspec.Struct):
-    """What the ranks of a job do. mode: the operations' arguments; board: by rank, the operation reached."""
+    """The program of a job's ranks. mode: arguments of operations; board: by rank, the operation reached."""
 
     kills: list[Kill]
     mode: dict[str, Any]

@@ -86,7 +86,7 @@ def require_found(
     found, shrunk = commands_of(told)
     assert all(small <= large for small, large in zip(size_of(shrunk), size_of(found), strict=True))
     assert main(shrunk[1:]) == code
-    assert f"again: {shlex.join(shrunk)}" in capsys.readouterr().out.splitlines(), "it tells of itself"
+    assert f"again: {shlex.join(shrunk)}" in capsys.readouterr().out.splitlines(), "it prints itself"
 
 
 def commands_of(told: str) -> tuple[list[str], list[str]]:

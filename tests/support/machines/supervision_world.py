@@ -1,4 +1,4 @@
-"""A supervision machine whose children do at once what they are told."""
+"""A supervision machine whose children obey at once."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class World:
             self.event(fired)
 
     def dies(self, child: str, *, normal: bool = False) -> str:
-        """What follows when a child ends."""
+        """The consequences of a child's end."""
         self.journal.clear()
         self.event(ChildExited(child=child, normal=normal, reason="test"))
         return " ".join(self.journal)

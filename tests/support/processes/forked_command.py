@@ -45,7 +45,7 @@ def _answer(template: socket.socket) -> dict[str, int]:
 
 
 def _read_all(descriptors: Sequence[int], end_s: float) -> list[bytes] | None:
-    """What comes from each until its end, and closes them; None if that takes too long."""
+    """Read each until its end, and close them; None if that takes too long."""
     told = {fd: bytearray() for fd in descriptors}
     with selectors.DefaultSelector() as selector:
         for fd in descriptors:

@@ -1,4 +1,4 @@
-"""What a function of a test module prints under other seeds of Python's string hashes."""
+"""The output of a function of a test module under other seeds of Python's string hashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a host of a test sends what its ranks print."""
+"""The lines that the ranks of a test's host print."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT
 from zbmd.actors.view import OnLoss
 
 MODULES = (*PRELOAD, "zbmd.actors.core.system", "zbmd.collectives.group.group", "numpy.random")
-"""What the ranks of these jobs import: once, in the template, not in each of them."""
+"""Imports of these jobs' ranks: once, in the template, not in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the job ended. said: by what they said, the ranks that reported `{what: rank}`."""
+    """The end of the job. said: by what they said, the ranks that reported `{what: rank}`."""
 
     result: RunResult
     said: defaultdict[str, set[int]]

@@ -1,4 +1,4 @@
-"""How programs wait for what another process does and nothing tells them of."""
+"""Waiting for what another process does without a notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many points a program has at which a rank can be killed."""
+"""The number of points of a program at which a rank can be killed."""
 
 from __future__ import annotations
 

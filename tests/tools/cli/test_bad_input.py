@@ -123,7 +123,7 @@ def test_a_job_that_cannot_start_says_so_once(
     (directory / "closed").mkdir(mode=0o500)
     ended = train(launcher, *arguments, starting=RECORDED)
     assert_one_paragraph(ended, what, then)
-    assert not started(launcher), "it was told by a rank"
+    assert not started(launcher), "a rank reported it"
     assert not [path for path in directory.rglob("corpus.bin") if "--resume" not in arguments], ended
 
 
@@ -226,7 +226,7 @@ def test_a_recipe_that_cannot_be_is_told_before_any_rank_is_started(
     recipe = msgspec.structs.replace(options_of(values), mesh=str(changes.get("mesh", "dp=-1")))
     ended = launcher.run("run", "-n", str(ranks), *RECORDED, "-m", "zbmd.training.sharded", recipe.encode())
     assert_one_paragraph(ended, what)
-    assert not started(launcher), "it was told by a rank"
+    assert not started(launcher), "a rank reported it"
 
 
 # Settings.

@@ -85,7 +85,7 @@ async def meet_and_part(session: Session, second: Run, script: asyncio.subproces
     assert script.stdout is not None
     other_script = (await script.stdout.readline()).decode().partition(" ")[0]
     node = {name: node for name, _, node in session.run(session.system.processes())}
-    assert node[other_script.partition("@")[2]] == "n2", "the one that it was told"
+    assert node[other_script.partition("@")[2]] == "n2", "the one that it was given"
     refs = {name: await until(partial(life, session, name)) for name in (*processes, other_script)}
     actors = {**refs, session.system.name: session.spawn(app.Caller, name="caller")}
     for one, ref in actors.items():  # the other script dials others in its turn, after they have dialed it

@@ -272,7 +272,7 @@ MUTATIONS = [
         seed=565,
     ),
     Mutation(
-        "a joiner is told of no view until it is one of those who must know it",
+        "a joiner receives no view until it is one of those who must know it",
         "membership",
         (
             Edit(f"{CLUSTER}._catch_up", "if epoch >= self.view.epoch:", "if True:"),
@@ -339,7 +339,7 @@ MUTATIONS = [
         seed=3007,
     ),
     Mutation(
-        "no view is installed when a rank leaves in good order",
+        "no view is installed when a rank leaves orderly",
         "commit",
         (
             Edit(
@@ -388,7 +388,7 @@ MUTATIONS = [
         seed=7,
     ),
     Mutation(
-        "a monitor is told again when the link ends",
+        "a monitor hears again when the link ends",
         "supervision",
         (Edit(f"{PEER}._on_ended", "self._watches.pop(m.watch, None)", "self._watches.get(m.watch)"),),
         BROKEN,

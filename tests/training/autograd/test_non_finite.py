@@ -1,4 +1,4 @@
-"""What is not finite is seen where it arises, and the first of all ranks' sightings is told."""
+"""A value that is not finite is seen where it arises; the first of all ranks' sightings is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte pairs and their shards: every text comes back, windows cross files, trouble is told."""
+"""Byte pairs and their shards: every text comes back, windows cross files, bad input is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's layout: it comes back as it was, computes what others do, and trouble is told."""
+"""GPT-2 in Hugging Face's layout: it comes back as it was, computes what others do, bad input is named."""
 
 from __future__ import annotations
 

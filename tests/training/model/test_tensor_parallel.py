@@ -64,7 +64,7 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
 def cases_of(corpus: Path, ranks: int) -> list[Case]:
     """Both families, each in one precision; in the other one with the other number of ranks.
 
-    What is dropped out is the same however the model is cut, and 4 ranks have halves of samples.
+    Dropout is the same however the model is cut, and 4 ranks have halves of samples.
     """
     thinned = replace(GPT2, dropout=0.1)
     kinds: list[tuple[GPTConfig, Precision]] = [(OURS, "float32"), (thinned, "float64")]

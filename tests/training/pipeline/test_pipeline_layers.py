@@ -1,4 +1,4 @@
-"""Which layers each part of a pipeline holds."""
+"""The layers of each part of a pipeline."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SHAPE = ("--width", "32", "--heads", "2", "--layers", "3", "--context", "16", "-
 
 @dataclass(slots=True)
 class Heard:
-    """What the ranks of a run wrote."""
+    """The files of a run's ranks."""
 
     lines: list[str] = field(default_factory=list[str])
     deaths: int = 0

@@ -85,7 +85,7 @@ class World:
                 pass
 
     def check_inputs(self, machine: StageMachine, compute: Compute) -> None:
-        """What the computation reads is what was sent for it, not yet overwritten."""
+        """The computation reads what was sent for it, not yet overwritten."""
         _, part, microbatch = compute.instruction
         for gradient, slot in ((False, compute.input_slot), (True, compute.gradient_slot)):
             if slot is None or (gradient and compute.instruction.op.value == "F"):
@@ -169,7 +169,7 @@ def test_a_death_ends_the_step_on_all_who_live(
 
 
 class Followed(World):
-    """Before each event a machine is made anew, from its configuration and state: it goes on alike."""
+    """Before each event a machine is made again, from its configuration and state: it goes on alike."""
 
     def put(self, stage: int, event: StageEvent) -> None:
         machine, states = self.machines[stage], STAGE.states

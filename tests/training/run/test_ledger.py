@@ -155,7 +155,7 @@ def test_another_runs_log_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_a_damaged_log_is_read_up_to_the_damage_and_never_cut_there(tmp_path: Path) -> None:
-    """What stands behind the damage may be the run's: only a record that was cut short is cut off."""
+    """Data behind the damage may be the run's: only a record that was cut short is cut off."""
     path = tmp_path / "log"
     written(path, 1, 2)
     whole = path.stat().st_size

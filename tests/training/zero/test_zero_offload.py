@@ -66,7 +66,7 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
 
 
 async def test_all_ranks_of_a_job_with_many_shards_are_killed_at_once(tmp_path: Path) -> None:
-    """What the last step reported is in the files at any number of logical shards: here, of two pages."""
+    """The last step's report is in the files at any number of logical shards: here, of two pages."""
     data, changes = write_text(tmp_path / "text"), {"shards": 600, "sequences_per_shard": 1}
     more = ("--shards", "600", "--sequences-per-shard", "1")
     arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain"), *more]

@@ -51,7 +51,7 @@ async def test_what_does_not_come_again_is_told_with_what_is_known_of_it(tmp_pat
 
 
 def alone(recipe: Recipe, storage: Storage, steps: int) -> str:
-    """What one plain process says at its end."""
+    """The last lines of one plain process."""
     plain = PlainTrainer(recipe, storage=storage, loss_scale=2.0**24)
     done = [plain.run_step() for _ in range(steps)][-1]
     digest, skipped = hashlib.sha256(plain.state.weights.data).hexdigest(), plain.loss_scale.skipped

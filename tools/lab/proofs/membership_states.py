@@ -41,7 +41,7 @@ from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scena
 # --- every single kill of a small cluster, while something else happens to it ---------------------------
 #
 # A **story** is what happens to a cluster that has formed: a node joins, dies, leaves, or orders a command.
-# It is told once undisturbed; then, in a run for each, once for every point of it, between any two effects
+# It runs once undisturbed; then, in a run for each, once for every point of it, between any two effects
 # of any node, at which that node is killed. Safety is checked throughout (`scenario`). Where those who are
 # left can decide, they must end up in one view of their own.
 
@@ -130,7 +130,7 @@ def _some(points: Sequence[sim.KillPoint], most: int | None) -> Sequence[sim.Kil
 
 
 class _Tale:
-    """One story of one seed, to be told with different kills; up to the first of these it stays the same."""
+    """One story of one seed, to run with different kills; up to the first of these it stays the same."""
 
     def __init__(self, story: str, size: int, variant: int) -> None:
         self.story, self.size = story, size
@@ -139,7 +139,7 @@ class _Tale:
         self._before = len(begun.kill_points())
 
     def kill_points(self, *, after: sim.KillPoint | None = None) -> list[sim.KillPoint]:
-        """Where a node could be killed from the story's beginning on; with `after`: once that has struck."""
+        """The points of a kill from the story's beginning on; with `after`: once that has struck."""
         simulation, _ = self._tell(() if after is None else (after,))
         points = list(simulation.kill_points())[self._before :]
         if after is not None:

@@ -1,4 +1,4 @@
-"""What of recording runs at every message. See _recording.pyi."""
+"""The part of recording that runs at every message. See _recording.pyi."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc

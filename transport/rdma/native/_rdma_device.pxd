@@ -1,4 +1,4 @@
-"""What other compiled modules need of an RDMA device."""
+"""The interface of an RDMA device for other compiled modules."""
 
 from libc.stdint cimport uint8_t, uint32_t
 

@@ -139,7 +139,7 @@ cdef class Device:
 
 
 cdef class Registration:
-    """Memory that a device may touch, until this object is gone. Whoever has it keeps the memory."""
+    """Memory that a device may touch, until this object is gone. A reference keeps the memory."""
 
     def __dealloc__(self):
         if self.region != NULL:

@@ -1,6 +1,6 @@
 /* A way for the newest heartbeat of each side, beside a stripe: written straight into the memory of who observes.
  *
- * Who beats calls `write`, who observes reads `inbox`. Both are used by one thread at a time.
+ * The side that beats calls `write`, the observer reads `inbox`. Both are used by one thread at a time.
  */
 #ifndef ZBMD_BEAT_WAY_H
 #define ZBMD_BEAT_WAY_H

@@ -126,7 +126,7 @@ static int zbmd_rdma_receive(zbmd_rdma_end *end, uint32_t buffer) {
     return ibv_post_recv(end->qp, &request, &bad);
 }
 
-/* Add one. Of those that nobody asks about, some are signalled all the same, or the room would not come back. */
+/* Add one. Of those that nobody asks about, some are signalled nevertheless, or the room would not come back. */
 static struct ibv_send_wr *zbmd_rdma_add(zbmd_rdma_end *end, zbmd_rdma_chain *chain, enum ibv_wr_opcode opcode,
                                          uint64_t address, uint64_t nbytes, uint32_t lkey, int signalled) {
     struct ibv_send_wr *request = &chain->requests[chain->count];
@@ -307,7 +307,7 @@ static void zbmd_rdma_wake(zbmd_rdma_plane *plane) {
     eventfd_write(plane->wake_fd, 1);
 }
 
-/* The same, for a thread that does nothing for Python: the plane's own is told. */
+/* The same, for a thread that does nothing for Python: the plane's own receives it. */
 static int zbmd_rdma_poll_only(zbmd_rdma_plane *plane) {
     int found = zbmd_rdma_poll(plane);
     if (found & ZBMD_RDMA_ATTENTION) zbmd_rdma_wake(plane);

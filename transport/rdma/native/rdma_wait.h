@@ -28,7 +28,7 @@ static void zbmd_rdma_nap(zbmd_rdma_plane *plane) {
         ibv_ack_cq_events(queue, 1);
 }
 
-/* How a thread that polls goes on while what it waits for is not there. */
+/* How a thread that polls goes on while what it waits for is missing. */
 typedef struct zbmd_rdma_patience {
     uint64_t spin_ns, deadline_ns, last_ns;
 } zbmd_rdma_patience;

@@ -530,7 +530,7 @@ PARTS: Final[dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any]
     "replay": (lambda options: bench_replay(options.replayed), _print_replay),
     "lookups": (lambda options: bench_lookups(options.events), _print_lookups),
 }
-"""What measures each part, and what prints it."""
+"""The measurement of each part, and the function that prints it."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import itertools
 import json
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import matplotlib.image
+import numpy as np
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -127,6 +130,12 @@ class Page:
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         found = await self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         return base64.b64decode(found["data"])
+
+
+def colors_in(picture: bytes) -> int:
+    """Return the number of colors of a PNG."""
+    pixels = (255 * matplotlib.image.imread(io.BytesIO(picture))).astype(np.uint32)
+    return len(np.unique(pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]))
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 import signal
 import socket
@@ -14,8 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
-import numpy as np
 import pytest
 from support.jobs.profiles import encoded, life, step
 from support.jobs.two_ranks import killed_run
@@ -29,7 +26,7 @@ from zbmd.transport.errors import UserError
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("plotly")
-from support.browser import Page, browser, in_a_browser  # noqa: E402 (imports aiohttp)
+from support.browser import Page, browser, colors_in, in_a_browser  # noqa: E402 (imports aiohttp)
 
 DRAWN = "Number(document.body.dataset.drawn) > 0"
 pytestmark = pytest.mark.optional
@@ -219,12 +216,6 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path, number: signal.S
 
 
 # ---- pages
-
-
-def colors_in(picture: bytes) -> int:
-    """The number of colors of a PNG."""
-    pixels = np.asarray(matplotlib.image.imread(io.BytesIO(picture)))
-    return len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0))
 
 
 async def shown(page: Page) -> str:

@@ -16,7 +16,8 @@ import numpy as np
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
 from zbmd.collectives.torch.tensors import TensorBuffer
 from zbmd.training.step.reduction import AccumulationPlan, ShardSum, all_reduce_partials
-from zbmd.training.torch.replica import digest_of
+from zbmd.training.torch.fsdp.replica import digest_of
+from zbmd.training.torch.shares import Shares
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.native._native import now_ns
 
@@ -142,20 +143,18 @@ def _trained(model: Any) -> list[Any]:
     ]
 
 
-class ShareGradients:
-    """The gradients of DDP models, summed over `shares` logical shares of a batch, along a tree.
+class ReplicatedShares(Shares):
+    """Those of DDP models, whose gradients are summed along a tree.
 
     Whichever ranks compute them, the bits are the same. A rank makes one forward and backward pass for each
     of its own shares, one after the other; the hook of DDP's reducer has the gradients of each pass, and in
-    the last one it reduces what this rank has with the others'. Until `assign`, DDP reduces by itself, and
-    each rank has one share. why: what asks for shares.
+    the last one it reduces what this rank has with the others'.
     """
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], shares: int, why: str) -> None:
-        self.shares, self._why = shares, why
-        self.at, self._plan = 0, AccumulationPlan.of(1, 0, 1)
-        """The number of the share under way among this rank's own, and how those are added up."""
-        self.is_on = False
+        super().__init__(shares, why)
+        self._plan = AccumulationPlan.of(1, 0, 1)
+        """How the gradients of this rank's shares are added up."""
         self._optimizers = optimizers
         found = [each for model in models for each in model.modules()]
         self._models = [each for each in found if isinstance(each, parallel.DistributedDataParallel)]
@@ -167,27 +166,26 @@ class ShareGradients:
         updated = [each for one in self._optimizers for group in one.param_groups for each in group["params"]]
         if not all(id(each) in known for each in updated if each.requires_grad):
             raise UserError(
-                f"{self._why} takes models in DistributedDataParallel, with all that is updated in them"
+                f"{self.why} takes models in DistributedDataParallel, with all that is updated in them"
             )
         for model in self._models:
             if model.static_graph or model.find_unused_parameters:
                 raise UserError(
-                    f"{self._why} has no static_graph and no find_unused_parameters: the passes over several "
+                    f"{self.why} has no static_graph and no find_unused_parameters: the passes over several "
                     "shares of a batch have to be alike"
                 )
             if model.process_group.size() != dist.get_world_size():
-                raise UserError(f"{self._why} takes models over the default process group")
+                raise UserError(f"{self.why} takes models over the default process group")
 
     def assign(self, rank: int, ranks: int) -> None:
-        """Have `rank` of `ranks` compute its part of the shares. Raises `UserError` for too many ranks."""
-        if ranks > self.shares:
-            raise UserError(f"{ranks} ranks for {self.shares} shares of a batch: each needs one")
-        self._sums, self.at = ShardSum.of(self.shares, ranks), 0
+        """Divide the shares; see `Shares`."""
+        was_on = self.is_on
+        super().assign(rank, ranks)
+        self._sums = ShardSum.of(self.shares, ranks)
         self._plan = self._sums.plan(rank)
         self._partials.clear()
-        if self.is_on:
+        if was_on:
             return
-        self.is_on = True
         for number, model in enumerate(self._models):
             # DDP refuses a hook whose annotations are text, as all are here.
             hook = lambda state, bucket: self._hook(state, bucket)  # noqa: E731, PLW0108
@@ -196,14 +194,8 @@ class ShareGradients:
             except RuntimeError as error:
                 raise UserError(f"a model has a communication hook of its own: {error}") from error
 
-    def own(self, rank: int) -> tuple[int, ...]:
-        """Return the shares that `rank`, which is this one, computes, in their order."""
-        return tuple(leaf.shard for leaf in self._plan.leaves) if self.is_on else (rank,)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the pass under way is over the last share of this rank."""
-        return self.at == len(self._plan.leaves) - 1
+    def begin(self) -> None:
+        """A pass begins: its plan says what it overwrites."""
 
     def _hook(self, model: int, bucket: Any) -> Any:
         tensor = bucket.buffer()

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY
-from zbmd.training.torch.transaction import Report
-from zbmd.transport.errors import UserError
+from zbmd.training.torch.fsdp.division import Report
+from zbmd.transport.errors import RemoteProtocolError, UserError
 from zbmd.transport.native._native import now_ns
 
 _FOUNDING: Final = struct.Struct("<Q32s32sq")
 """The seed, digests of the model and of the options, and the version that the loop begins with."""
+
+_reports: Final = msgspec.msgpack.Decoder(Report)
 
 
 class Exchange:
@@ -48,12 +51,7 @@ class Exchange:
 
     def reports(self, own: Report) -> tuple[Report, ...]:
         """Return the reports of all."""
-        row = np.array([own.version, own.voted, own.fresh, own.keeps], np.int64).tobytes()
-        rows = [np.frombuffer(each, np.int64) for each in self.gather(row)]
-        return tuple(
-            Report(version=int(version), voted=bool(voted), fresh=bool(fresh), keeps=bool(keeps))
-            for version, voted, fresh, keeps in rows
-        )
+        return tuple(map(_report, self.gather(msgspec.msgpack.encode(own))))
 
     def share(self, rows: Sequence[bytes], source: int) -> tuple[bytes, ...]:
         """Return the votes that rank `source` has. rows: of that, else empty."""
@@ -90,6 +88,13 @@ class Exchange:
                 "that all of them share"
             )
         return int(heads[0][0])
+
+
+def _report(data: bytes) -> Report:
+    try:
+        return _reports.decode(data)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"the report of a rank to a meeting: {error}") from None
 
 
 def _difference(texts: Sequence[str]) -> str:

@@ -17,7 +17,9 @@ from zbmd.collectives.torch.rendezvous import come_together
 from zbmd.training.run.journal import captured_machine
 from zbmd.training.torch import points
 from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.encoding import from_blob, to_blob
 from zbmd.training.torch.exchange import Exchange
+from zbmd.training.torch.fsdp.division import Move, What
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import described, own_tensors
 from zbmd.transport import kill_points as faults
@@ -40,7 +42,13 @@ class Meetings:
         self._state, self._shrinks = state, shrinks
         self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
         self.exchange = Exchange(self._timeout)
-        self.machine = tx.Transactions(version=version, fresh=fresh, sharded=state.shards is not None)
+        self.machine = tx.Transactions(
+            version=version,
+            fresh=fresh,
+            sharded=state.shards is not None,
+            place=state.rank,
+            size=state.ranks,
+        )
         self._captured = captured_machine(
             worker, tx.TRANSACTION, "loop", self.machine, tx.transaction_config(self.machine)
         )
@@ -115,8 +123,12 @@ class Meetings:
                     self._state.give(self.exchange.group, places, self.machine.version)
                 case tx.Take(source=source):
                     self._taken(self._state.take(self.exchange.group, source))
-                case tx.Move():
+                case Move():
                     version = self._move(action, version)
+                case tx.Divide():
+                    self._divide(action)
+                case tx.Adopt():
+                    self._adopt()
                 case tx.Meet():
                     break
                 case _:
@@ -125,22 +137,43 @@ class Meetings:
             self._taken(version)
         return promoted
 
-    def _move(self, move: tx.Move, version: int) -> int:
+    def _move(self, move: Move, version: int) -> int:
         """Send or receive; return the version that has come, or else `version`."""
         shards, group = self._state.shards, self.exchange.group
         assert shards is not None
         if move.source == self._state.rank:
-            if move.what is tx.What.REST:
+            if move.what is What.REST:
                 self._state.give(group, [move.target], self.machine.version)
             else:
                 shards.send(group, move.what, move.target)
-        elif move.what is tx.What.REST:
+        elif move.what is What.REST:
             return self._state.take(group, move.source)
         else:
             shards.receive(group, move.what, move.source)
-            if move.what is tx.What.COPY and not self.machine.fresh:
+            if move.what is What.COPY and not self.machine.fresh:
                 self.do(tx.Kept())
         return version
+
+    def _divide(self, action: tx.Divide) -> None:
+        """Have this rank's part of the next division; the old one counts until all have theirs."""
+        shards = self._state.shards
+        assert shards is not None
+        blob = to_blob(shards.contents(), "moments") if self._state.rank == action.source else b""
+        contents = from_blob(self.exchange.gather(blob)[action.source], "what a state consists of")
+        group, end_ns = self.exchange.group, self.exchange.end_ns
+        shards.divide(group, end_ns, action.division, action.holders, contents)
+        faults.hit(points.DIVIDED)
+        (agree,) = self.do(tx.Divided())
+        assert isinstance(agree, tx.Agree)
+        self.exchange.gather(b"")
+        faults.hit(points.AGREED)
+        self._perform(self.do(tx.Agreed()))
+
+    def _adopt(self) -> None:
+        shards, division = self._state.shards, self.machine.division
+        assert shards is not None and division is not None
+        shards.adopt(division)
+        log.info("the state is divided again", ranks=division.size, place=division.place)
 
     def _share(self, source: int) -> None:
         """Have all ranks hold the votes of the last commit."""

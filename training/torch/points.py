@@ -25,3 +25,7 @@ NAMED: Final = faults.declare("loop.named", "when the index of a checkpoint is d
 MEET: Final = faults.declare("loop.meet", "when survivors have met again, before state moves")
 GIVE: Final = faults.declare("loop.give", "when a survivor has sent half of its state to a replacement")
 TAKE: Final = faults.declare("loop.take", "when a replacement has received its state")
+DIVIDED: Final = faults.declare(
+    "loop.divided", "when a rank has its part of a state that is divided again, before all agree"
+)
+AGREED: Final = faults.declare("loop.agreed", "when all have their parts, before this rank adopts its own")

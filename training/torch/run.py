@@ -19,26 +19,26 @@ from typing import Any, ParamSpec, TypeVar
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
-from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import world
 from zbmd.training.checkpoint.pace import AUTO, Every
 from zbmd.training.checkpoint.sharded import Piece
-from zbmd.training.job.paced import require_every
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.checkpoints import LoopCheckpoints
-from zbmd.training.torch.ddp import ShareGradients
+from zbmd.training.torch.ddp import ReplicatedShares
+from zbmd.training.torch.fsdp.gradients import ShardedShares
 from zbmd.training.torch.meetings import Meetings
 from zbmd.training.torch.recorder import Recorder, claiming, plan_of
 from zbmd.training.torch.rollback import seed_all
 from zbmd.training.torch.saved import pieces_of, resume
+from zbmd.training.torch.shares import Shares
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import Position
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import UserError
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -156,13 +156,19 @@ class Run:
         self._open_checkpoints(fresh=fresh)
         CONTINUITY.enter()
 
-    def _shares_of(self, shares: int) -> ShareGradients:
+    def _shares_of(self, shares: int) -> Shares:
         state, exact = self._state, self._options.exact
         why = f"exact={exact}" if exact else "--on-loss shrink"
-        found = ShareGradients(state.models, state.optimizers, shares, why)
+        found: Shares
+        if state.shards is None:
+            found = ReplicatedShares(state.models, state.optimizers, shares, why)
+        else:
+            found = ShardedShares(state.models, state.shards.modules, shares, why)
         if exact or self._shrinks:
-            if state.shards is not None:
-                raise UserError(f"{why} is for DistributedDataParallel: loops over FSDP2 replace their ranks")
+            if exact and state.shards is not None:
+                raise UserError(
+                    f"{why} is for DistributedDataParallel: over FSDP2 the bits depend on the number of ranks"
+                )
             if self._shrinks and len(CONTINUITY.groups) > 1:
                 raise UserError(f"{why} takes the default process group alone: others would miss ranks")
             found.check()
@@ -310,8 +316,8 @@ class Run:
             version, self._deals = self.version, True
             while self.version == version:
                 shares.repeat(self._own_shares)
-                marks, drawn = shares.batches[self._shares.at]
-                self._drawn[self._shares.at :] = [drawn]
+                marks, drawn = shares.batches[self._shares.number]
+                self._drawn[self._shares.number :] = [drawn]
                 yield marks.batch
             self._deals = False
         state.end_pass()
@@ -378,9 +384,10 @@ class Run:
         if not self._shares.at:
             self._means.clear()
             self._state.keep()
-        share = self._own_shares[self._shares.at]
+        share = self._own_shares[self._shares.number]
         if then is None:
-            self._means.append({})
+            self._shares.begin()
+            self._means[self._shares.number :] = [{}]
             self._seed_for("step", old.step, share=share)
         else:
             self._seed_for("every", old.step, old.every, share=share)
@@ -389,7 +396,7 @@ class Run:
                 faults.hit(points.BEGIN)
                 if self._shares.is_on and not self._deals:
                     raise UserError("exact=… and --on-loss shrink take steps over batches of run.batches()")
-                if self._state.rehearses or not self._shares.is_last:
+                if self._state.rehearses or (self._shares.are_alone and not self._shares.is_last):
                     CONTINUITY.rehearse()
                     return
             # A body that has the batch of another share by then must not go on: its operations fail.
@@ -411,7 +418,8 @@ class Run:
                 if CONTINUITY.mode is Mode.ALONE and isinstance(error, Exception):
                     self._end_rehearsal()  # a check of what all ranks have computed may fail for one alone
                     return True
-                if self._committed or not CONTINUITY.is_of_a_loss(error):
+                ended = self._meetings.machine.phase is tx.Phase.FAILED  # and its error comes with a loss
+                if ended or self._committed or not CONTINUITY.is_of_a_loss(error):
                     return False
                 self._recover()
                 return True
@@ -460,7 +468,7 @@ class Run:
 
         updates: whether an optimizer updates after it.
         """
-        if CONTINUITY.mode is Mode.ALONE:
+        if CONTINUITY.mode is Mode.ALONE or (self._is_step and not self._shares.is_last):
             self._end_rehearsal()
             raise StepAborted
         faults.hit(points.PREPARED)
@@ -512,7 +520,7 @@ class Run:
         return promoted
 
     def _end_rehearsal(self) -> None:
-        """A step was made alone: of one share of a batch, or so that models know their graphs.
+        """A pass of a step has ended, of one share of a batch, or so that models know their graphs.
 
         The next one is of the next share, or repeats it with the others.
         """
@@ -547,53 +555,3 @@ class Run:
             wrote=None if checkpoints is None else checkpoints.wrote,
         )
         return self._meetings.exchange.gather(row)
-
-
-def resilient(
-    model: Any,
-    optimizer: Any,
-    *others: Any,
-    seed: int | None = None,
-    out: str | os.PathLike[str] | None = None,
-    checkpoint_every: Every = 0,
-    resume: bool = False,
-    exact: bool | int = False,
-) -> Run:
-    """Return a run whose steps survive the loss of ranks; see docs/GUIDE_TORCH.md.
-
-        run = zbmd.torch.resilient(model, optimizer, scheduler)
-        for x, y in run.batches(loader, epochs=10):
-            with run.step():
-                ...
-                optimizer.step()
-
-    model, optimizer: one, or a list. others: what else has a `state_dict`: schedulers, a `GradScaler`. seed:
-    of random numbers in steps; default: that of `torch.manual_seed` on rank 0. All ranks call it, after all
-    process groups are made. Raises `UserError` for what cannot be continued, and `DistBackendError`.
-
-    out: a directory that all ranks share: of the commit log and the metrics, for `zbmd ledger`, and of the
-    checkpoint, which is written after each `checkpoint_every` steps ("auto": at the pace that
-    the loop measures), and when a signal asks for it.
-    resume: go on from the checkpoint in `out`. exact: the bits do not depend on the number of ranks: a batch
-    has so many logical shares (True: as many as ranks), each with the loader's batch size, which the ranks
-    divide among them.
-    """
-    models = [*model] if isinstance(model, list | tuple) else [model]
-    optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in others:
-        if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
-            raise UserError(
-                f"{type(each).__name__} has no state_dict and load_state_dict: it cannot be continued"
-            )
-    if out is None and (checkpoint_every or resume):
-        raise UserError("zbmd.torch.resilient(checkpoint_every=…, resume=…) needs a directory: give it out=…")
-    require_every(checkpoint_every, "zbmd.torch.resilient(checkpoint_every=…)")
-    options = Options(
-        out=None if out is None else Path(out), checkpoint_every=checkpoint_every, resume=resume, exact=exact
-    )
-    try:
-        return Run(models, optimizers, others, seed, options)
-    except ZbmdError as error:
-        if isinstance(error, UserError):
-            raise
-        raise as_torch_error(error) from error

@@ -25,8 +25,8 @@ from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import Piece, SavedState, open_state, read_names
 from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.training.torch.encoding import dtype_named, from_blob, name_of, to_blob
-from zbmd.training.torch.fsdp import is_sharded, local_of
-from zbmd.training.torch.replica import placed
+from zbmd.training.torch.fsdp.modules import is_sharded, local_of
+from zbmd.training.torch.fsdp.replica import placed
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import Carried, Position, loaded, own_tensors, rest_of
 from zbmd.training.torch.votes import noted_of, without_wishes

@@ -14,9 +14,9 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import votes
 from zbmd.training.torch.ddp import KeptBuckets
-from zbmd.training.torch.fsdp import has_shards
+from zbmd.training.torch.fsdp.modules import has_shards
+from zbmd.training.torch.fsdp.shards import Shards
 from zbmd.training.torch.rollback import Boundary
-from zbmd.training.torch.shards import Shards
 from zbmd.training.torch.transfer import Carried, Position, give, own_tensors, take
 from zbmd.transport.errors import UserError
 

@@ -20,6 +20,9 @@ holds them. Delivery and vote are two operations: a delivery that has ended here
 After a loss, a rank that is behind promotes before any shard moves (the others `Meet` again): then all are
 where transactions begin, and a fresh rank takes the rest of the state from the first, its shard from its
 buddy, and the copy that it is to keep from its ward (`Move`).
+
+If there are fewer or more ranks than before, the sharded state is divided again (`fsdp.division`): all
+receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`).
 """
 
 from __future__ import annotations
@@ -30,6 +33,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
+from zbmd.training.torch.fsdp.division import (
+    Division,
+    Holder,
+    Move,
+    Report,
+    What,
+    holders_of,
+    is_divided,
+    lost_part,
+    moves_of,
+    next_number,
+    settled,
+    ward_of,
+)
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
@@ -49,28 +66,8 @@ class Phase(Enum):
     MEETING = "meeting"
     SHARING = "sharing"
     TAKING = "taking"
+    DIVIDING = "dividing"
     FAILED = "failed"
-
-
-class What(Enum):
-    """A part of a sharded state that goes from one rank to another."""
-
-    REST = "rest"
-    """All that is not sharded."""
-    SHARD = "shard"
-    """Of the receiver, from its buddy."""
-    COPY = "copy"
-    """Of the sender's shard, to its buddy, which keeps it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A rank's account of itself when all meet. keeps: whether it has a copy of its ward's shard."""
-
-    version: int
-    voted: bool
-    fresh: bool
-    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +139,16 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """This rank's part of the next division, and its ward's, are here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """All ranks have theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
     """Send the gradients for `version` to the buddy, and receive those of the ward."""
 
@@ -206,13 +213,27 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """Send this of the state of `version` from `source` to `target`, of which this rank is one."""
+class Divide:
+    """Exchange parts of the state of `version` with all, and keep what has come beside the own part.
+
+    division: the part that this rank is to have. holders: of the parts of the division before. source: the
+    rank that says what the state consists of.
+    """
 
     version: int
-    what: What
+    division: Division
+    holders: tuple[Holder, ...]
     source: int
-    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agree:
+    """Wait until all ranks have their parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Go on with the part that was received last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,17 +248,21 @@ class Fail:
     parameter: int | None = None
 
 
-Event: TypeAlias = Prepared | Delivered | AllVoted | Cut | Met | Shared | Taken | Kept
-Action: TypeAlias = Deliver | Vote | Commit | Meet | Share | Promote | Repeat | Give | Take | Move | Fail
+Event: TypeAlias = Prepared | Delivered | AllVoted | Cut | Met | Shared | Taken | Kept | Divided | Agreed
+AtMeetings: TypeAlias = Meet | Share | Promote | Repeat | Give | Take | Move | Divide | Agree | Adopt
+Action: TypeAlias = Deliver | Vote | Commit | Fail | AtMeetings
 
 
 class Transactions:
     """The machine of one rank. fresh: it replaces another. sharded: each rank has a part of the state.
 
-    With a sharded state the first ranks begin with a meeting, which gives each the copy that it keeps.
+    place, size: of this rank among the first ones, for a sharded state. That begins with a meeting, which
+    gives each rank the copy that it keeps.
     """
 
-    def __init__(self, *, version: int = 0, fresh: bool = False, sharded: bool = False) -> None:
+    def __init__(
+        self, *, version: int = 0, fresh: bool = False, sharded: bool = False, place: int = 0, size: int = 1
+    ) -> None:
         self.version = version
         self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
         self.voted = self.keeps = False
@@ -247,14 +272,33 @@ class Transactions:
         self._place = self._source = 0
         self._target = version
         self._fresh: tuple[int, ...] = ()
+        self.first = (place, size)
+        """Its place among the first ranks, and their number."""
+        self._number = 0
+        self._stays: Division | None = None
+        """The part of a rank of this place, if the state stays divided as it is."""
+        self.division = Division(number=0, size=size, place=place) if sharded and not fresh else None
+        """The part that this rank has."""
+        self.ready: Division | None = None
+        """A part that it has received, and that not all may have."""
         self._moves: tuple[Move, ...] = ()
         """Of the meeting under way, of all ranks, in the order in which they are made."""
+        self._next: Division | None = None
+        """The part that it is to have after the meeting under way; None: the state stays divided as it is."""
+        self._holders: tuple[Holder, ...] = ()
         self._behind = False
 
     @property
     def report(self) -> Report:
         """This rank's account of itself for a meeting."""
-        return Report(version=self.version, voted=self.voted, fresh=self.fresh, keeps=self.keeps)
+        return Report(
+            version=self.version,
+            voted=self.voted,
+            fresh=self.fresh,
+            keeps=self.keeps,
+            division=self.division,
+            ready=self.ready,
+        )
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take `event` and return the actions. Raises `LocalProtocolError` for one out of place."""
@@ -278,6 +322,15 @@ class Transactions:
                 return self._go_on()
             case Taken():
                 return self._taken(event)
+            case Divided():
+                self._expect(event, Phase.DIVIDING)
+                self.ready, self.version = self._next, self._target
+                return [Agree()]
+            case Agreed():
+                self._expect(event, Phase.DIVIDING)
+                self.phase = Phase.OPEN
+                self._adopt()
+                return [Adopt()]
             case Kept():
                 self._expect(event, Phase.OPEN)
                 self.keeps = self.sharded
@@ -332,11 +385,28 @@ class Transactions:
         self.version += 1
         self.phase, self.voted = Phase.OPEN, False
 
+    def _adopt(self) -> None:
+        self.division, self.ready, self.keeps, self.fresh = self.ready, None, True, False
+
     def _met(self, event: Met) -> list[Action]:
         self._expect(event, Phase.MEETING, Phase.FRESH)
-        reports = event.reports
-        if reports[event.place] != self.report:
-            raise LocalProtocolError(f"{reports[event.place]} came as the own report, not {self.report}")
+        if event.reports[event.place] != self.report:
+            raise LocalProtocolError(
+                f"{event.reports[event.place]} came as the own report, not {self.report}"
+            )
+        if not self.sharded:
+            return self._go_to(event.place, event.reports)
+        reports, adopts = tuple(settled(event.reports)), list[Action]()
+        if reports[event.place].division != self.division:
+            # Another rank has seen that all had their parts, so this one has its own.
+            self._adopt()
+            self.phase = Phase.MEETING
+            adopts = [Adopt()]
+        self.ready, self._number = None, next_number(event.reports)
+        return [*adopts, *self._go_to(event.place, reports)]
+
+    def _go_to(self, own: int, reports: tuple[Report, ...]) -> list[Action]:
+        """Bring all ranks to the same version, and each to its part of the state."""
         old = [place for place, report in enumerate(reports) if not report.fresh]
         if not old:
             return self._fail("all ranks that had the state are lost", lost=True)
@@ -346,31 +416,48 @@ class Transactions:
             if report.version != target and not (report.version == target - 1 and report.voted):
                 voted = "" if report.voted else ", has not voted"
                 return self._fail(f"rank {place} is at version {report.version}{voted}; others at {target}")
-        self._place, self._target = event.place, target
+        self._place, self._target = own, target
         self._source = next(place for place in old if reports[place].version == target)
         self._fresh = tuple(place for place, report in enumerate(reports) if report.fresh)
         self._behind = any(reports[place].version < target for place in old)
-        if self.sharded:
-            lost = _lost_shard(reports)
-            if lost:
-                return self._fail(lost, lost=True)
-            self._moves = _moves(reports, target, self._source)
+        if self.sharded and (refused := self._divisions(reports)):
+            return refused
         if self._behind:
             self.phase = Phase.SHARING
             return [Share(version=target, source=self._source)]
         return self._go_on()
+
+    def _divisions(self, reports: tuple[Report, ...]) -> list[Action]:
+        """Plan which parts go where. Returns the failure if a part is lost."""
+        numbers = {each.division.number for each in reports if each.division is not None}
+        if len(numbers) > 1:
+            return self._fail(f"ranks have parts of several divisions: {[each.division for each in reports]}")
+        if lost := lost_part(reports):
+            return self._fail(lost, lost=True)
+        moves, self._next = moves_of(reports, self._target, self._source), None
+        if not is_divided(reports):
+            moves = [each for each in moves if each.what is What.REST]
+            self._next = Division(number=self._number, size=len(reports), place=self._place)
+            self._holders = tuple(each for each in holders_of(reports) if each is not None)
+        self._moves = tuple(moves)
+        self._stays = Division(number=max(numbers), size=len(reports), place=self._place)
+        return []
 
     def _go_on(self) -> list[Action]:
         target = self._target
         if self.version < target and not self.fresh:
             self._commit()
             return [Promote(version=target)]
-        if self._behind and self._moves:
+        if self._behind and (self._moves or self._next is not None):
             # A rank that promotes is in the middle of a step: no shard can be of one version until it has
             # ended that, and finds that the others have given up their groups.
             self.phase = Phase.FRESH if self.fresh else Phase.MEETING
             return [Meet()]
         own = [move for move in self._moves if self._place in (move.source, move.target)]
+        if self._next is not None:
+            self.phase, self.voted = Phase.DIVIDING, False
+            divide = Divide(version=target, division=self._next, holders=self._holders, source=self._source)
+            return [*([] if self.fresh else [Repeat(version=target)]), *own, divide]
         if self.fresh:
             self.phase = Phase.TAKING
             return [*own] if self.sharded else [Take(version=target, source=self._source)]
@@ -384,21 +471,13 @@ class Transactions:
         self._expect(event, Phase.TAKING)
         self.version, self.fresh, self.phase = event.version, False, Phase.OPEN
         self.keeps = self.sharded
+        if self.sharded:
+            self.division = self._stays
         return []
 
     def _fail(self, reason: str, *, lost: bool = False) -> list[Action]:
         self.phase = Phase.FAILED
         return [Fail(lost=lost, reason=reason)]
-
-
-def buddy_of(place: int, size: int) -> int:
-    """Return who keeps a copy of a rank's shard: the next one."""
-    return (place + 1) % size
-
-
-def ward_of(place: int, size: int) -> int:
-    """Return whose shard a rank keeps a copy of: that of the one before."""
-    return (place - 1) % size
 
 
 def _other_state(version: int, ballots: Sequence[Ballot]) -> Fail | None:
@@ -440,55 +519,25 @@ def _other_copy(version: int, ballots: Sequence[Ballot]) -> Fail | None:
     return None
 
 
-def _lost_shard(reports: tuple[Report, ...]) -> str:
-    """Return which shard nobody has any more; "": each is there."""
-    for place, report in enumerate(reports):
-        buddy = buddy_of(place, len(reports))
-        if not report.fresh:
-            continue
-        if reports[buddy].fresh:
-            return (
-                f"ranks {place} and {buddy} are lost together, and rank {buddy} kept the copy of rank "
-                f"{place}'s shard: a shard survives if its rank or the next one lives; start the run again, "
-                "from its last checkpoint"
-            )
-        if not reports[buddy].keeps:
-            return (
-                f"rank {place} is lost before rank {buddy} had a copy of its shard: start the run again, "
-                "from its last checkpoint"
-            )
-    return ""
-
-
-def _moves(reports: tuple[Report, ...], version: int, source: int) -> tuple[Move, ...]:
-    """Return what goes from whom to whom. All perform theirs in this order, so none waits in a circle."""
-    size = len(reports)
-    moves: list[Move] = []
-    for place, report in enumerate(reports):
-        if report.fresh:
-            moves.append(Move(version=version, what=What.REST, source=source, target=place))
-            buddy = buddy_of(place, size)
-            moves.append(Move(version=version, what=What.SHARD, source=buddy, target=place))
-    without = [place for place, report in enumerate(reports) if not report.keeps] if size > 1 else []
-    wards = sorted((ward_of(place, size) for place in without), key=lambda ward: (ward % 2, ward))
-    moves += [
-        Move(version=version, what=What.COPY, source=ward, target=buddy_of(ward, size)) for ward in wards
-    ]
-    return tuple(moves)
-
-
 # ---- capture
 
 
 def transaction_config(machine: Transactions) -> dict[str, Any]:
     """Return the configuration from which a new machine like this one is built."""
-    return {"version": machine.version, "fresh": machine.fresh, "sharded": machine.sharded}
+    place, size = machine.first
+    return {
+        "version": machine.version,
+        "fresh": machine.fresh,
+        "sharded": machine.sharded,
+        "place": place,
+        "size": size,
+    }
 
 
 def _build(config: Mapping[str, Any]) -> Transactions:
-    return Transactions(version=config["version"], fresh=config["fresh"], sharded=config["sharded"])
+    return Transactions(**config)
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 4, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 5, _build, events=Event, actions=Action, states=(Transactions,)
 )

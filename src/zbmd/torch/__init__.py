@@ -16,8 +16,8 @@ from zbmd.lazy_imports import lazy_imports
 with lazy_imports(globals(), "BACKEND", "register"):
     from zbmd.collectives.torch.memory import empty as empty
     from zbmd.collectives.torch.memory import use_arena as use_arena
+    from zbmd.training.torch.resilient import resilient as resilient
     from zbmd.training.torch.run import Run as Run
-    from zbmd.training.torch.run import resilient as resilient
 
 # `python -m zbmd.torch.run` imports this package first, with "-m" in the place of the program's path. It
 # supervises ranks, and needs nothing of PyTorch.

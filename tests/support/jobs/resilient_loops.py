@@ -7,11 +7,11 @@ from pathlib import Path
 
 from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
-from zbmd.actors.view import OnLoss
+from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.chaos.loops import difference
 from zbmd.tools.chaos.loops import reports_in as steps_in
 
-__all__ = ["check_as_undisturbed", "steps_in", "train"]
+__all__ = ["check_as_undisturbed", "shrink", "steps_in", "train"]
 
 
 async def train(
@@ -28,6 +28,23 @@ async def train(
         environment=variables,
     )
     return await Host(config, output=output).run(), output.lines
+
+
+async def shrink(program: Path, fault: str, ranks: int, more: Mapping[str, str]) -> list[str]:
+    """Return what is printed by a run that goes on without the ranks that are killed."""
+    output = Lines()
+    config = HostConfig(
+        target=str(program),
+        world_size=ranks,
+        on_loss=OnLoss.SHRINK,
+        arena_bytes=32 << 20,
+        environment={**more, **({"ZBMD_FAULT": fault} if fault else {})},
+        preload=("torch", "torch._dynamo", "zbmd.training.torch.resilient"),
+    )
+    result = await Host(config, output=output).run()
+    told = "\n".join(output.lines)
+    assert result.outcome is Outcome.SUCCEEDED and result.restarts == 0, told
+    return output.lines
 
 
 def check_as_undisturbed(told: Collection[str], wanted: Collection[str], fault: str) -> None:

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.optional
 
 dist: Any = importlib.import_module("torch.distributed")
 fsdp: Any = importlib.import_module("torch.distributed.fsdp")
-ours: Any = importlib.import_module("zbmd.training.torch.fsdp")
-replica: Any = importlib.import_module("zbmd.training.torch.replica")
-shards: Any = importlib.import_module("zbmd.training.torch.shards")
+ours: Any = importlib.import_module("zbmd.training.torch.fsdp.modules")
+replica: Any = importlib.import_module("zbmd.training.torch.fsdp.replica")
+shards: Any = importlib.import_module("zbmd.training.torch.fsdp.shards")
 
 
 def optimizers(parameters: list[Any]) -> list[Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from programs import PROGRAMS
-from support.jobs.resilient_loops import train
+from support.jobs.resilient_loops import shrink, train
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.view import Outcome
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.training.torch.audit import LoopAudit, Proof
@@ -88,22 +88,6 @@ async def test_another_number_of_ranks_goes_on_in_the_middle_of_a_pass(
     require_whole(out)
 
 
-async def shrunk(out: Path, fault: str, exact: str, ranks: int = 4) -> list[str]:
-    """Return what is printed by a run that goes on without the ranks that are killed."""
-    output, variables = Lines(), {"OUT": str(out), "EXACT": exact, "ZBMD_FAULT": fault}
-    config = HostConfig(
-        target=str(PROGRAM),
-        world_size=ranks,
-        on_loss=OnLoss.SHRINK,
-        arena_bytes=32 << 20,
-        environment=variables,
-    )
-    result = await Host(config, output=output).run()
-    told = "\n".join(output.lines)
-    assert result.outcome is Outcome.SUCCEEDED and result.restarts == 0, told
-    return output.lines
-
-
 @pytest.mark.parametrize(
     ("fault", "exact"),
     [
@@ -118,7 +102,7 @@ async def test_a_loop_goes_on_with_those_who_are_left(
     """They deal the samples of the lost ranks among them: with `exact`, no bit differs; else the rounding."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     losses, ends = await of_four(tmp_path / "four")
-    lines = await shrunk(tmp_path / "run", fault, exact)
+    lines = await shrink(PROGRAM, fault, 4, {"OUT": str(tmp_path / "run"), "EXACT": exact})
     assert sum("ends with" in line for line in lines) == 4 - len(fault.split(","))
     assert len(ends_in(lines)) == 1
     if exact == "4":

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.transaction import Ballot, Phase, Report, Transactions
+from zbmd.training.torch.fsdp.division import Division, Move, Report, What, buddy_of, ward_of
+from zbmd.training.torch.transaction import Ballot, Phase, Transactions
 from zbmd.transport.errors import LocalProtocolError
 
 
@@ -31,9 +32,10 @@ def met(place: int, *reports: str) -> tx.Met:
     )
 
 
-def sharded(report: str) -> Transactions:
+def sharded(report: str, place: int = 0, size: int = 1) -> Transactions:
     """A machine of a sharded loop that has met a loss: "3vk" has voted, and keeps its ward's copy."""
-    made = Transactions(version=int(report.strip("vfk") or 0), fresh="f" in report, sharded=True)
+    version = int(report.strip("vfk") or 0)
+    made = Transactions(version=version, fresh="f" in report, sharded=True, place=place, size=size)
     if "f" not in report:
         made.phase, made.keeps = Phase.OPEN, "k" in report
     if "v" in report:
@@ -44,15 +46,23 @@ def sharded(report: str) -> Transactions:
 
 
 def met_sharded(place: int, *reports: str) -> tx.Met:
-    return tx.Met(place=place, reports=tuple(sharded(each).report for each in reports))
+    return tx.Met(place=place, reports=reports_of(*reports))
+
+
+def reports_of(*reports: str) -> tuple[Report, ...]:
+    return tuple(sharded(each, at, len(reports)).report for at, each in enumerate(reports))
 
 
 def after_sharded(place: int, *reports: str) -> list[tx.Action]:
-    return sharded(reports[place]).handle(met_sharded(place, *reports), now_ns=0)
+    return sharded(reports[place], place, len(reports)).handle(met_sharded(place, *reports), now_ns=0)
 
 
-def move(what: tx.What, source: int, target: int, version: int = 3) -> tx.Move:
-    return tx.Move(version=version, what=what, source=source, target=target)
+def part(place: int, size: int, number: int = 0) -> Division:
+    return Division(number=number, size=size, place=place)
+
+
+def move(what: What, source: int, target: int, version: int = 3) -> Move:
+    return Move(version=version, what=what, source=source, target=target)
 
 
 def machine(report: str) -> Transactions:
@@ -174,18 +184,18 @@ def test_after_any_losses_all_end_at_one_version(seed: int, ranks: int) -> None:
 
 
 def test_a_rank_votes_once_it_holds_its_wards_gradients() -> None:
-    one = sharded("4k")
+    one = sharded("4k", 0, 2)
     one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
     assert one.handle(tx.Prepared(digests=(7,)), now_ns=0) == [tx.Deliver(version=5)]
     assert not one.report.voted
     vote = tx.Vote(ballot=Ballot(version=4, digests=(7,), holds=True))
     assert one.handle(tx.Delivered(), now_ns=0) == [vote]
     assert one.handle(tx.AllVoted(ballots=(vote.ballot, vote.ballot)), now_ns=0) == [tx.Commit(version=5)]
-    assert one.report == Report(version=5, voted=False, fresh=False, keeps=True)
+    assert one.report == Report(version=5, voted=False, fresh=False, keeps=True, division=part(0, 2))
 
 
 def test_a_vote_without_the_wards_gradients_ends_the_loop() -> None:
-    one = sharded("4k")
+    one = sharded("4k", 0, 2)
     one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
     (vote,) = one.handle(tx.Prepared(digests=(7,), updates=False), now_ns=0)  # there is nothing to deliver
     assert isinstance(vote, tx.Vote) and vote.ballot.holds
@@ -194,7 +204,7 @@ def test_a_vote_without_the_wards_gradients_ends_the_loop() -> None:
 
 
 def test_a_loss_in_the_delivery_leaves_a_rank_that_has_not_voted() -> None:
-    one = sharded("4k")
+    one = sharded("4k", 0, 2)
     one.handle(met_sharded(0, "4k", "4k"), now_ns=0)
     one.handle(tx.Prepared(digests=(7,)), now_ns=0)
     assert one.handle(tx.Cut(), now_ns=0) == [tx.Meet()]
@@ -202,8 +212,8 @@ def test_a_loss_in_the_delivery_leaves_a_rank_that_has_not_voted() -> None:
 
 
 def test_the_first_ranks_exchange_copies() -> None:
-    one = Transactions(sharded=True)
-    copies = [move(tx.What.COPY, 2, 0, 0), move(tx.What.COPY, 1, 2, 0)]
+    one = Transactions(sharded=True, place=2, size=3)
+    copies = [move(What.COPY, 2, 0, 0), move(What.COPY, 1, 2, 0)]
     assert one.handle(met_sharded(2, "0", "0", "0"), now_ns=0) == [tx.Repeat(version=0), *copies]
     assert one.handle(tx.Kept(), now_ns=0) == [] and one.keeps
     assert Transactions(sharded=True).handle(met_sharded(0, "0"), now_ns=0) == [tx.Repeat(version=0)]
@@ -211,26 +221,26 @@ def test_the_first_ranks_exchange_copies() -> None:
 
 def test_a_replacement_takes_its_shard_from_its_buddy_and_its_copy_from_its_ward() -> None:
     reports = ("3k", "3vk", "f", "3k")
-    rest, shard = move(tx.What.REST, 0, 2), move(tx.What.SHARD, 3, 2)
-    copy = move(tx.What.COPY, 1, 2)
+    rest, shard = move(What.REST, 0, 2), move(What.SHARD, 3, 2)
+    copy = move(What.COPY, 1, 2)
     assert after_sharded(0, *reports) == [tx.Repeat(version=3), rest]
     assert after_sharded(1, *reports) == [tx.Repeat(version=3), copy]
     assert after_sharded(3, *reports) == [tx.Repeat(version=3), shard]
-    fresh = sharded("f")
+    fresh = sharded("f", 2, 4)
     assert fresh.handle(met_sharded(2, *reports), now_ns=0) == [rest, shard, copy]
     assert fresh.handle(tx.Taken(version=3), now_ns=0) == []
-    assert fresh.report == Report(version=3, voted=False, fresh=False, keeps=True)
+    assert fresh.report == Report(version=3, voted=False, fresh=False, keeps=True, division=part(2, 4))
 
 
 def test_who_is_behind_promotes_before_a_shard_moves() -> None:
     reports = ("3vk", "4k", "f")
     for place, then in ((0, tx.Promote(version=4)), (1, tx.Meet()), (2, tx.Meet())):
-        one = sharded(reports[place])
+        one = sharded(reports[place], place, 3)
         assert one.handle(met_sharded(place, *reports), now_ns=0) == [tx.Share(version=4, source=1)]
         assert one.handle(tx.Shared(), now_ns=0) == [then]
         one.handle(tx.Cut(), now_ns=0)
         actions = one.handle(met_sharded(place, "4k", "4k", "f"), now_ns=0)
-        moves = [each for each in actions if isinstance(each, tx.Move)]
+        moves = [each for each in actions if isinstance(each, Move)]
         assert moves and {each.version for each in moves} == {4}
 
 
@@ -257,12 +267,11 @@ def test_moves_end_in_any_order_of_ranks(seed: int, ranks: int) -> None:
     rng = random.Random(seed)
     reports = [rng.choice(["3k", "3k", "3"]) for _ in range(ranks)]
     for place in range(ranks):
-        buddy, ward = reports[tx.buddy_of(place, ranks)], reports[tx.ward_of(place, ranks)]
+        buddy, ward = reports[buddy_of(place, ranks)], reports[ward_of(place, ranks)]
         if ranks > 1 and rng.random() < 0.3 and "k" in buddy and "f" not in ward:
             reports[place] = "f"
     queues = [
-        [each for each in after_sharded(place, *reports) if isinstance(each, tx.Move)]
-        for place in range(ranks)
+        [each for each in after_sharded(place, *reports) if isinstance(each, Move)] for place in range(ranks)
     ]
     while any(queues):
         heads = [(queue[0], place) for place, queue in enumerate(queues) if queue]
@@ -287,7 +296,7 @@ def test_a_copy_that_is_not_its_wards_shard_ends_the_loop(
 ) -> None:
     """Each rank's ballot has digests of its shard, and of the copy of the rank before."""
     shards = [(11, 12), (21, 22), (31, 32)]
-    one = sharded("64k")
+    one = sharded("64k", 0, 3)
     one.phase = Phase.OPEN
     one.handle(tx.Prepared(digests=shards[0], copy=copies[0]), now_ns=0)
     (vote,) = one.handle(tx.Delivered(), now_ns=0)

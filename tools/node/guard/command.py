@@ -150,7 +150,7 @@ TORCHRUNS: Final = "PET_"
 """Begins variables with torchrun's own options, such as its --max-restarts."""
 OF_ENV: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that together name a rank under a launcher that is not known by its own variables."""
-PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.run")
+PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
 """Modules of a resilient loop, the second one for its first optimizer: imported once a host."""
 AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 KEPT: Final[tuple[str, ...]] = ("TORCHELASTIC_RUN_ID", "ROLE_NAME")

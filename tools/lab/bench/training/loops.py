@@ -169,7 +169,7 @@ async def run_of(arguments: argparse.Namespace, kind: str, watch: Watch) -> None
         max_restarts=arguments.kills,
         restart_window_s=3600.0,
         environment={"ZBMD_LOOPS_RANK": "1"},
-        preload=("torch", "torch._dynamo", "zbmd.training.torch.run"),
+        preload=("torch", "torch._dynamo", "zbmd.training.torch.resilient"),
     )
     host = watch.host = Host(config, output=watch)
     ended = await host.run()

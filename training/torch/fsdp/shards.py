@@ -6,15 +6,31 @@ which holds them until it has made the ward's update on its copy.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import bytes_over
-from zbmd.training.torch.fsdp import ShardedModules, local_of
-from zbmd.training.torch.replica import Replica, Shard, digests_of, require_replayable
-from zbmd.training.torch.transaction import What, buddy_of, ward_of
+from zbmd.training.torch.fsdp.division import (
+    Division,
+    Holder,
+    What,
+    buddy_of,
+    ward_of,
+)
+from zbmd.training.torch.fsdp.modules import ShardedModules, local_of
+from zbmd.training.torch.fsdp.redivision import Redivision
+from zbmd.training.torch.fsdp.replica import (
+    Replica,
+    Shard,
+    belongs_to_shard,
+    digests_of,
+    moments_of,
+    require_replayable,
+)
 from zbmd.training.torch.transfer import receive_tree, send_tree
 from zbmd.transport.errors import LocalProtocolError, UserError
 
@@ -60,6 +76,15 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """This rank's part of the next division, and its ward's: as `Shard.state` returns them."""
+
+    division: Division
+    own: Any
+    ward: Any
+
+
 class Shards:
     """The part of one rank of `size`. Raises `UserError` for what cannot be kept."""
 
@@ -77,10 +102,11 @@ class Shards:
         self._in: Letter | None = None
         self._replica: Replica | None = None
         self._holds = False
+        self._received: _Received | None = None
 
     def deliver(self, group: Group, end_ns: int) -> None:
         """Send the gradients to the buddy, and receive the ward's. Raises as operations of `group` do."""
-        self._holds = False
+        self._holds, self._received = False, None
         if self._size == 1:
             return
         if self._in is None:
@@ -137,5 +163,72 @@ class Shards:
         if what is What.SHARD:
             self._own.load(state)
             return
+        self._keep_copy(state)
+
+    def _keep_copy(self, state: Any) -> None:
         self._replica = Replica(self._own, state)
         self._in = Letter([each.detach() for each in self._replica.updated])
+
+    # Another division.
+
+    def contents(self) -> Any:
+        """Return the dtypes of the moments of each updated parameter, and its state that is not divided."""
+        found = []
+        for parameter, moments in zip(self._own.updated, moments_of(self._own.optimizer), strict=True):
+            arrays = {k: v for k, v in moments.items() if belongs_to_shard(v, parameter)}
+            others = {k: v for k, v in moments.items() if k not in arrays}
+            found.append([{k: v.dtype for k, v in arrays.items()}, others])
+        return found
+
+    def divide(
+        self, group: Group, end_ns: int, division: Division, holders: Sequence[Holder], contents: Any
+    ) -> None:
+        """Receive this rank's part of the next division, and its ward's, and keep the old ones beside them.
+
+        holders: of the parts of the old division. contents: as `contents` of a rank with a part returns it.
+        Raises as operations of `group` do.
+        """
+        updated = [at for places in self._own.places for at in places]
+        held = self._held(holders, group.rank)
+        windows: list[Any] = [[], []]
+        moments: list[list[Any]] = [[{} for _ in updated], [{} for _ in updated]]
+        for at, parameter in enumerate(self._own.parameters):
+            number = updated.index(at) if at in updated else None
+            dtypes, others = ({}, {}) if number is None else contents[number]
+            arrays = {
+                part: [state["parameters"][at], *(state["moments"][number][name] for name in dtypes)]
+                for part, state in held.items()
+            }
+            exchange = Redivision(parameter.shape, division, holders)
+            parts = exchange.run(group, end_ns, arrays, [parameter.dtype, *dtypes.values()])
+            for window, (first, *rest) in enumerate(parts):
+                windows[window].append(first)
+                if number is not None:
+                    own = {name: copy.deepcopy(value) for name, value in others.items()}
+                    moments[window][number] = {**dict(zip(dtypes, rest, strict=True)), **own}
+        own, ward = (
+            {"names": self._own.names, "parameters": windows[of], "moments": moments[of]} for of in (0, 1)
+        )
+        self._received = _Received(division, own, ward)
+
+    def _held(self, holders: Sequence[Holder], rank: int) -> dict[int, Any]:
+        """Return the parts of the old division that others are to have from this rank."""
+        parts = {part: holder for part, holder in enumerate(holders) if holder.rank == rank}
+        own = self._own.state() if any(not each.copy for each in parts.values()) else None
+        kept = self._replica.state() if self._replica is not None else None
+        return {part: kept if holder.copy else own for part, holder in parts.items()}
+
+    def adopt(self, division: Division) -> None:
+        """Go on with what was received for this division."""
+        received, self._received = self._received, None
+        if received is None or received.division != division:
+            raise LocalProtocolError(
+                f"{division} is to be adopted, and {received and received.division} came"
+            )
+        self._rank, self._size = division.place, division.size
+        self._replica = self._in = None
+        self.modules.divide()
+        self._own.load(received.own)
+        self._out = Letter([local_of(each) for each in self._own.updated])
+        if self._size > 1:
+            self._keep_copy(received.ward)

@@ -17,7 +17,7 @@ import xxhash
 from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.torch.encoding import encode
-from zbmd.training.torch.fsdp import is_sharded, local_of
+from zbmd.training.torch.fsdp.modules import is_sharded, local_of
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")

@@ -1,0 +1,95 @@
+"""Loops over FSDP2 go on with fewer ranks: the state is divided again, and no sample is lost."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from programs import PROGRAMS
+from support.jobs.resilient_loops import shrink
+from support.processes.kept_lines import Lines
+
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.view import OnLoss, Outcome
+from zbmd.tools.runs.commands import audit_run
+from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
+from zbmd.training.torch.audit import LoopAudit, Proof
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.optional
+
+PROGRAM = PROGRAMS / "torch/resilient_fsdp.py"
+
+
+def losses_in(out: Path, ranks: int) -> list[float]:
+    """Return the losses of a run whose log proves that each sample of each pass came once."""
+    found = audit_run(out)
+    assert isinstance(found, LoopAudit) and found.is_whole and found.proves is Proof.SAMPLES, found
+    assert found.passes == 2 and not found.passes_unfinished, found
+    losses = [loss_of(record) for record in read_log(out / LOG_NAME)[1]]
+    assert len(losses) == 2 * 96 // (8 * ranks)
+    return losses
+
+
+@cache
+def _undisturbed() -> dict[tuple[str, int], list[float]]:
+    return {}
+
+
+async def undisturbed(out: Path, mode: str, ranks: int) -> list[float]:
+    if (mode, ranks) not in _undisturbed():
+        _undisturbed()[mode, ranks] = losses_in(*await shrunk(out, mode, "", ranks))
+    return _undisturbed()[mode, ranks]
+
+
+async def shrunk(out: Path, mode: str, fault: str, ranks: int) -> tuple[Path, int]:
+    """Run a loop whose ranks are killed: those that are left end with the same parameters and moments."""
+    lines = await shrink(PROGRAM, fault, ranks, {"MODE": mode, "OUT": str(out), "WHOLE": "1"})
+    ends = [line.partition("ends with ")[2] for line in lines if "ends with" in line]
+    killed = len(fault.split(",")) if fault else 0
+    assert len(ends) == ranks - killed and len(set(ends)) == 1, "\n".join(lines)
+    return out, ranks
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "ranks"),
+    [
+        ("plain", "rank1:loop.begin:3", 4),
+        ("plain", "rank0:loop.voted:4,rank2:loop.begin:6", 4),
+        ("plain", "rank3:loop.prepared:2,rank1:loop.prepared:2", 4),
+        ("plain", "rank1:loop.begin:3,rank3:loop.divided:1", 4),
+        ("plain", "rank1:loop.begin:3,rank0:loop.agreed:1", 4),
+        ("scaler+fused", "rank2:loop.updated:3,rank1:loop.done:5", 3),
+        ("mixed+kept+fused", "rank0:loop.delivered:3", 2),
+    ],
+)
+async def test_a_loop_goes_on_with_those_who_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: str, ranks: int
+) -> None:
+    """Clipping, a scheduler, accumulation; also ranks that are lost while the state is divided."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted = await undisturbed(tmp_path / "whole", mode, ranks)
+    losses = losses_in(*await shrunk(tmp_path / "run", mode, fault, ranks))
+    first = min(int(each.rpartition(":")[2]) for each in fault.split(",")) - 1
+    if "divided" not in fault and "agreed" not in fault:
+        assert losses[: first - 1] == wanted[: first - 1]
+    assert losses == pytest.approx(wanted, rel=0.02 if "mixed" in mode else 1e-4)
+
+
+async def test_a_rank_and_its_buddy_together_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    output, fault = Lines(), "rank1:loop.prepared:3,rank2:loop.prepared:3"
+    config = HostConfig(
+        target=str(PROGRAM),
+        world_size=3,
+        on_loss=OnLoss.SHRINK,
+        arena_bytes=32 << 20,
+        environment={"ZBMD_FAULT": fault},
+    )
+    result = await Host(config, output=output).run()
+    assert result.outcome is Outcome.FAILED
+    assert re.search("ranks 1 and 2 are lost together", "\n".join(output.lines)), output.lines

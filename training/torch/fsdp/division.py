@@ -1,0 +1,202 @@
+"""How a sharded state is divided among ranks, and how it is divided again for another number of them.
+
+Part p of a division of n has the rows of each parameter that `fully_shard` gives rank p of n. Each rank holds
+its own part and a copy of its ward's, the rank before. So all parts are there if no rank is lost together
+with the next one, and the ranks of the next division put theirs together from them.
+
+A division is made in two phases, as a step is: each rank receives its part while it keeps the old one; all
+agree that all have done so; each adopts its part. A rank that has not seen the agreement adopts when it meets
+another one that has. Imports nothing of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Part `place` of `size`. number: of the division; a later one has a higher number."""
+
+    number: int
+    size: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A rank's account of itself when all meet.
+
+    version: of its state; of a fresh rank that of what it has received, if `ready` is something.
+    keeps: whether it has a copy of its ward's part. division: its part of a sharded state; None: it has none.
+    ready: a part that it has received, of a division of which it does not know whether all agree.
+    """
+
+    version: int
+    voted: bool
+    fresh: bool
+    keeps: bool = False
+    division: Division | None = None
+    ready: Division | None = None
+
+
+class What(Enum):
+    """A part of a sharded state that goes from one rank to another."""
+
+    REST = "rest"
+    """All that is not sharded."""
+    SHARD = "shard"
+    """Of the receiver, from its buddy."""
+    COPY = "copy"
+    """Of the sender's shard, to its buddy, which keeps it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Send this of the state of `version` from `source` to `target`, of which this rank is one."""
+
+    version: int
+    what: What
+    source: int
+    target: int
+
+
+class Holder(NamedTuple):
+    """The rank that a part of the old division is read from. copy: it is its ward's."""
+
+    rank: int
+    copy: bool
+
+
+class Piece(NamedTuple):
+    """Rows [begin, stop) of a parameter, in part `part` of the old division, for window `window` of a rank.
+
+    The windows of a rank are its own part of the new division, and its ward's.
+    """
+
+    part: int
+    window: int
+    begin: int
+    stop: int
+
+
+def buddy_of(place: int, size: int) -> int:
+    """Return who keeps a copy of a rank's shard: the next one."""
+    return (place + 1) % size
+
+
+def ward_of(place: int, size: int) -> int:
+    """Return whose shard a rank keeps a copy of: that of the one before."""
+    return (place - 1) % size
+
+
+def rows_of(rows: int, size: int, place: int) -> tuple[int, int]:
+    """Return the rows [begin, stop) that `fully_shard` gives rank `place` of `size`: see `torch.chunk`."""
+    chunk = -(-rows // size)
+    return min(rows, place * chunk), min(rows, (place + 1) * chunk)
+
+
+def windows_of(rows: int, size: int, place: int) -> list[tuple[int, int]]:
+    """Return the rows that a rank holds: of its own part, and of its ward's if it has one."""
+    places = [place] if size == 1 else [place, ward_of(place, size)]
+    return [rows_of(rows, size, each) for each in places]
+
+
+def pieces_of(rows: int, parts: int, windows: Sequence[tuple[int, int]]) -> list[Piece]:
+    """Return what windows consist of, in order. parts: their number in the old division."""
+    found = []
+    for window, (begin, stop) in enumerate(windows):
+        for part in range(parts):
+            first, last = rows_of(rows, parts, part)
+            if max(begin, first) < min(stop, last):
+                found.append(Piece(part, window, max(begin, first), min(stop, last)))
+    return found
+
+
+def settled(reports: Sequence[Report]) -> list[Report]:
+    """Return the reports of ranks that have adopted the newest division of which all have their part.
+
+    One that some rank has adopted is such a division: it has seen that all had received theirs.
+    """
+    held = [
+        {each.number for each in (report.division, report.ready) if each is not None} for report in reports
+    ]
+    common = set[int].intersection(*filter(None, held)) if any(held) else set()
+    number = max(common, default=-1)
+    found = []
+    for each in reports:
+        adopts = each.ready is not None and each.ready.number == number and each.division != each.ready
+        found.append(
+            Report(
+                version=each.version,
+                voted=each.voted,
+                fresh=each.fresh and not adopts,
+                keeps=each.keeps or adopts,
+                division=each.ready if adopts else each.division,
+            )
+        )
+    return found
+
+
+def is_divided(reports: Sequence[Report]) -> bool:
+    """Return whether all ranks that have a part have that of their place among these."""
+    parts = {at: each.division for at, each in enumerate(reports) if each.division is not None}
+    return all((part.place, part.size) == (at, len(reports)) for at, part in parts.items())
+
+
+def next_number(reports: Sequence[Report]) -> int:
+    """Return the number of the next division."""
+    made = [each for report in reports for each in (report.division, report.ready) if each is not None]
+    return max((each.number for each in made), default=-1) + 1
+
+
+def holders_of(reports: Sequence[Report]) -> list[Holder | None]:
+    """Return where each part of the division is; None: nobody has it. reports: `settled`."""
+    parts = [(at, each.division, each.keeps) for at, each in enumerate(reports) if each.division is not None]
+    size = parts[0][1].size
+    found: list[Holder | None] = [None] * size
+    for at, part, keeps in parts:
+        if keeps and size > 1 and found[ward_of(part.place, size)] is None:
+            found[ward_of(part.place, size)] = Holder(at, True)
+    for at, part, _ in parts:
+        found[part.place] = Holder(at, False)
+    return found
+
+
+def lost_part(reports: Sequence[Report]) -> str:
+    """Return which part nobody has any more; "": each is there. reports: `settled`."""
+    holders, again = holders_of(reports), "start the run again, from its last checkpoint"
+    for place, holder in enumerate(holders):
+        if holder is not None:
+            continue
+        buddy = buddy_of(place, len(holders))
+        kept = holders[buddy]
+        if kept is not None and not kept.copy:
+            return f"rank {place} is lost before rank {buddy} had a copy of its shard: {again}"
+        return (
+            f"ranks {place} and {buddy} are lost together, and rank {buddy} kept the copy of rank "
+            f"{place}'s shard: a shard survives if its rank or the next one lives; {again}"
+        )
+    return ""
+
+
+def moves_of(reports: Sequence[Report], version: int, source: int) -> list[Move]:
+    """Return what goes from whom to whom if each has the part of its place, or is to have it.
+
+    All perform theirs in this order, so none waits in a circle.
+    """
+    size, moves = len(reports), list[Move]()
+    for place, report in enumerate(reports):
+        if report.fresh:
+            moves.append(Move(version=version, what=What.REST, source=source, target=place))
+            buddy = buddy_of(place, size)
+            moves.append(Move(version=version, what=What.SHARD, source=buddy, target=place))
+    without = [place for place, report in enumerate(reports) if not report.keeps] if size > 1 else []
+    wards = sorted((ward_of(place, size) for place in without), key=lambda ward: (ward % 2, ward))
+    moves += [
+        Move(version=version, what=What.COPY, source=ward, target=buddy_of(ward, size)) for ward in wards
+    ]
+    return moves

@@ -94,12 +94,13 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     return store, met.group.rank, met.group.size
 
 
-def come_together(timeout: timedelta, *, shrinks: bool = False) -> Group:
+def come_together(timeout: timedelta, *, shrinks: bool = False, after: int = 0) -> Group:
     """Re-bind all process groups to the newest view, after a loss in a loop; return that of all ranks.
 
     All of them are given up first, and then made again in the order in which they were made, as on the
     others. A replacement, whose default group is new, only makes the others. shrinks: whether the default
-    group may have fewer ranks than before. Raises what `meet` and `Group.subgroup` raise.
+    group may have another number of ranks than before. after: an epoch whose view is to be left, although
+    nobody is lost. Raises what `meet` and `Group.subgroup` raise.
     """
     groups = CONTINUITY.groups
     if not groups or groups[0].ranks:
@@ -109,7 +110,7 @@ def come_together(timeout: timedelta, *, shrinks: bool = False) -> Group:
         for each in old:
             if each is not None:
                 _give_up(each)
-        met, _ = _meet(timeout)
+        met, _ = _meet(timeout, after)
         if not shrinks and (met.group.rank, met.group.size) != (default.rank(), default.size()):
             raise UserError(
                 f"rank {default.rank()} of {default.size()} of the loop is rank {met.group.rank} of "
@@ -137,9 +138,9 @@ def _give_up(group: Group) -> None:
     group.give_up("gave up: a rank was lost")
 
 
-def _meet(timeout: timedelta) -> tuple[Met, Any]:
+def _meet(timeout: timedelta, after: int = 0) -> tuple[Met, Any]:
     end_ns = now_ns() + round(timeout.total_seconds() * 1e9)
-    over, again = 0, 0
+    over, again = after, 0
     while True:
         left_s = PATIENCE.left_ns(end_ns) / 1e9
         if left_s <= 0:

@@ -21,7 +21,15 @@ from zbmd.transport.native._native import now_ns
 _FOUNDING: Final = struct.Struct("<Q32s32sq")
 """The seed, digests of the model and of the options, and the version that the loop begins with."""
 
-_reports: Final = msgspec.msgpack.Decoder(Report)
+
+class _Told(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank says where all meet."""
+
+    report: Report
+    divides: bool
+
+
+_tolds: Final = msgspec.msgpack.Decoder(_Told)
 
 
 class Exchange:
@@ -49,9 +57,10 @@ class Exchange:
         bounds = np.cumsum((0, *counts))
         return tuple(whole[begin:end].tobytes() for begin, end in itertools.pairwise(bounds))
 
-    def reports(self, own: Report) -> tuple[Report, ...]:
-        """Return the reports of all."""
-        return tuple(map(_report, self.gather(msgspec.msgpack.encode(own))))
+    def reports(self, own: Report, *, divides: bool) -> tuple[tuple[Report, ...], bool]:
+        """Return the reports of all, and whether any rank `divides`."""
+        rows = [_told(each) for each in self.gather(msgspec.msgpack.encode(_Told(own, divides)))]
+        return tuple(each.report for each in rows), any(each.divides for each in rows)
 
     def share(self, rows: Sequence[bytes], source: int) -> tuple[bytes, ...]:
         """Return the votes that rank `source` has. rows: of that, else empty."""
@@ -90,9 +99,9 @@ class Exchange:
         return int(heads[0][0])
 
 
-def _report(data: bytes) -> Report:
+def _told(data: bytes) -> _Told:
     try:
-        return _reports.decode(data)
+        return _tolds.decode(data)
     except msgspec.DecodeError as error:
         raise RemoteProtocolError(f"the report of a rank to a meeting: {error}") from None
 

@@ -35,11 +35,13 @@ AGAIN_MAX: Final = 64
 class Meetings:
     """Those of one rank, whose state is `state`. version: that it begins with. fresh: it replaces another.
 
-    shrinks: whether the loop goes on with those that are left.
+    shrinks: whether the loop goes on with any number of ranks.
     """
 
     def __init__(self, worker: Worker, state: LoopState, *, version: int, fresh: bool, shrinks: bool) -> None:
-        self._state, self._shrinks = state, shrinks
+        self._worker, self._state, self._shrinks = worker, state, shrinks
+        self.divides = False
+        """Whether the loop has had other ranks than at its beginning, so that shares are divided."""
         self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
         self.exchange = Exchange(self._timeout)
         self.machine = tx.Transactions(
@@ -63,6 +65,17 @@ class Meetings:
                 raise LoopLost(action.reason) if action.lost else UserError(first + action.reason)
         return list(actions)
 
+    @property
+    def is_offered_more(self) -> bool:
+        """Whether there are ranks that wait to take part."""
+        latest = self._worker.latest
+        return self._shrinks and latest.epoch > self.epoch and len(latest.members) > self._state.ranks
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the view in which all have met last."""
+        return self.exchange.group.epoch
+
     def found(self, *, options: str, refusal: str) -> None:
         """Meet as the first ranks of the run, which have the same model, and draw from the same seed.
 
@@ -81,16 +94,27 @@ class Meetings:
             CONTINUITY.enter()
             self.recover()
 
-    def recover(self) -> bool:
+    def grow(self) -> None:
+        """Between two steps: meet in a view with more ranks."""
+        epoch = self.epoch
+        try:
+            self.exchange.gather(b"")  # nobody gives its groups up while another one ends the step
+        except LOSSES as error:
+            CONTINUITY.note(error)
+        self.recover(after=epoch)
+
+    def recover(self, *, after: int = 0) -> bool:
         """Meet the others in a new view; return whether the transaction under way is committed after all.
 
-        Raises `LoopLost`, and what cannot be mended by meeting again.
+        after: see `come_together`. Raises `LoopLost`, and what cannot be mended by meeting again.
         """
         began = now_ns()
         for _ in range(AGAIN_MAX):
             try:
                 self.do(tx.Cut())
-                base = come_together(self._timeout, shrinks=self._shrinks)
+                before = self.exchange.group.members
+                base = come_together(self._timeout, shrinks=self._shrinks, after=after)
+                self.divides = self.divides or (base.members != before and not self.machine.fresh)
                 self._state.rank, self._state.ranks = int(base.rank), int(base.size)
                 faults.hit(points.MEET)
                 promoted = self._perform(self.do(self._met()))
@@ -106,7 +130,8 @@ class Meetings:
         raise LoopLost(f"{AGAIN_MAX} meetings after a loss have failed")
 
     def _met(self) -> tx.Met:
-        return tx.Met(place=self._state.rank, reports=self.exchange.reports(self.machine.report))
+        reports, self.divides = self.exchange.reports(self.machine.report, divides=self.divides)
+        return tx.Met(place=self._state.rank, reports=reports)
 
     def _perform(self, actions: Sequence[tx.Action]) -> bool:
         promoted, version = False, -1

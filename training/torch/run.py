@@ -125,9 +125,12 @@ class Run:
         self._every: list[tuple[int, Callable[[], object]]] = []
         self._drawn: list[Drawn] = []
         """Of the batch of the step under way: of each share that this rank has."""
-        self._shares = self._shares_of(ranks if options.exact is True else int(options.exact) or ranks)
+        most = launched.world_size if self._shrinks else ranks
+        self._shares = self._shares_of(most if options.exact is True else int(options.exact) or most)
         self._deals = False
         """Whether a batch of `batches` is out."""
+        self._grows_after = 0
+        """The epoch in which a vote has asked all ranks to take others in; 0: none has."""
         self._recorder: Recorder | None = None
         """Of rank 0, if the loop is recorded."""
         self._checkpoints: LoopCheckpoints | None = None
@@ -137,7 +140,7 @@ class Run:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
         self._plan = plan_of(models, optimizers, self._shares.shares)
-        if options.exact:
+        if options.exact or ranks < self._shares.shares:
             self._shares.assign(self._state.rank, ranks)
         fresh = CONTINUITY.mode is Mode.ALONE
         founds_in = None if fresh or self._state.rank else options.out
@@ -151,6 +154,7 @@ class Run:
                 self._meetings.recover()
             else:
                 self._meetings.found(options=options.text(), refusal=refused)
+            self._divide_shares()
             self._run_id = f"{worker.job:016x}"
             self._open_recorder(fresh=fresh)
         self._open_checkpoints(fresh=fresh)
@@ -223,8 +227,8 @@ class Run:
             self._checkpoints.committed(votes.written_in(self._state.rows))
 
     def _pace_checkpoints(self) -> None:
-        if self._checkpoints is not None and self._recorder is not None:
-            self._checkpoints.clock = self._recorder.clock
+        if self._checkpoints is not None:
+            self._checkpoints.clock = None if self._recorder is None else self._recorder.clock
 
     # What scripts use.
 
@@ -310,6 +314,7 @@ class Run:
         )
         while True:
             self._call_due()
+            self._take_others_in()
             shares.draw(self._own_shares)
             if not shares.batches:
                 break
@@ -483,6 +488,7 @@ class Run:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
             rows = self._vote(updates=updates)
+            self._grows_after = self._meetings.epoch if votes.asked_in(rows) & votes.MEET else 0
             self._meetings.do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))
             state.rows, promoted = rows, False
             faults.hit(points.VOTED)
@@ -509,15 +515,31 @@ class Run:
         """Meet the others; return whether the transaction under way is committed after all."""
         if self._checkpoints is not None:
             self._checkpoints.abandon()
-        before = self._state.ranks
         promoted = self._meetings.recover()
-        if self._state.ranks != before:
-            self._shares.assign(self._state.rank, self._state.ranks)
-            if self._recorder is None:
-                self._open_recorder(fresh=True)
-                self._pace_checkpoints()
-        self._shares.at = 0
+        self._divide_shares()
         return promoted
+
+    def _take_others_in(self) -> None:
+        """Before the next batch: have ranks that wait take part, if the last vote says so."""
+        if self._grows_after == self._meetings.epoch:
+            if self._checkpoints is not None:
+                self._checkpoints.abandon()
+            self._state.keep()
+            self._meetings.grow()
+            self._divide_shares()
+
+    def _divide_shares(self) -> None:
+        """After a meeting: compute the shares of a batch that are this rank's now, and write the records."""
+        self._shares.at = 0
+        if not self._meetings.divides:
+            return
+        self._shares.assign(self._state.rank, self._state.ranks)
+        if self._recorder is not None and self._state.rank:
+            self._recorder.close()
+            self._recorder = None
+        if self._recorder is None and self._checkpoints is not None:
+            self._open_recorder(fresh=True)
+        self._pace_checkpoints()
 
     def _end_rehearsal(self) -> None:
         """A pass of a step has ended, of one share of a batch, or so that models know their graphs.
@@ -546,12 +568,15 @@ class Run:
             step = self._then.step if self._then.step > self.steps else 0
             names = tuple(sorted(self._means[0])) if self._means else ()
             noted = votes.Noted(step, names, tuple(self._drawn) if step and self._drawn else (Drawn(),))
+        asks = 0 if checkpoints is None else int(checkpoints.wishes)
+        if self._deals and self._meetings.is_offered_more:
+            asks |= votes.MEET
         row = votes.pack(
             action.ballot,
             self._means,
             state.own(),
             noted,
-            asks=0 if checkpoints is None else checkpoints.wishes,
+            asks=asks,
             wrote=None if checkpoints is None else checkpoints.wrote,
         )
         return self._meetings.exchange.gather(row)

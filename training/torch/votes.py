@@ -19,6 +19,8 @@ from zbmd.transport.errors import RemoteProtocolError, UserError
 
 _HEAD: Final = struct.Struct("<qIIBBIIII")
 """Version, means of each share, shares, whether it holds, wishes, bytes noted and written, digests, copied"""
+MEET: Final = 1 << 7
+"""A wish of a loop, beside those of `Wish`: to take in ranks that wait, before the next step."""
 MEANS_MAX: Final = 1_024
 DIGESTS_MAX: Final = 1 << 20
 

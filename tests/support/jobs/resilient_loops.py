@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from programs import PROGRAMS
+
 from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.view import OnLoss, Outcome
@@ -15,13 +17,26 @@ __all__ = ["check_as_undisturbed", "shrink", "steps_in", "train"]
 
 
 async def train(
-    program: Path, mode: str, fault: str = "", ranks: int = 3, more: Mapping[str, str] | None = None
+    program: Path,
+    mode: str,
+    fault: str = "",
+    ranks: int = 3,
+    more: Mapping[str, str] | None = None,
+    *,
+    together: Path | None = None,
 ) -> tuple[RunResult, list[str]]:
-    """Return how the run ended, and what its ranks printed. fault: of `ZBMD_FAULT`. more: variables."""
+    """Return how the run ended, and what its ranks printed. fault: of `ZBMD_FAULT`. more: variables.
+
+    together: a directory to be made, if all ranks are to be killed once all have come to where they are.
+    """
     variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {}), **(more or {})}
     output = Lines()
+    target = (str(program),)
+    if together is not None:
+        target = (str(PROGRAMS / "torch/together.py"), str(together), str(ranks), *target)
     config = HostConfig(
-        target=str(program),
+        target=target[0],
+        arguments=target[1:],
         world_size=ranks,
         on_loss=OnLoss.REPLACE,
         arena_bytes=32 << 20,

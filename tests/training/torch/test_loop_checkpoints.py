@@ -91,7 +91,8 @@ async def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_checkpoint(
     """With the losses, rates, samples and scales of an undisturbed run; the log has each step once."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     wanted, out = await undisturbed(program, mode), tmp_path / "run"
-    result, lines = await train(program, mode, all_of(point), more={"OUT": str(out), "SAVE": "6"})
+    more = {"OUT": str(out), "SAVE": "6"}
+    result, lines = await train(program, mode, all_of(point), more=more, together=tmp_path / "together")
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     assert read_names(out / SHARDS_NAME).version == 6
     logged = [record.version for record in read_log(out / LOG_NAME)[1]]
@@ -177,7 +178,7 @@ async def test_shards_are_read_by_another_number_of_ranks(
     assert len(begins) == 2 and set(begins) == ends
     require_tidy(tmp_path / "run", 4 + 6)
     half = {"OUT": str(tmp_path / "half"), "SAVE": "2"}
-    await train(FSDP, "plain", all_of("loop.begin:4"), more=half)
+    await train(FSDP, "plain", all_of("loop.begin:4"), more=half, together=tmp_path / "together")
     result, lines = await train(FSDP, "plain", ranks=2, more={**half, "RESUME": "1"})
     assert result.outcome is Outcome.FAILED
     assert sum("in the middle of a pass" in line and "start 3 ranks" in line for line in lines) >= 2, lines

@@ -80,7 +80,7 @@ async def test_another_number_of_ranks_goes_on_in_the_middle_of_a_pass(
     wanted, out = await of_four(tmp_path / "four"), tmp_path / "run"
     more = {"OUT": str(out), "EXACT": "4", "SAVE": "2"}
     fault = ",".join(f"rank{rank}:loop.begin:4" for rank in range(4))
-    result, lines = await train(PROGRAM, "plain", fault, ranks=4, more=more)
+    result, lines = await train(PROGRAM, "plain", fault, 4, more, together=tmp_path / "together")
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     result, lines = await train(PROGRAM, "plain", ranks=2, more={**more, "RESUME": "1"})
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)

@@ -1,0 +1,86 @@
+"""A recorded loop whose rank 0 waits, each time after two steps, until the job has another number of ranks.
+
+Arguments: ddp or fsdp, the directory of its records, and the numbers of ranks to wait in: 1,2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import sys
+import warnings
+from typing import Any
+
+from support.processes.polling import until
+
+import zbmd.torch
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
+nn: Any = importlib.import_module("torch.nn")
+data: Any = importlib.import_module("torch.utils.data")
+distributed: Any = importlib.import_module("torch.utils.data.distributed")
+world: Any = importlib.import_module("zbmd.collectives.torch.world").world
+
+KIND, OUT = sys.argv[1:3]
+SIZES = [int(size) for size in sys.argv[3].split(",")] if len(sys.argv) > 3 else []
+
+
+class Waits:
+    """Where rank 0 is to wait next."""
+
+    def __init__(self) -> None:
+        self._size = self._begun = 0
+
+    def wait(self, step: int) -> None:
+        """Wait before a step, if two have been made with so many ranks."""
+        size = dist.get_world_size()
+        if size != self._size:
+            self._size, self._begun = size, step
+        if os.environ["RANK"] == "0" and SIZES and SIZES[0] == size and step >= self._begun + 2:
+            SIZES.pop(0)
+            print(f"waits in a group of {size}", flush=True)
+            asyncio.run(until(lambda: len(world().worker.latest.members) != size))
+
+
+def model_of(kind: str) -> Any:
+    """Return a model; its layers have rows that no number of ranks divides."""
+    net = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.1), nn.Linear(9, 1))
+    if kind == "ddp":
+        return importlib.import_module("torch.nn.parallel").DistributedDataParallel(net)
+    fully_shard: Any = importlib.import_module("torch.distributed.fsdp").fully_shard
+    fully_shard(net[0])
+    return fully_shard(net)
+
+
+def main() -> None:
+    """Train."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("zbmd")
+    torch.manual_seed(1)
+    model = model_of(KIND)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    run = zbmd.torch.resilient(model, optimizer, scheduler, out=OUT, exact=2 if KIND == "ddp" else False)
+    numbers = torch.Generator().manual_seed(5)
+    samples = data.TensorDataset(torch.randn(40, 4, generator=numbers))
+    waits = Waits()
+    for (x,) in run.batches(
+        data.DataLoader(samples, 4, sampler=distributed.DistributedSampler(samples)), epochs=2
+    ):
+        waits.wait(run.steps)
+        with run.step():
+            optimizer.zero_grad()
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            run.mean(loss=loss, ranks=dist.get_world_size())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+    print(f"ends with {run.metrics['ranks']:g} ranks", flush=True)
+    dist.destroy_process_group()
+
+
+main()

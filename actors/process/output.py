@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, TextIO, runtime_checkable
 
 from zbmd.actors.process.debugger import terminal_of_run
 from zbmd.actors.process.exit import TERMINAL_BACK_MARK, TERMINAL_MARK
@@ -32,6 +32,7 @@ HELD_S = 0.5
 HELD_LINES_MAX = 256
 
 StreamName = Literal["stdout", "stderr"]
+Streams = Mapping[StreamName, TextIO]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +222,11 @@ class PlainOutput:
 
     A line that is rewritten is written once it has an end, as it then is. While one is begun, those of other
     sources wait for its end; after `HELD_S` they pass it, and it is written again, whole, when it ends.
+    to: None: the streams of this process.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, to: Streams | None = None) -> None:
+        self._clock, self._to = clock, to
         self._open: OutputText | None = None
         self._held: list[OutputText] = []
         self._held_until_s = 0.0
@@ -261,7 +263,7 @@ class PlainOutput:
         """Write what is held after the line that is begun, as a line that goes on later."""
         if self._open is not None:
             self._passed[self._open.source] = self._open.text
-            emit_plainly(self._open.stream, "")
+            emit_plainly(self._open.stream, "", to=self._to)
             self._open = None
         self._write_held()
 
@@ -278,9 +280,9 @@ class PlainOutput:
             return  # all of it was written
         follows = self._open is not None and item.text.startswith(begun)
         if self._open is not None and not follows:
-            emit_plainly(self._open.stream, "")
+            emit_plainly(self._open.stream, "", to=self._to)
         text = item.text[len(begun) :] if follows else item.prefix + item.text
-        emit_plainly(item.stream, text, end="\n" if item.ended else "")
+        emit_plainly(item.stream, text, end="\n" if item.ended else "", to=self._to)
         if self._open is None and not item.ended:
             self._held_until_s = self._clock() + HELD_S
         self._open = None if item.ended else item
@@ -390,12 +392,13 @@ class LineWriter:
                     terminal.lend(lambda number=item.lends: self._terminal_back >= number)  # type: ignore[misc]
 
 
-def emit_plainly(stream: StreamName, text: str, *, end: str = "\n") -> None:
+def emit_plainly(stream: StreamName, text: str, *, end: str = "\n", to: Streams | None = None) -> None:
     """Write one line to standard output or error, in one piece; dropped if it cannot be written.
 
-    `print` writes the newline separately, so another thread's line could come in between.
+    `print` writes the newline separately, so another thread's line could come in between. to: None: the
+    streams of this process.
     """
-    file = sys.stdout if stream == "stdout" else sys.stderr
+    file = (sys.stdout if stream == "stdout" else sys.stderr) if to is None else to[stream]
     try:
         try:
             file.write(f"{text}{end}")

@@ -260,7 +260,7 @@ async def run_job(
 
         host = Host(
             config,
-            output=console,
+            output=console if guards is None else guards.output(console),
             observer=story.observe if guards is None else guards.observer(story.observe),
             template=template,
             stdin_rank=stdin_rank,

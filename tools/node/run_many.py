@@ -257,7 +257,7 @@ class _NodeRun(OneJobNode):
             self.node,
             recorder=self.capture.recorder,
             clock=self.clock,
-            output=self._console,
+            output=self._console if self._guards is None else self._guards.output(self._console),
             listen_host=self.listen_host,
             preload=preload_of(self._plan),
             environment=self._local,

@@ -1,11 +1,8 @@
 """The checkpoints of a loop, written beside its steps, and what signals ask for.
 
-Between two steps a rank copies what it is to write (`saved.pieces_of`); a thread writes the copy. Once that
-is durable, the rank's votes say so. When the votes of a commit all do, rank 0 names the shards: all ranks
-have then committed the step whose state that is, and rank 0 has logged it. A replacement of rank 0 gets these
-votes from a survivor, and names the shards if its predecessor did not live to do it.
-
-A loss ends a checkpoint that is not named: the survivors then ask for another one, after the next step.
+They are those of any job (`job.checkpoints`): between two steps a thread begins to copy what this rank is to
+write (`saved.pieces_of`), which no step writes before its vote; another thread writes the copy. Votes say how
+far each rank has come, and rank 0 publishes what all have written.
 """
 
 from __future__ import annotations
@@ -14,190 +11,179 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import structlog
-
-from zbmd.training.checkpoint.index import SHARDS_NAME
-from zbmd.training.checkpoint.sharded import Piece, checkpoint_in, name_written, read_names, write_shard_of
-from zbmd.training.checkpoint.storage import Directory
-from zbmd.training.job.paced import PaceClock
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.collectives.group.group import Group
+from zbmd.training.checkpoint import saving
+from zbmd.training.checkpoint.blocks import Codec
+from zbmd.training.checkpoint.index import Retention
+from zbmd.training.checkpoint.pace import Every
+from zbmd.training.checkpoint.sharded import Piece, last_in
+from zbmd.training.checkpoint.storage import Storage, storage_of, url_of
+from zbmd.training.job.checkpoints import Checkpoints
+from zbmd.training.job.paced import NotePace, PaceClock, PacedCheckpoints, require_every
 from zbmd.training.job.signals import SIGNALS, signals_taken
 from zbmd.training.redundancy.interface import Wish
-from zbmd.training.torch import points
-from zbmd.training.torch.state import LoopState
-from zbmd.training.torch.votes import Wrote
-from zbmd.transport import kill_points as faults
-
-log = structlog.stdlib.get_logger("zbmd.torch")
+from zbmd.transport.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A checkpoint that was begun, and is not named yet. wrote: the digest of its shard.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """The checkpoints of a loop: where, each how many steps, which of them are kept, and how written."""
 
-    told: whether a line says so once it is named.
-    """
+    where: str
+    every: Every
+    retention: Retention
+    codec: Codec
 
-    stem: str
-    step: int
-    wrote: Future[str]
-    told: bool
+    @property
+    def storage(self) -> Storage:
+        """The directory, or the prefix of an object store."""
+        return storage_of(self.where)
+
+    def index(self, name: str) -> str:
+        """Return the path or URL of the index of that name."""
+        return self.storage.where(name)
+
+    def check(self) -> None:
+        """Raise `UserError` for what is out of range, by the names of `resilient`."""
+        require_every(self.every, "zbmd.torch.resilient(checkpoint_every=…)")
+        if self.retention.keep < 1:
+            raise UserError(
+                f"zbmd.torch.resilient(keep_checkpoints=…): expected at least 1, got {self.retention.keep}"
+            )
+        if self.retention.every < 0:
+            raise UserError(
+                f"zbmd.torch.resilient(keep_every=…): expected 0 or more steps, got {self.retention.every}"
+            )
+
+    def text(self) -> str:
+        """Return the options as a script spells them; a directory may have another name on each host."""
+        to = url_of(self.where) or "a directory"
+        kept = f"keep_checkpoints={self.retention.keep}, keep_every={self.retention.every}"
+        return (
+            f"checkpoint_to={to}, checkpoint_every={self.every}, {kept}, checkpoint_codec={self.codec.value}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a loop; see `resilient`. out: None: it leaves no files."""
+
+    out: Path | None
+    saves: Saves
+    resume: bool
+    exact: bool | int
+
+    def text(self) -> str:
+        """Return the options as a script spells them; the directory may have another name on each host."""
+        return f"out={self.out is not None}, {self.saves.text()}, resume={self.resume}, exact={self.exact}"
+
+
+class _Checkpoints(Checkpoints):
+    """Those of ranks that need no call of all to begin in a view."""
+
+    def begin_in(self, token: bytes, *, first: bool) -> None:
+        """Begin in a view. token: of it, on all ranks alike. first: whether this rank publishes."""
+        self._token = token
+        self._handle(saving.NewView(first=first))
 
 
 class LoopCheckpoints:
-    """This rank's part in the checkpoints of a loop, in the directory `out`, which all ranks share.
+    """This rank's part in the checkpoints of a loop. Used by the thread that trains.
 
-    run_id, plan: of the loop. every: in steps; 0: only when asked for. Used by the thread that trains.
+    run_id, plan: of the loop. out: has the records; first: the step that the loop begins with. begins: this
+    rank replaces no other. note: see `PaceClock`.
     """
 
-    def __init__(self, out: Path, *, run_id: str, plan: str, state: LoopState, every: int) -> None:
-        self._out, self._run_id, self._plan, self._state, self._every = out, run_id, plan, state, every
-        self.clock: PaceClock | None = None
-        """Of rank 0, which asks all ranks for a checkpoint when one is due."""
-        self._pending: _Pending | None = None
-        self._naming: Future[None] | None = None
-        self._is_failing = False
-        self._pool = ThreadPoolExecutor(1, "zbmd-checkpoint")
-        self.wishes = Wish.NOTHING
-        """Requests of this rank to all: of signals, and for a checkpoint after one that a loss ended."""
+    def __init__(
+        self, saves: Saves, out: Path, *, run_id: str, plan: str, first: int, begins: bool, note: NotePace
+    ) -> None:
+        launched = RankEnvironment.read(os.environ)
+        hosts = 1 if launched is None else launched.hosts
+        self._storage, self._run_id = saves.storage, run_id
+        self._checkpoints = _Checkpoints(self._storage, plan, retention=saves.retention, codec=saves.codec)
+        self._paced = PacedCheckpoints(
+            self._checkpoints,
+            saves.every,
+            partial(PaceClock, out, first, hosts=hosts, begins=begins),
+            note=note,
+        )
+        self._wishes = Wish.NOTHING
+        """Requests of this rank to all, of signals."""
+        self._asks = Wish.NOTHING
+        """Requests of this rank for a checkpoint, in the step under way."""
         self._signals = Signals(self._ask)
 
     def _ask(self, wish: Wish) -> None:
-        self.wishes |= wish
+        self._wishes |= wish
 
     def close(self) -> None:
         """End what is being written, and take no more signals. Idempotent."""
         self._signals.close()
-        self._pool.shutdown()
+        self._paced.close()
 
-    # Writing.
-
-    @property
-    def wrote(self) -> Wrote | None:
-        """Return what this rank has written, for its votes; None: nothing, or not yet."""
-        naming, pending = self._naming, self._pending
-        if naming is not None and naming.done() and (error := naming.exception()) is not None:
-            return Wrote("", 0, "", str(error))
-        if pending is None or not pending.wrote.done():
-            return None
-        if (error := pending.wrote.exception()) is not None:
-            return Wrote(pending.stem, pending.step, "", str(error))
-        return Wrote(pending.stem, pending.step, pending.wrote.result())
-
-    def reached(self, step: int, asked: Wish, pieces: Callable[[], Sequence[Piece]], epoch: int) -> None:
-        """All ranks have ended step `step`: begin a checkpoint, if one is due.
-
-        asked: by all ranks, in the votes for it. pieces: returns what this rank writes. One that is due while
-        another is being written follows that.
-        """
-        if asked & (Wish.SAVE | Wish.CHECKPOINT) or (self._every and step % self._every == 0):
-            if self._pending is None:
-                self.begin(step, pieces, epoch, told=bool(asked & Wish.SAVE))
-            else:
-                self.wishes |= Wish.SAVE
-        if self.clock is not None:
-            self.clock.stepped()
-            if self.clock.is_due(step + 1):
-                self.wishes |= Wish.CHECKPOINT
-
-    def begin(
-        self, step: int, pieces: Callable[[], Sequence[Piece]], epoch: int, *, told: bool = False
-    ) -> None:
-        """Begin to write a checkpoint, in the place of any other that is not named. told: see `_Pending`."""
-        self.wishes &= ~(Wish.SAVE | Wish.CHECKPOINT)
-        words = f"{self._run_id}/{step}/{epoch}"
-        stem = f"checkpoint-{step}-{hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}"
-        if self._pending is not None and self._pending.stem == stem:
-            return
-        if self.clock is None:
-            copied = pieces()
-        else:
-            self.clock.begun(step)
-            with self.clock.stalling():
-                copied = pieces()
-        wrote = self._pool.submit(self._write, stem, copied)
-        self._pending = _Pending(stem, step, wrote, told)
-
-    def _write(self, stem: str, pieces: Sequence[Piece]) -> str:
-        faults.hit(points.WRITE)
-        return write_shard_of(Directory(self._out), stem, self._state.rank, pieces)
-
-    def settle(self) -> None:
-        """Wait until this rank has written, and named, what it is to. Its votes have the errors."""
-        if self._pending is not None:
-            wait([self._pending.wrote])
-        if self._naming is not None:
-            wait([self._naming])
-
-    def require_named(self) -> None:
-        """Wait until the last checkpoint is named, if that is for this rank; report it if that has failed."""
-        if self._naming is not None and (error := self._naming.exception()) is not None:
-            self._failed(str(error))
+    def enter(self, epoch: int, *, first: bool) -> None:
+        """Begin with the ranks of an epoch. first: whether this one publishes."""
+        words = f"{self._run_id}/{epoch}"
+        self._checkpoints.begin_in(hashlib.blake2b(words.encode(), digest_size=8).digest(), first=first)
 
     def abandon(self) -> None:
         """A rank is lost: whoever replaces it writes nothing of the checkpoint under way."""
-        if self.clock is not None:
-            self.clock.cut()
-        if self._pending is not None:
-            self._pending = None
-            self.wishes |= Wish.SAVE
+        self._paced.abandon()
 
-    # Commits.
+    # Votes.
 
-    def committed(self, written: Sequence[Wrote]) -> None:
-        """A transaction is committed by votes that say this. A checkpoint that failed is dropped."""
-        if not written:
-            return
-        stem, step = written[0].stem, written[0].step
-        if failed := next((each for each in written if each.failed), None):
-            if self._pending is not None and self._pending.stem == failed.stem:
-                self._pending = None
-            if not failed.stem:
-                self._naming = None
-            self._failed(failed.failed)
-            return
-        if any(each.stem != stem for each in written):
-            return
-        told = False
-        if self._pending is not None and self._pending.stem == stem:
-            told, self._pending = self._pending.told, None
-            if self.clock is not None:
-                self.clock.written(beside=True)
-        if self._state.rank == 0:
-            headers = {place: each.digest for place, each in enumerate(written) if each.digest}
-            self._naming = self._pool.submit(self._name, stem, step, headers, told)
+    @property
+    def wishes(self) -> Wish:
+        """What this rank asks all for in its vote."""
+        return self._wishes | self._asks
 
-    def _failed(self, reason: str) -> None:
-        """Report, on rank 0 and once until it succeeds again, that checkpoints cannot be written."""
-        if self._state.rank == 0 and not self._is_failing:
-            what = reason.removesuffix(".")
-            _tell(f"a checkpoint could not be written: {what}. The last one stays, and the loop goes on.")
-        self._is_failing = True
+    @property
+    def report(self) -> saving.Report:
+        """This rank's part in its vote."""
+        return self._paced.report
 
-    def _name(self, stem: str, step: int, headers: Mapping[int, str], told: bool) -> None:
-        """Name the shards of a checkpoint, unless this or a later one is named already. On the thread."""
-        faults.hit(points.WRITTEN)
-        path = checkpoint_in(self._out)
-        names = None if path is None else read_names(path)
-        if names is None or (
-            names.version <= step and not any(name.startswith(stem) for name in names.files)
-        ):
-            name_written(Directory(self._out), stem, headers, version=step, plan=self._plan)
-            faults.hit(points.NAMED)
-        if self._is_failing:
-            self._is_failing = False
-            _tell(f"the checkpoint of step {step} is written, after failures")
-        if told:
-            _tell(f"step {step} saved: {self._out / SHARDS_NAME}")
+    def begin_step(self, step: int, *, decides: bool) -> None:
+        """Step `step` begins. decides: whether this rank says when a measured checkpoint is due."""
+        self._asks = self._paced.begin_step(step, decides=decides)
 
+    def granted(self, asked: Wish) -> None:
+        """All ranks deal with these requests now."""
+        self._wishes &= ~asked
 
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    def voted(self, reports: Sequence[saving.Report]) -> None:
+        """A transaction is committed by votes that say this."""
+        self._paced.voted(reports)
+
+    def staged(self) -> None:
+        """Wait until the state of the last checkpoint is copied: it may change then."""
+        self._paced.staged()
+
+    # Writing.
+
+    def reached(self, world: Group, step: int, asked: Wish, pieces: Callable[[], Sequence[Piece]]) -> None:
+        """All ranks have ended step `step`: begin a checkpoint, if one is due. asked: in the votes for it."""
+        self._paced.reached(world, step, asked=asked, due=False, pieces=pieces, loss_scale=())
+
+    def save(self, world: Group, step: int, pieces: Callable[[], Sequence[Piece]]) -> None:
+        """Write a checkpoint of `step`, and wait for it; all ranks together. Raises as operations of `world`.
+
+        One that cannot be written is reported.
+        """
+        self._paced.end(world)
+        if self._checkpoints.published != step:
+            self._paced.reached(world, step, asked=Wish.NOTHING, due=True, pieces=pieces, loss_scale=())
+            self._paced.end(world)
+        if world.rank == 0:
+            saved = self._checkpoints.published == step
+            what = f"saved: {last_in(self._storage)}" if saved else "not saved: see above"
+            print(f"step {step} {what}", file=sys.stderr, flush=True)
 
 
 class Signals:

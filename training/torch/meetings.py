@@ -94,14 +94,14 @@ class Meetings:
             CONTINUITY.enter()
             self.recover()
 
-    def grow(self) -> None:
-        """Between two steps: meet in a view with more ranks."""
+    def grow(self) -> bool:
+        """Between two steps: meet in a view with more ranks. Returns what `recover` does."""
         epoch = self.epoch
         try:
             self.exchange.gather(b"")  # nobody gives its groups up while another one ends the step
         except LOSSES as error:
             CONTINUITY.note(error)
-        self.recover(after=epoch)
+        return self.recover(after=epoch)
 
     def recover(self, *, after: int = 0) -> bool:
         """Meet the others in a new view; return whether the transaction under way is committed after all.

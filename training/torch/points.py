@@ -17,11 +17,6 @@ UPDATED: Final = faults.declare(
     "loop.updated", "when the optimizer has updated, and the copy of the ward's shard"
 )
 DONE: Final = faults.declare("loop.done", "when a step has ended")
-WRITE: Final = faults.declare("loop.write", "before a rank writes its part of a checkpoint")
-WRITTEN: Final = faults.declare(
-    "loop.written", "when all votes say that all parts are durable, before the index"
-)
-NAMED: Final = faults.declare("loop.named", "when the index of a checkpoint is durable")
 MEET: Final = faults.declare("loop.meet", "when survivors have met again, before state moves")
 GIVE: Final = faults.declare("loop.give", "when a survivor has sent half of its state to a replacement")
 TAKE: Final = faults.declare("loop.take", "when a replacement has received its state")

@@ -18,9 +18,7 @@ from typing import Any, Final
 
 import xxhash
 
-from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.training.job.overwrite import claimed
-from zbmd.training.job.paced import PaceClock
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import state_digest
 from zbmd.training.run.ledger import (
@@ -129,8 +127,7 @@ def record_of(rows: Sequence[bytes], *, seed: int, epoch: int, at_ns: int) -> Co
 class Recorder:
     """The files of the writer in `out`. fresh: this rank replaces the last one. Raises `UserError`.
 
-    resumed: the step of the checkpoint in `out` that the run goes on from; None: it begins. paced: whether
-    its checkpoints have a `clock`.
+    resumed: the step of the checkpoint that the run goes on from; None: it begins.
     """
 
     def __init__(
@@ -142,17 +139,11 @@ class Recorder:
         seed: int,
         fresh: bool,
         resumed: int | None = None,
-        paced: bool = False,
     ) -> None:
         self._out, self._seed, self._fresh = out, seed, fresh
         path = out / LOG_NAME
         begun = fresh and has_log(path) and read_header(path).run_id == run_id
         first = 0 if begun or resumed is None else resumed
-        self.clock: PaceClock | None = None
-        if paced:  # before the records of steps that were lost go
-            launched = RankEnvironment.read(os.environ)
-            hosts = 1 if launched is None else launched.hosts
-            self.clock = PaceClock(out, first, hosts=hosts, begins=not fresh, note=self._note_pace)
         self._log = RunLog(
             out,
             run_id=run_id,
@@ -196,7 +187,8 @@ class Recorder:
         if noted is not None and noted.names:
             records.put(record.version, **means_of(rows, noted.names))
 
-    def _note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
+    def note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
+        """Note what `PaceClock` has measured. says: whether a line says so."""
         if self._opened().put(step, **values) and says:
             Records.tell(step, **values)
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from zbmd.collectives.torch.work import as_torch_error
+from zbmd.training.checkpoint.blocks import Codec
+from zbmd.training.checkpoint.index import KEEP_DEFAULT, Retention
 from zbmd.training.checkpoint.pace import Every
-from zbmd.training.job.paced import require_every
-from zbmd.training.torch.run import Options, Run
+from zbmd.training.torch.checkpoints import Options, Saves
+from zbmd.training.torch.run import Run
 from zbmd.transport.errors import UserError, ZbmdError
 
 
@@ -20,6 +22,10 @@ def resilient(
     seed: int | None = None,
     out: str | os.PathLike[str] | None = None,
     checkpoint_every: Every = 0,
+    checkpoint_to: str | os.PathLike[str] = "",
+    keep_checkpoints: int = KEEP_DEFAULT,
+    keep_every: int = 0,
+    checkpoint_codec: str = Codec.NONE.value,
     resume: bool = False,
     exact: bool | int = False,
 ) -> Run:
@@ -38,9 +44,12 @@ def resilient(
     out: a directory that all ranks share: of the commit log and the metrics, for `zbmd ledger`, and of the
     checkpoint, which is written after each `checkpoint_every` steps ("auto": at the pace that
     the loop measures), and when a signal asks for it.
-    resume: go on from the checkpoint in `out`. exact: the bits do not depend on the number of ranks: a batch
-    has so many logical shares (True: as many as ranks), each with the loader's batch size, which the ranks
-    divide among them.
+    checkpoint_to: a directory, or the URL of an object store, for checkpoints; default: `out`.
+    keep_checkpoints: the last so many of them are kept; keep_every: and for ever those of each so many
+    steps; 0: none. checkpoint_codec: none or zstd.
+    resume: go on from the newest checkpoint that is whole.
+    exact: the bits do not depend on the number of ranks: a batch has so many logical shares (True: as many as
+    ranks), each with the loader's batch size, which the ranks divide among them.
     """
     models = [*model] if isinstance(model, list | tuple) else [model]
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
@@ -51,10 +60,18 @@ def resilient(
             )
     if out is None and (checkpoint_every or resume):
         raise UserError("zbmd.torch.resilient(checkpoint_every=…, resume=…) needs a directory: give it out=…")
-    require_every(checkpoint_every, "zbmd.torch.resilient(checkpoint_every=…)")
-    options = Options(
-        out=None if out is None else Path(out), checkpoint_every=checkpoint_every, resume=resume, exact=exact
+    if checkpoint_codec not in {codec.value for codec in Codec}:
+        raise UserError(
+            f"zbmd.torch.resilient(checkpoint_codec=…): expected none or zstd, got {checkpoint_codec!r}"
+        )
+    saves = Saves(
+        where=str(checkpoint_to or out or ""),
+        every=checkpoint_every,
+        retention=Retention(keep_checkpoints, keep_every),
+        codec=Codec(checkpoint_codec),
     )
+    saves.check()
+    options = Options(out=None if out is None else Path(out), saves=saves, resume=resume, exact=exact)
     try:
         return Run(models, optimizers, others, seed, options)
     except ZbmdError as error:

@@ -9,31 +9,30 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
 from zbmd.collectives.torch.world import world
-from zbmd.training.checkpoint.pace import AUTO, Every
 from zbmd.training.checkpoint.sharded import Piece
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.checkpoints import LoopCheckpoints
+from zbmd.training.torch.checkpoints import LoopCheckpoints, Options
 from zbmd.training.torch.ddp import ReplicatedShares
+from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.gradients import ShardedShares
 from zbmd.training.torch.meetings import Meetings
 from zbmd.training.torch.recorder import Recorder, claiming, plan_of
 from zbmd.training.torch.rollback import seed_all
-from zbmd.training.torch.saved import pieces_of, resume
+from zbmd.training.torch.saved import agreed_name, pieces_of, resume
 from zbmd.training.torch.shares import Shares
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import Position
@@ -64,23 +63,6 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return self._run.end(error)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of a loop; see `resilient`. out: None: it leaves no files."""
-
-    out: Path | None
-    checkpoint_every: Every
-    resume: bool
-    exact: bool | int
-
-    def text(self) -> str:
-        """Return the options as a script spells them; the directory may have another name on each host."""
-        return (
-            f"out={self.out is not None}, checkpoint_every={self.checkpoint_every}, resume={self.resume}, "
-            f"exact={self.exact}"
-        )
 
 
 class Run:
@@ -145,7 +127,7 @@ class Run:
         fresh = CONTINUITY.mode is Mode.ALONE
         founds_in = None if fresh or self._state.rank else options.out
         with nullcontext("") if founds_in is None else claiming(founds_in, resume=options.resume) as taken:
-            version, refused = (0, taken) if fresh or taken else self._resumed(seed)
+            version, refused = (0, "") if fresh else self._resumed(seed, taken)
             self._meetings = Meetings(
                 worker, self._state, version=version, fresh=fresh, shrinks=self._shrinks
             )
@@ -156,8 +138,8 @@ class Run:
                 self._meetings.found(options=options.text(), refusal=refused)
             self._divide_shares()
             self._run_id = f"{worker.job:016x}"
+            self._open_checkpoints(fresh=fresh)  # which reads what steps after the last checkpoint have noted
             self._open_recorder(fresh=fresh)
-        self._open_checkpoints(fresh=fresh)
         CONTINUITY.enter()
 
     def _shares_of(self, shares: int) -> Shares:
@@ -183,12 +165,18 @@ class Run:
         """The shares of a batch that this rank computes."""
         return self._shares.own(self._state.rank)
 
-    def _resumed(self, seed: int | None) -> tuple[int, str]:
-        """Go on from a checkpoint, if that is asked for; return its version, and why that cannot be."""
-        if not self._options.resume or self._options.out is None:
-            return 0, ""
+    def _resumed(self, seed: int | None, refused: str) -> tuple[int, str]:
+        """Go on from a checkpoint, if that is asked for; return its version, and why that cannot be.
+
+        refused: why rank 0 must not write here.
+        """
+        options, rank = self._options, self._state.rank
+        if not options.resume:
+            return 0, refused
+        exchange = Exchange(timedelta(seconds=CONTINUITY.groups[0].limit_s))
         try:
-            return resume(self._options.out, self._state, self._plan, seed), ""
+            name = agreed_name(exchange, options.saves.where, rank, refused)
+            return resume(options.saves.index(name), self._state, self._plan, seed), ""
         except UserError as error:
             return 0, str(error)
 
@@ -204,31 +192,30 @@ class Run:
             seed=state.seed,
             fresh=fresh,
             resumed=state.position.step if options.resume else None,
-            paced=options.checkpoint_every == AUTO,
         )
         CONTINUITY.at_leave(self._recorder.close)
         if fresh:
             self._recorder.amend(state.rows, state.position.step, CONTINUITY.epoch)
 
     def _open_checkpoints(self, *, fresh: bool) -> None:
-        options = self._options
+        options, state = self._options, self._state
         if options.out is None:
             return
         self._checkpoints = LoopCheckpoints(
+            options.saves,
             options.out,
             run_id=self._run_id,
             plan=self._plan.text(),
-            state=self._state,
-            every=0 if options.checkpoint_every == AUTO else options.checkpoint_every,
+            first=state.position.step if options.resume else 0,
+            begins=not fresh,
+            note=self._note_pace,
         )
-        self._pace_checkpoints()
+        self._checkpoints.enter(self._meetings.epoch, first=state.rank == 0)
         CONTINUITY.at_leave(self._checkpoints.close)
-        if fresh:
-            self._checkpoints.committed(votes.written_in(self._state.rows))
 
-    def _pace_checkpoints(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.clock = None if self._recorder is None else self._recorder.clock
+    def _note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
+        if self._recorder is not None:
+            self._recorder.note_pace(step, values, says)
 
     # What scripts use.
 
@@ -280,7 +267,7 @@ class Run:
             number, self._claimed = self._claimed, self._claimed + 1
             if self._state.position.passes <= number:
                 yield from self._pass(loader, number)
-        if self._options.checkpoint_every:
+        if self._options.saves.every or self._asked_to_save():
             self.save()
 
     def save(self) -> None:
@@ -293,8 +280,7 @@ class Run:
         if checkpoints is None or (then is not None and then.step > position.step):
             raise UserError("run.save(): not in a step, and with zbmd.torch.resilient(…, out=DIRECTORY)")
         if then is not None:
-            checkpoints.begin(position.step, self._pieces, CONTINUITY.epoch, told=True)
-            checkpoints.settle()
+            checkpoints.save(self._meetings.exchange.group, position.step, self._pieces)
         elif not position.saved:
             self._transact(position._replace(saved=1), self.save)
 
@@ -365,13 +351,20 @@ class Run:
                     raise
             else:
                 self.end(None)
-        if self._checkpoints is not None:
-            self._checkpoints.require_named()
 
-    def _stop_if_asked(self) -> None:
-        """Save, and end the script, if a rank was asked to stop. Raises `SystemExit`."""
-        if self._checkpoints is not None and votes.asked_in(self._state.rows) & Wish.STOP:
+    def _asked_to_save(self) -> Wish:
+        """Return what signals ask all ranks for, which is dealt with from now on."""
+        asked = Wish.NOTHING
+        if self._checkpoints is not None:
+            asked = Wish(votes.asked_in(self._state.rows)) & (Wish.SAVE | Wish.STOP)
+            self._checkpoints.granted(asked)
+        return asked
+
+    def _save_if_asked(self) -> None:
+        """Save, and end the script, if a rank was asked to. Raises `SystemExit`."""
+        if asked := self._asked_to_save():
             self.save()
+        if asked & Wish.STOP:
             raise SystemExit
 
     # One transaction.
@@ -381,7 +374,7 @@ class Run:
         if self._then is not None:
             raise UserError("run.step() in run.step() or in run.every(): steps are not nested")
         if then is None and not self._shares.at:
-            self._stop_if_asked()
+            self._save_if_asked()
         old = self._state.position
         self._is_step = then is None
         self._then = Position(old.step + 1, old.passes, old.at + 1) if then is None else then
@@ -389,6 +382,7 @@ class Run:
         if not self._shares.at:
             self._means.clear()
             self._state.keep()
+            self._begin_beside(old.step)
         share = self._own_shares[self._shares.number]
         if then is None:
             self._shares.begin()
@@ -410,6 +404,13 @@ class Run:
         except BaseException:
             self._then = None
             raise
+
+    def _begin_beside(self, step: int) -> None:
+        """A transaction begins beside a checkpoint: one that is no step may write all of the state."""
+        if self._checkpoints is not None and self._is_step:
+            self._checkpoints.begin_step(step + 1, decides=self._state.rank == 0)
+        elif self._checkpoints is not None:
+            self._checkpoints.staged()
 
     def end(self, error: BaseException | None) -> bool:
         """Its body has ended; return whether its error is dealt with."""
@@ -444,7 +445,7 @@ class Run:
         """A transaction has ended: begin a checkpoint, if it was a step after which one is due."""
         if self._checkpoints is not None and self._is_step:
             asked = Wish(votes.asked_in(self._state.rows))
-            self._checkpoints.reached(self.steps, asked, self._pieces, CONTINUITY.epoch)
+            self._checkpoints.reached(self._meetings.exchange.group, self.steps, asked, self._pieces)
 
     def _before_update(self, *_: Any) -> None:
         """Vote before the first optimizer of a step updates."""
@@ -487,6 +488,8 @@ class Run:
         try:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
+            if self._checkpoints is not None:
+                self._checkpoints.staged()  # the update writes what is copied
             rows = self._vote(updates=updates)
             self._grows_after = self._meetings.epoch if votes.asked_in(rows) & votes.MEET else 0
             self._meetings.do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))
@@ -507,26 +510,28 @@ class Run:
         if self._recorder is not None:
             self._recorder.put(state.rows, CONTINUITY.epoch)
         if self._checkpoints is not None:
-            self._checkpoints.committed(votes.written_in(state.rows))
+            self._checkpoints.voted(votes.reports_in(state.rows))
         self._drawn.clear()
         CONTINUITY.begin_tail(alone=promoted)
 
     def _recover(self) -> bool:
         """Meet the others; return whether the transaction under way is committed after all."""
-        if self._checkpoints is not None:
-            self._checkpoints.abandon()
-        promoted = self._meetings.recover()
-        self._divide_shares()
-        return promoted
+        return self._meet(self._meetings.recover)
 
     def _take_others_in(self) -> None:
         """Before the next batch: have ranks that wait take part, if the last vote says so."""
         if self._grows_after == self._meetings.epoch:
-            if self._checkpoints is not None:
-                self._checkpoints.abandon()
             self._state.keep()
-            self._meetings.grow()
-            self._divide_shares()
+            self._meet(self._meetings.grow)
+
+    def _meet(self, meeting: Callable[[], bool]) -> bool:
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
+        promoted = meeting()
+        self._divide_shares()
+        if self._checkpoints is not None:
+            self._checkpoints.enter(self._meetings.epoch, first=self._state.rank == 0)
+        return promoted
 
     def _divide_shares(self) -> None:
         """After a meeting: compute the shares of a batch that are this rank's now, and write the records."""
@@ -539,7 +544,6 @@ class Run:
             self._recorder = None
         if self._recorder is None and self._checkpoints is not None:
             self._open_recorder(fresh=True)
-        self._pace_checkpoints()
 
     def _end_rehearsal(self) -> None:
         """A pass of a step has ended, of one share of a batch, or so that models know their graphs.
@@ -577,6 +581,6 @@ class Run:
             state.own(),
             noted,
             asks=asks,
-            wrote=None if checkpoints is None else checkpoints.wrote,
+            saves=votes.NOTHING_SAVED if checkpoints is None else checkpoints.report,
         )
         return self._meetings.exchange.gather(row)

@@ -17,14 +17,16 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.checkpoint.formats.tensors import STATE, WEIGHTS, Tensor, described_piece, key_of
-from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import Piece, SavedState, open_state, read_names
+from zbmd.training.checkpoint.verified import newest_whole
 from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.training.torch.encoding import dtype_named, from_blob, name_of, to_blob
+from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.modules import is_sharded, local_of
 from zbmd.training.torch.fsdp.replica import placed
 from zbmd.training.torch.state import LoopState
@@ -35,6 +37,7 @@ from zbmd.transport.errors import RemoteProtocolError, UserError
 torch: Any = importlib.import_module("torch")
 layouts: Any = importlib.import_module("torch.distributed.tensor._utils")
 
+_REFUSED: Final = "refused: "
 REST: Final = "zbmd.loop"
 """The name of the piece with the rest."""
 _NUMPY: Final = frozenset(
@@ -110,11 +113,13 @@ def _divided(moments: dict[str, Any], parameter: Any) -> tuple[dict[str, Any], d
 
 
 def pieces_of(state: LoopState, version: int) -> list[Piece]:
-    """Return copies of what this rank writes of a checkpoint. version: of the machine.
+    """Return what this rank writes of a checkpoint. version: of the machine.
 
-    Raises `UserError` for a state that cannot be saved.
+    What no transaction writes before its vote is not copied. Raises `UserError` for a state that cannot be
+    saved.
     """
     named, updated = _parts(state)
+    buffers = {id(buffer) for _, buffer in state.boundary.buffers()}
     arrays = {part.name: [(WEIGHTS, local_of(part.tensor))] for part in named}
     moments: list[list[Any]] = []
     for number, (optimizer, parts) in enumerate(zip(state.optimizers, updated, strict=True)):
@@ -127,7 +132,9 @@ def pieces_of(state: LoopState, version: int) -> list[Piece]:
         Piece(
             part.name,
             part.cut,
-            tuple(_copied(part.name, tensor) for _, tensor in arrays[part.name]),
+            tuple(
+                _flat(part.name, tensor, copies=id(part.tensor) in buffers) for _, tensor in arrays[part.name]
+            ),
             names=tuple(name for name, _ in arrays[part.name]),
             dtype=None,
         )
@@ -182,13 +189,34 @@ def load(saved: SavedState, state: LoopState) -> Carried:
         ) from error
 
 
-def resume(out: Path, state: LoopState, plan: LoopPlan, seed: int | None) -> int:
-    """Go on from the checkpoint in `out`; return its version. seed: None: that of the checkpoint.
+def agreed_name(exchange: Exchange, where: str, rank: int, refused: str) -> str:
+    """Return the name of the index that all ranks go on from: of the newest checkpoint that is whole.
 
-    Raises `UserError` for one that is missing, damaged or of another run, and for another number of ranks
-    where that cannot be.
+    Rank 0 verifies it; all call this. refused: why it must not go on. Raises `UserError` on all ranks.
     """
-    path = out / SHARDS_NAME
+    said = f"{_REFUSED}{refused}" if refused else ""
+    if rank == 0 and not refused:
+        try:
+            said = str(newest_whole(Path(where))).rpartition("/")[2]
+        except UserError as error:
+            said = f"{_REFUSED}{error}"
+    try:
+        agreed = exchange.gather(said.encode())[0].decode(errors="replace")
+    except LOSSES as error:  # all meet again before the first step, and have chosen by then
+        CONTINUITY.note(error)
+        agreed = said or str(newest_whole(Path(where))).rpartition("/")[2]
+    if agreed.startswith(_REFUSED):
+        raise UserError(agreed.removeprefix(_REFUSED))
+    return agreed
+
+
+def resume(where: Path | str, state: LoopState, plan: LoopPlan, seed: int | None) -> int:
+    """Go on from a checkpoint; return its version. seed: None: that of the checkpoint.
+
+    where: of its index, or the directory of the newest one. Raises `UserError` for one that is missing,
+    damaged or of another run, and for another number of ranks where that cannot be.
+    """
+    path = str(where)
     there = LoopPlan.read(read_names(path).plan)
     ranks = plan.ranks if there is None else there.ranks
     with closing(open_state(path, plan=msgspec.structs.replace(plan, ranks=ranks).text())) as saved:
@@ -206,7 +234,7 @@ def resume(out: Path, state: LoopState, plan: LoopPlan, seed: int | None) -> int
     return carried.version
 
 
-def _at_end_of_pass(path: Path, carried: Carried, there: int, here: int) -> Position:
+def _at_end_of_pass(path: str, carried: Carried, there: int, here: int) -> Position:
     """Return the position for another number of ranks. Raises `UserError` in the middle of a pass."""
     position, noted = carried.position, noted_of(carried.rows[0], there) if carried.rows else None
     if noted is not None and noted.step == position.step and noted.drawn[0].batches == position.at:
@@ -243,10 +271,10 @@ def _read(saved: SavedState, array: str, part: Part, dtype: Any) -> Any:
     return torch.from_numpy(own.view(np.uint8)).view(dtype).reshape(local.shape)
 
 
-def _copied(name: str, tensor: Any) -> Array:
-    """Return a copy of a tensor, flat, as a file has it."""
-    whole = tensor.detach().cpu().contiguous()
-    return bytes_over(whole).copy().view(_file_dtype(name, tensor.dtype))
+def _flat(name: str, tensor: Any, *, copies: bool) -> Array:
+    """Return a tensor as a file has it, flat: its own memory, or a copy of that."""
+    whole = bytes_over(tensor.detach().cpu().contiguous())
+    return (whole.copy() if copies else whole).view(_file_dtype(name, tensor.dtype))
 
 
 def _file_dtype(name: str, dtype: Any) -> np.dtype[Any]:

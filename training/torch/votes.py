@@ -12,13 +12,16 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from zbmd.training.checkpoint.saving import Progress, Report
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch.encoding import from_blob, to_blob
 from zbmd.training.torch.transaction import Ballot
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
-_HEAD: Final = struct.Struct("<qIIBBIIII")
-"""Version, means of each share, shares, whether it holds, wishes, bytes noted and written, digests, copied"""
+_HEAD: Final = struct.Struct("<qIIBBBQIII")
+"""Version, means of each share, shares, whether it holds, wishes, the progress and the digest of its part of
+a checkpoint, bytes noted, digests, copied"""
+NOTHING_SAVED: Final = Report()
 MEET: Final = 1 << 7
 """A wish of a loop, beside those of `Wish`: to take in ranks that wait, before the next step."""
 MEANS_MAX: Final = 1_024
@@ -33,21 +36,7 @@ class Noted(msgspec.Struct, array_like=True, frozen=True):
     drawn: tuple[Drawn, ...]
 
 
-class Wrote(msgspec.Struct, array_like=True, frozen=True):
-    """A rank's part of the checkpoint under way, once it is durable.
-
-    stem: of the names of its shards. step: whose state it is. digest: of the header of its shard; "": none.
-    failed: why it could not be written, or the last one not named; "" if it could.
-    """
-
-    stem: str
-    step: int
-    digest: str
-    failed: str = ""
-
-
 _noted: Final = msgspec.msgpack.Decoder(Noted)
-_wrote: Final = msgspec.msgpack.Decoder(Wrote)
 
 
 def pack(
@@ -57,24 +46,24 @@ def pack(
     noted: Noted | None = None,
     *,
     asks: int = 0,
-    wrote: Wrote | None = None,
+    saves: Report = NOTHING_SAVED,
 ) -> bytes:
     """Return a vote. own: as `encoding.encode` takes it. noted: None: the loop is not recorded.
 
-    means: of each share of the batch that this rank has. asks: the wishes of this rank.
+    means: of each share of the batch that this rank has. asks: the wishes of this rank. saves: its part of
+    the checkpoint under way.
     """
     values = [each[name] for each in means for name in sorted(each)]
     blob = to_blob(own, "the state of this rank alone")
     told = b"" if noted is None else msgspec.msgpack.encode(noted)
-    done = b"" if wrote is None else msgspec.msgpack.encode(wrote)
     digests = (*ballot.digests, *ballot.copy)
-    counts = (len(told), len(done), len(ballot.digests), len(ballot.copy))
+    counts = (saves.progress, saves.header, len(told), len(ballot.digests), len(ballot.copy))
     widths = {len(each) for each in means} or {0}
     if len(widths) > 1:
         raise UserError("run.mean() gets other values in one share of a batch than in another: give the same")
     head = _HEAD.pack(ballot.version, *widths, max(1, len(means)), ballot.holds, asks, *counts)
     packed = struct.pack(f"<{len(values)}d{len(digests)}Q", *values, *digests)
-    return head + packed + told + done + blob
+    return head + packed + told + blob
 
 
 def ballot_of(row: bytes) -> Ballot:
@@ -134,31 +123,19 @@ def without_wishes(row: bytes) -> bytes:
     return _HEAD.pack(*head._replace(asks=0)) + row[_HEAD.size :]
 
 
-def written_in(rows: Sequence[bytes]) -> list[Wrote]:
-    """Return what ranks have written of a checkpoint; empty unless all have. Raises `RemoteProtocolError`.
-
-    One that has failed stands for all.
-    """
-    found = [each for row in rows if (each := _wrote_of(row)) is not None]
-    failed = [each for each in found if each.failed]
-    return failed[:1] or (found if len(found) == len(rows) else [])
-
-
-def _wrote_of(row: bytes) -> Wrote | None:
-    head = _head(row)
-    if not head.wrote:
-        return None
-    begin = head.begin + head.noted
+def reports_in(rows: Sequence[bytes]) -> list[Report]:
+    """Return the parts of all ranks in the checkpoint under way. Raises `RemoteProtocolError`."""
+    heads = [_head(row) for row in rows]
     try:
-        return _wrote.decode(row[begin : begin + head.wrote])
-    except (msgspec.DecodeError, ValueError) as error:
+        return [Report(Progress(head.progress), head.header) for head in heads]
+    except ValueError as error:
         raise RemoteProtocolError(f"what a vote says of a checkpoint: {error}") from None
 
 
 def own_of(row: bytes) -> Any:
     """Return what a rank has put into its vote as its own. Raises `RemoteProtocolError`."""
     head = _head(row)
-    return from_blob(row[head.begin + head.noted + head.wrote :], "the own state of a rank in its vote")
+    return from_blob(row[head.begin + head.noted :], "the own state of a rank in its vote")
 
 
 class _Head(NamedTuple):
@@ -167,8 +144,9 @@ class _Head(NamedTuple):
     shares: int
     holds: int
     asks: int
+    progress: int
+    header: int
     noted: int
-    wrote: int
     digests: int
     copy: int
 
@@ -190,7 +168,7 @@ def _head(row: bytes) -> _Head:
     if (
         max(head.means, head.shares) > MEANS_MAX
         or max(head.digests, head.copy) > DIGESTS_MAX
-        or len(row) < head.begin + head.noted + head.wrote
+        or len(row) < head.begin + head.noted
     ):
         raise RemoteProtocolError(f"a vote of {len(row)} bytes begins with {head}")
     return head

@@ -2,8 +2,8 @@
 
 Variables: OUT (the directory), LOADER (sampler, workers, ragged, each, iterable, stateful, none), WORKERS,
 MISSED (the version at which all ranks but 0 act as if they had not seen the votes), EPOCHS, EVERY and SAVE
-(after how many steps it is saved, beside them and before all go on), RESUME, WIDTH (of the model), EXACT (the
-number of logical shares).
+(after how many steps it is saved, beside them and before all go on), TO, KEEP, KEEP_EVERY and CODEC (where
+and how), RESUME, WIDTH (of the model), EXACT (the number of logical shares).
 """
 
 from __future__ import annotations
@@ -85,6 +85,10 @@ def main() -> None:
         optimizer,
         out=os.environ["OUT"],
         checkpoint_every=parse_every(os.environ.get("EVERY", "0")),
+        checkpoint_to=os.environ.get("TO", ""),
+        keep_checkpoints=int(os.environ.get("KEEP", "2")),
+        keep_every=int(os.environ.get("KEEP_EVERY", "0")),
+        checkpoint_codec=os.environ.get("CODEC", "none"),
         resume="RESUME" in os.environ,
         exact=int(os.environ.get("EXACT", "0")),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Final
 
 from programs import PROGRAMS
 
@@ -13,6 +14,8 @@ from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.chaos.loops import difference
 from zbmd.tools.chaos.loops import reports_in as steps_in
 
+PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
+"""Also the points at which tests kill ranks that write checkpoints."""
 __all__ = ["check_as_undisturbed", "shrink", "steps_in", "train"]
 
 
@@ -41,6 +44,7 @@ async def train(
         on_loss=OnLoss.REPLACE,
         arena_bytes=32 << 20,
         environment=variables,
+        preload=PRELOAD,
     )
     return await Host(config, output=output).run(), output.lines
 
@@ -54,7 +58,7 @@ async def shrink(program: Path, fault: str, ranks: int, more: Mapping[str, str])
         on_loss=OnLoss.SHRINK,
         arena_bytes=32 << 20,
         environment={**more, **({"ZBMD_FAULT": fault} if fault else {})},
-        preload=("torch", "torch._dynamo", "zbmd.training.torch.resilient"),
+        preload=PRELOAD,
     )
     result = await Host(config, output=output).run()
     told = "\n".join(output.lines)

@@ -67,6 +67,23 @@ async def test_a_killed_rank_is_replaced_and_torchrun_notices_nothing(
     check_survived(running.text, wanted, fault)
 
 
+async def test_a_rank_and_its_replacement_write_through_their_own_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the files that torchrun makes for each rank have its lines, and no others."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    options, fault = ("--redirects", "3", "--log-dir", str(tmp_path / "logs")), "rank1:loop.begin:5"
+    with torchrun(tmp_path, RANKS, LOOP, options=options, ZBMD_FAULT=fault) as running:
+        assert running.end() == 0, running.text
+    for rank in range(RANKS):
+        (out,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
+        text, told = out.read_text(), out.with_name("stderr.log").read_text()
+        begun = re.findall(r"begun: rank (\d) is process (\d+)", text)
+        assert [which for which, _ in begun] == [str(rank)] * (1 + (rank == 1)), text
+        assert set(re.findall(r"step \d+ rank (\d)", text)) == {str(rank)}, text
+        assert re.findall(r"told on standard error by rank (\d)", told) == [str(rank)] * len(begun), told
+
+
 def test_torchrun_reports_the_exit_code_of_the_rank_that_failed(tmp_path: Path) -> None:
     (tmp_path / "again").touch()
     options = ("--max-restarts", "0")

@@ -33,7 +33,6 @@ torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 saved: Any = importlib.import_module("zbmd.training.torch.saved")
 states: Any = importlib.import_module("zbmd.training.torch.state")
-checkpoints: Any = importlib.import_module("zbmd.training.torch.checkpoints")
 recorder: Any = importlib.import_module("zbmd.training.torch.recorder")
 
 DDP, FSDP = PROGRAMS / "training/resilient_ddp.py", PROGRAMS / "torch/resilient_fsdp.py"
@@ -109,11 +108,11 @@ async def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_checkpoint(
 @pytest.mark.parametrize(
     ("program", "fault", "steps"),
     [
-        (DDP, "rank0:loop.write:1", 12),
-        (DDP, "rank0:loop.written:2,rank1:loop.write:3", 12),
-        (DDP, "rank0:loop.named:1", 12),
-        (FSDP, "rank1:loop.write:1,rank0:loop.written:1", 8),
-        (FSDP, "rank0:loop.named:2,rank2:loop.write:2", 8),
+        (DDP, "rank0:shards.staged:1", 12),
+        (DDP, "rank0:shards.index:2,rank1:shards.write:3", 12),
+        (DDP, "rank0:shards.named:1", 12),
+        (FSDP, "rank1:shards.write:1,rank0:shards.index:1", 8),
+        (FSDP, "rank0:shards.named:2,rank2:shards.written:2", 8),
     ],
 )
 async def test_a_rank_that_is_killed_in_a_checkpoint_is_replaced_and_writes_another(
@@ -135,7 +134,7 @@ async def test_a_loop_measures_when_its_checkpoints_are_due(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     out = tmp_path / "run"
     more = {"OUT": str(out), "EVERY": "auto", "EPOCHS": "20"}
-    result, lines = await train(RECORDED, "", "rank0:loop.named:1,rank1:loop.meet:1", ranks=2, more=more)
+    result, lines = await train(RECORDED, "", "rank0:shards.named:1,rank1:loop.meet:1", ranks=2, more=more)
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     assert read_names(out / SHARDS_NAME).version == FIRST_STEPS
     result, lines = await train(RECORDED, "", "rank0:loop.begin:2", ranks=2, more={**more, "RESUME": "1"})
@@ -153,7 +152,7 @@ async def test_a_job_that_is_lost_in_a_checkpoint_goes_on_from_the_one_before(
     """All shards of the second one are durable, and no index names them."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     wanted, out = await undisturbed(FSDP, "plain"), tmp_path / "run"
-    fault = "rank0:loop.written:2,rank1:loop.meet:1,rank2:loop.meet:1"
+    fault = "rank0:shards.index:2,rank1:loop.meet:1,rank2:loop.meet:1"
     result, lines = await train(FSDP, "plain", fault, more={"OUT": str(out), "SAVE": "3"})
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     assert read_names(out / SHARDS_NAME).version == 3
@@ -229,30 +228,6 @@ class SignalAfter(Lines):
                 self.host.stop("SIGTERM received")
             else:
                 self.host.forward(self._number, local_rank=0)
-
-
-def test_a_write_that_fails_ends_no_loop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is reported once, and the next checkpoint that can be written is reported, too."""
-    out, state = tmp_path / "run", state_of(1, "sgd")
-    step(state)
-    out.write_text("a file where a directory should be")
-    loop = checkpoints.LoopCheckpoints(out, run_id="r", plan=PLAN.text(), state=state, every=1)
-    try:
-        for number in (1, 2, 3):
-            if number == 3:
-                out.unlink()
-            loop.begin(number, lambda: saved.pieces_of(state, 1), 1)
-            loop.settle()
-            loop.committed([loop.wrote])
-            assert loop.wrote is None, "it is dropped, or named"
-        loop.settle()
-        loop.require_named()
-    finally:
-        loop.close()
-    told = capfd.readouterr().err
-    assert told.count("could not be written") == 1 and "the loop goes on" in told
-    assert told.count("the checkpoint of step 3 is written, after failures") == 1
-    assert read_names(out / SHARDS_NAME).version == 3
 
 
 # ---- what is refused
@@ -336,15 +311,16 @@ def test_a_state_comes_back_with_its_bits(tmp_path: Path, kind: str) -> None:
     assert bits_of(other) == bits_of(state)
 
 
-def test_what_is_copied_does_not_change_with_the_next_step(tmp_path: Path) -> None:
+def test_what_a_step_writes_before_its_vote_is_copied() -> None:
+    """Buffers are: the rest is not written before, and a thread copies it."""
     state = state_of(1, "adamw")
     step(state)
-    before, pieces = bits_of(state), saved.pieces_of(state, 1)
+    found = {piece.name: piece.arrays[0] for piece in saved.pieces_of(state, 1)}
+    before = {name: array.copy() for name, array in found.items()}
+    state.models[0].seen += 1
+    assert found["seen"].tobytes() == before["seen"].tobytes()
     step(state)
-    write_alone(tmp_path, pieces, version=1, plan=PLAN.text())
-    other = state_of(2, "adamw")
-    saved.resume(tmp_path, other, PLAN, 1)
-    assert bits_of(other) == before
+    assert found["a"].tobytes() != before["a"].tobytes()
 
 
 def test_other_plans_seeds_and_damage_are_refused(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TextIO, TypeAlias
 
 import structlog
 
 from zbmd.actors.cluster.jobs.reports import HostEvent, Observer, RankDown
 from zbmd.actors.process.exit import EXIT_FAILED
+from zbmd.actors.process.output import LineWriter, LiveSink, PlainOutput
 from zbmd.tools.node.guard.messages import (
     PACKET_BYTES_MAX,
     Here,
@@ -31,7 +32,9 @@ from zbmd.tools.node.guard.messages import (
     decode_reported,
     encode,
     listening,
+    received,
 )
+from zbmd.tools.node.guard.output import STREAMS, GuardedOutput
 from zbmd.tools.node.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
 from zbmd.transport.host.process import peer_of
@@ -76,6 +79,8 @@ class _Guard:
     """
 
     connections: list[socket.socket] = field(default_factory=list[socket.socket])
+    streams: list[TextIO] = field(default_factory=list[TextIO])
+    """Its standard output and error."""
     code: int = 0
     has_failed: bool = False
     is_told: bool = False
@@ -97,6 +102,7 @@ class Guards:
         self._on_event: OnGuard | None = None
         self._waiting: list[GuardEvent] = []
         self._sockets: list[socket.socket] = []
+        self._output: GuardedOutput | None = None
 
     @contextmanager
     def open(self) -> Generator[None]:
@@ -113,6 +119,9 @@ class Guards:
             for each in self._sockets:
                 self._loop.remove_reader(each)
                 each.close()
+            for stream in (stream for guard in self._others.values() for stream in guard.streams):
+                with suppress(OSError):
+                    stream.close()
             self._all_here.cancel()
 
     async def gathered(self) -> None:
@@ -160,6 +169,18 @@ class Guards:
         if event.normal:
             self._tell(guard, 0)
 
+    def output(self, others: LiveSink) -> GuardedOutput:
+        """Return where the ranks of this host write: each through its guard, that of this one to `others`."""
+        if self._output is None:
+            writers = {
+                local_rank: LineWriter(plain.emit, release=plain.release)
+                for local_rank, guard in self._others.items()
+                if len(guard.streams) == len(STREAMS)
+                for plain in [PlainOutput(to=dict(zip(STREAMS, guard.streams, strict=True)))]
+            }
+            self._output = GuardedOutput(others, writers, self.count)
+        return self._output
+
     def observer(self, others: Observer) -> Observer:
         """Return an observer of a host that is `happened`, and then `others`."""
 
@@ -175,6 +196,8 @@ class Guards:
         code: of the run. If it failed, the guards of the ranks that failed by themselves are the first, since
         a launcher reports the first that ends.
         """
+        if self._output is not None:
+            await self._output.close()
         if code and not self._own.has_failed:
             first = [guard for guard in self._others.values() if guard.has_failed]
             for guard in first:
@@ -204,14 +227,14 @@ class Guards:
 
     def _readable(self, connection: socket.socket) -> None:
         try:
-            packet = connection.recv(PACKET_BYTES_MAX + 1)
+            packet, streams = received(connection)
         except BlockingIOError:
             return
         except OSError:
-            packet = b""
+            packet, streams = b"", []
         try:
             if packet:
-                self._reported(connection, decode_reported(packet))
+                self._reported(connection, decode_reported(packet), streams)
                 return
         except RemoteProtocolError as error:
             log.warning("a guard is not listened to any more", reason=str(error))
@@ -221,14 +244,16 @@ class Guards:
                 guard.is_told = True
                 self._put(GuardLost(local_rank=local_rank))
 
-    def _reported(self, connection: socket.socket, reported: Reported) -> None:
+    def _reported(self, connection: socket.socket, reported: Reported, streams: list[TextIO]) -> None:
         match reported:
             case Here(local_rank=local_rank):
                 if local_rank not in self._others:
                     raise RemoteProtocolError(
                         f"a guard of local rank {local_rank} is on this host, which has {self.count} ranks"
                     )
-                self._others[local_rank].connections.append(connection)
+                guard = self._others[local_rank]
+                guard.connections.append(connection)
+                guard.streams = guard.streams or streams
                 self._note_all_here()
             case Signalled(number=number):
                 for local_rank, guard in self._others.items():
@@ -369,7 +394,8 @@ class _Follower:
 
     def _greet(self, connection: socket.socket) -> None:
         self._connections.append(connection)
-        connection.send(encode(Here(local_rank=self._local_rank)))
+        streams = [number for number, stream in ((1, sys.stdout), (2, sys.stderr)) if stream is not None]
+        socket.send_fds(connection, [encode(Here(local_rank=self._local_rank))], streams)
 
     def _signalled(self, numbers: bytes) -> int | None:
         for number in numbers:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TextIO, TypeAlias, TypeVar
 
 import msgspec
 
@@ -73,6 +73,16 @@ def _decoded(decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes) -> Messa
         return decoder.decode(packet)
     except (ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"a guard of this host sent no message of a guard: {error}") from error
+
+
+STREAMS_MAX: Final = 2
+
+
+def received(connection: socket.socket) -> tuple[bytes, list[TextIO]]:
+    """Return a packet of a guard, and the streams that came with it. Raises OSError."""
+    packet, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES_MAX + 1, STREAMS_MAX)
+    streams = [open(each, "w", errors="backslashreplace") for each in descriptors]  # noqa: SIM115
+    return packet, streams
 
 
 SET_OF_GUARDS: Final = (

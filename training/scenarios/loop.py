@@ -35,6 +35,7 @@ from zbmd.collectives.scenarios.hosted_job import (
 from zbmd.collectives.scenarios.node import NodeProcess
 from zbmd.collectives.scenarios.repair import CALL_NS_MAX, GO_ON_SHARE, TICK_NS_MAX, Meeting, conditions_of
 from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.fsdp.division import Move, Report
 from zbmd.transport import sim
 
 TAIL_NS_MAX = 100_000
@@ -204,7 +205,7 @@ class LoopRank(MemberProcess):
             case "standings":
                 return self._standings(brought, now_ns)
             case "reports":
-                reports = tuple(report for report in brought if isinstance(report, tx.Report))
+                reports = tuple(report for report in brought if isinstance(report, Report))
                 place = self.members.index(self.member)
                 return self._perform(self._handle(tx.Met(place=place, reports=reports)), now_ns)
             case "share":
@@ -279,8 +280,10 @@ class LoopRank(MemberProcess):
                     return self._tick(now_ns)
                 case tx.Fail():
                     raise AssertionError(f"{self.member} fails: {action.reason}")
-                case tx.Vote() | tx.Meet() | tx.Deliver() | tx.Move():
+                case tx.Vote() | tx.Meet() | tx.Deliver() | Move():
                     raise AssertionError(f"{action} is performed where it is asked for")
+                case tx.Divide() | tx.Agree() | tx.Adopt():
+                    raise AssertionError(f"{action}, and each rank is replaced in its place")
                 case _:
                     assert_never(action)
         if self.stages:  # another replacement waits for the state
@@ -366,7 +369,8 @@ class ShardRank(LoopRank):
         self.ballot: tx.Ballot | None = None
 
     def _made(self, *, fresh: bool) -> tx.Transactions:
-        return tx.Transactions(fresh=fresh, sharded=True)
+        size = self.world.options.world_size
+        return tx.Transactions(fresh=fresh, sharded=True, place=self.member.rank, size=size)
 
     @property
     def ward(self) -> int:
@@ -438,7 +442,7 @@ class ShardRank(LoopRank):
                 self.shards.copies[self.member] = (self.ward, self.content)
                 if not self.machine.fresh:
                     self.actions += self._handle(tx.Kept())
-        if self.machine.fresh and not any(isinstance(action, tx.Move) for action in self.actions):
+        if self.machine.fresh and not any(isinstance(action, Move) for action in self.actions):
             version = len(self.content)
             self.world.in_loop.add(self.member)
             self.world.ended[self.member] = version
@@ -486,7 +490,7 @@ class ShardRank(LoopRank):
                 self.world.ways.add("repeats")
                 self.actions.pop(0)
                 return self._perform([], now_ns)
-            case tx.Move(what=what, source=source, target=target):
+            case Move(what=what, source=source, target=target):
                 self.actions.pop(0)
                 ranks = tuple(sorted((source, target)))  # of all ranks, whose places are their numbers
                 self.stages = [Stage(what.value, ranks, source, source * self.size + target)]

@@ -511,7 +511,8 @@ class Run:
             self._recorder.put(state.rows, CONTINUITY.epoch)
         if self._checkpoints is not None:
             self._checkpoints.voted(votes.reports_in(state.rows))
-        self._drawn.clear()
+        if self._is_step:  # and not a save before one, whose batch is drawn
+            self._drawn.clear()
         CONTINUITY.begin_tail(alone=promoted)
 
     def _recover(self) -> bool:

@@ -3,7 +3,8 @@
 Variables: OUT (the directory), LOADER (sampler, workers, ragged, each, iterable, stateful, none), WORKERS,
 MISSED (the version at which all ranks but 0 act as if they had not seen the votes), EPOCHS, EVERY and SAVE
 (after how many steps it is saved, beside them and before all go on), TO, KEEP, KEEP_EVERY and CODEC (where
-and how), RESUME, WIDTH (of the model), EXACT (the number of logical shares).
+and how), RESUME, WIDTH (of the model), EXACT (the number of logical shares), DIES (all ranks do in the step
+after a checkpoint's pace is noted; see together.py).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import zbmd.torch
 from zbmd.training.checkpoint.pace import parse_every
+from zbmd.training.job.records import METRICS_NAME
+from zbmd.transport import kill_points
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -71,6 +75,14 @@ def miss_votes(run: Any, version: int) -> None:
     run._vote = missed
 
 
+def is_paced() -> dict[str, float]:
+    """Return whether the pace of a checkpoint is in the records, if all ranks are to die then."""
+    if "DIES" not in os.environ:
+        return {}
+    records = Path(os.environ["OUT"]) / METRICS_NAME
+    return {"paced": float(records.exists() and "checkpoint_every" in records.read_text())}
+
+
 def main() -> None:
     """Train."""
     warnings.filterwarnings("ignore")
@@ -103,8 +115,10 @@ def main() -> None:
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        run.mean(loss=loss, rank=dist.get_rank())
+        run.mean(loss=loss, rank=dist.get_rank(), **is_paced())
         optimizer.step()
+        if run.metrics.get("paced"):
+            kill_points.die()
         print(f"step {run.steps} rank {dist.get_rank()}: {run.metrics['loss']!r}", flush=True)
 
     if LOADER == "none":

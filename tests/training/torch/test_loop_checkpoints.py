@@ -134,7 +134,8 @@ async def test_a_loop_measures_when_its_checkpoints_are_due(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     out = tmp_path / "run"
     more = {"OUT": str(out), "EVERY": "auto", "EPOCHS": "20"}
-    result, lines = await train(RECORDED, "", "rank0:shards.named:1,rank1:loop.meet:1", ranks=2, more=more)
+    together = tmp_path / "together"
+    result, lines = await train(RECORDED, "", ranks=2, more={**more, "DIES": "1"}, together=together)
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     assert read_names(out / SHARDS_NAME).version == FIRST_STEPS
     result, lines = await train(RECORDED, "", "rank0:loop.begin:2", ranks=2, more={**more, "RESUME": "1"})

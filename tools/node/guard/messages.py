@@ -81,7 +81,7 @@ STREAMS_MAX: Final = 2
 def received(connection: socket.socket) -> tuple[bytes, list[TextIO]]:
     """Return a packet of a guard, and the streams that came with it. Raises OSError."""
     packet, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES_MAX + 1, STREAMS_MAX)
-    streams = [open(each, "w", errors="backslashreplace") for each in descriptors]  # noqa: SIM115
+    streams: list[TextIO] = [open(each, "w", errors="backslashreplace") for each in descriptors]  # noqa: SIM115
     return packet, streams
 
 

@@ -274,6 +274,12 @@ def _like(loader: Any, sampler: Any) -> Any:
     return data.DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 
+def has_shares(loader: Any) -> bool:
+    """Return whether the batches come from a `DistributedSampler`, which can be made again for each share."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return is_map_style(loader) and not has_state(loader) and _is(sampler, "DistributedSampler")
+
+
 def of_share(loader: Any, share: int, shares: int) -> Any:
     """Return a loader of the batches that rank `share` of `shares` ranks would have.
 
@@ -281,7 +287,7 @@ def of_share(loader: Any, share: int, shares: int) -> Any:
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(batches, "sampler", None)
-    if has_state(loader) or not is_map_style(loader) or not _is(sampler, "DistributedSampler"):
+    if not has_shares(loader):
         raise UserError(
             f"{type(loader).__name__}: several shares of a batch on one rank (exact=…, --on-loss shrink) "
             "take a DataLoader with a DistributedSampler, which says what each share has"

@@ -141,7 +141,7 @@ class LoopCheckpoints:
 
     @property
     def wishes(self) -> Wish:
-        """What this rank asks all for in its vote."""
+        """Requests of this rank to all, for its vote."""
         return self._wishes | self._asks
 
     @property

@@ -23,7 +23,7 @@ _FOUNDING: Final = struct.Struct("<Q32s32sq")
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank says where all meet."""
+    """The message of a rank to a meeting."""
 
     report: Report
     divides: bool

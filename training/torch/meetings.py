@@ -143,6 +143,7 @@ class Meetings:
                 case tx.Promote():
                     promoted = True
                 case tx.Repeat():
+                    self._settle()
                     self._state.go_back()
                 case tx.Give(to=places):
                     self._state.give(self.exchange.group, places, self.machine.version)
@@ -199,6 +200,11 @@ class Meetings:
         assert shards is not None and division is not None
         shards.adopt(division)
         log.info("the state is divided again", ranks=division.size, place=division.place)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._state.shards is not None:
+            self._state.shards.settle(self._state.rank, self._state.ranks)
 
     def _share(self, source: int) -> None:
         """Have all ranks hold the votes of the last commit."""

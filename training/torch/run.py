@@ -111,6 +111,8 @@ class Run:
         self._shares = self._shares_of(most if options.exact is True else int(options.exact) or most)
         self._deals = False
         """Whether a batch of `batches` is out."""
+        self._may_grow = False
+        """Whether the batches of the pass under way can be dealt to more ranks."""
         self._grows_after = 0
         """The epoch in which a vote has asked all ranks to take others in; 0: none has."""
         self._recorder: Recorder | None = None
@@ -294,6 +296,7 @@ class Run:
         if state.position.passes < number:  # the last pass was left before its end
             state.position = state.position._replace(passes=number, at=0)
         state.loader = loader if loading.has_state(loader) else None
+        self._may_grow = loading.has_shares(loader)
         shares = loading.SharesOfPass(
             lambda share: self._opened(loader, number, share),
             lambda share: self._seed_for("batch", self.steps, share=share),
@@ -574,7 +577,7 @@ class Run:
             names = tuple(sorted(self._means[0])) if self._means else ()
             noted = votes.Noted(step, names, tuple(self._drawn) if step and self._drawn else (Drawn(),))
         asks = 0 if checkpoints is None else int(checkpoints.wishes)
-        if self._deals and self._meetings.is_offered_more:
+        if self._deals and self._may_grow and self._meetings.is_offered_more:
             asks |= votes.MEET
         row = votes.pack(
             action.ballot,

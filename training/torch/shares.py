@@ -52,7 +52,7 @@ class Shares(ABC):
 
     @property
     def number(self) -> int:
-        """Which of this rank's own shares the pass under way computes."""
+        """The number, among this rank's own shares, of the one that the pass under way computes."""
         return max(0, self.at - self._idle)
 
     @property

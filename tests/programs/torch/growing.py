@@ -28,7 +28,7 @@ SIZES = [int(size) for size in sys.argv[3].split(",")] if len(sys.argv) > 3 else
 
 
 class Waits:
-    """Where rank 0 is to wait next."""
+    """The places at which rank 0 waits."""
 
     def __init__(self) -> None:
         self._size = self._begun = 0

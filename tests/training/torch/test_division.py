@@ -1,4 +1,4 @@
-"""How a sharded state is divided again: which rows go where, and who has what after any losses meanwhile."""
+"""Divisions of a sharded state: its rows come to their places, whatever ranks are lost meanwhile."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def perform(action: tx.Action, rank: Rank, ranks: list[Rank]) -> None:
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=400, deadline=None)
-def test_whoever_is_lost_while_a_state_is_divided_nobody_reads_rows_that_are_not_there(seed: int) -> None:
+def test_losses_while_a_state_is_divided_leave_each_rank_its_part(seed: int) -> None:
     """Ranks are lost at any action, and new ones come: a meeting that ends leaves each with its part."""
     rng = random.Random(seed)
     size = rng.randrange(3, 7)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a loop are kept, where and how they are written, and which one a loop goes on from."""
+"""Retention, codecs and storages of a loop's checkpoints, and the fallback to the newest that is whole."""
 
 from __future__ import annotations
 

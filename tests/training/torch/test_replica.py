@@ -70,6 +70,7 @@ def test_fsdp2_has_the_private_names_that_are_used() -> None:
             "FSDPModule": model,
             "FSDPState": state,
             "FSDPParamGroup": group,
+            "FSDPMeshInfo": group.mesh_info,
             "FSDPParam": group.fsdp_params[0],
             "FSDPParam after an all-gather": group.fsdp_params[0],
             "DTensor": model.weight,

@@ -14,6 +14,7 @@ from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.runs.commands import audit_run
+from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.training.torch.audit import LoopAudit, Proof
 
@@ -76,6 +77,21 @@ async def test_a_loop_goes_on_with_those_who_are_left(
     if "divided" not in fault and "agreed" not in fault:
         assert losses[: first - 1] == wanted[: first - 1]
     assert losses == pytest.approx(wanted, rel=0.02 if "mixed" in mode else 1e-4)
+
+
+async def test_a_checkpoint_of_fewer_ranks_is_read_by_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four ranks write it; two go on with the parameters and moments."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    out = {"OUT": str(tmp_path / "run"), "WHOLE": "1", "EVERY": "2"}
+    lines = await shrink(PROGRAM, "rank2:loop.begin:2", 4, {**out, "EPOCHS": "1"})
+    ends = {line.partition("ends with ")[2] for line in lines if "ends with" in line}
+    names = read_names(tmp_path / "run")
+    assert names.version == 3 and len(names.files) == 3 and len(ends) == 1
+    lines = await shrink(PROGRAM, "", 2, {**out, "RESUME": "1", "EPOCHS": "2"})
+    assert {line.partition("begins with ")[2] for line in lines if "begins with" in line} == ends
+    assert audit_run(tmp_path / "run").is_whole
 
 
 async def test_a_rank_and_its_buddy_together_end_the_run(

@@ -1,4 +1,4 @@
-"""How a sharded state is divided among ranks, and how it is divided again for another number of them.
+"""The division of a sharded state among ranks, and the next one for another number of them.
 
 Part p of a division of n has the rows of each parameter that `fully_shard` gives rank p of n. Each rank holds
 its own part and a copy of its ward's, the rank before. So all parts are there if no rank is lost together

@@ -26,9 +26,7 @@ from zbmd.training.torch.fsdp.redivision import Redivision
 from zbmd.training.torch.fsdp.replica import (
     Replica,
     Shard,
-    belongs_to_shard,
     digests_of,
-    moments_of,
     require_replayable,
 )
 from zbmd.training.torch.transfer import receive_tree, send_tree
@@ -103,6 +101,8 @@ class Shards:
         self._replica: Replica | None = None
         self._holds = False
         self._received: _Received | None = None
+        self._adopted: _Received | None = None
+        """A division that counts, and that is not one of the ranks that there are now."""
 
     def deliver(self, group: Group, end_ns: int) -> None:
         """Send the gradients to the buddy, and receive the ward's. Raises as operations of `group` do."""
@@ -173,11 +173,16 @@ class Shards:
 
     def contents(self) -> Any:
         """Return the dtypes of the moments of each updated parameter, and its state that is not divided."""
-        found = []
-        for parameter, moments in zip(self._own.updated, moments_of(self._own.optimizer), strict=True):
-            arrays = {k: v for k, v in moments.items() if belongs_to_shard(v, parameter)}
-            others = {k: v for k, v in moments.items() if k not in arrays}
-            found.append([{k: v.dtype for k, v in arrays.items()}, others])
+        state = self._own.state() if self._adopted is None else self._adopted.own
+        found, places = [], [at for group in self._own.places for at in group]
+        for at, moments in zip(places, state["moments"], strict=True):
+            shape = state["parameters"][at].shape
+            arrays = {
+                name: value.dtype
+                for name, value in moments.items()
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+            }
+            found.append([arrays, {name: value for name, value in moments.items() if name not in arrays}])
         return found
 
     def divide(
@@ -214,18 +219,27 @@ class Shards:
     def _held(self, holders: Sequence[Holder], rank: int) -> dict[int, Any]:
         """Return the parts of the old division that others are to have from this rank."""
         parts = {part: holder for part, holder in enumerate(holders) if holder.rank == rank}
-        own = self._own.state() if any(not each.copy for each in parts.values()) else None
-        kept = self._replica.state() if self._replica is not None else None
+        own, kept = None, None
+        if self._adopted is not None:
+            own, kept = self._adopted.own, self._adopted.ward
+        elif parts:
+            own = self._own.state()
+            kept = None if self._replica is None else self._replica.state()
         return {part: kept if holder.copy else own for part, holder in parts.items()}
 
     def adopt(self, division: Division) -> None:
-        """Go on with what was received for this division."""
+        """Have what was received for this division count."""
         received, self._received = self._received, None
         if received is None or received.division != division:
-            raise LocalProtocolError(
-                f"{division} is to be adopted, and {received and received.division} came"
-            )
-        self._rank, self._size = division.place, division.size
+            raise LocalProtocolError(f"{division} is to be adopted, and has not been received")
+        self._adopted = received
+
+    def settle(self, rank: int, ranks: int) -> None:
+        """Have the models be divided as was adopted, if that is for this rank of as many."""
+        received = self._adopted
+        if received is None or (received.division.place, received.division.size) != (rank, ranks):
+            return
+        self._adopted, self._rank, self._size = None, rank, ranks
         self._replica = self._in = None
         self.modules.divide()
         self._own.load(received.own)

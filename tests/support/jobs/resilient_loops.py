@@ -49,11 +49,26 @@ async def train(
     return await Host(config, output=output).run(), output.lines
 
 
-async def shrink(program: Path, fault: str, ranks: int, more: Mapping[str, str]) -> list[str]:
-    """Return what is printed by a run that goes on without the ranks that are killed."""
+async def shrink(
+    program: Path,
+    fault: str,
+    ranks: int,
+    more: Mapping[str, str],
+    *,
+    together: tuple[Path, int] | None = None,
+) -> list[str]:
+    """Return what is printed by a run that goes on without the ranks that are killed.
+
+    together: a directory to be made, and how many ranks come to the point of the variable AT before one is
+    killed there.
+    """
     output = Lines()
+    target = [str(program)]
+    if together is not None:
+        target = [str(PROGRAMS / "torch/together.py"), *map(str, together), *target]
     config = HostConfig(
-        target=str(program),
+        target=target[0],
+        arguments=tuple(target[1:]),
         world_size=ranks,
         on_loss=OnLoss.SHRINK,
         arena_bytes=32 << 20,

@@ -60,7 +60,6 @@ async def shrunk(out: Path, mode: str, fault: str, ranks: int) -> tuple[Path, in
         ("plain", "rank1:loop.begin:3", 4),
         ("plain", "rank0:loop.voted:4,rank2:loop.begin:6", 4),
         ("plain", "rank3:loop.prepared:2,rank1:loop.prepared:2", 4),
-        ("plain", "rank1:loop.begin:3,rank3:loop.divided:1", 4),
         ("plain", "rank1:loop.begin:3,rank0:loop.agreed:1", 4),
         ("scaler+fused", "rank2:loop.updated:3,rank1:loop.done:5", 3),
         ("mixed+kept+fused", "rank0:loop.delivered:3", 2),
@@ -77,6 +76,20 @@ async def test_a_loop_goes_on_with_those_who_are_left(
     if "divided" not in fault and "agreed" not in fault:
         assert losses[: first - 1] == wanted[: first - 1]
     assert losses == pytest.approx(wanted, rel=0.02 if "mixed" in mode else 1e-4)
+
+
+async def test_a_part_that_all_have_received_counts_although_nobody_has_seen_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three dies that have received their parts: the two divide those again."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    more = {"OUT": str(tmp_path / "run"), "WHOLE": "1", "AT": "loop.divided"}
+    fault, together = "rank1:loop.begin:3,rank0:loop.divided:1", (tmp_path / "together", 3)
+    lines = await shrink(PROGRAM, fault, 4, more, together=together)  # rank 0's copy is lost with rank 1
+    ends = [line.partition("ends with ")[2] for line in lines if "ends with" in line]
+    assert len(ends) == 2 and len(set(ends)) == 1, "\n".join(lines)
+    wanted = await undisturbed(tmp_path / "whole", "plain", 4)
+    assert losses_in(tmp_path / "run", 4) == pytest.approx(wanted, rel=1e-4)
 
 
 async def test_a_checkpoint_of_fewer_ranks_is_read_by_any_number(

@@ -158,6 +158,7 @@ class Recorder:
         self._lock = locked(out / LOCK_NAME, fcntl.LOCK_SH)
         """Held from the beginning: the log takes it with its first record."""
         self._records: Records | None = None
+        self._is_closed = False
 
     def amend(self, rows: Sequence[bytes], step: int, epoch: int) -> None:
         """Have the log end with `step`, the last one that is committed. rows: the last votes."""
@@ -188,8 +189,8 @@ class Recorder:
             records.put(record.version, **means_of(rows, noted.names))
 
     def note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
-        """Note what `PaceClock` has measured. says: whether a line says so."""
-        if self._opened().put(step, **values) and says:
+        """Note what `PaceClock` has measured, unless this is closed. says: whether a line says so."""
+        if not self._is_closed and self._opened().put(step, **values) and says:
             Records.tell(step, **values)
 
     def _opened(self) -> Records:
@@ -199,6 +200,7 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
+        self._is_closed = True
         self._log.close()
         if self._lock is not None:
             os.close(self._lock)
